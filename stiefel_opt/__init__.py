@@ -1,0 +1,3 @@
+"""Optimizers that keep tagged weights exactly on the Stiefel manifold."""
+
+__version__ = "0.1.0"

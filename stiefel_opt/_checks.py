@@ -1,0 +1,36 @@
+"""One grammar for every error message: "`name` must <condition>, got <value>; <remedy>"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+__all__ = ["check_choice", "check_flag", "check_range", "fail"]
+
+
+def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
+    """Return the text of an error in the grammar above; the caller raises it."""
+    return f"`{name}` must {condition}, got {value}" + (f"; {remedy}" if remedy else "")
+
+
+def check_range(
+    name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False
+) -> None:
+    """Raise unless ``value`` is a number in [low, high), or in (low, high) with ``open_low``."""
+    interval = f"{'(' if open_low else '['}{low:g}, {high:g})"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(fail(name, f"be a number in {interval}", repr(value)))
+    if not low <= value < high or (open_low and value == low):
+        raise ValueError(fail(name, f"be in {interval}", value))
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise unless ``value`` is one of the strings in ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(fail(name, f"be one of {sorted(choices)}", repr(value)))
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise unless ``value`` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(fail(name, "be True or False", repr(value)))

@@ -1,0 +1,305 @@
+"""How a tensor is read as a batch of matrices, and the tag that says so.
+
+This is the only file that knows shapes. Every rule behind it sees tall batches ``(..., n, m)``,
+``n >= m``, with orthonormal columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from stiefel_opt._checks import fail
+
+__all__ = ["ManifoldParameter", "Stiefel", "manifold_of", "tag"]
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Stiefel:
+    r"""How a tensor is read as a batch of matrices on the Stiefel manifold.
+
+    :math:`\mathrm{St}(n, m) = \{X \in \mathbb{R}^{n \times m} : X^\top X = I\}`. The last two
+    dimensions are a matrix, leading dimensions a batch. A tall matrix gets orthonormal columns, a
+    wide one orthonormal rows, a square one both.
+
+    Args:
+        heads: The rows (dimension -2) are this many equal blocks, each a matrix of its own. It may
+            be a tuple, one number for each range of ``rows``. Default: one block.
+        rows: ``(start, stop)``, or several of them: only these rows are constrained, the others
+            follow the plain rule. Default: all rows.
+        flatten: A tensor ``(C_out, C_in, *kernel)`` is read as ``(C_out, C_in * prod(kernel))``.
+        transposed: The tensor is stored ``(..., in, out)`` as in GPT-2's ``Conv1D``; ``heads`` and
+            ``rows`` then count along the last dimension.
+        scale: The tensor is ``scale`` times an orthonormal matrix. To first order a step moves the
+            tensor by -lr times its tangent gradient whatever the scale.
+
+    Raises:
+        ValueError: for heads or rows that cannot be, overlapping ranges, or scale <= 0.
+    """
+
+    heads: int | tuple[int, ...] | None = None
+    rows: tuple[int, int] | Ranges | None = None
+    flatten: bool = False
+    transposed: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", _normal_ranges(self.rows))
+        object.__setattr__(self, "heads", _normal_heads(self.heads, self.rows))
+        for name in ("flatten", "transposed"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
+        if self.flatten and self.transposed:
+            raise ValueError(
+                fail("transposed", "be False with flatten=True", True, "use one of the two")
+            )
+        if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
+            raise TypeError(fail("scale", "be a positive number", repr(self.scale)))
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise ValueError(fail("scale", "be positive and finite", self.scale))
+        object.__setattr__(self, "scale", float(self.scale))
+
+    # ---- as plain data -------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the reading as numbers, booleans and lists, for param groups and state_dicts."""
+        ranges = None if self.rows is None else [list(pair) for pair in self._ranges()]
+        heads = list(self.heads) if isinstance(self.heads, tuple) else self.heads
+        return {
+            "heads": heads,
+            "rows": ranges,
+            "flatten": self.flatten,
+            "transposed": self.transposed,
+            "scale": self.scale,
+        }
+
+    @classmethod
+    def from_dict(cls, reading: Mapping[str, Any]) -> Self:
+        """Return the reading that :meth:`as_dict` described."""
+        return cls(**reading)
+
+    # ---- as shapes -----------------------------------------------------------------------------
+
+    def check(self, shape: torch.Size | tuple[int, ...], name: str = "parameter") -> None:
+        """Raise ``ValueError`` naming ``name`` unless a tensor of ``shape`` can be read so."""
+        size = tuple(shape)
+        if len(size) < 2:
+            raise ValueError(
+                fail(
+                    name,
+                    "have at least 2 dimensions to be constrained",
+                    f"shape {size}",
+                    "leave it untagged",
+                )
+            )
+        if math.prod(size) == 0:
+            raise ValueError(fail(name, "not be empty", f"shape {size}", "leave it untagged"))
+        row_count = self._size(size)[0]
+        for start, stop in self._ranges():
+            if stop > row_count:
+                raise ValueError(
+                    fail(
+                        f"rows of {name}",
+                        f"lie in [0, {row_count}]",
+                        (start, stop),
+                        f"its shape is {tuple(shape)}",
+                    )
+                )
+        for (start, stop), heads in zip(self._spans(row_count), self._heads(), strict=True):
+            if (stop - start) % heads:
+                raise ValueError(
+                    fail(
+                        f"heads of {name}",
+                        f"divide its {stop - start} rows",
+                        heads,
+                        f"its shape is {tuple(shape)}; change heads or rows",
+                    )
+                )
+
+    def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return one view of the stored ``tensor`` for each constrained range of rows."""
+        if self.rows is None:
+            return (tensor,)
+        dim = self._row_dim(tensor)
+        return tuple(tensor.narrow(dim, start, stop - start) for start, stop in self._ranges())
+
+    def plain_parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return one view of the stored ``tensor`` for each range of rows that is left plain."""
+        if self.rows is None:
+            return ()
+        dim = self._row_dim(tensor)
+        edges = [0, *(edge for pair in sorted(self._ranges()) for edge in pair), tensor.size(dim)]
+        gaps = zip(edges[::2], edges[1::2], strict=True)
+        return tuple(tensor.narrow(dim, low, high - low) for low, high in gaps if high > low)
+
+    def matrices(self, part: Tensor, index: int = 0, *, stacked: bool = False) -> Tensor:
+        """Read range ``index`` as tall matrices ``(..., n, m)``: a view where strides allow.
+
+        With ``stacked`` the first dimension of ``part`` counts parameters.
+        """
+        if self.flatten:
+            part = part.flatten(2 if stacked else 1)
+        if self.transposed:
+            part = part.mT
+        heads = self._heads()[index]
+        if heads > 1:
+            part = part.unflatten(-2, (heads, part.size(-2) // heads))
+        return tall(part)
+
+    def stored(
+        self, matrices: Tensor, shape: torch.Size, index: int = 0, *, stacked: bool = False
+    ) -> Tensor:
+        """Undo :meth:`matrices` for a part of ``shape``."""
+        row_count, column_count = self._size(shape[1:] if stacked else shape)
+        heads = self._heads()[index]
+        if row_count // heads < column_count:
+            matrices = matrices.mT
+        if heads > 1:
+            matrices = matrices.flatten(-3, -2)
+        if self.transposed:
+            matrices = matrices.mT
+        return matrices.reshape(shape)
+
+    def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
+        """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
+        row_count, column_count = self._size(shape)
+        lead = 1 if self.flatten else math.prod(tuple(shape)[:-2])
+        words = []
+        for (start, stop), heads in zip(self._spans(row_count), self._heads(), strict=True):
+            count = lead * heads
+            height = (stop - start) // heads
+            kind = "rows" if height < column_count else "columns"
+            kind = "square" if height == column_count else kind
+            span = "" if self.rows is None else f" of {start}:{stop}"
+            words.append(f"{count} x ({height} x {column_count}), {kind}{span}")
+        return "; ".join(words) + (f", scale {self.scale:g}" if self.scale != 1.0 else "")
+
+    def count(self, shape: torch.Size | tuple[int, ...]) -> int:
+        """Return how many matrices a tensor of ``shape`` holds."""
+        lead = 1 if self.flatten else math.prod(tuple(shape)[:-2])
+        return lead * sum(self._heads())
+
+    def _ranges(self) -> Ranges:
+        return self.rows or ()  # type: ignore[return-value]  # __post_init__ normalised it
+
+    def _spans(self, row_count: int) -> Ranges:
+        return self._ranges() or ((0, row_count),)
+
+    def _heads(self) -> tuple[int, ...]:
+        number = max(1, len(self._ranges()))
+        return self.heads if isinstance(self.heads, tuple) else (self.heads or 1,) * number
+
+    def _row_dim(self, tensor: Tensor) -> int:
+        return 0 if self.flatten else tensor.ndim - (1 if self.transposed else 2)
+
+    def _size(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+        if self.flatten:
+            return shape[0], math.prod(shape[1:])
+        return (shape[-1], shape[-2]) if self.transposed else (shape[-2], shape[-1])
+
+
+def tall(matrix: Tensor) -> Tensor:
+    """View of shape ``(..., n, m)`` with n >= m that shares storage with ``matrix``."""
+    return matrix if matrix.size(-2) >= matrix.size(-1) else matrix.mT
+
+
+def _normal_ranges(rows: object) -> Ranges | None:
+    if rows is None:
+        return None
+    if not isinstance(rows, (tuple, list)) or not rows:
+        raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
+    pairs = [tuple(pair) for pair in rows] if isinstance(rows[0], (tuple, list)) else [tuple(rows)]
+    for pair in pairs:
+        if len(pair) != 2 or not all(type(edge) is int for edge in pair):
+            raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
+        if not 0 <= pair[0] < pair[1]:
+            raise ValueError(fail("rows", "satisfy 0 <= start < stop", pair))
+    ordered = sorted(pairs)
+    for before, after in itertools.pairwise(ordered):
+        if before[1] > after[0]:
+            raise ValueError(fail("rows", "not overlap", (before, after)))
+    return tuple((start, stop) for start, stop in pairs)
+
+
+def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
+    number = len(rows) if isinstance(rows, tuple) else 1
+    values = tuple(heads) if isinstance(heads, (tuple, list)) else (heads,) * number
+    if heads is None:
+        return None
+    if not all(type(value) is int for value in values):
+        raise TypeError(fail("heads", "be an integer, or one for each range of rows", repr(heads)))
+    if not all(value >= 1 for value in values):
+        raise ValueError(fail("heads", "be at least 1", heads))
+    if len(values) != number:
+        raise ValueError(
+            fail("heads", f"have one number for each of the {number} ranges of rows", heads)
+        )
+    return values[0] if len(set(values)) == 1 else values
+
+
+class ManifoldParameter(nn.Parameter):
+    r"""An ``nn.Parameter`` whose tag ``.manifold`` says how it is constrained.
+
+    Args:
+        data: The value; not projected here (the first optimizer step with lr > 0 does).
+        manifold: The reading. Default ``Stiefel()``: the last two dimensions are one matrix.
+        requires_grad: As in ``nn.Parameter``.
+
+    Raises:
+        ValueError: if ``data`` cannot be read as ``manifold`` says.
+    """
+
+    manifold: Stiefel
+
+    def __new__(
+        cls, data: Tensor, manifold: Stiefel | None = None, requires_grad: bool = True
+    ) -> Self:
+        manifold = Stiefel() if manifold is None else manifold
+        manifold.check(data.shape, "data")
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter.manifold = manifold
+        return parameter
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        data = self.data.clone(memory_format=torch.preserve_format)
+        copied = type(self)(data, self.manifold, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.data, self.manifold, self.requires_grad)
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{super().__repr__()}\non {self.manifold}"
+
+
+def _rebuild(
+    cls: type[ManifoldParameter], data: Tensor, manifold: Stiefel, requires_grad: bool
+) -> ManifoldParameter:
+    return cls(data, manifold, requires_grad)
+
+
+def manifold_of(parameter: Tensor) -> Stiefel | None:
+    """Return the tag of ``parameter``, or None."""
+    return getattr(parameter, "manifold", None)
+
+
+def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:
+    """Tag ``parameter`` in place, so that optimizers, hooks and tied modules keep their object."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = ManifoldParameter
+    parameter.manifold = manifold  # type: ignore[attr-defined]
