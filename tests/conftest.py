@@ -1,0 +1,25 @@
+"""Fixtures shared by every test: reproducible randomness."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Layers draw their start values from the global generator; each test gets the same ones."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A numpy generator with a fixed seed."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A torch generator with a fixed seed."""
+    return torch.Generator().manual_seed(0)

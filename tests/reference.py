@@ -1,0 +1,249 @@
+"""Slow float64 loops written from the formulas: what the optimizers are measured against.
+
+One matrix at a time, every momentum materialised, every root from LAPACK, nothing rearranged. The letters are those of
+Kong, Wang & Tao (ICLR 2023): X is n x m with X'X = I, G the Euclidean gradient, Z (m x m, skew) and U (n x m, X'U = 0)
+the rescaled momenta, eta the learning rate, mu the momentum, a the metric parameter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import expm
+
+Matrix = NDArray[np.float64]
+
+SATURATION_BOUND = 4.0
+METRICS = {"canonical": 0.5, "euclidean": 0.0}
+
+
+def polar_factor(matrix: Matrix) -> Matrix:
+    """The nearest matrix with orthonormal columns."""
+    left, _, right = np.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def inverse_root(matrix: Matrix) -> Matrix:
+    """A^(-1/2) of a symmetric positive definite A."""
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors / np.sqrt(values)) @ vectors.T
+
+
+def rot(skew: Matrix) -> Matrix:
+    """(I + K)(I - K^2)^(-1/2), the polar factor of I + K."""
+    identity = np.eye(len(skew))
+    return (identity + skew) @ inverse_root(identity - skew @ skew)
+
+
+def cayley(skew: Matrix) -> Matrix:
+    """(I - K/2)^(-1)(I + K/2)."""
+    identity = np.eye(len(skew))
+    return np.linalg.solve(identity - skew / 2, identity + skew / 2)
+
+
+def infinity_norm(matrix: Matrix) -> float:
+    """The largest absolute row sum."""
+    return float(np.abs(matrix).sum(axis=1).max())
+
+
+def saturate(skew: Matrix) -> Matrix:
+    """Shrink K until its infinity norm is at most 4."""
+    bound = infinity_norm(skew)
+    return skew * min(1.0, SATURATION_BOUND / bound) if bound > 0 else skew
+
+
+def divide(numerator: Matrix, denominator: Matrix) -> Matrix:
+    """Elementwise quotient with 0/0 = 0, which the diagonal of Z needs when eps is zero."""
+    quotient = np.zeros_like(numerator)
+    np.divide(numerator, denominator, out=quotient, where=denominator != 0)
+    return quotient
+
+
+class StiefelReference:
+    """State and flows of one matrix; a subclass says how gradients become momenta."""
+
+    def __init__(
+        self,
+        point: Matrix,
+        *,
+        lr: float,
+        maximize: bool = False,
+        metric: str | float = "canonical",
+        transport: str = "isometric",
+        rotation: str = "polar",
+    ) -> None:
+        self.X = np.array(point, dtype=np.float64)
+        self.n, self.m = self.X.shape
+        self.Z = np.zeros((self.m, self.m))
+        self.U = np.zeros((self.n, self.m))
+        self.steps = 0
+        self.lr = lr
+        self.maximize = maximize
+        self.a = METRICS[metric] if isinstance(metric, str) else metric
+        self.b = self.a / (self.a - 1)
+        self.transport = transport
+        self.rotation = rotation
+
+    def split_gradient(self, grad: Matrix) -> tuple[Matrix, Matrix, Matrix]:
+        """The projected point with f = (1-b)/2 (X'G - G'X) and g = (I - XX')G at that point."""
+        grad = -grad if self.maximize else grad
+        X = polar_factor(self.X)
+        S = X.T @ grad
+        f = (1 - self.b) / 2 * (S - S.T)  # one product, so that the diagonal is exactly zero
+        g = grad - X @ S
+        return X, f, g
+
+    def couple(self, mu: float, skew: Matrix) -> Matrix:
+        """phi_2 without its gradient: the decayed U, turned by the skew momentum."""
+        if mu == 0:
+            return np.zeros_like(self.U)
+        if self.transport == "published":
+            kappa = (3 * self.a - 2) / 2
+            return mu * self.U + kappa * self.lr * self.U @ skew
+        kappa = 2 * self.a - 1
+        return mu * self.U @ rot(saturate(kappa * self.lr * skew))
+
+    def turn(self, X: Matrix, skew: Matrix) -> Matrix:
+        """phi_1: X turned by eta Z."""
+        K = self.lr * skew if self.transport == "published" else saturate(self.lr * skew)
+        if self.rotation == "cayley":
+            return X @ cayley(K)
+        if self.rotation == "expm":
+            return X @ expm(K)
+        if self.rotation == "euler" and self.transport == "published":
+            return X + X @ K
+        return X @ rot(K)
+
+    def move(self, X: Matrix, U: Matrix, skew: Matrix, V: Matrix) -> None:
+        """phi_1 along `skew` and phi_3 along V, which also carries the momentum U."""
+        eta = self.lr
+        Xh = self.turn(X, skew)
+        if self.n == self.m:
+            self.X = polar_factor(Xh)
+            return
+        if self.transport == "published":
+            self.X = polar_factor(Xh + eta * V @ (Xh.T @ Xh))
+            self.U = U - eta * Xh @ (V.T @ U)
+            return
+        W = V.T @ V
+        bound = np.sqrt(infinity_norm(eta**2 * W))
+        if bound > SATURATION_BOUND:
+            eta *= SATURATION_BOUND / bound
+        identity = np.eye(self.m)
+        R = inverse_root(identity + eta**2 * W)
+        self.X = polar_factor(Xh + eta * V)
+        if V is U:
+            self.U = (U - eta * Xh @ W) @ R
+        else:
+            C = V.T @ U
+            inner = np.linalg.solve(identity + R, C)
+            self.U = U - eta**2 * V @ R @ R @ inner - eta * Xh @ R @ C
+
+
+class SGDReference(StiefelReference):
+    """Momentum SGD; momentum, dampening and Nesterov as in `torch.optim.SGD`."""
+
+    def __init__(
+        self,
+        point: Matrix,
+        *,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        **options,
+    ) -> None:
+        super().__init__(point, **options)
+        self.momentum = momentum
+        self.dampening = dampening
+        self.nesterov = nesterov
+
+    def step(self, grad: Matrix) -> None:
+        X, f, g = self.split_gradient(grad)
+        mu = self.momentum
+        if self.steps > 0 and mu != 0:
+            f, g = (1 - self.dampening) * f, (1 - self.dampening) * g
+        U = self.couple(mu, self.Z) - g
+        Z = mu * self.Z - f
+        if self.nesterov:
+            self.move(X, U, mu * Z - f, mu * U - g)
+        else:
+            self.move(X, U, Z, U)
+        self.Z = Z
+        self.steps += 1
+
+
+class AdamReference(StiefelReference):
+    """Adam with elementwise second moments p of f and q of g."""
+
+    def __init__(
+        self,
+        point: Matrix,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        amsgrad: bool = False,
+        **options,
+    ) -> None:
+        super().__init__(point, **options)
+        self.betas = betas
+        self.eps = eps
+        self.amsgrad = amsgrad
+        self.p, self.p_max = np.zeros_like(self.Z), np.zeros_like(self.Z)
+        self.q, self.q_max = np.zeros_like(self.U), np.zeros_like(self.U)
+
+    def precondition(self, first: Matrix, second: Matrix, steps: int) -> Matrix:
+        """(M/c1) / (sqrt(v/c2) + eps) with the bias corrections of `steps`; zero before step 1."""
+        if steps == 0:
+            return np.zeros_like(first)
+        c1, c2 = 1 - self.betas[0] ** steps, 1 - self.betas[1] ** steps
+        return divide(first / c1, np.sqrt(second / c2) + self.eps)
+
+    def step(self, grad: Matrix) -> None:
+        X, f, g = self.split_gradient(grad)
+        beta1, beta2 = self.betas
+        if self.transport == "published":
+            coupling = self.Z
+        else:
+            coupling = self.precondition(self.Z, self.p_max if self.amsgrad else self.p, self.steps)
+        U = self.couple(beta1, coupling) - (1 - beta1) * g
+        Z = beta1 * self.Z - (1 - beta1) * f
+
+        self.steps += 1
+        self.p = beta2 * self.p + (1 - beta2) * f**2
+        self.q = beta2 * self.q + (1 - beta2) * g**2
+        self.p_max, self.q_max = np.maximum(self.p_max, self.p), np.maximum(self.q_max, self.q)
+        p, q = (self.p_max, self.q_max) if self.amsgrad else (self.p, self.q)
+
+        direction = self.precondition(U, q, self.steps)
+        V = direction - X @ (X.T @ direction)
+        self.move(X, U, self.precondition(Z, p, self.steps), V)
+        self.Z = Z
+
+
+def momentum_dynamics(
+    X: Matrix, Y: Matrix, V: Matrix, grad: Matrix, *, friction: float, metric: float, kappa: float
+) -> tuple[Matrix, Matrix, Matrix]:
+    """Right-hand side of the damped dynamics with velocity XY + V.
+
+    X. = XY + V,  Y. = -gamma Y - f,  V. = -gamma V + kappa VY - X V'V - g.
+    """
+    b = metric / (metric - 1)
+    f = (1 - b) / 2 * (X.T @ grad - grad.T @ X)
+    g = grad - X @ (X.T @ grad)
+    return X @ Y + V, -friction * Y - f, -friction * V + kappa * V @ Y - X @ (V.T @ V) - g
+
+
+def canonical_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
+    """[X Q] exp(t [[Y, -R'], [R, 0]]) [I; 0] with V = QR (Edelman, Arias & Smith, 1998, 2.42)."""
+    m = X.shape[1]
+    Q, R = np.linalg.qr(V)
+    generator = np.block([[Y, -R.T], [R, np.zeros((m, m))]])
+    return np.hstack([X, Q]) @ expm(time * generator)[:, :m]
+
+
+def euclidean_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
+    """[X X.] exp(t [[Y, -S], [I, Y]]) [I; 0] exp(-tY), S = X.'X. (Edelman, Arias & Smith, 2.7)."""
+    m = X.shape[1]
+    velocity = X @ Y + V
+    generator = np.block([[Y, -velocity.T @ velocity], [np.eye(m), Y]])
+    return np.hstack([X, velocity]) @ expm(time * generator)[:, :m] @ expm(-time * Y)
