@@ -1,3 +1,12 @@
 """Optimizers that keep tagged weights exactly on the Stiefel manifold."""
 
+from stiefel_opt.constraints import LostTagWarning as LostTagWarning
+from stiefel_opt.constraints import constrain as constrain
+from stiefel_opt.constraints import param_groups as param_groups
+from stiefel_opt.constraints import retag as retag
+from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
+from stiefel_opt.manifold import Stiefel as Stiefel
+from stiefel_opt.monitor import orthonormality_error as orthonormality_error
+from stiefel_opt.monitor import report as report
+
 __version__ = "0.1.0"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-__all__ = ["check_choice", "check_flag", "check_range", "fail"]
+import torch
+
+__all__ = ["check_choice", "check_dtype", "check_flag", "check_range", "fail"]
 
 
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
@@ -34,3 +36,9 @@ def check_flag(name: str, value: object) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(fail(name, "be True or False", repr(value)))
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise unless matrices of ``dtype`` can be kept orthonormal."""
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(fail(name, "be float32 or float64 to be constrained", dtype, "convert it"))

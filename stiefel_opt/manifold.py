@@ -152,7 +152,7 @@ class Stiefel:
             part = part.mT
         heads = self._heads()[index]
         if heads > 1:
-            part = part.unflatten(-2, (heads, part.size(-2) // heads))
+            part = torch.unflatten(part, -2, (heads, part.size(-2) // heads))
         return tall(part)
 
     def stored(
@@ -232,10 +232,11 @@ def _normal_ranges(rows: object) -> Ranges | None:
 
 def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
     number = len(rows) if isinstance(rows, tuple) else 1
-    values = tuple(heads) if isinstance(heads, (tuple, list)) else (heads,) * number
     if heads is None:
         return None
-    if not all(type(value) is int for value in values):
+    listed = tuple(heads) if isinstance(heads, (tuple, list)) else (heads,) * number
+    values = tuple(value for value in listed if type(value) is int)
+    if len(values) != len(listed):
         raise TypeError(fail("heads", "be an integer, or one for each range of rows", repr(heads)))
     if not all(value >= 1 for value in values):
         raise ValueError(fail("heads", "be at least 1", heads))
@@ -280,20 +281,23 @@ class ManifoldParameter(nn.Parameter):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.data, self.manifold, self.requires_grad)
+        return _rebuild, (type(self), self.data, self.requires_grad, self.__dict__.copy())
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{super().__repr__()}\non {self.manifold}"
+        text = super().__repr__()  # type: ignore[no-untyped-call]
+        return f"{text}\non {self.manifold}"
 
 
 def _rebuild(
-    cls: type[ManifoldParameter], data: Tensor, manifold: Stiefel, requires_grad: bool
+    cls: type[ManifoldParameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
 ) -> ManifoldParameter:
-    return cls(data, manifold, requires_grad)
+    parameter = cls(data, attributes["manifold"], requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
 
 
-def manifold_of(parameter: Tensor) -> Stiefel | None:
+def manifold_of(parameter: Tensor | None) -> Stiefel | None:
     """Return the tag of ``parameter``, or None."""
     return getattr(parameter, "manifold", None)
 

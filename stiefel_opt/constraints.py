@@ -1,0 +1,271 @@
+"""From a model to its constraints and on to an optimizer: constrain, retag, param_groups.
+
+The record on the module, a plain dict from parameter name to reading, is the source of truth;
+the tag on the parameter is what optimizers see and can be restored from the record at any time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from stiefel_opt._checks import check_dtype, check_flag, fail
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.manifold import ManifoldParameter, Stiefel, manifold_of, tag
+
+__all__ = ["LostTagWarning", "constrain", "param_groups", "readings", "retag"]
+
+RECORDS = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
+WATCHED = "_stiefel_watched"  # False once the forward hook has nothing more to say
+
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class LostTagWarning(UserWarning):
+    """A constrained parameter was replaced by torch and would be trained without its constraint."""
+
+
+# ---- constrain ---------------------------------------------------------------------------------
+
+
+def constrain(
+    module: ModuleT,
+    name: str = "weight",
+    *,
+    heads: int | Sequence[int] | None = None,
+    rows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
+    flatten: bool | None = None,
+    transposed: bool = False,
+    scale: float = 1.0,
+    project: bool = True,
+) -> ModuleT:
+    r"""Put a parameter of ``module`` on the Stiefel manifold and return the module.
+
+    The value becomes the nearest point, ``scale`` times the polar factor of each matrix; matrices
+    that are there already stay bit for bit. The parameter object stays the same, so optimizers,
+    hooks and tied modules keep it; keys and shapes of ``state_dict`` do not change.
+
+    Args:
+        module: Owner of the parameter, or one of its ancestors.
+        name: The parameter, dotted below an ancestor: ``"encoder.q.weight"``.
+        heads, rows, transposed, scale: The reading, see :class:`Stiefel`.
+        flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
+            for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
+            read as the convolution whose adjoint it is, one row for each input channel. For a
+            grouped convolution pass ``heads=groups``: its groups never meet.
+        project: False leaves the value as it is; the first step with lr > 0 projects it.
+
+    Raises:
+        ValueError: for an unknown name, or a value that cannot be read so or is not finite.
+        TypeError: for dtypes other than float32 and float64.
+
+    Note:
+        Parameters on the meta device are recorded and tagged, not projected. Where torch replaces
+        the parameter (``to_empty``, ``fully_shard``, ``load_state_dict(assign=True)``) the tag is
+        lost but the record stays: call :func:`retag` or :func:`param_groups`.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
+    check_flag("project", project)
+    owner, leaf, parameter = _find(module, name)
+    if flatten is None:
+        flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
+    reading = Stiefel(heads, rows, flatten, transposed, scale)  # type: ignore[arg-type]
+    reading.check(parameter.shape, name)
+    check_dtype(name, parameter.dtype)
+    if project and not parameter.is_meta:
+        _project(parameter, reading, name)
+    owner.__dict__.setdefault(RECORDS, {})[leaf] = reading
+    owner.__dict__[WATCHED] = True
+    if _warn_if_lost not in owner._forward_pre_hooks.values():
+        owner.register_forward_pre_hook(_warn_if_lost)
+    tag(parameter, reading)
+    return module
+
+
+def _find(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+    """Return the owner, the last part of ``name`` and the parameter itself."""
+    if not isinstance(name, str):
+        raise TypeError(fail("name", "be the name of a parameter", repr(name)))
+    path, _, leaf = name.rpartition(".")
+    owner = dict(module.named_modules(remove_duplicate=False)).get(path)
+    parameter = None if owner is None else owner._parameters.get(leaf)
+    if owner is None or parameter is None:
+        known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
+        near = difflib.get_close_matches(name, known, n=3)
+        shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        listed = f"{hint}its parameters are: {shown}" if known else "it has no parameters"
+        kind = type(module).__name__
+        raise ValueError(fail("name", f"be a parameter of this {kind}", repr(name), listed))
+    if is_lazy(parameter):
+        remedy = "run one batch through the lazy module first"
+        raise ValueError(fail(name, "have a shape", "an uninitialized parameter", remedy))
+    return owner, leaf, parameter
+
+
+@torch.no_grad()
+def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
+    """Replace in place every matrix that is off the manifold by the nearest point."""
+    pending = []
+    for index, part in enumerate(reading.parts(parameter)):
+        matrices = reading.matrices(part, index)
+        if not bool(torch.isfinite(matrices).all()):
+            raise ValueError(
+                fail(
+                    name,
+                    "be finite to be projected",
+                    f"shape {tuple(parameter.shape)} with infinities or NaN",
+                    "initialise it first",
+                )
+            )
+        tolerance = orthonormality_tolerance(matrices.dtype, matrices.size(-2))
+        off = gram_error(matrices / reading.scale) > tolerance
+        if bool(off.any()):
+            nearest = matrices.clone()
+            nearest[off] = reading.scale * polar_factor(matrices[off])
+            pending.append((part, reading.stored(nearest, part.shape, index)))
+    for part, value in pending:
+        part.copy_(value)
+
+
+def _warn_if_lost(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
+    """Forward pre-hook: warn once if a recorded parameter is a parameter without tag."""
+    if torch.compiler.is_compiling() or not module.__dict__.get(WATCHED, False):
+        return
+    for name in _records(module):
+        parameter = module._parameters.get(name)
+        if manifold_of(parameter) is None and isinstance(parameter, nn.Parameter):
+            module.__dict__[WATCHED] = False
+            warnings.warn(
+                f"`{name}` of {type(module).__name__} has lost its Stiefel tag because its "
+                "parameter was replaced, and would be trained without its constraint; call "
+                "so.retag(model), or build the optimizer from so.param_groups(model)",
+                LostTagWarning,
+                stacklevel=2,
+            )
+            return
+
+
+# ---- the records -------------------------------------------------------------------------------
+
+
+def _records(module: nn.Module) -> dict[str, Stiefel]:
+    return module.__dict__.get(RECORDS, {})  # type: ignore[no-any-return]
+
+
+def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]:
+    """Return every parameter once, under its first name, with its reading or None.
+
+    A record wins over a tag; a tag without record counts.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    recorded: dict[int, tuple[str, Stiefel]] = {}
+    for prefix, module in model.named_modules():
+        for leaf, reading in _records(module).items():
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            parameter = module._parameters.get(leaf)
+            if parameter is None:
+                raise ValueError(
+                    fail(
+                        name,
+                        "still be a parameter: it is constrained",
+                        "none of that name",
+                        "undo what replaced it (a parametrization, pruning) and use only one",
+                    )
+                )
+            reading.check(parameter.shape, name)
+            other, known = recorded.setdefault(id(parameter), (name, reading))
+            if known != reading:
+                raise ValueError(
+                    fail(
+                        f"{other} and {name}",
+                        "be constrained alike: they are one tied parameter",
+                        f"{known} and {reading}",
+                    )
+                )
+    found: dict[str, tuple[nn.Parameter, Stiefel | None]] = {}
+    for name, parameter in model.named_parameters():
+        record = recorded.get(id(parameter))
+        found[name] = parameter, record[1] if record else manifold_of(parameter)
+    return found
+
+
+def retag(model: ModuleT) -> ModuleT:
+    """Restore the tag of every parameter that :func:`constrain` recorded; return the model.
+
+    Needed where torch has replaced parameters; values are not touched. Call it before the
+    optimizer is built, since an optimizer holds the parameters themselves.
+
+    Raises:
+        ValueError: if a record no longer fits its parameter, or two disagree about a tied one.
+    """
+    for parameter, reading in readings(model).values():
+        if reading is not None:
+            tag(parameter, reading)
+    for module in model.modules():
+        if names := _records(module):
+            # A sharded parameter is gathered into another object for the forward: nothing to watch.
+            tagged = (isinstance(module._parameters[name], ManifoldParameter) for name in names)
+            module.__dict__[WATCHED] = all(tagged)
+    return model
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    stiefel: Mapping[str, Any] | None = None,
+    plain: Mapping[str, Any] | None = None,
+    names: bool = False,
+    **common: Any,
+) -> list[dict[str, Any]]:
+    """Return parameter groups of ``model`` for any optimizer of this package; calls :func:`retag`.
+
+    One group holds the plain parameters, and one each those with the same reading, which the group
+    carries under the key ``"stiefel"``. Tied parameters appear once, frozen ones too, as in
+    ``model.parameters()``.
+
+    Args:
+        model: The model.
+        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``.
+        plain: Options of the plain group.
+        names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does.
+        common: Options of all groups; ``stiefel`` and ``plain`` override them.
+
+    Raises:
+        ValueError: as :func:`retag`, or if an option is called ``params`` or ``stiefel``.
+    """
+    check_flag("names", names)
+    options = {"common": common, "stiefel": stiefel or {}, "plain": plain or {}}
+    for kind, mapping in options.items():
+        if not isinstance(mapping, Mapping):
+            raise TypeError(fail(kind, "be a dict of options", repr(mapping)))
+        if taken := sorted({"params", "stiefel"} & set(mapping)):
+            raise ValueError(fail(kind, f"not set {taken[0]!r}", repr(mapping[taken[0]])))
+    retag(model)
+    members: dict[Stiefel | None, list[Any]] = {None: []}
+    for name, (parameter, reading) in readings(model).items():
+        members.setdefault(reading, []).append((name, parameter) if names else parameter)
+    groups = []
+    for reading, params in members.items():
+        if params:
+            mine = options["plain" if reading is None else "stiefel"]
+            key = False if reading is None else reading.as_dict()
+            groups.append({"params": params, **common, **mine, "stiefel": key})
+    return groups

@@ -1,0 +1,124 @@
+"""What a model's constraints look like from outside: the orthonormality error and a table of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stiefel_opt._checks import fail
+from stiefel_opt.constraints import readings
+from stiefel_opt.geometry import gram_error
+from stiefel_opt.manifold import Stiefel, manifold_of
+
+__all__ = ["Report", "orthonormality_error", "report"]
+
+
+@torch.no_grad()
+def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None) -> Tensor:
+    r"""Return the largest entry of :math:`|X^\top X - I|` as a 0-dim tensor, without host sync.
+
+    Args:
+        x: A tensor, a parameter, or a model, of which all constrained parameters count. A tensor
+            without tag is read as ``Stiefel()``; with ``scale=s`` X is the tensor divided by s.
+        manifold: Another reading of a tensor.
+
+    Raises:
+        ValueError: if a tensor cannot be read so, or a model has no constrained parameter.
+        TypeError: for integer tensors.
+
+    Note:
+        Evaluated in float64 (on mps in float32) on the device of ``x``, so that the answer is the
+        error of the matrices and not of this sum.
+    """
+    if isinstance(x, nn.Module):
+        if manifold is not None:
+            raise ValueError(fail("manifold", "be None for a model", manifold))
+        errors = [_error(parameter, reading) for _, parameter, reading in _constrained(x)]
+        if not errors:
+            kind = type(x).__name__
+            remedy = "call so.constrain first"
+            raise ValueError(fail("x", "have a constrained parameter", f"a {kind} of none", remedy))
+        return torch.stack([error.to(errors[0].device) for error in errors]).amax()
+    if not isinstance(x, Tensor):
+        raise TypeError(fail("x", "be a tensor or a torch.nn.Module", type(x).__name__))
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(fail("x", "have a floating-point dtype", x.dtype))
+    reading = manifold or manifold_of(x) or Stiefel()
+    reading.check(x.shape, "x")
+    return _error(x, reading)
+
+
+def _constrained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Stiefel]]:
+    for name, (parameter, reading) in readings(model).items():
+        if reading is not None:
+            yield name, parameter, reading
+
+
+def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
+    precise = torch.complex128 if tensor.is_complex() else torch.float64
+    if tensor.device.type == "mps":
+        precise = torch.complex64 if tensor.is_complex() else torch.float32
+    errors = []
+    for index, part in enumerate(reading.parts(tensor.detach())):
+        point = reading.matrices(part, index).to(precise) / reading.scale
+        errors.append(gram_error(point).amax())
+    return torch.stack(errors).amax()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One constrained parameter in a :class:`Report`."""
+
+    name: str
+    shape: tuple[int, ...]
+    reading: str
+    error: float | None
+    tagged: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What :func:`report` found; printing it shows a table."""
+
+    lines: tuple[Line, ...]
+
+    @override
+    def __str__(self) -> str:
+        if not self.lines:
+            return "no constrained parameters"
+        cells = [("parameter", "shape", "reading", "error")]
+        for line in self.lines:
+            error = "meta" if line.error is None else f"{line.error:.1e}"
+            error += "" if line.tagged else "  tag lost: so.retag(model)"
+            shape = " x ".join(map(str, line.shape))
+            cells.append((line.name, shape, line.reading, error))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        table.insert(1, "-" * max(map(len, table)))
+        return "\n".join(table)
+
+    @override
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@torch.no_grad()
+def report(model: nn.Module) -> Report:
+    """Return a table of every constrained parameter: name, shape, reading, orthonormality error.
+
+    The errors are those of :func:`orthonormality_error`; reading them waits for the device.
+    """
+    lines = []
+    for name, parameter, reading in _constrained(model):
+        error = None if parameter.is_meta else _error(parameter, reading).item()
+        shape = tuple(parameter.shape)
+        tagged = manifold_of(parameter) is not None
+        lines.append(Line(name, shape, reading.describe(shape), error, tagged))
+    return Report(tuple(lines))
