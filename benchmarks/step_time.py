@@ -1,0 +1,436 @@
+"""How long one `optimizer.step()` takes, against the rivals and against the bare arithmetic.
+
+Whole steps are timed with the gradients already in place, everything in float32, and every
+contestant gets its parameters as a model would hold them: what are separate parameters here are
+separate parameters there. Rivals get the shape that suits them best (POGO: a leading batch
+dimension and wide matrices; geoopt: tall ones; heads as a batch). The floor below everybody is
+six bare products of the same shape (one ``torch.bmm`` over all matrices, into a buffer kept from
+before), because six tall products are what the fused step costs on paper; for separate
+parameters the same six products one matrix at a time are printed too.
+
+**What a step is here.** The gradient G is Gaussian and changes its sign after every step, outside
+the timed region: so momentum and step keep their size for as long as one cares to time, and the
+point neither converges (a constant G would be solved after a while, and steps become trivial) nor
+drifts. With momentum mu the velocity settles at |G|/(1 + mu); G and lr are scaled so that the
+largest singular value of one step is `STEP_SIZE` = 0.1, a rotation by 0.1 rad, as in the lively
+phase of a training. For the Adams the sign pattern gives a direction of (1 - b1)/(1 + b1) times
+the sign matrix of G, and lr is scaled likewise.
+
+    python benchmarks/step_time.py                     # everything, about five minutes
+    python benchmarks/step_time.py --rows wide-latency --rounds 21 --threads 1
+
+Every contestant's orthonormality error (max |X'X - I|, evaluated in float64 after the timing) and
+the peak temporary memory of one of its steps stand beside its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is chatty otherwise
+
+import torch
+from torch import Tensor
+
+try:
+    import geoopt
+    import pogo
+    import pogo.base
+except ImportError as error:
+    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
+
+from harness import (
+    RESULTS,
+    Contestant,
+    StepMemory,
+    Timings,
+    check_step_memory,
+    held_bytes,
+    interleave,
+    machine,
+    markdown_table,
+    step_memory,
+    write_json,
+)
+
+try:
+    import stiefel_opt as so
+
+    HAVE_OURS = hasattr(so, "StiefelSGD") and hasattr(so, "StiefelAdam")
+except ImportError:
+    HAVE_OURS = False
+
+MOMENTUM = 0.9
+BETAS = (0.9, 0.999)
+LR = 0.1
+STEP_SIZE = 0.1
+SQUARE_SOLVE_LIMIT = 1024  # geoopt's canonical metric solves n x n systems: only up to here
+
+SGD, ADAM = "StiefelSGD", "StiefelAdam"
+POGO, GEOOPT_SGD, GEOOPT_ADAM = "POGO, SGD", "geoopt SGD", "geoopt Adam"
+GEOOPT_CANONICAL = "geoopt SGD, canonical"
+TORCH_SGD, TORCH_ADAM = "torch SGD", "torch Adam"
+SIX, SIX_SEPARATE = "six products", "six products, one by one"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``parameters`` parameters holding ``batch`` matrices of shape n x m each, and the bars.
+
+    The bars are upper limits of ratios of times; None where there is no bar.
+    """
+
+    name: str
+    parameters: int
+    batch: int
+    n: int
+    m: int
+    heads: bool = False  # the batch is the heads of one (batch * m, n) weight
+    sgd_to_pogo: float = 1.0
+    sgd_to_products: float | None = 1.6
+    adam_to_geoopt_adam: float = 1.0
+    adam_to_sgd: float = 2.0
+    temporaries: float = 3.0  # of the parameters of the group, both optimizers
+
+    @property
+    def matrices(self) -> int:
+        return self.parameters * self.batch
+
+    @property
+    def label(self) -> str:
+        if self.heads:
+            side = f"{self.batch * self.m} x {self.n}"
+            return f"{self.parameters} parameters of {side}, {self.batch} heads"
+        if self.batch > 1:
+            return f"one batch of {self.batch} x {self.n} x {self.m}"
+        count = f"{self.parameters} separate" if self.parameters > 1 else "one"
+        return f"{count} {self.n} x {self.m}"
+
+
+# Half of POGO's time where a model has many separate matrices; faster elsewhere, except where
+# n/m <= 8 (1.1, and 1.3 for Adam) and for the latency row (1.5, no bar against the products).
+ROWS = (
+    Row("separate-384x32", 168, 1, 384, 32, sgd_to_pogo=0.5),
+    Row("heads-384x384", 14, 12, 384, 32, heads=True, sgd_to_pogo=0.5),
+    Row("one-4096x512", 1, 1, 4096, 512, sgd_to_pogo=1.1, adam_to_geoopt_adam=1.3),
+    Row("one-2048x256", 1, 1, 2048, 256, sgd_to_pogo=1.1, adam_to_geoopt_adam=1.3),
+    Row("one-30000x50", 1, 1, 30000, 50),
+    Row("one-1024x1024", 1, 1, 1024, 1024, sgd_to_pogo=1.1, adam_to_geoopt_adam=1.3),
+    Row("batch-2000x16x16", 1, 2000, 16, 16, sgd_to_pogo=1.1, adam_to_geoopt_adam=1.3),
+    Row("separate-16x16", 2000, 1, 16, 16, sgd_to_pogo=0.5, adam_to_geoopt_adam=1.3),
+    Row("latency-128x2", 1, 1, 128, 2, sgd_to_pogo=1.5, sgd_to_products=None),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer with its own parameters: what is timed, and how its matrices are read."""
+
+    contestant: Contestant
+    parameters: list[Tensor]
+    matrices: Callable[[], Tensor]  # (k, n, m), tall
+    optimizer: torch.optim.Optimizer
+    constrained: bool
+
+
+Build = Callable[[list[Tensor]], torch.optim.Optimizer]
+Layout = Callable[[Tensor], Tensor]  # (batch, n, m) -> the tensor a parameter holds
+
+
+def tall_batch(values: Tensor) -> Tensor:
+    return values
+
+
+def single(values: Tensor) -> Tensor:
+    return values[0]
+
+
+def wide_batch(values: Tensor) -> Tensor:
+    return values.mT
+
+
+def stacked_heads(values: Tensor) -> Tensor:
+    batch, n, m = values.shape
+    return values.mT.reshape(batch * m, n)
+
+
+def start(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Orthonormal X and Gaussian G, (parameters, batch, n, m): the same for every contestant."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (row.parameters, row.batch, row.n, row.m)
+    gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
+    points = torch.linalg.qr(gaussian).Q.float().contiguous()
+    gradients = torch.randn(shape, generator=generator)
+    # Largest singular value of a Gaussian n x m matrix: sqrt(n) + sqrt(m), to a few per cent.
+    gradients *= STEP_SIZE * (1 + MOMENTUM) / LR / (math.sqrt(row.n) + math.sqrt(row.m))
+    return points.to(device), gradients.to(device)
+
+
+def adam_lr(row: Row) -> float:
+    """Rate at which a step with direction (1 - b1)/(1 + b1) sign(G) has size `STEP_SIZE`."""
+    direction = (1 - BETAS[0]) / (1 + BETAS[0]) * (math.sqrt(row.n) + math.sqrt(row.m))
+    return STEP_SIZE / direction
+
+
+def read_matrices(parameters: list[Tensor], row: Row, layout: Layout) -> Tensor:
+    """The matrices of all parameters, tall, (k, n, m), in float64."""
+    stack = torch.stack([parameter.detach() for parameter in parameters]).double()
+    if layout is wide_batch or layout is stacked_heads:
+        return stack.reshape(row.matrices, row.m, row.n).mT
+    return stack.reshape(row.matrices, row.n, row.m)
+
+
+def orthonormality_error(matrices: Tensor) -> float:
+    """max |X'X - I| over float64 copies, computed here and not by any contestant."""
+    gram = matrices.mT @ matrices
+    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
+    return float((gram - identity).abs().max())
+
+
+def flip_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.neg_()
+
+
+def enter(
+    name: str, row: Row, device: torch.device, layout: Layout, tag: Callable[[Tensor], Tensor],
+    build: Build, *, constrained: bool = True,
+) -> Entry:  # fmt: skip
+    """Copy the row's start into the layout of one contestant and build its optimizer."""
+    points, gradients = start(row, device)
+    parameters = [tag(layout(point).contiguous().clone()) for point in points]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = layout(gradient).contiguous().clone()
+    optimizer = build(parameters)
+    step: Callable[[], object] = optimizer.step
+    contestant = Contestant(name, step, partial(flip_gradients, parameters))
+    return Entry(
+        contestant, parameters, partial(read_matrices, parameters, row, layout), optimizer,
+        constrained,
+    )  # fmt: skip
+
+
+def ours(row: Row, device: torch.device) -> Iterator[Entry]:
+    as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
+    manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
+    tag = partial(so.ManifoldParameter, manifold=manifold)
+    sgd = partial(so.StiefelSGD, lr=LR, momentum=MOMENTUM)
+    yield enter(SGD, row, device, as_in_model, tag, sgd)
+    yield enter(ADAM, row, device, as_in_model, tag, partial(so.StiefelAdam, lr=adam_lr(row)))
+
+
+def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
+    as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
+    tall = tall_batch if row.batch > 1 else single
+    plain = torch.nn.Parameter
+    euclidean = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
+    canonical = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=True))
+    geoopt_sgd = partial(geoopt.optim.RiemannianSGD, lr=LR, momentum=MOMENTUM)
+    geoopt_adam = partial(geoopt.optim.RiemannianAdam, lr=adam_lr(row), betas=BETAS)
+
+    def pogo_sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = pogo.POGO(
+            parameters, pogo.base.SGD(momentum=MOMENTUM), LR
+        )
+        return optimizer
+
+    yield enter(POGO, row, device, wide_batch, plain, pogo_sgd)
+    yield enter(GEOOPT_SGD, row, device, tall, euclidean, geoopt_sgd)
+    yield enter(GEOOPT_ADAM, row, device, tall, euclidean, geoopt_adam)
+    if row.n <= SQUARE_SOLVE_LIMIT:
+        yield enter(GEOOPT_CANONICAL, row, device, tall, canonical, geoopt_sgd)
+    torch_sgd = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+    yield enter(TORCH_SGD, row, device, as_in_model, plain, torch_sgd, constrained=False)
+    torch_adam = partial(torch.optim.Adam, lr=adam_lr(row), betas=BETAS)
+    yield enter(TORCH_ADAM, row, device, as_in_model, plain, torch_adam, constrained=False)
+
+
+def products(row: Row, device: torch.device) -> Iterator[Contestant]:
+    """Six products n x m by m x m for every matrix: as one batch, and one matrix at a time."""
+    points, gradients = start(row, device)
+    tall = points.reshape(row.matrices, row.n, row.m)
+    small = gradients.reshape(row.matrices, row.n, row.m)[:, : row.m].contiguous()
+    result = torch.empty_like(tall)
+
+    def six() -> None:
+        for _ in range(6):
+            torch.bmm(tall, small, out=result)
+
+    yield Contestant(SIX, six)
+    if row.parameters > 1 and not row.heads:
+        pieces = list(zip(tall.unbind(), small.unbind(), result.unbind(), strict=True))
+
+        def six_one_by_one() -> None:
+            for _ in range(6):
+                for left, right, out in pieces:
+                    torch.mm(left, right, out=out)
+
+        yield Contestant(SIX_SEPARATE, six_one_by_one)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One bar: a measured number and its limit."""
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        # "Faster than" is strict; a limit above or below one may be reached.
+        return self.value < self.limit if self.limit == 1.0 else self.value <= self.limit
+
+    def line(self) -> str:
+        verdict = "PASS" if self.met else "FAIL"
+        return f"  {verdict}  {self.what}: {self.value:.2f} (bar {self.limit:.2f})"
+
+
+def checks(
+    row: Row,
+    timings: Timings,
+    memory: dict[str, StepMemory],
+    states: dict[str, float],
+    size: int,
+) -> list[Check]:
+    """Every bar of the row, in the order of `Row`; none while our optimizers are absent."""
+    if SGD not in timings.seconds:
+        return []
+    found = [Check("StiefelSGD / POGO", timings.ratio(SGD, POGO), row.sgd_to_pogo)]
+    if row.sgd_to_products is not None:
+        ratio = timings.ratio(SGD, SIX)
+        found.append(Check("StiefelSGD / six products", ratio, row.sgd_to_products))
+    ratio = timings.ratio(ADAM, GEOOPT_ADAM)
+    found.append(Check("StiefelAdam / geoopt Adam", ratio, row.adam_to_geoopt_adam))
+    found.append(Check("StiefelAdam / StiefelSGD", timings.ratio(ADAM, SGD), row.adam_to_sgd))
+    for name in (SGD, ADAM):
+        share = memory[name].peak / size
+        found.append(Check(f"temporaries of {name} / parameters", share, row.temporaries))
+    numbers = row.n * row.m + 4 * row.m**2 + 8  # the tall buffer, a few m x m, a few scalars
+    limit = numbers / (row.n * row.m)
+    found.append(Check("state of StiefelSGD / parameters", states[SGD], limit))
+    return found
+
+
+def measure(row: Row, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time one row, print its table and its bars, and return all of it for the JSON file."""
+    entries = [*(ours(row, device) if HAVE_OURS else ()), *rivals(row, device)]
+    contestants = [*(entry.contestant for entry in entries), *products(row, device)]
+    timings = interleave(contestants, rounds=rounds, device=device)
+    size = row.matrices * row.n * row.m * torch.float32.itemsize
+    memory = {
+        entry.contestant.name: step_memory(entry.contestant.call, device, entry.contestant.prepare)
+        for entry in entries
+    }
+    errors = {
+        entry.contestant.name: orthonormality_error(entry.matrices())
+        for entry in entries
+        if entry.constrained
+    }
+    states = {}
+    for entry in entries:
+        gradients = [p.grad for p in entry.parameters if p.grad is not None]
+        held = held_bytes(entry.optimizer, [*entry.parameters, *gradients])
+        states[entry.contestant.name] = held / size
+    table, record = [], {}
+    for contestant in contestants:
+        name = contestant.name
+        low, high = timings.quartiles(name)
+        record[name] = {
+            **timings.summary(name),
+            "repetitions": contestant.repetitions,
+            "over_products": timings.ratio(name, SIX),
+            "over_sgd": timings.ratio(name, SGD) if HAVE_OURS else None,
+            "orthonormality_error": errors.get(name),
+            "temporary_bytes": memory[name].peak if name in memory else None,
+            "temporaries_over_parameters": memory[name].peak / size if name in memory else None,
+            "state_over_parameters": states.get(name),
+        }
+        table.append([
+            name,
+            f"{1e3 * timings.median(name):.3f}",
+            f"{1e3 * low:.3f} - {1e3 * high:.3f}",
+            *(
+                f"{timings.ratio(mine, name):.2f}" if HAVE_OURS and name != mine else "-"
+                for mine in (SGD, ADAM)
+            ),
+            f"{timings.ratio(name, SIX):.2f}",
+            f"{errors[name]:.1e}" if name in errors else "-",
+            f"{memory[name].peak / size:.2f}" if name in memory else "-",
+            f"{states[name]:.2f}" if name in states else "-",
+        ])  # fmt: skip
+    header = (
+        "contestant", "median ms", "quartiles", "SGD / it", "Adam / it", "it / six products",
+        "max abs(X'X - I)", "temporaries", "state",
+    )  # fmt: skip
+    print(f"\n{row.label}: {torch.get_num_threads()} thread(s), {rounds} rounds")
+    print(markdown_table(header, table))
+    bars = checks(row, timings, memory, states, size)
+    for bar in bars:
+        print(bar.line())
+    return {
+        "label": row.label,
+        "threads": torch.get_num_threads(),
+        "contestants": record,
+        "bars": [{**vars(bar), "met": bar.met} for bar in bars],
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
+    parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--output", type=Path, default=RESULTS / "step_time.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen rows; the exit status is 1 if a bar fails with the first thread count."""
+    arguments = parse(argv)
+    check_step_memory()
+    if not HAVE_OURS:
+        print("stiefel_opt.StiefelSGD and StiefelAdam are missing: rivals only, no bars.")
+    about = machine(arguments.device)
+    print(f"{about['processor']}, {about['cores']} cores, on {about['device_name']}; "
+          + ", ".join(f"{key} {value}" for key, value in about["versions"].items()))  # fmt: skip
+    print("Temporaries and state are multiples of the parameters' own size.")
+    results = []
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for row in ROWS:
+            if row.name in arguments.rows:
+                measured = measure(row, arguments.rounds, arguments.device)
+                results.append({"row": row.name, **measured})
+    settings = {
+        "dtype": "float32", "rounds": arguments.rounds, "momentum": MOMENTUM, "betas": BETAS,
+        "step_size": STEP_SIZE,
+    }  # fmt: skip
+    write_json(arguments.output, {"machine": about, "settings": settings, "results": results})
+    judged = [result for result in results if result["threads"] == arguments.threads[0]]
+    failed = [
+        f"{result['row']}: {bar['what']} {bar['value']:.2f} > {bar['limit']:.2f}"
+        for result in judged
+        for bar in result["bars"]
+        if not bar["met"]
+    ]
+    total = sum(len(result["bars"]) for result in judged)
+    print(f"\n{total - len(failed)} of {total} bars met with {arguments.threads[0]} thread(s).")
+    for line in failed:
+        print(f"  FAIL  {line}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
