@@ -217,12 +217,13 @@ def _normal_ranges(rows: object) -> Ranges | None:
         return None
     if not isinstance(rows, (tuple, list)) or not rows:
         raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
-    pairs = [tuple(pair) for pair in rows] if isinstance(rows[0], (tuple, list)) else [tuple(rows)]
+    pairs = list(rows) if isinstance(rows[0], (tuple, list)) else [rows]
     for pair in pairs:
-        if len(pair) != 2 or not all(type(edge) is int for edge in pair):
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not is_pair or not all(type(edge) is int for edge in pair):
             raise TypeError(fail("rows", "be (start, stop) or several of them", repr(rows)))
         if not 0 <= pair[0] < pair[1]:
-            raise ValueError(fail("rows", "satisfy 0 <= start < stop", pair))
+            raise ValueError(fail("rows", "satisfy 0 <= start < stop", tuple(pair)))
     ordered = sorted(pairs)
     for before, after in itertools.pairwise(ordered):
         if before[1] > after[0]:
@@ -257,6 +258,8 @@ class ManifoldParameter(nn.Parameter):
 
     Raises:
         ValueError: if ``data`` cannot be read as ``manifold`` says.
+        TypeError: if ``data`` is not a tensor of numbers with a fraction, or ``manifold`` not a
+            :class:`Stiefel`.
     """
 
     manifold: Stiefel
@@ -265,8 +268,16 @@ class ManifoldParameter(nn.Parameter):
         cls, data: Tensor, manifold: Stiefel | None = None, requires_grad: bool = True
     ) -> Self:
         manifold = Stiefel() if manifold is None else manifold
+        if not isinstance(manifold, Stiefel):
+            raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
+        if not isinstance(data, Tensor):
+            raise TypeError(fail("data", "be a tensor", type(data).__name__))
+        if not (data.is_floating_point() or data.is_complex()):
+            raise TypeError(fail("data", "have a floating-point dtype", data.dtype))
         manifold.check(data.shape, "data")
-        parameter = super().__new__(cls, data, requires_grad)
+        parameter = super().__new__(
+            cls, data.data if isinstance(data, ManifoldParameter) else data, requires_grad
+        )
         parameter.manifold = manifold
         return parameter
 

@@ -1,0 +1,157 @@
+"""Laws of the manifold: what a tangent vector, a gradient, a nearest and a random point must be."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from stiefel_opt.geometry import (
+    gram_error,
+    orthonormality_tolerance,
+    polar_factor,
+    project_tangent,
+    random_point,
+    riemannian_gradient,
+)
+
+SHAPES = [(7, 3), (5, 5), (4, 1), (3, 6, 2), (2, 3, 8, 4), (200, 60)]
+
+
+def gaussian(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def point_of(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return random_point(*shape, generator=generator, dtype=dtype)
+
+
+def inner(left, right):
+    return (left * right).sum(dim=(-2, -1))
+
+
+def test_tolerance_follows_dtype_and_size():
+    assert orthonormality_tolerance(torch.float64, 100) == 100 * torch.finfo(torch.float64).eps
+    assert orthonormality_tolerance(torch.float32, 4) == 20 * torch.finfo(torch.float32).eps
+
+
+def test_gram_error_is_the_largest_entry_for_each_matrix():
+    point = point_of(3, 6, 2)
+    point[1, :, 0] *= 2.0
+    error = gram_error(point)
+    assert error.shape == (3,)
+    assert error[0] < 1e-14
+    assert error[2] < 1e-14
+    assert error[1] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_projection_is_tangent_idempotent_and_orthogonal(shape):
+    point, vector, other = point_of(*shape), gaussian(*shape, seed=1), gaussian(*shape, seed=2)
+    tangent = project_tangent(point, vector)
+    product = point.mT @ tangent
+    assert (product + product.mT).abs().max() < 1e-13
+    torch.testing.assert_close(project_tangent(point, tangent), tangent, rtol=0, atol=1e-13)
+    residual = inner(vector - tangent, project_tangent(point, other))
+    assert residual.abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("a", [0.5, 0.0, -1.0, 0.9])
+def test_riemannian_gradient_represents_the_differential(shape, a):
+    """For every tangent xi: <grad, xi> in the metric is the directional derivative tr(G'xi)."""
+    point, grad = point_of(*shape), gaussian(*shape, seed=1)
+    direction = project_tangent(point, gaussian(*shape, seed=2))
+    gradient = riemannian_gradient(point, grad, a=a)
+    product = point.mT @ gradient
+    assert (product + product.mT).abs().max() < 1e-12
+    weighted = gradient - a * point @ (point.mT @ gradient)
+    torch.testing.assert_close(
+        inner(weighted, direction), inner(grad, direction), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_riemannian_gradient_refuses_a_metric_that_is_none():
+    with pytest.raises(ValueError, match=r"`a` must be below 1, got 1.0"):
+        riemannian_gradient(point_of(4, 2), gaussian(4, 2), a=1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_polar_factor_is_scipys(shape):
+    matrices = gaussian(*shape)
+    flat = matrices.reshape(-1, *shape[-2:]).numpy()
+    expected = np.stack([scipy.linalg.polar(matrix)[0] for matrix in flat]).reshape(shape)
+    np.testing.assert_allclose(polar_factor(matrices).numpy(), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float64, 1e-6), (torch.float32, 1e-3)])
+def test_polar_factor_of_an_ill_conditioned_matrix_is_orthonormal_to_rounding(dtype, ratio):
+    spectrum = torch.logspace(0, np.log10(ratio), 60, dtype=dtype)
+    left, right = point_of(200, 60, dtype=dtype), point_of(60, 60, seed=1, dtype=dtype)
+    nearest = polar_factor(left * spectrum @ right.mT)
+    assert gram_error(nearest) < orthonormality_tolerance(dtype, 200)
+    expected = left.double() @ right.double().mT
+    error = (nearest.double() - expected).abs().max()
+    assert error < 10 * torch.finfo(dtype).eps / ratio  # the condition number of the polar factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(384, 32), (300, 300), (1000, 5), (50, 16, 16)])
+def test_polar_factor_beats_the_tolerance_tenfold(dtype, shape):
+    error = gram_error(polar_factor(gaussian(*shape, dtype=dtype))).max()
+    assert error < orthonormality_tolerance(dtype, shape[-2]) / 10
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_polar_factor_of_a_deficient_matrix_is_a_nearest_one(rank):
+    matrix = gaussian(6, 1) @ gaussian(1, 3, seed=1) * rank
+    nearest = polar_factor(matrix)
+    assert gram_error(nearest) < 1e-14
+    distance = (nearest - matrix).norm()
+    singular_values = torch.linalg.svdvals(matrix)
+    assert distance == pytest.approx((singular_values - 1).norm().item(), rel=1e-12)
+
+
+def test_polar_factor_refuses_wide_matrices():
+    with pytest.raises(ValueError, match=r"`matrices` must be tall, got shape \(2, 3\)"):
+        polar_factor(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_point_is_orthonormal_and_reproducible(shape, dtype):
+    point = point_of(*shape, dtype=dtype)
+    assert point.shape == shape
+    assert point.dtype == dtype
+    assert gram_error(point).max() < orthonormality_tolerance(dtype, shape[-2])
+    assert torch.equal(point, point_of(*shape, dtype=dtype))
+    assert not torch.equal(point, point_of(*shape, seed=1, dtype=dtype))
+    wide = point_of(*shape[:-2], shape[-1], shape[-2], dtype=dtype)
+    assert wide.is_contiguous()
+    assert gram_error(wide if wide.size(-2) > wide.size(-1) else wide.mT).max() < 1e-5
+
+
+def test_random_point_is_uniform():
+    """Moments of the trace on O(3): 0, 1, 0, 3 for tr Q and 1 for tr Q^2 (bounds: 4 deviations).
+
+    Without the sign of diag(R) the mean of tr Q is far off.
+    """
+    draws = point_of(20000, 3, 3, seed=5)
+    trace = draws.diagonal(dim1=-2, dim2=-1).sum(-1)
+    square = (draws @ draws).diagonal(dim1=-2, dim2=-1).sum(-1)
+    for values, expected in [(trace, 0), (trace**2, 1), (trace**3, 0), (trace**4, 3), (square, 1)]:
+        deviation = values.std().item() / len(values) ** 0.5
+        assert abs(values.mean().item() - expected) < 4 * deviation
+
+
+def test_random_point_is_invariant_under_rotation_of_its_rows():
+    """E[x x'] of a column is I / n: no direction is preferred."""
+    column = point_of(20000, 4, 2, seed=6)[..., 0]
+    covariance = column.mT @ column / len(column)
+    assert (covariance - torch.eye(4, dtype=torch.float64) / 4).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (3, 2, 0)])
+def test_random_point_refuses_what_is_no_matrix(shape):
+    with pytest.raises(ValueError, match="`shape` must be at least two positive sizes"):
+        random_point(*shape)
