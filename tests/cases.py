@@ -1,0 +1,173 @@
+"""The table of cases that the tests of the momentum optimizers walk through.
+
+A `Reading` is a parameter shape with its tag and, written out by hand, the tall matrices in it.
+An `OptimizerCase` is one rule with one set of options.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from reference import AdamReference, SGDReference, StiefelReference, polar_factor
+
+import stiefel_opt as so
+
+Array = NDArray[np.float64]
+
+METRICS = ("canonical", "euclidean", -1.0, 0.3)
+TRANSPORTS = ("isometric", "published")
+ROTATIONS = ("polar", "euler", "cayley", "expm")
+
+
+def _tall(tensor: Array) -> Array:
+    return tensor
+
+
+def _wide(tensor: Array) -> Array:
+    return tensor.swapaxes(-1, -2)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A parameter's shape and tag; `matrices` gives a view (..., n, m) of the constrained part."""
+
+    name: str
+    shape: tuple[int, ...]
+    matrices: Callable[[Array], Array] = _tall
+    manifold: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        return float(self.manifold.get("scale", 1.0))
+
+    def start(self, rng: np.random.Generator) -> Array:
+        """A tensor whose constrained part lies on the manifold."""
+        tensor = rng.standard_normal(self.shape)
+        matrices = self.matrices(tensor)
+        for index in np.ndindex(matrices.shape[:-2]):
+            matrices[index] = self.scale * polar_factor(matrices[index])
+        return tensor
+
+    def parameter(self, value: Array, dtype: torch.dtype = torch.float64) -> torch.nn.Parameter:
+        manifold = so.Stiefel(**self.manifold)
+        return so.ManifoldParameter(torch.tensor(value, dtype=dtype), manifold=manifold)
+
+
+READINGS = {
+    reading.name: reading
+    for reading in (
+        Reading("tall", (9, 4)),
+        Reading("nearly-square", (5, 4)),
+        Reading("vector", (7, 1)),
+        Reading("wide", (3, 8), _wide),
+        Reading("square", (4, 4)),
+        Reading("batch-tall", (2, 3, 6, 2)),
+        Reading("batch-wide", (2, 3, 7), _wide),
+        Reading("batch-square", (2, 3, 3)),
+        Reading("heads-wide", (6, 9), lambda w: _wide(w.reshape(2, 3, 9)), {"heads": 2}),
+        Reading("heads-tall", (16, 3), lambda w: w.reshape(2, 8, 3), {"heads": 2}),
+        Reading(
+            "transposed",
+            (9, 6),
+            lambda w: w.reshape(9, 2, 3).swapaxes(0, 1),
+            {"heads": 2, "transposed": True},
+        ),
+        Reading("conv", (4, 2, 3, 2), lambda w: _wide(w.reshape(4, 12)), {"flatten": True}),
+        Reading("scaled", (6, 3), _tall, {"scale": 2.5}),
+        Reading(
+            "some-rows",
+            (9, 7),
+            lambda w: _wide(w[2:8].reshape(2, 3, 7)),
+            {"rows": (2, 8), "heads": 2},
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """One rule with its options; `lr` is mild enough that rounding is not amplified."""
+
+    name: str
+    algorithm: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def lr(self) -> float:
+        if "lr" in self.options:
+            return float(self.options["lr"])
+        mild = {"sgd": 0.1, "adam": 0.1}[self.algorithm]
+        # The published flows blow up where |g| lr passes about 0.02.
+        return mild / 10 if self.options.get("transport") == "published" else mild
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[self.algorithm]
+        return rule(params, **{"lr": self.lr, **self.options})
+
+    def reference(self, point: Array, scale: float = 1.0) -> StiefelReference:
+        # Weight decay is not passed on: its tangent part is zero.
+        dropped = ("lr", "weight_decay", "decoupled_weight_decay")
+        options = {key: value for key, value in self.options.items() if key not in dropped}
+        rule = {"sgd": SGDReference, "adam": AdamReference}[self.algorithm]
+        return rule(point, lr=self.lr / scale, **options)
+
+
+OPTION_GRID = [
+    OptimizerCase(
+        f"{algorithm}-{metric}-{transport}-{rotation}",
+        algorithm,
+        {"metric": metric, "transport": transport, "rotation": rotation},
+    )
+    for algorithm, metric, transport, rotation in itertools.product(
+        ("sgd", "adam"), METRICS, TRANSPORTS, ROTATIONS
+    )
+]
+
+PUBLISHED = {"transport": "published", "rotation": "euler"}
+
+READING_CASES = [
+    OptimizerCase("sgd", "sgd"),
+    OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
+    OptimizerCase("adam", "adam"),
+    OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
+]
+
+VARIANTS = [
+    OptimizerCase("sgd-momentumless", "sgd", {"momentum": 0.0}),
+    OptimizerCase("sgd-momentumless-dampened", "sgd", {"momentum": 0.0, "dampening": 0.4}),
+    OptimizerCase("sgd-momentumless-published", "sgd", {"momentum": 0.0, **PUBLISHED}),
+    OptimizerCase("sgd-nesterov", "sgd", {"nesterov": True}),
+    OptimizerCase("sgd-nesterov-euclidean", "sgd", {"nesterov": True, "metric": "euclidean"}),
+    OptimizerCase("sgd-nesterov-cayley", "sgd", {"nesterov": True, "rotation": "cayley"}),
+    OptimizerCase("sgd-nesterov-published", "sgd", {"nesterov": True, "metric": 0.3, **PUBLISHED}),
+    OptimizerCase("sgd-dampened", "sgd", {"dampening": 0.4}),
+    OptimizerCase("sgd-dampened-published", "sgd", {"dampening": 0.4, "metric": -1.0, **PUBLISHED}),
+    OptimizerCase("sgd-maximize", "sgd", {"maximize": True}),
+    OptimizerCase("sgd-weight-decay", "sgd", {"weight_decay": 0.3}),
+    OptimizerCase("adam-amsgrad", "adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
+    OptimizerCase(
+        "adam-amsgrad-metric", "adam", {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3}
+    ),
+    OptimizerCase(
+        "adam-amsgrad-published",
+        "adam",
+        {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3, **PUBLISHED},
+    ),
+    OptimizerCase("adam-maximize", "adam", {"maximize": True}),
+    OptimizerCase("adam-weight-decay", "adam", {"weight_decay": 0.3}),
+    OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
+    OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),
+    OptimizerCase(
+        "adam-no-first-moment-published", "adam", {"betas": (0.0, 0.99), "metric": 0.3, **PUBLISHED}
+    ),
+    OptimizerCase("adam-short-memory", "adam", {"betas": (0.5, 0.7), "metric": 0.3}),
+    OptimizerCase("adam-large-eps", "adam", {"eps": 0.1, "metric": 0.3}),
+    OptimizerCase("adam-tiny-eps", "adam", {"eps": 1e-30, "metric": 0.3}),
+    OptimizerCase("adam-zero-eps", "adam", {"eps": 0.0, "metric": "euclidean"}),
+]

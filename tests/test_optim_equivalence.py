@@ -1,0 +1,397 @@
+"""StiefelSGD and StiefelAdam against slow loops, and their plain parameters against torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import (
+    OPTION_GRID,
+    READING_CASES,
+    READINGS,
+    VARIANTS,
+    Array,
+    OptimizerCase,
+    Reading,
+)
+from reference import StiefelReference
+
+import stiefel_opt as so
+
+STEPS = 200
+TOLERANCE = 1e-12
+SHAPES = ("tall", "square", "batch-wide")
+
+
+def batch(array: Array) -> Array:
+    return array.reshape(-1, *array.shape[-2:])
+
+
+class Field:
+    """Noisy gradients of -tr(X'AX)/2 + <C, X>; the quadratic part keeps two runs together."""
+
+    def __init__(self, rng: np.random.Generator, matrices: Array) -> None:
+        k, n, m = batch(matrices).shape
+        factors = rng.standard_normal((k, n, n)) / math.sqrt(n)
+        self.cost = factors @ factors.swapaxes(-1, -2) / 2
+        self.linear = 0.3 * rng.standard_normal((k, n, m))
+        self.noise = 0.2 * rng.standard_normal((STEPS, k, n, m))
+
+    def __call__(self, points: Array, step: int) -> Array:
+        return self.linear - self.cost @ points + (1 + math.sin(step)) * self.noise[step]
+
+
+class Run:
+    """One parameter beside its reference loops, each following its own gradients."""
+
+    def __init__(self, case: OptimizerCase, reading: Reading, rng: np.random.Generator) -> None:
+        start = reading.start(rng)
+        self.reading = reading
+        self.param = reading.parameter(start)
+        points = batch(reading.matrices(start)) / reading.scale
+        self.references: list[StiefelReference] = [
+            case.reference(point, reading.scale) for point in points
+        ]
+        self.field = Field(rng, points)
+        self.rest = 0.1 * rng.standard_normal(reading.shape)
+
+    def points(self) -> Array:
+        value = self.param.detach().numpy()
+        return batch(self.reading.matrices(value)) / self.reading.scale
+
+    def set_grad(self, step: int) -> None:
+        grad = self.rest.copy()
+        matrices = self.reading.matrices(grad)
+        matrices[...] = self.field(self.points(), step).reshape(matrices.shape)
+        self.param.grad = torch.tensor(grad)
+
+    def step_references(self, step: int) -> None:
+        grads = self.field(np.stack([reference.X for reference in self.references]), step)
+        for reference, grad in zip(self.references, grads, strict=True):
+            reference.step(grad)
+
+    def is_square(self) -> bool:
+        return self.references[0].n == self.references[0].m
+
+    def compare(self, optimizer: Any, *, velocity: bool, tolerance: float = TOLERANCE) -> None:
+        expected = np.stack([reference.X for reference in self.references])
+        assert np.abs(self.points() - expected).max() < tolerance
+        if velocity:
+            Z, U = optimizer.velocity(self.param)
+            expected = np.stack([reference.Z for reference in self.references])
+            assert np.abs(batch(Z.detach().numpy()) - expected).max() < tolerance
+            if not self.is_square():
+                expected = np.stack([reference.U for reference in self.references])
+                assert np.abs(batch(U.detach().numpy()) - expected).max() < tolerance
+
+
+def run_case(case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator) -> None:
+    runs = [Run(case, READINGS[name], rng) for name in names]
+    optimizer = case.optimizer([run.param for run in runs])
+    has_velocity = case.options.get("momentum", 0.9) > 0
+    for step in range(STEPS):
+        for run in runs:
+            run.set_grad(step)
+            run.step_references(step)
+        optimizer.step()
+        if step in (0, 1, 7, 8, STEPS - 1):
+            for run in runs:
+                run.compare(optimizer, velocity=has_velocity)
+
+
+@pytest.mark.parametrize("case", OPTION_GRID, ids=lambda case: case.name)
+def test_every_option_follows_the_textbook_loop(
+    case: OptimizerCase, rng: np.random.Generator
+) -> None:
+    run_case(case, SHAPES, rng)
+
+
+@pytest.mark.parametrize("case", READING_CASES, ids=lambda case: case.name)
+def test_every_reading_follows_the_textbook_loop(
+    case: OptimizerCase, rng: np.random.Generator
+) -> None:
+    run_case(case, tuple(READINGS), rng)
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
+def test_variants_of_the_rule_follow_the_textbook_loop(
+    case: OptimizerCase, rng: np.random.Generator
+) -> None:
+    run_case(case, SHAPES, rng)
+
+
+@pytest.mark.parametrize("name", ["tall", "wide", "square", "batch-tall", "heads-wide", "scaled"])
+@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
+@pytest.mark.parametrize("transport", ["isometric", "published"])
+def test_a_start_in_motion_follows_the_textbook_loop(
+    name: str, algorithm: str, transport: str, rng: np.random.Generator
+) -> None:
+    case = OptimizerCase("", algorithm, {"metric": 0.3, "transport": transport})
+    run = Run(case, READINGS[name], rng)
+    optimizer: Any = case.optimizer([run.param])
+    for reference in run.references:
+        K = rng.standard_normal(reference.Z.shape)
+        V = rng.standard_normal(reference.U.shape)
+        reference.Z = (K - K.T) / 2
+        reference.U = V - reference.X @ (reference.X.T @ V)
+    leading = READINGS[name].matrices(run.rest).shape[:-2]
+    Z = np.stack([reference.Z for reference in run.references])
+    U = np.stack([reference.U for reference in run.references])
+    optimizer.set_velocity(
+        run.param,
+        torch.tensor(Z.reshape(*leading, *Z.shape[1:])),
+        None if run.is_square() else torch.tensor(U.reshape(*leading, *U.shape[1:])),
+    )
+    run.compare(optimizer, velocity=True)
+    for step in range(20):
+        run.set_grad(step)
+        run.step_references(step)
+        optimizer.step()
+        run.compare(optimizer, velocity=True)
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
+def test_velocity_may_be_read_and_set_back_at_any_step(
+    algorithm: str, rng: np.random.Generator
+) -> None:
+    case = OptimizerCase("", algorithm, {"metric": "euclidean"})
+    run = Run(case, READINGS["heads-wide"], rng)
+    optimizer: Any = case.optimizer([run.param])
+    for step in range(30):
+        run.set_grad(step)
+        run.step_references(step)
+        optimizer.step()
+        optimizer.set_velocity(run.param, *optimizer.velocity(run.param))
+    run.compare(optimizer, velocity=True)
+
+
+def moments(tensor: torch.Tensor, reading: Reading, references: list[StiefelReference]) -> Array:
+    """A second moment as one matrix per reference, whichever way it is stored."""
+    array = tensor.numpy()
+    if array.shape == reading.shape:
+        return batch(reading.matrices(array))
+    return array.reshape(len(references), *array.shape[-2:])
+
+
+@pytest.mark.parametrize("name", ["tall", "wide", "square", "batch-wide", "heads-wide", "conv"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_keeps_the_second_moments_of_the_loop(
+    name: str, amsgrad: bool, rng: np.random.Generator
+) -> None:
+    case = OptimizerCase("", "adam", {"amsgrad": amsgrad, "betas": (0.9, 0.8)})
+    run = Run(case, READINGS[name], rng)
+    optimizer = case.optimizer([run.param])
+    for step in range(30):
+        run.set_grad(step)
+        run.step_references(step)
+        optimizer.step()
+    state = optimizer.state[run.param]
+    assert float(state["step"]) == 30
+    expected = {"exp_avg_sq_skew": "p"}
+    if not run.is_square():
+        expected["exp_avg_sq_normal"] = "q"
+    if amsgrad:
+        expected.update({f"max_{key}": f"{attr}_max" for key, attr in expected.items()})
+    for key, attribute in expected.items():
+        slow = np.stack([getattr(reference, attribute) for reference in run.references])
+        fast = moments(state[key], run.reading, run.references)
+        assert np.abs(fast - slow).max() < TOLERANCE
+
+
+SATURATED = [
+    OptimizerCase(f"{algorithm}-{rotation}-{metric}", algorithm, {"lr": lr, **options})
+    for algorithm, lr in (("sgd", 20.0), ("adam", 30.0))
+    for rotation, metric, options in (
+        ("polar", "canonical", {}),
+        ("cayley", "canonical", {"rotation": "cayley"}),
+        ("expm", 0.3, {"rotation": "expm", "metric": 0.3}),
+        ("polar", -1.0, {"metric": -1.0}),
+    )
+] + [OptimizerCase("sgd-nesterov", "sgd", {"lr": 20.0, "nesterov": True, "metric": -1.0})]
+
+
+@pytest.mark.parametrize("case", SATURATED, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["tall", "wide", "square", "batch-tall", "nearly-square"])
+def test_saturated_steps_equal_the_textbook_step(
+    case: OptimizerCase, name: str, rng: np.random.Generator
+) -> None:
+    """Long steps are chaotic, so the loop starts anew from the optimizer's state at every step."""
+    run = Run(case, READINGS[name], rng)
+    optimizer: Any = case.optimizer([run.param])
+    for step in range(25):
+        if step > 0:
+            Z, U = optimizer.velocity(run.param)
+            state = optimizer.state[run.param]
+            for index, reference in enumerate(run.references):
+                reference.X = run.points()[index]
+                reference.Z = batch(Z.numpy())[index]
+                if not run.is_square():
+                    reference.U = batch(U.numpy())[index]
+                if case.algorithm == "adam":
+                    second = moments(state["exp_avg_sq_skew"], run.reading, run.references)
+                    reference.p = second[index]
+                if case.algorithm == "adam" and not run.is_square():
+                    second = moments(state["exp_avg_sq_normal"], run.reading, run.references)
+                    reference.q = second[index]
+        run.set_grad(step)
+        run.step_references(step)
+        optimizer.step()
+        run.compare(optimizer, velocity=True, tolerance=2e-12)
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
+def test_rows_left_plain_take_the_step_of_torch(algorithm: str, rng: np.random.Generator) -> None:
+    case = OptimizerCase("", algorithm)
+    run = Run(case, READINGS["some-rows"], rng)
+    rest = [0, 1, 8]
+    plain = torch.nn.Parameter(run.param.detach()[rest].clone())
+    optimizer = case.optimizer([run.param])
+    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[algorithm]
+    momentum = {"momentum": 0.9} if algorithm == "sgd" else {}
+    torch_optimizer = rule([plain], lr=case.lr, **momentum)
+    for step in range(50):
+        run.set_grad(step)
+        plain.grad = torch.tensor(run.rest[rest])
+        optimizer.step()
+        torch_optimizer.step()
+    assert (run.param.detach()[rest] - plain.detach()).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("case", READING_CASES, ids=lambda case: case.name)
+def test_float32_stays_beside_the_float64_loop(
+    case: OptimizerCase, rng: np.random.Generator
+) -> None:
+    run = Run(case, READINGS["heads-wide"], rng)
+    run.param = run.reading.parameter(run.param.detach().numpy(), torch.float32)
+    optimizer = case.optimizer([run.param])
+    for step in range(100):
+        run.set_grad(step)
+        run.param.grad = run.param.grad.float()
+        run.step_references(step)
+        optimizer.step()
+    run.compare(optimizer, velocity=True, tolerance=2e-4)
+
+
+# ---- plain parameters ---------------------------------------------------------------------------
+
+PLAIN_SHAPES = ((5, 3), (4,), (2, 3, 3, 3), ())
+
+PLAIN_SGD: list[dict[str, Any]] = [
+    {"momentum": 0.0},
+    {"momentum": 0.0, "dampening": 0.4, "weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.8, "dampening": 0.4},
+    {"momentum": 0.9, "maximize": True},
+    {"momentum": 0.9, "foreach": True},
+    {"momentum": 0.9, "foreach": False, "weight_decay": 0.1},
+    {"momentum": 0.9, "fused": True, "nesterov": True},
+    {"momentum": 0.9, "lr": torch.tensor(0.02), "foreach": False},
+]
+
+PLAIN_ADAM: list[dict[str, Any]] = [
+    {},
+    {"betas": (0.8, 0.99), "eps": 1e-3, "weight_decay": 0.1},
+    {"amsgrad": True},
+    {"amsgrad": True, "maximize": True, "foreach": False},
+    {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    {"maximize": True},
+    {"foreach": True, "weight_decay": 0.1},
+    {"fused": True, "amsgrad": True},
+    {"lr": torch.tensor(0.02), "foreach": False},
+]
+
+PLAIN = [
+    pytest.param(so.StiefelSGD, torch.optim.SGD, options, id=f"sgd{index}")
+    for index, options in enumerate(PLAIN_SGD)
+] + [
+    pytest.param(so.StiefelAdam, torch.optim.Adam, options, id=f"adam{index}")
+    for index, options in enumerate(PLAIN_ADAM)
+]
+PLAIN_ADAMW = [{}, {"weight_decay": 0.3, "amsgrad": True}, {"maximize": True, "foreach": True}]
+PLAIN += [
+    pytest.param(
+        so.StiefelAdam,
+        torch.optim.AdamW,
+        {"weight_decay": 0.01, **options},
+        id=f"adamw{index}",
+    )
+    for index, options in enumerate(PLAIN_ADAMW)
+]
+
+
+def build(rule: Any, torch_rule: Any, options: dict[str, Any], params: Any) -> Any:
+    options = {"lr": 0.02, **options}
+    if rule is not torch_rule and torch_rule is torch.optim.AdamW:
+        options["decoupled_weight_decay"] = True
+    return rule(params, **copy.deepcopy(options))
+
+
+def plain_params(generator: torch.Generator) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in PLAIN_SHAPES]
+
+
+def set_plain_grads(
+    ours: list[torch.nn.Parameter],
+    theirs: list[torch.nn.Parameter],
+    step: int,
+    generator: torch.Generator,
+) -> None:
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        late = index == 1 and step < 3
+        grad = torch.randn(mine.shape, generator=generator)
+        mine.grad = None if late else grad.clone()
+        other.grad = None if late else grad.clone()
+
+
+@pytest.mark.parametrize(("rule", "torch_rule", "options"), PLAIN)
+def test_plain_parameters_get_bit_for_bit_what_torch_gives(
+    rule: Any, torch_rule: Any, options: dict[str, Any], generator: torch.Generator
+) -> None:
+    ours = plain_params(generator)
+    theirs = copy.deepcopy(ours)
+    tagged = so.ManifoldParameter(torch.eye(4, 2))
+    optimizer = build(rule, torch_rule, options, [tagged, *ours])
+    torch_optimizer = build(torch_rule, torch_rule, options, theirs)
+    for step in range(30):
+        set_plain_grads(ours, theirs, step, generator)
+        tagged.grad = torch.randn(4, 2, generator=generator)
+        optimizer.step()
+        torch_optimizer.step()
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)
+    for mine, other in zip(ours, theirs, strict=True):
+        state, torch_state = optimizer.state[mine], torch_optimizer.state[other]
+        assert set(state) == set(torch_state)
+        for key, value in torch_state.items():
+            same = torch.equal(state[key], value) if torch.is_tensor(value) else state[key] == value
+            assert same, key
+
+
+@pytest.mark.parametrize(("rule", "torch_rule", "options"), PLAIN)
+@pytest.mark.parametrize("direction", ["ours-to-torch", "torch-to-ours"])
+def test_checkpoints_of_plain_parameters_exchange_with_torch(
+    rule: Any, torch_rule: Any, options: dict[str, Any], direction: str, generator: torch.Generator
+) -> None:
+    first = plain_params(generator)
+    extra = {"stiefel": False}
+    ours = {"rule": rule, "options": {**options, **extra}}
+    theirs = {"rule": torch_rule, "options": options}
+    source, target = (ours, theirs) if direction == "ours-to-torch" else (theirs, ours)
+    optimizer = build(source["rule"], torch_rule, source["options"], first)
+    for step in range(5):
+        set_plain_grads(first, first, step, generator)
+        optimizer.step()
+    second = copy.deepcopy(first)
+    other = build(target["rule"], torch_rule, target["options"], second)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(5, 15):
+        set_plain_grads(first, second, step, generator)
+        optimizer.step()
+        other.step()
+    for mine, copied in zip(first, second, strict=True):
+        assert torch.equal(mine, copied)
