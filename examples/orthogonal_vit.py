@@ -1,0 +1,299 @@
+"""Train a Vision Transformer whose attention heads are orthogonal, next to unconstrained baselines.
+
+    python examples/orthogonal_vit.py                  the demo: digits, three methods, two seeds
+    python examples/orthogonal_vit.py --preset cpu --data-dir DIR --resume        CIFAR-10, no GPU
+    python examples/orthogonal_vit.py --preset paper --data-dir DIR --device cuda --resume
+
+Model, constraints and rates: Kong, Wang & Tao (ICLR 2023), section 3.2 and table 4. "Within heads":
+the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
+together do. One optimizer keeps them so and moves everything else as torch's SGD or Adam would.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from _common import Trainer, final_table, machine, plot_curves, write_text
+from _images import WANTED, Images, load_images
+from torch import Tensor, nn
+
+import stiefel_opt as so
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {"threads": 1},  # and the defaults of the flags
+    "smoke": {"layers": 1, "width": 32, "heads": 2, "feed_forward": 32}
+    | {"epochs": 2, "limit": 256, "seeds": [1], "threads": 1},
+    "cpu": {"data": "cifar10", "layers": 4, "width": 192, "heads": 6, "feed_forward": 192}
+    | {"patch": 4, "epochs": 15},
+    "paper": {"data": "cifar10", "layers": 7, "width": 384, "heads": 12, "feed_forward": 384}
+    | {"patch": 4, "epochs": 200, "batch_size": 128, "warmup": 5, "augment": "crop-flip"},
+}
+DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
+ALL = [*DEMO, "stiefel-sgd:across"]
+OPTIMIZERS = {  # title, learning rate, weight decay
+    "stiefel-sgd": ("StiefelSGD", 0.15, 5e-5),
+    "stiefel-adam": ("StiefelAdam", 1e-3, 5e-5),
+    "sgd": ("SGD", 0.1, 5e-5),
+    "adam": ("Adam", 1e-3, 5e-5),
+    "adamw": ("AdamW", 1e-3, 0.2),
+}
+SETTINGS = ["data", "limit", "layers", "width", "heads", "feed_forward", "patch", "batch_size"]
+SETTINGS += ["epochs", "warmup", "smoothing", "augment"]
+PLACES = {"within": " within heads", "across": " across heads", "none": ""}
+
+
+class Attention(nn.Module):
+    """Multi-head attention; query, key and value are separate so that two can be constrained."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        q, k, v = (
+            values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for values in (self.q(queries), self.k(tokens), self.v(tokens))
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; returns only the first ``keep`` tokens (all by default)."""
+
+    def __init__(self, width: int, heads: int, feed_forward: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, feed_forward), nn.GELU(), nn.Linear(feed_forward, width)
+        )
+
+    def forward(self, tokens: Tensor, keep: int | None = None) -> Tensor:
+        normed = self.norm1(tokens)
+        tokens = tokens[:, :keep] + self.attention(normed[:, :keep], normed)
+        return tokens + self.feed_forward(self.norm2(tokens))
+
+
+class VisionTransformer(nn.Module):
+    """Linear patch embedding, class token, learned positions, blocks, linear classifier."""
+
+    def __init__(self, options: argparse.Namespace, images: Images) -> None:
+        super().__init__()
+        _, channels, height, side = images.train_images.shape
+        self.patch, width = options.patch, options.width
+        tokens = (height // self.patch) * (side // self.patch) + 1
+        self.embedding = nn.Linear(channels * self.patch**2, width)
+        self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, tokens, width))
+        self.blocks = nn.ModuleList(
+            Block(width, options.heads, options.feed_forward) for _ in range(options.layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.classifier = nn.Linear(width, images.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.embedding(nn.functional.unfold(images, self.patch, stride=self.patch).mT)
+        tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
+        tokens = tokens + self.positions
+        for block in self.blocks[:-1]:
+            tokens = block(tokens)
+        class_token = self.blocks[-1](tokens, keep=1)  # nothing reads the others' last output
+        return self.classifier(self.norm(class_token[:, 0]))
+
+
+class Method(NamedTuple):
+    """One row of the final table."""
+
+    optimizer: str
+    constraint: str
+    lr: float
+    title: str
+
+
+def parse_method(text: str, rate: float | None = None) -> Method:
+    """Parse ``OPTIMIZER[:CONSTRAINT[:LEARNING_RATE]]``."""
+    optimizer, constraint, own_rate = (*text.split(":"), "", "")[:3]
+    stiefel = optimizer.startswith("stiefel")
+    constraint = constraint or ("within" if stiefel else "none")
+    if optimizer not in OPTIMIZERS or constraint not in PLACES or text.count(":") > 2:
+        raise ValueError(
+            f"a method must be OPTIMIZER:CONSTRAINT[:LEARNING_RATE], got {text!r}; "
+            f"optimizers: {', '.join(OPTIMIZERS)}; constraints: {', '.join(PLACES)}"
+        )
+    if constraint != "none" and not stiefel:
+        raise ValueError(
+            f"{optimizer} must have the constraint none, got {constraint!r}: it would leave the "
+            f"manifold; use stiefel-sgd or stiefel-adam"
+        )
+    title, default, _ = OPTIMIZERS[optimizer]
+    lr = float(own_rate) if own_rate else rate or default
+    suffix = "" if lr == default else f", rate {lr:g}"
+    return Method(optimizer, constraint, lr, f"{title}{PLACES[constraint]}{suffix}")
+
+
+def constrain_attention(model: VisionTransformer, constraint: str) -> None:
+    """Put the query and key weights on the Stiefel manifold, per head or as whole matrices."""
+    for block in model.blocks:
+        attention = block.attention
+        if constraint == "within":
+            so.constrain(attention.q, "weight", heads=attention.heads)
+            so.constrain(attention.k, "weight", heads=attention.heads)
+        elif constraint == "across":
+            so.constrain(attention.q, "weight")
+            so.constrain(attention.k, "weight")
+
+
+def build_optimizer(method: Method, model: nn.Module) -> torch.optim.Optimizer:
+    """One optimizer for the whole model; the Stiefel ones find the constrained weights."""
+    common = {"lr": method.lr, "weight_decay": OPTIMIZERS[method.optimizer][2]}
+    stiefel = False if method.constraint == "none" else None  # None: where the model says so
+    match method.optimizer:
+        case "stiefel-sgd":
+            return so.StiefelSGD(model.parameters(), momentum=0.9, stiefel=stiefel, **common)
+        case "stiefel-adam":
+            return so.StiefelAdam(model.parameters(), stiefel=stiefel, **common)
+        case "sgd":
+            return torch.optim.SGD(model.parameters(), momentum=0.9, **common)
+        case "adam":
+            return torch.optim.Adam(model.parameters(), **common)
+    return torch.optim.AdamW(model.parameters(), **common)
+
+
+@torch.no_grad()
+def orthonormality_error(model: VisionTransformer, constraint: str) -> Tensor:
+    """Largest |W W' - I| of the queries and keys (of each head where nothing is constrained)."""
+    heads = None if constraint == "across" else model.blocks[0].attention.heads
+    layers = [layer for b in model.blocks for layer in (b.attention.q, b.attention.k)]
+    manifold = so.Stiefel(heads=heads)
+    return torch.stack([so.orthonormality_error(x.weight.detach(), manifold) for x in layers]).max()
+
+
+def build_trainer(
+    options: argparse.Namespace, images: Images, method: Method, seed: int
+) -> Trainer:
+    """Everything one run needs; runs of one seed share initial weights and order of the images."""
+    torch.manual_seed(seed)  # initial weights; all later draws come from the trainer's generator
+    model = VisionTransformer(options, images)
+    constrain_attention(model, method.constraint)
+    model.to(options.device)
+    return Trainer(
+        model,
+        build_optimizer(method, model),
+        images,
+        {key: getattr(options, key) for key in SETTINGS} | method._asdict() | {"seed": seed},
+        options.output / "checkpoints" / f"{method.title}, seed {seed}.pt".replace(" ", "_"),
+        partial(orthonormality_error, model, method.constraint),
+    )
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags over preset over defaults (the demo)."""
+    parser = argparse.ArgumentParser(
+        description="Train a Vision Transformer with orthogonal attention heads next to "
+        "unconstrained baselines; without flags: a demo of about two minutes.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="demo", help="set all sizes; other flags override it")
+    add("--smoke", action="store_true", help="preset smoke, all four methods: a few seconds")
+    add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
+    add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
+    add("--limit", type=int, help="use only the first LIMIT training images")
+    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE]", help="runs to compare")
+    add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
+    add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
+    add("--lr", type=float, help="learning rate of every method (default: published, table 4)")
+    add("--seeds", type=int, nargs="+", default=[2], help="how many seeds, or two and more seeds")
+    add("--epochs", type=int, default=12, help="passes over the training images")
+    add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
+    add("--batch-size", type=int, default=32, help="images in a step")
+    add("--smoothing", type=float, default=0.1, help="label smoothing")
+    add("--augment", choices=["none", "crop-flip"], default="none", help="crop-flip: photographs")
+    add("--layers", type=int, default=2, help="transformer blocks")
+    add("--width", type=int, default=64, help="length of a token")
+    add("--heads", type=int, default=4, help="attention heads of WIDTH / HEADS rows")
+    add("--feed-forward", type=int, default=64, help="hidden width of the feed-forward part")
+    add("--patch", type=int, default=2, help="side of a patch in pixels")
+    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
+    add("--threads", type=int, help="CPU threads (default: torch's choice)")
+    add("--output", type=Path, help="folder of results (default: runs/orthogonal_vit/PRESET)")
+    add("--resume", action="store_true", help="continue unfinished runs, skip finished ones")
+    options, _ = parser.parse_known_args(argv)
+    preset = "smoke" if options.smoke else options.preset
+    parser.set_defaults(output=Path("runs") / "orthogonal_vit" / preset, **PRESETS[preset])
+    options = parser.parse_args(argv)
+    names = options.methods or (DEMO if preset == "demo" else ALL)
+    if options.optimizer or options.constraint:
+        names = [f"{options.optimizer or 'stiefel-adam'}:{options.constraint or ''}"]
+    try:
+        options.methods = [parse_method(name, options.lr) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    if len(options.seeds) == 1:
+        options.seeds = list(range(options.seeds[0]))
+    if options.width % options.heads:
+        parser.error(f"--heads must divide --width {options.width}, got {options.heads}")
+    return options
+
+
+def write_results(options: argparse.Namespace, records: Sequence[dict[str, Any]]) -> str:
+    """Write table (text, Markdown), results (JSON) and plot of the finished runs."""
+    histories: dict[str, list[Any]] = {}
+    for record in records:
+        histories.setdefault(record["title"], []).append(record["history"])
+    title = (
+        f"{options.data}: ViT of {options.layers} layers x {options.width}, {options.heads} heads, "
+        f"{options.epochs} epochs, {len(options.seeds)} seeds"
+    )
+    table, winner = final_table(histories)
+    results = {"title": title, "winner": winner, "machine": machine(), "runs": records}
+    write_text(options.output / "table.txt", f"{title}\n\n{table}\n\n{winner}\n")
+    write_text(options.output / "table.md", f"**{title}**\n\n{table}\n\n{winner}\n")
+    write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
+    plot_curves(options.output / "curves.png", title, histories)
+    return f"{title}\n\n{table}\n\n{winner}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train every method with every seed, then print the table and where the plot is."""
+    options = parse_arguments(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    try:
+        images = load_images(options.data, options.data_dir, options.limit).to(options.device)
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from None
+    runs = [(seed, method) for seed in options.seeds for method in options.methods]
+    trial = build_trainer(options, images, options.methods[0], seed=0)
+    minutes = len(runs) * options.epochs * trial.seconds_per_epoch() / 60
+    print(
+        f"{options.data}, {len(images.train_images)} training and {len(images.test_images)} test "
+        f"images, ViT of {sum(p.numel() for p in trial.model.parameters()):,} parameters.\n"
+        f"{len(runs)} runs of {options.epochs} epochs: "
+        f"{', '.join(m.title for m in options.methods)}; seeds {options.seeds}.\n"
+        f"About {minutes:.1f} minutes on {options.device} with {torch.get_num_threads()} threads"
+        f"{', less what is resumed' if options.resume else ''}; results in {options.output}.",
+        flush=True,
+    )
+    records: list[dict[str, Any]] = []
+    for seed, method in runs:
+        trainer = build_trainer(options, images, method, seed)
+        if options.resume and trainer.path.exists():
+            trainer.resume()
+        trainer.train(f"seed {seed}, {method.title}")
+        records.append(trainer.configuration | {"history": trainer.history})
+        text = write_results(options, records)
+    print(f"\n{text}\n\nPlot: {options.output / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    main()
