@@ -1,0 +1,393 @@
+"""What no learning rate, gradient, start or number of steps may break."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import PUBLISHED, READINGS, Array, OptimizerCase
+from reference import polar_factor
+from torch import Tensor
+
+import stiefel_opt as so
+
+DTYPES = [torch.float32, torch.float64]
+RULES = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}
+ALGORITHMS = sorted(RULES)
+
+
+def tall(tensor: Tensor) -> Tensor:
+    return tensor if tensor.size(-2) >= tensor.size(-1) else tensor.mT
+
+
+def gram_error(point: Tensor, other: Tensor) -> float:
+    """The largest entry of |X'U|, or of |X'X - I|, computed in float64."""
+    X = tall(point.detach()).double()
+    if other is point:
+        return float((X.mT @ X - torch.eye(X.size(-1), dtype=torch.float64)).abs().max())
+    return float((X.mT @ other.double()).abs().max())
+
+
+def spectral_norm(matrices: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrices.double(), ord=2).max())
+
+
+def random_point(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Any:
+    gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(gaussian, full_matrices=False)
+    return so.ManifoldParameter((left @ right).to(dtype))
+
+
+def normal_gradient(point: Tensor) -> Tensor:
+    X, G = tall(point.detach()).double(), tall(point.grad).double()
+    return G - X @ (X.mT @ G)
+
+
+# ---- it cannot blow up --------------------------------------------------------------------------
+
+
+def check_survival(
+    algorithm: str,
+    dtype: torch.dtype,
+    rates: tuple[float, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    generator: torch.Generator,
+) -> None:
+    """2,000 steps of gradients of size 1, every seventh of size 1000."""
+    groups = [
+        {"params": [random_point(generator, *shape, dtype=dtype) for shape in shapes], "lr": rate}
+        for rate in rates
+    ]
+    params = [param for group in groups for param in group["params"]]
+    optimizer: Any = RULES[algorithm](groups)
+    # With the default momenta |U| <= max|g| / (1 - mu), and |U| <= max|g| for Adam.
+    factor = 10.0 if algorithm == "sgd" else 1.0
+    largest = dict.fromkeys(params, 0.0)
+    for step in range(2000):
+        long = step % 7 == 6
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator, dtype=dtype)
+            param.grad = grad * (1000.0 if long else 1.0)
+            if long:
+                largest[param] = max(largest[param], spectral_norm(normal_gradient(param)))
+        optimizer.step()
+        if not long:
+            continue
+        for param in params:
+            tolerance = 100 * torch.finfo(dtype).eps * max(param.shape[-2:])
+            Z, U = optimizer.velocity(param)
+            assert gram_error(param, param) < tolerance
+            assert bool(Z.isfinite().all())
+            if param.size(-1) == param.size(-2):
+                continue
+            norm = spectral_norm(U)
+            assert norm < factor * largest[param] * (1 + tolerance)
+            assert gram_error(param, U) < tolerance * norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_learning_rate_blows_up(
+    algorithm: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    shapes = ((12, 4), (4, 12), (2, 12, 4), (5, 5))
+    check_survival(algorithm, dtype, (0.1, 100.0), shapes, generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_learning_rate_of_a_fine_grid_blows_up(
+    algorithm: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    shapes = ((40, 7), (5, 4), (9, 1), (4, 12), (3, 6, 6), (2, 30, 20))
+    rates = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
+    check_survival(algorithm, dtype, rates, shapes, generator)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("rate", [1.0, 100.0])
+def test_the_published_flows_do_blow_up(
+    algorithm: str, rate: float, generator: torch.Generator
+) -> None:
+    param = random_point(generator, 12, 4, dtype=torch.float64)
+    optimizer: Any = RULES[algorithm]([param], lr=rate, **PUBLISHED)
+    largest = 0.0
+    for step in range(2000):
+        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.grad = grad * (1000.0 if step % 7 == 6 else 1.0)
+        largest = max(largest, spectral_norm(normal_gradient(param)))
+        optimizer.step()
+        _, U = optimizer.velocity(param)
+        if not bool(param.isfinite().all() and U.isfinite().all()):
+            break
+        if spectral_norm(U) > 1e6 * largest:
+            break
+    else:
+        pytest.fail("the published flows survived 2,000 steps")
+
+
+# ---- the scale of the loss ----------------------------------------------------------------------
+
+
+def adam_trajectory(
+    factor: float, eps: float, metric: str | float, seed: int, amsgrad: bool = False
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((8, 3), (3, 8), (2, 6, 4), (4, 4))
+    params = [random_point(generator, *shape, dtype=torch.float64) for shape in shapes]
+    targets = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    optimizer = so.StiefelAdam(params, lr=0.05, eps=eps, metric=metric, amsgrad=amsgrad)
+    for _ in range(200):
+        for param, target in zip(params, targets, strict=True):
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            param.grad = factor * (param.detach() - target + 0.3 * noise)
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("metric", ["canonical", "euclidean"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_constant_factor_on_the_loss_leaves_adam_unchanged(metric: str, amsgrad: bool) -> None:
+    trajectories = (
+        adam_trajectory(factor, 1e-30, metric, 1, amsgrad) for factor in (1.0, 1000.0, 1e-3)
+    )
+    first, *others = trajectories
+    for other in others:
+        for point, scaled_point in zip(first, other, strict=True):
+            assert (point - scaled_point).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("metric", ["canonical", "euclidean"])
+def test_adam_without_eps_meets_no_zero_by_zero(metric: str) -> None:
+    for point, other in zip(
+        adam_trajectory(1.0, 0.0, metric, 2), adam_trajectory(1.0, 1e-30, metric, 2), strict=True
+    ):
+        assert bool(point.isfinite().all())
+        assert (point - other).abs().max() < 1e-12
+
+
+# ---- invariants ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_invariants_hold_after_ten_thousand_steps(
+    algorithm: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Leading eigenvalues of a matrix with fresh noise in every step."""
+    n = 10
+    params = [
+        random_point(generator, 2, n, 3, dtype=dtype),
+        random_point(generator, 4, 4, dtype=dtype),
+    ]
+    costs = [torch.randn(p.size(-2), p.size(-2), generator=generator, dtype=dtype) for p in params]
+    rate = {"sgd": 0.05, "adam": 0.01}[algorithm]
+    optimizer: Any = RULES[algorithm](params, lr=rate)
+    for _ in range(10_000):
+        for param, cost in zip(params, costs, strict=True):
+            noise = torch.randn(cost.shape, generator=generator, dtype=dtype)
+            symmetric = cost + cost.mT + 0.5 * (noise + noise.mT)
+            param.grad = -(symmetric @ param.detach()) / math.sqrt(n)
+        optimizer.step()
+    tolerance = 4 * n * torch.finfo(dtype).eps
+    for param in params:
+        Z, U = optimizer.velocity(param)
+        assert gram_error(param, param) < tolerance
+        assert torch.equal(Z, -Z.mT)
+        assert float(Z.abs().max()) > 1e-3
+    param = params[0]
+    _, U = optimizer.velocity(param)
+    assert spectral_norm(U) > 1e-3
+    assert gram_error(param, U) < tolerance * spectral_norm(U)
+
+
+STARTS = list(
+    itertools.product(["gaussian", "nearly-singular"], ["tall", "wide", "square", "batch-tall"])
+)
+
+
+def start_off_the_manifold(
+    kind: str, name: str, dtype: torch.dtype, rng: np.random.Generator
+) -> Array:
+    """A Gaussian, or the smallest singular value 1e-6 (float32: 1e-3) of the largest."""
+    tensor = rng.standard_normal(READINGS[name].shape)
+    if kind == "nearly-singular":
+        left, values, right = np.linalg.svd(tensor, full_matrices=False)
+        smallest = 1e-6 if dtype is torch.float64 else 1e-3
+        values = 3 * np.geomspace(1, smallest, values.shape[-1])
+        tensor = (left * values) @ right
+    return np.asarray(torch.tensor(tensor, dtype=dtype).double().numpy())
+
+
+@pytest.mark.parametrize(("kind", "name"), STARTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_start_off_the_manifold_is_on_it_after_one_step(
+    algorithm: str, dtype: torch.dtype, kind: str, name: str, rng: np.random.Generator
+) -> None:
+    case = OptimizerCase("", algorithm, {"metric": 0.3})
+    reading = READINGS[name]
+    start = start_off_the_manifold(kind, name, dtype, rng)
+    param = reading.parameter(start, dtype)
+    optimizer: Any = case.optimizer([param])
+    grad = rng.standard_normal(reading.shape)
+    param.grad = torch.tensor(grad, dtype=dtype)
+    matrices = reading.matrices(start)
+    flat = matrices.reshape(-1, *matrices.shape[-2:])
+    grads = reading.matrices(param.grad.double().numpy()).reshape(flat.shape)
+    references = [case.reference(matrix) for matrix in flat]
+    for reference, matrix_grad in zip(references, grads, strict=True):
+        reference.step(matrix_grad)
+    optimizer.step()
+
+    eps = torch.finfo(dtype).eps
+    n, m = flat.shape[-2:]
+    condition = max(float(np.linalg.cond(matrix)) for matrix in flat)
+    Z, U = optimizer.velocity(param)
+    assert gram_error(param, param) < 20 * n * eps
+    points = reading.matrices(param.detach().double().numpy()).reshape(flat.shape)
+    # Rounding of the start moves its polar factor by eps times the condition number.
+    tolerance = 50 * condition * eps
+    assert np.abs(points - np.stack([r.X for r in references])).max() < tolerance
+    assert np.abs(Z.double().numpy() - np.stack([r.Z for r in references])).max() < tolerance * 5
+    if n > m:
+        assert gram_error(param, U) < 20 * n * eps * spectral_norm(U)
+        expected = np.stack([r.U for r in references])
+        assert np.abs(U.double().numpy() - expected).max() < tolerance * 5
+
+
+# ---- nothing moves ------------------------------------------------------------------------------
+
+STATE = {
+    "sgd": {"step", "momentum_skew", "momentum_normal"},
+    "adam": {
+        "step",
+        "momentum_skew",
+        "momentum_normal",
+        "exp_avg_sq_skew",
+        "exp_avg_sq_normal",
+        "max_exp_avg_sq_skew",
+        "max_exp_avg_sq_normal",
+    },
+}
+
+
+@pytest.mark.parametrize("start", ["on", "off"])
+@pytest.mark.parametrize("grads", ["zero", "random"])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_learning_rate_zero_allocates_state_and_moves_nothing(
+    algorithm: str, tensor_lr: bool, grads: str, start: str, generator: torch.Generator
+) -> None:
+    shapes = ((9, 4), (3, 8), (4, 4), (2, 5, 3))
+    constrained = [random_point(generator, *shape, dtype=torch.float32) for shape in shapes]
+    if start == "off":
+        with torch.no_grad():
+            for param in constrained:
+                param.normal_(generator=generator)
+    plain = torch.nn.Parameter(torch.randn(3, 3, generator=generator))
+    params = [*constrained, plain]
+    before = [param.detach().clone() for param in params]
+    options = {"momentum": 0.9} if algorithm == "sgd" else {"amsgrad": True}
+    lr = torch.tensor(0.0) if tensor_lr else 0.0
+    optimizer: Any = RULES[algorithm](params, lr=lr, **options)
+    for _ in range(20):
+        for param in params:
+            random = torch.randn(param.shape, generator=generator)
+            param.grad = random if grads == "random" else torch.zeros_like(param)
+        optimizer.step()
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param, value)
+    for param in constrained:
+        keys = STATE[algorithm]
+        if param.size(-1) == param.size(-2):
+            keys = {key for key in keys if not key.endswith("normal")}
+        assert keys <= set(optimizer.state[param])
+        assert all(torch.is_tensor(optimizer.state[param][key]) for key in keys)
+        assert float(optimizer.state[param]["step"]) == 20
+    assert optimizer.state[plain]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_learning_rate_zero_gathers_momentum_as_in_torch(
+    algorithm: str, rng: np.random.Generator
+) -> None:
+    reading = READINGS["tall"]
+    case = OptimizerCase("", algorithm, {"lr": 0.0, "metric": 0.3})
+    value = reading.start(rng)
+    param, reference = reading.parameter(value), case.reference(value)
+    optimizer: Any = case.optimizer([param])
+    for step in range(30):
+        if step == 20:  # the momentum gathered while resting now acts
+            optimizer.param_groups[0]["lr"] = reference.lr = 0.05
+        grad = rng.standard_normal(reading.shape)
+        param.grad = torch.tensor(grad)
+        optimizer.step()
+        reference.step(grad)
+    Z, U = optimizer.velocity(param)
+    assert np.abs(param.detach().numpy() - reference.X).max() < 1e-12
+    assert np.abs(Z.numpy() - reference.Z).max() < 1e-12
+    assert np.abs(U.numpy() - reference.U).max() < 1e-12
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_zero_gradients_move_nothing(
+    algorithm: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    shapes = ((9, 4), (3, 8), (4, 4), (2, 5, 3))
+    params = [random_point(generator, *shape, dtype=dtype) for shape in shapes]
+    before = [param.detach().clone() for param in params]
+    optimizer = RULES[algorithm](params, lr=0.1)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param, value)
+        assert optimizer.state[param]
+
+
+# ---- square matrices ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotation", ["polar", "euler", "cayley", "expm"])
+@pytest.mark.parametrize("transport", ["isometric", "published"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
+    algorithm: str, transport: str, rotation: str, rng: np.random.Generator
+) -> None:
+    start = np.stack([polar_factor(rng.standard_normal((5, 5))) for _ in range(2)])
+    start[0] *= np.sign(np.linalg.det(start[0]))
+    start[1] *= -np.sign(np.linalg.det(start[1]))
+    param = so.ManifoldParameter(torch.tensor(start))
+    optimizer: Any = RULES[algorithm]([param], lr=0.5, transport=transport, rotation=rotation)
+    for _ in range(200):
+        param.grad = torch.tensor(rng.standard_normal(start.shape))
+        optimizer.step()
+    determinants = np.linalg.det(param.detach().numpy())
+    assert np.abs(determinants - [1.0, -1.0]).max() < 1e-12
+    assert gram_error(param, param) < 1e-13
+    assert not any(key.endswith("normal") for key in optimizer.state[param])
+
+
+def test_rotations_reach_a_target_in_their_component() -> None:
+    """On SO(n) a target rotation is found; one with the other determinant cannot be."""
+    generator = torch.Generator().manual_seed(3)
+    target = random_point(generator, 5, 5, dtype=torch.float64).detach()
+    errors = []
+    for sign in (1.0, -1.0):
+        start = torch.eye(5, dtype=torch.float64)
+        start[0, 0] = sign * torch.sign(torch.linalg.det(target))
+        param = so.ManifoldParameter(start)
+        optimizer = so.StiefelSGD([param], lr=0.05)
+        for _ in range(400):
+            param.grad = param.detach() - target
+            optimizer.step()
+        errors.append(float((param.detach() - target).norm()))
+    assert errors[0] < 1e-6
+    assert errors[1] > 1.0
