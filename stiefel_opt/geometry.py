@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
+from stiefel_opt.linalg import skew, sym
 
 __all__ = [
     "gram_error",
@@ -51,8 +52,7 @@ def project_tangent(point: Tensor, vector: Tensor) -> Tensor:
     Note:
         Two products of size n x m by m x m.
     """
-    product = point.mT @ vector
-    return vector - point @ ((product + product.mT) / 2)
+    return vector - point @ sym(point.mT @ vector)
 
 
 def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tensor:
@@ -75,8 +75,7 @@ def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tenso
     if not a < 1:
         raise ValueError(fail("a", "be below 1", a))
     product = point.mT @ grad
-    skew_part = (product - product.mT) / (2 * (1 - a))
-    return grad + point @ (skew_part - product)
+    return grad + point @ (skew(product) / (1 - a) - product)
 
 
 def polar_factor(matrices: Tensor) -> Tensor:
