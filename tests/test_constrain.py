@@ -122,6 +122,18 @@ def test_heads_rows_and_transposed_project_their_own_blocks_only():
     torch.testing.assert_close(stored.weight.detach(), weight.mT)
 
 
+def test_fused_query_and_key_of_multihead_attention():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    values = attention.in_proj_weight[16:].detach().clone()
+    so.constrain(attention, "in_proj_weight", rows=((0, 8), (8, 16)), heads=2)
+    assert torch.equal(attention.in_proj_weight[16:], values)
+    for head in attention.in_proj_weight[:16].detach().unflatten(0, (4, 4)):
+        torch.testing.assert_close(head @ head.T, torch.eye(4))
+    x = torch.randn(3, 5, 8)
+    slow, fast = attention(x, x, x)[0], attention.eval()(x, x, x)[0]
+    torch.testing.assert_close(slow, fast)
+
+
 def test_project_false_tags_and_leaves_the_value():
     layer = nn.Linear(4, 4)
     start = layer.weight.detach().clone()
