@@ -8,5 +8,7 @@ from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
 from stiefel_opt.manifold import Stiefel as Stiefel
 from stiefel_opt.monitor import orthonormality_error as orthonormality_error
 from stiefel_opt.monitor import report as report
+from stiefel_opt.optim import StiefelAdam as StiefelAdam
+from stiefel_opt.optim import StiefelSGD as StiefelSGD
 
 __version__ = "0.1.0"

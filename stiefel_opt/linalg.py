@@ -179,4 +179,5 @@ def cayley(step: Tensor) -> Tensor:
     """Return (I - K/2)^(-1) (I + K/2), orthogonal for skew K; one LU solve of m x m."""
     half = step / 2
     left = add_to_diagonal_(-half, 1.0)
-    return torch.linalg.solve(left, add_to_diagonal_(half, 1.0))
+    rotation: Tensor = torch.linalg.solve(left, add_to_diagonal_(half, 1.0))
+    return rotation

@@ -159,15 +159,18 @@ class Stiefel:
         self, matrices: Tensor, shape: torch.Size, index: int = 0, *, stacked: bool = False
     ) -> Tensor:
         """Undo :meth:`matrices` for a part of ``shape``."""
-        row_count, column_count = self._size(shape[1:] if stacked else shape)
-        heads = self._heads()[index]
-        if row_count // heads < column_count:
+        if self.is_wide(shape[1:] if stacked else shape, index):
             matrices = matrices.mT
-        if heads > 1:
+        if self._heads()[index] > 1:
             matrices = matrices.flatten(-3, -2)
         if self.transposed:
             matrices = matrices.mT
         return matrices.reshape(shape)
+
+    def is_wide(self, shape: torch.Size, index: int = 0) -> bool:
+        """Say whether the matrices of range ``index``, all rows of ``shape``, are wide."""
+        row_count, column_count = self._size(shape)
+        return row_count // self._heads()[index] < column_count
 
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""

@@ -116,7 +116,7 @@ def sgd_(
     coupling = _coupling(lr * skew, momentum, a, transport) if normal is not None else None
     skew.mul_(momentum).sub_(torque)
     turn, turn_gram = _turn(
-        lr * (skew * momentum - torque if nesterov else skew), transport, rotation
+        lr * (skew * momentum - torque if nesterov else skew), transport, rotation, normal is None
     )
     frame = _after(mend, turn)  # Xh = X frame
     if normal is None:
@@ -218,7 +218,8 @@ def adam_(
         coupling = _coupling(lr * earlier, beta1, a, transport)
     skew.mul_(beta1).sub_(torque, alpha=1 - beta1)
     square = _second_moment_(square_skew, max_square_skew, torque, beta2)
-    turn, turn_gram = _turn(lr * _precondition(skew, square, step, betas, eps), transport, rotation)
+    preconditioned = _precondition(skew, square, step, betas, eps)
+    turn, turn_gram = _turn(lr * preconditioned, transport, rotation, normal is None)
     frame = _after(mend, turn)
     if normal is None or square_normal is None:
         return product(point, frame)
@@ -264,8 +265,14 @@ def _coupling(step: Tensor, momentum: float, a: float, transport: str) -> Tensor
     return _turn((2 * a - 1) * step, transport, "polar")[0].mul_(momentum)
 
 
-def _turn(step: Tensor, transport: str, rotation: str) -> tuple[Tensor, Tensor | None]:
-    """phi_1: return D of Xh = X D for skew ``step``, and Xh'Xh where it is not I."""
+def _turn(
+    step: Tensor, transport: str, rotation: str, square: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """phi_1: return D of Xh = X D for skew ``step``, and Xh'Xh where it is not I.
+
+    Euler's I + K is no rotation: what follows it in the step is a polar retraction, which at once
+    makes it rot(K) where nothing is added in between: isometric flows, square matrices.
+    """
     bound = infinity_norm(step)
     if transport == "isometric":
         limit = worst(bound, _SATURATION)
@@ -278,7 +285,7 @@ def _turn(step: Tensor, transport: str, rotation: str) -> tuple[Tensor, Tensor |
         return cayley(step), None
     if rotation == "expm":
         return torch.linalg.matrix_exp(step), None
-    if rotation == "euler" and transport == "published":
+    if rotation == "euler" and transport == "published" and not square:
         eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
         return step + eye, torch.baddbmm(eye, step.mT, step)
     return polar_rotation(step, bound, limit), None

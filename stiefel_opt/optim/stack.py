@@ -37,47 +37,71 @@ class Stack:
         self.parameters = parameters
         self.manifold = manifold
         self.states = states
+        self.grads: list[Tensor] = []
         self.versions: list[int] | None = None  # of the parameters after our last write
         self.steps = _stacked([state["step"] for state in states], states, "step")
-        self._first = {}
+        self.number: float | None = None  # the step's number where all have the same, on a CPU
+        self._apart: list[tuple[Tensor, Tensor]] = []  # state that is no batch in memory, its copy
         self.batches: list[Batch] = []
         for index in range(len(manifold.parts(parameters[0]))):
-            whole = self._range_state(index)
-            self.batches.extend(self._share(index, whole))
-        self._first = dict(states[0])
+            self.batches.extend(self._cut(index, self._range_state(index)))
+        self._windows = dict(states[0])
 
-    def intact(self) -> bool:
-        """Say whether the states still hold the tensors that this stack gave them."""
-        state = self.states[0]
-        return state.keys() == self._first.keys() and all(
-            state[name] is tensor for name, tensor in self._first.items()
-        )
+    # ---- one step ------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Count a step."""
+        self.steps.add_(1)
+        for window, copy in self._apart:
+            copy.copy_(window.reshape(copy.shape))
+        if self.steps.device.type == "cpu":
+            low, high = self.steps.aminmax()
+            self.number = float(low) if bool(low == high) else None
+
+    def due(self, period: int) -> bool:
+        """Say whether some parameter takes its step number 0 modulo ``period``."""
+        if self.number is not None:
+            return self.number % period == 0
+        return bool((self.steps.remainder(period) == 0).any())
+
+    def finish(self, written: bool) -> None:
+        """End a step; ``written``: the parameters are what it wrote."""
+        for window, copy in self._apart:
+            window.copy_(copy.view(window.shape))
+        self.grads = []
+        if written:
+            self.versions = [parameter._version for parameter in self.parameters]
 
     def untouched(self) -> bool:
         """Say whether nobody wrote to the parameters since our last write."""
         return self.versions == [parameter._version for parameter in self.parameters]
 
-    def note_versions(self) -> None:
-        """Remember the parameters as they are now."""
-        self.versions = [parameter._version for parameter in self.parameters]
+    def intact(self) -> bool:
+        """Say whether the states still hold the tensors that this stack gave them."""
+        state, windows = self.states[0], self._windows
+        return len(state) == len(windows) and all(
+            state.get(name) is window for name, window in windows.items()
+        )
+
+    # ---- building ------------------------------------------------------------------------------
 
     def _range_state(self, index: int) -> State:
         """Return the state of one range of rows as flat batches, and put windows into states."""
-        first = self.states[0]
         flat = {}
-        for name in [name for name in first if name != "step"]:
+        for name in [name for name in self.states[0] if name != "step"]:
             tensors = [state[name] for state in self.states]
             if is_small(name):
                 base, _, suffix = name.partition(".")
                 if int(suffix or 0) == index:
                     flat[base] = _flat(_stacked(tensors, self.states, name))
-            elif self.manifold.rows is not None:
-                part = self.manifold.parts(tensors[0])[index]
-                matrices = self.manifold.matrices(part, index)
-                if matrices.size(-2) > matrices.size(-1):
-                    flat[name] = _flat(matrices)
-            else:
+            elif self.manifold.rows is None:
                 flat[name] = _flat(tall(self._tall_state(tensors, name)))
+            else:
+                window = self.manifold.matrices(self.manifold.parts(tensors[0])[index], index)
+                if window.size(-2) > window.size(-1):
+                    flat[name] = _flat(window)
+                    if not _aliases(flat[name], window):
+                        self._apart.append((window, flat[name]))
         return flat
 
     def _tall_state(self, tensors: list[Tensor], name: str) -> Tensor:
@@ -86,31 +110,28 @@ class Stack:
         matrices = [manifold.matrices(tensor) for tensor in tensors]
         wide = manifold.is_wide(shape)
         whole = torch.stack([matrix.mT if wide else matrix for matrix in matrices])
-        windows = [
-            manifold.stored(matrix.mT if wide else matrix, shape) for matrix in _windows(whole)
-        ]
-        for state, window in zip(self.states, windows, strict=True):
-            state[name] = window
+        for state, window in zip(self.states, _windows(whole), strict=True):
+            state[name] = manifold.stored(window.mT if wide else window, shape)
         return whole
 
-    def _share(self, index: int, flat: State) -> list[Batch]:
+    def _cut(self, index: int, flat: State) -> list[Batch]:
         """Cut a range into batches: whole parameters, or some matrices of a single one."""
         part = self.manifold.parts(self.parameters[0])[index]
         matrices = self.manifold.matrices(part, index)
-        each = matrices.numel() // (matrices.size(-1) * matrices.size(-2))  # matrices a parameter
-        count = len(self.parameters)
-        unit = 1 if count == 1 else each
+        lead = matrices.shape[:-2]
+        unit, total = lead.numel(), len(self.parameters)
+        if total == 1:
+            unit, total = 1, lead.numel()
+        size = unit * matrices.shape[-2:].numel() * part.element_size()
         limit = _BYTES_ON_CPU if part.device.type == "cpu" else _BYTES_ELSEWHERE
-        size = unit * matrices.size(-1) * matrices.size(-2) * part.element_size()
-        total = each if count == 1 else count
-        pieces = -(-total * size // max(limit, size))
-        length = -(-total // pieces)
-        shares = []
+        length = -(-total // -(-total * size // limit))
+        batches = []
         for low in range(0, total, length):
-            high = min(low + length, total)
-            state = {name: tensor[low * unit : high * unit] for name, tensor in flat.items()}
-            shares.append(Batch(self, index, low, high, state, each))
-        return shares
+            share = slice(low, min(low + length, total))
+            matrix_share = slice(share.start * unit, share.stop * unit)
+            state = {name: tensor[matrix_share] for name, tensor in flat.items()}
+            batches.append(Batch(self, index, share, lead, state))
+        return batches
 
 
 class Batch:
@@ -118,72 +139,80 @@ class Batch:
 
     Attributes:
         state: ``(k, n, m)`` or ``(k, m, m)`` for each name.
+        deferred: Whether the normal momentum may be one that still has to be put together.
     """
 
     def __init__(
-        self, stack: Stack, index: int, low: int, high: int, state: State, each: int
+        self, stack: Stack, index: int, share: slice, lead: torch.Size, state: State
     ) -> None:
-        self._stack, self._index, self._low, self._high = stack, index, low, high
-        self._each = each
+        self._stack, self._index, self._lead = stack, index, lead
+        single = len(stack.parameters) == 1
+        self._share = share if single else slice(None)  # of matrices in one parameter
+        self._members = slice(None) if single else share
+        self._parameters = stack.parameters[self._members]
         self.state = state
+        self.deferred = True
 
-    def steps(self) -> Tensor:
-        """Return the number of this step for each matrix, ``(k, 1, 1)`` or ``(1, 1, 1)``."""
-        steps = self._stack.steps
-        if steps.numel() > 1:
-            steps = steps[self._low : self._high].repeat_interleave(self._each)
-        return steps.view(-1, 1, 1)
+    def step_number(self) -> float | Tensor:
+        """Return the number of this step: one for all, or ``(k, 1, 1)``."""
+        if self._stack.number is not None:
+            return self._stack.number
+        return (
+            self._stack.steps[self._members]
+            .repeat_interleave(self._lead.numel() if len(self._stack.parameters) > 1 else 1)
+            .view(-1, 1, 1)
+        )
 
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that this batch is part of."""
-        parameters = self._stack.parameters
-        return parameters if len(parameters) == 1 else parameters[self._low : self._high]
+    def point(self) -> Tensor:
+        """Return the matrices of the parameters."""
+        return self._read(self._parameters)
 
-    def read(self, tensors: list[Tensor]) -> Tensor:
-        """Return the matrices in ``tensors``, one for each of :meth:`parameters`."""
-        manifold, index = self._stack.manifold, self._index
+    def grad(self) -> Tensor:
+        """Return the matrices of their gradients."""
+        return self._read(self._stack.grads[self._members])
+
+    def write(self, matrices: Tensor) -> None:
+        """Put new ``matrices`` into the parameters."""
+        manifold, index, targets = self._stack.manifold, self._index, self._parameters
         if len(self._stack.parameters) == 1:
-            part = manifold.parts(tensors[0])[index]
-            return _flat(manifold.matrices(part, index))[self._low : self._high]
-        joined = torch.cat(tensors).view(len(tensors), *tensors[0].shape)
-        return _flat(manifold.matrices(joined, index, stacked=True))
-
-    def write(self, tensors: list[Tensor], matrices: Tensor) -> None:
-        """Put ``matrices`` where :meth:`read` found them."""
-        manifold, index = self._stack.manifold, self._index
-        if len(self._stack.parameters) == 1:
-            part = manifold.parts(tensors[0])[index]
+            part = manifold.parts(targets[0])[index]
             whole = manifold.matrices(part, index)
             target = _flat(whole)
-            target[self._low : self._high].copy_(matrices)
-            if target.data_ptr() != part.data_ptr():  # channels_last: no matrix in memory
+            target[self._share].copy_(matrices)
+            if not _aliases(target, part):  # channels_last, or batches of rows: a copy was read
                 part.copy_(manifold.stored(target.view(whole.shape), part.shape, index))
             return
-        shape = tensors[0].shape
-        lead = manifold.matrices(tensors[0]).shape[:-2]
-        batch = matrices.unflatten(0, (len(tensors), *lead))
-        stored = manifold.stored(batch, torch.Size((len(tensors), *shape)), stacked=True)
+        count = len(targets)
+        batch = matrices.reshape(count, *self._lead, *matrices.shape[1:])
+        stored = manifold.stored(batch, torch.Size((count, *targets[0].shape)), stacked=True)
         if stored.device.type == "cpu":
-            torch.unbind_copy(stored, out=tensors)
+            torch.unbind_copy(stored, out=targets)
         else:
-            torch._foreach_copy_(tensors, list(stored.unbind()))
+            torch._foreach_copy_(targets, list(stored.unbind()))
+
+    def _read(self, tensors: list[Tensor]) -> Tensor:
+        manifold, index = self._stack.manifold, self._index
+        if len(self._stack.parameters) == 1:
+            part = manifold.parts(tensors[0])[index]
+            return _flat(manifold.matrices(part, index))[self._share]
+        joined = torch.cat(tensors).reshape(len(tensors), *tensors[0].shape)
+        return _flat(manifold.matrices(joined, index, stacked=True))
 
 
 def state_shapes(
     manifold: Stiefel, shape: torch.Size
-) -> tuple[dict[str, torch.Size], torch.Size | None]:
-    """Return the shape of the m x m state of each range, by suffix, and that of the tall state.
+) -> tuple[list[tuple[torch.Size, bool]], bool]:
+    """Return, for each range, the shape of its m x m state and whether it is tall; then whether
+    tall state, of the parameter's shape, is needed.
 
-    Tall state has the shape of the parameter; its plain rows serve the plain rule. It is None where
-    every matrix is square and no row is plain: nothing is normal to the point then.
+    It is not where every matrix is square and no row is plain: nothing is normal to the point then.
     """
     model = torch.empty(shape, device="meta")
-    small, needed = {}, bool(manifold.plain_parts(model))
+    ranges = []
     for index, part in enumerate(manifold.parts(model)):
         size = manifold.matrices(part, index).shape
-        small[f".{index}" if index else ""] = torch.Size((*size[:-2], size[-1], size[-1]))
-        needed = needed or size[-2] > size[-1]
-    return small, shape if needed else None
+        ranges.append((torch.Size((*size[:-2], size[-1], size[-1])), size[-2] > size[-1]))
+    return ranges, any(high for _, high in ranges) or bool(manifold.plain_parts(model))
 
 
 def is_small(name: str) -> bool:
@@ -202,6 +231,10 @@ def _stacked(tensors: list[Tensor], states: list[State], name: str) -> Tensor:
     for state, window in zip(states, _windows(whole), strict=True):
         state[name] = window
     return whole
+
+
+def _aliases(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _windows(whole: Tensor) -> list[Tensor]:

@@ -1,0 +1,464 @@
+"""StiefelSGD and StiefelAdam: momentum by isometric flows, torch's own rules for plain tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+from typing_extensions import override
+
+from stiefel_opt._checks import check_choice, check_flag, check_range, fail
+from stiefel_opt.functional.momentum import (
+    METRICS,
+    ROTATIONS,
+    TRANSPORTS,
+    adam_,
+    normal_part,
+    sgd_,
+)
+from stiefel_opt.linalg import gram, infinity_norm, worst
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.base import Group, StiefelOptimizer
+from stiefel_opt.optim.stack import Batch
+
+__all__ = ["StiefelAdam", "StiefelSGD"]
+
+
+class StiefelSGD(StiefelOptimizer):
+    r"""SGD with momentum that keeps constrained parameters orthonormal; plain ones get torch's SGD.
+
+    With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
+
+    .. math::
+        U \leftarrow \mu U - g,\quad Z \leftarrow \mu Z - f,\quad
+        R = (I + \eta^2 U^\top U)^{-1/2},\\
+        X \leftarrow (X\,\mathrm{rot}(\eta Z) + \eta U) R,\quad
+        U \leftarrow (U - \eta X\,\mathrm{rot}(\eta Z)\, U^\top U) R
+
+    for the canonical metric; see :func:`stiefel_opt.functional.sgd_` for all variants. Constrained
+    are parameters with a tag (:func:`stiefel_opt.constrain`, :class:`ManifoldParameter`), or those
+    of groups with ``stiefel``. One learning rate serves both kinds.
+
+    Args:
+        params: Parameters, named parameters or groups, as in torch.
+        lr: Learning rate, a number or a tensor.
+        momentum, dampening, nesterov, maximize: As in ``torch.optim.SGD``, for both kinds.
+        weight_decay: For plain parameters. It cannot move a constrained one: X is normal to the
+            manifold at X.
+        foreach, fused: For plain parameters, as in torch.
+        differentiable: Must be False.
+        metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
+        transport: "isometric", which cannot blow up, or "published".
+        rotation: How X turns within its span: "polar", "euler", "cayley" or "expm". Together with
+            ``transport="published"``, "euler" is the published algorithm.
+        stiefel: Default of the groups: None reads the tags, True constrains every parameter, False
+            none, a :class:`Stiefel` reads every parameter so. A group's own key overrides it.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        A step costs six products of n x m by m x m, batched over equal matrices, and no
+        factorisation; state is one tensor like the parameter and three of m x m. A start off the
+        manifold is projected by the first step with lr > 0. The first step and one after an
+        outside change of a parameter may wait for an accelerator.
+
+    Reference:
+        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1, with the geometry
+        corrected.
+    """
+
+    _sparse_allowed = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+        metric: str | float = "canonical",
+        transport: str = "isometric",
+        rotation: str = "polar",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+            "metric": metric,
+            "transport": transport,
+            "rotation": rotation,
+            "stiefel": stiefel,
+        }
+        super().__init__(params, defaults)
+
+    @override
+    def _check_options(self, group: Group) -> None:
+        _check_common(group)
+        check_range("momentum", group["momentum"], 0.0)
+        check_range("dampening", group["dampening"], -math.inf)
+        check_flag("nesterov", group["nesterov"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            given = f"momentum {group['momentum']} and dampening {group['dampening']}"
+            raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
+
+    @override
+    def _state_names(self, group: Group) -> tuple[list[str], list[str], list[str]]:
+        return ["momentum_skew"], ["deferred_factor", "deferred_shift"], ["momentum_normal"]
+
+    @override
+    def _move(
+        self,
+        group: Group,
+        point: Tensor,
+        grad: Tensor,
+        batch: Batch,
+        lr: float | Tensor,
+        correct: bool,
+    ) -> Tensor:
+        state = batch.state
+        normal = state.get("momentum_normal")
+        factor, shift = state.get("deferred_factor"), state.get("deferred_shift")
+        if normal is not None and factor is not None and shift is not None:
+            if group["nesterov"]:
+                if batch.deferred:
+                    normal.copy_(normal_part(point, normal, factor, shift))
+                    factor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+                    shift.zero_()
+                    batch.deferred = False
+                factor = shift = None
+            elif not correct:
+                # A step that turned far left more rounding behind than eight steps may collect.
+                correct = worst(infinity_norm(shift), 0.0) * float(lr) > 0.5
+                batch.deferred = True
+        return sgd_(
+            point,
+            grad,
+            state["momentum_skew"],
+            normal,
+            factor,
+            shift,
+            lr=lr,
+            momentum=group["momentum"],
+            force=_force(group, batch),
+            nesterov=group["nesterov"],
+            metric=group["metric"],
+            transport=group["transport"],
+            rotation=group["rotation"],
+            correct=correct,
+        )
+
+    @override
+    def _is_stale(self, point: Tensor, batch: Batch) -> bool:
+        normal = batch.state.get("momentum_normal")
+        if normal is None:
+            return False
+        overlap = torch.bmm(gram(point, normal), batch.state["deferred_factor"])
+        return _exceeds_rounding(overlap - batch.state["deferred_shift"], normal)
+
+    @override
+    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        buffers = []
+        if group["momentum"] != 0:
+            buffers = [self.state[p].get("momentum_buffer") for p in parameters]
+        _torch_sgd(group, parameters, grads, buffers)
+        if group["momentum"] != 0:
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                self.state[parameter]["momentum_buffer"] = buffer
+
+    @override
+    def _step_plain_rows(
+        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+    ) -> None:
+        kept = [state["momentum_normal"] for state in states]
+        buffers: list[Tensor | None] = []
+        if group["momentum"] != 0:
+            started = [bool(state["step"] > 0) for state in states]
+            buffers = [b if old else None for b, old in zip(kept, started, strict=True)]
+        _torch_sgd(group, parameters, grads, buffers)
+        for buffer, rows in zip(buffers, kept, strict=False):
+            if buffer is not None and buffer is not rows:
+                rows.copy_(buffer)
+
+
+class StiefelAdam(StiefelOptimizer):
+    r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
+
+    First moments are the skew part Z and the normal part U of a velocity, second moments p and q
+    those of the two parts of the Riemannian gradient. X turns by rot(eta Zp) and moves along V,
+
+    .. math::
+        Z_p = \frac{Z/c_1}{\sqrt{p/c_2} + \epsilon},\quad
+        V = (I - XX^\top) \frac{U/c_1}{\sqrt{q/c_2} + \epsilon},\quad c_i = 1 - \beta_i^t,
+
+    and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam_`. A
+    constant factor on the loss changes nothing.
+
+    Args:
+        params: Parameters, named parameters or groups, as in torch.
+        lr: Learning rate, a number or a tensor.
+        betas, eps, amsgrad, maximize: As in ``torch.optim.Adam``, for both kinds.
+        weight_decay, decoupled_weight_decay: For plain parameters: ``torch.optim.Adam`` or, with
+            ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
+        foreach, fused, capturable: For plain parameters, as in torch.
+        differentiable: Must be False.
+        metric, transport, rotation, stiefel: As in :class:`StiefelSGD`.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Ten products of n x m by m x m a step, batched over equal matrices, and no factorisation;
+        state is two tensors like the parameter and two of m x m, with ``amsgrad`` three each.
+
+    Reference:
+        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2, with the geometry and
+        the correction of the first moment corrected.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        metric: str | float = "canonical",
+        transport: str = "isometric",
+        rotation: str = "polar",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "metric": metric,
+            "transport": transport,
+            "rotation": rotation,
+            "stiefel": stiefel,
+        }
+        super().__init__(params, defaults)
+
+    @override
+    def _check_options(self, group: Group) -> None:
+        _check_common(group)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", beta, 0.0, 1.0)
+        check_range("eps", group["eps"], 0.0)
+        for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
+            check_flag(name, group[name])
+        if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
+            raise ValueError(
+                fail("lr", "be a number with foreach=True", "a tensor", "or set capturable=True")
+            )
+
+    @override
+    def _state_names(self, group: Group) -> tuple[list[str], list[str], list[str]]:
+        small, tall = ["momentum_skew", "exp_avg_sq_skew"], ["momentum_normal", "exp_avg_sq_normal"]
+        if group["amsgrad"]:
+            small, tall = [*small, "max_exp_avg_sq_skew"], [*tall, "max_exp_avg_sq_normal"]
+        return small, [], tall
+
+    @override
+    def _move(
+        self,
+        group: Group,
+        point: Tensor,
+        grad: Tensor,
+        batch: Batch,
+        lr: float | Tensor,
+        correct: bool,
+    ) -> Tensor:
+        state = batch.state
+        return adam_(
+            point,
+            grad,
+            state["momentum_skew"],
+            state["exp_avg_sq_skew"],
+            state.get("momentum_normal"),
+            state.get("exp_avg_sq_normal"),
+            state.get("max_exp_avg_sq_skew"),
+            state.get("max_exp_avg_sq_normal"),
+            lr=lr,
+            step=batch.step_number(),
+            betas=group["betas"],
+            eps=group["eps"],
+            force=-1.0 if group["maximize"] else 1.0,
+            metric=group["metric"],
+            transport=group["transport"],
+            rotation=group["rotation"],
+            correct=correct,
+        )
+
+    @override
+    def _is_stale(self, point: Tensor, batch: Batch) -> bool:
+        normal = batch.state.get("momentum_normal")
+        return normal is not None and _exceeds_rounding(gram(point, normal), normal)
+
+    @override
+    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        on_device = group["capturable"] or group["fused"]
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                # as torch: float64 only where that is the default, and never for fused
+                wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+                state["step"] = torch.zeros(
+                    (),
+                    dtype=torch.float64 if wide else torch.float32,
+                    device=parameter.device if on_device else "cpu",
+                )
+                for name in _moments(group):
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        _torch_adam(group, parameters, grads, [self.state[p] for p in parameters])
+
+    @override
+    def _step_plain_rows(
+        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+    ) -> None:
+        names = dict(zip(_moments(group), self._state_names(group)[2], strict=True))
+        on_device = group["capturable"] or group["fused"]
+        plain = []
+        for state in states:
+            plain.append({torch_name: state[name] for torch_name, name in names.items()})
+            plain[-1]["step"] = state["step"] if on_device else state["step"].cpu()
+        _torch_adam(group, parameters, grads, plain)
+
+
+def _check_common(group: Group) -> None:
+    """Raise unless the options that all optimizers share make sense."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
+        if lr.device.type == "cpu":
+            check_range("lr", float(lr), 0.0)
+    else:
+        check_range("lr", lr, 0.0)
+    check_range("weight_decay", group["weight_decay"], 0.0)
+    check_flag("maximize", group["maximize"])
+    if group["differentiable"] is not False:
+        raise ValueError(
+            fail(
+                "differentiable",
+                "be False",
+                group["differentiable"],
+                "differentiate through stiefel_opt.functional or a parametrization instead",
+            )
+        )
+    for name in ("foreach", "fused"):
+        if group[name] is not None:
+            check_flag(name, group[name])
+    if group["foreach"] and group["fused"]:
+        raise ValueError(fail("fused", "not be True together with foreach", True))
+    if isinstance(group["metric"], str):
+        check_choice("metric", group["metric"], METRICS)
+    else:
+        check_range("metric", group["metric"], -math.inf, 1.0, open_low=True)
+    check_choice("transport", group["transport"], TRANSPORTS)
+    check_choice("rotation", group["rotation"], ROTATIONS)
+
+
+def _force(group: Group, batch: Batch) -> float | Tensor:
+    """Return the factor on f and g: dampening from the second step on, and the sign."""
+    sign = -1.0 if group["maximize"] else 1.0
+    if group["dampening"] == 0 or group["momentum"] == 0:
+        return sign
+    number, damped = batch.step_number(), sign * (1.0 - group["dampening"])
+    if isinstance(number, Tensor):
+        return torch.where(number == 1, sign, damped).to(batch.state["momentum_skew"].dtype)
+    return sign if number == 1 else damped
+
+
+def _exceeds_rounding(overlap: Tensor, normal: Tensor) -> bool:
+    """Say whether X'U is more than rounding can explain."""
+    size = torch.linalg.vector_norm(normal, dim=-2).amax()
+    return bool(overlap.abs().amax() > 1e3 * torch.finfo(normal.dtype).eps * size)
+
+
+def _moments(group: Group) -> list[str]:
+    """Return torch's names of Adam's moments."""
+    return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+
+
+def _torch_sgd(
+    group: Group, parameters: list[Tensor], grads: list[Tensor], buffers: list[Any]
+) -> None:
+    sgd(
+        parameters,
+        grads,
+        buffers,
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        has_sparse_grad=any(grad.is_sparse for grad in grads),
+        foreach=group["foreach"],
+        fused=group["fused"],
+    )
+
+
+def _torch_adam(
+    group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+) -> None:
+    adam(
+        parameters,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+        [state["step"] for state in states],
+        amsgrad=group["amsgrad"],
+        has_complex=any(parameter.is_complex() for parameter in parameters),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        foreach=group["foreach"],
+        capturable=group["capturable"],
+        fused=group["fused"],
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+    )
