@@ -581,6 +581,31 @@ def test_groups_with_names_are_what_torch_accepts():
     ]
 
 
+@pytest.mark.parametrize("optimizer", [so.StiefelSGD, so.StiefelAdam])
+@pytest.mark.parametrize("names", [False, True])
+def test_groups_drive_our_optimizers(optimizer, names):
+    model = replaced(attention())  # without its tags
+    stepper = optimizer(so.param_groups(model, names=names, lr=0.1, plain={"lr": 0.01}))
+    before = model.out.weight.detach().clone()
+    for _ in range(3):
+        model(torch.randn(2, 8)).square().sum().backward()
+        stepper.step()
+    assert so.orthonormality_error(model) < 1e-5
+    assert so.orthonormality_error(model.out.weight) > 0.1
+    assert not torch.equal(model.out.weight, before)
+
+
+def test_an_optimizer_built_first_sees_the_tag():
+    """And what was not projected when it was tagged is on the manifold after the first step."""
+    layer, other = nn.Linear(8, 8), so.constrain(nn.Linear(8, 8))
+    stepper = so.StiefelSGD([*layer.parameters(), *other.parameters()], lr=0.1)
+    so.constrain(layer, project=False)
+    assert so.orthonormality_error(layer) > 0.1
+    layer(torch.ones(1, 8)).sum().backward()
+    stepper.step()
+    assert so.orthonormality_error(layer) < 1e-5
+
+
 def test_groups_restore_lost_tags():
     model = replaced(attention())
     groups = so.param_groups(model)
