@@ -18,7 +18,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "constraints": BASE,
     "monitor": {*BASE, "constraints"},
     "functional": {"linalg", "geometry"},
-    "optim": {*BASE, "functional", "distributed"},
+    "optim": {*BASE, "linalg", "functional", "distributed"},
     "parametrizations": {*BASE, "functional"},
     "nn": {"parametrizations", "functional", "manifold", "_checks"},
     "ot": {"optim", "geometry"},
