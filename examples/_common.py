@@ -102,8 +102,9 @@ def final_table(histories: Mapping[str, Sequence[History]]) -> tuple[str, str]:
     if len(ranked) > 1:
         first, second = errors[ranked[0]], errors[ranked[1]]
         gap = statistics.fmean(second) - statistics.fmean(first)
-        apart = "their seeds do not overlap" if max(first) < min(second) else "their seeds overlap"
-        winner += f", {gap:.2f} points below {ranked[1]} ({apart})"
+        apart = "do not overlap" if max(first) < min(second) else "overlap"
+        seeds = "one seed only" if len(first) == 1 else f"their ranges over the seeds {apart}"
+        winner += f", {gap:.2f} points below {ranked[1]} ({seeds})"
     return markdown_table(header, rows), winner + "."
 
 
@@ -111,7 +112,7 @@ def plot_curves(path: Path, title: str, histories: Mapping[str, Sequence[History
     """Test error and orthonormality error by epoch: mean over seeds as a line, range as a band."""
     require("matplotlib").use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     panels = (("test_error", "test error (%)"), ("orthonormality_error", "max |W W' - I|"))
@@ -127,7 +128,8 @@ def plot_curves(path: Path, title: str, histories: Mapping[str, Sequence[History
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3, which="both")
     axes[0].yaxis.set_major_formatter(ScalarFormatter())
-    axes[0].yaxis.set_minor_formatter(ScalarFormatter())
+    axes[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0, 7.0)))
+    axes[0].yaxis.set_minor_formatter(NullFormatter())
     axes[0].set_title("Test error after each epoch")
     axes[1].set_title("Orthonormality of the query and key matrices")
     axes[0].legend()
@@ -167,6 +169,11 @@ class Trainer:
         self.orthonormality_error = orthonormality_error
         self.batch_size: int = configuration["batch_size"]
         self.steps = len(images.train_images) // self.batch_size  # an epoch; the rest is left out
+        if self.steps == 0:
+            raise ValueError(
+                f"--batch-size must be at most the {len(images.train_images)} training images, "
+                f"got {self.batch_size}"
+            )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
             partial(

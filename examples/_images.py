@@ -104,7 +104,7 @@ def load_images(name: str, directory: Path, limit: int | None = None) -> Images:
             )
     train = (train[0][:limit], train[1][:limit])
     classes = int(max(train[1].max(), test[1].max())) + 1
-    tensors = [torch.from_numpy(np.ascontiguousarray(part)) for part in (*train, *test)]
+    tensors = [torch.tensor(part) for part in (*train, *test)]
     mean, deviation = (
         torch.tensor(part(train[0], axis=(0, 2, 3)), dtype=torch.float32)[:, None, None]
         for part in (np.mean, np.std)
@@ -260,11 +260,15 @@ class ArrayUnpickler(pickle.Unpickler):
 def read_pickled_cifar(raw: bytes) -> Split:
     """One file of the Python version: a pickled dict with data (N, 3072) and labels."""
     content = ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
-    fields = {
-        key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()
-    }
-    labels = fields["fine_labels"] if "fine_labels" in fields else fields["labels"]
-    return fields["data"].values.reshape(-1, 3, 32, 32), np.asarray(labels, np.int64)
+    try:
+        fields = {k.decode() if isinstance(k, bytes) else k: v for k, v in content.items()}
+        labels = fields["fine_labels"] if "fine_labels" in fields else fields["labels"]
+        return fields["data"].values.reshape(-1, 3, 32, 32), np.asarray(labels, np.int64)
+    except (AttributeError, KeyError) as error:
+        raise ValueError(
+            f"a CIFAR batch must be a dict of data and labels, got {type(content).__name__} "
+            f"({error}); fetch the file again"
+        ) from None
 
 
 def read_binary_cifar(raw: bytes, label_bytes: int) -> Split:

@@ -26,7 +26,7 @@ import stiefel_opt as so
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": {"threads": 1},  # and the defaults of the flags
     "smoke": {"layers": 1, "width": 32, "heads": 2, "feed_forward": 32}
-    | {"epochs": 2, "limit": 256, "seeds": [1], "threads": 1},
+    | {"epochs": 3, "limit": 512, "warmup": 0.5, "seeds": [1], "threads": 1},
     "cpu": {"data": "cifar10", "layers": 4, "width": 192, "heads": 6, "feed_forward": 192}
     | {"patch": 4, "epochs": 15},
     "paper": {"data": "cifar10", "layers": 7, "width": 384, "heads": 12, "feed_forward": 384}
@@ -34,12 +34,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
 ALL = [*DEMO, "stiefel-sgd:across"]
-OPTIMIZERS = {  # title, learning rate, weight decay
-    "stiefel-sgd": ("StiefelSGD", 0.15, 5e-5),
-    "stiefel-adam": ("StiefelAdam", 1e-3, 5e-5),
-    "sgd": ("SGD", 0.1, 5e-5),
-    "adam": ("Adam", 1e-3, 5e-5),
-    "adamw": ("AdamW", 1e-3, 0.2),
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "stiefel-sgd": (so.StiefelSGD, {"lr": 0.15, "momentum": 0.9, "weight_decay": 5e-5}),
+    "stiefel-adam": (so.StiefelAdam, {"lr": 1e-3, "weight_decay": 5e-5}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}),
+    "adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 5e-5}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.2}),
 }
 SETTINGS = ["data", "limit", "layers", "width", "heads", "feed_forward", "patch", "batch_size"]
 SETTINGS += ["epochs", "warmup", "smoothing", "augment"]
@@ -90,6 +90,11 @@ class VisionTransformer(nn.Module):
         super().__init__()
         _, channels, height, side = images.train_images.shape
         self.patch, width = options.patch, options.width
+        if width % options.heads or height % self.patch or side % self.patch:
+            raise ValueError(
+                f"--heads must divide --width and --patch the side of an image, got "
+                f"{options.heads}, {width}, {self.patch}, {height} x {side}"
+            )
         tokens = (height // self.patch) * (side // self.patch) + 1
         self.embedding = nn.Linear(channels * self.patch**2, width)
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
@@ -134,10 +139,10 @@ def parse_method(text: str, rate: float | None = None) -> Method:
             f"{optimizer} must have the constraint none, got {constraint!r}: it would leave the "
             f"manifold; use stiefel-sgd or stiefel-adam"
         )
-    title, default, _ = OPTIMIZERS[optimizer]
-    lr = float(own_rate) if own_rate else rate or default
-    suffix = "" if lr == default else f", rate {lr:g}"
-    return Method(optimizer, constraint, lr, f"{title}{PLACES[constraint]}{suffix}")
+    kind, arguments = OPTIMIZERS[optimizer]
+    lr = float(own_rate) if own_rate else rate or arguments["lr"]
+    suffix = "" if lr == arguments["lr"] else f", rate {lr:g}"
+    return Method(optimizer, constraint, lr, kind.__name__ + PLACES[constraint] + suffix)
 
 
 def constrain_attention(model: VisionTransformer, constraint: str) -> None:
@@ -154,18 +159,11 @@ def constrain_attention(model: VisionTransformer, constraint: str) -> None:
 
 def build_optimizer(method: Method, model: nn.Module) -> torch.optim.Optimizer:
     """One optimizer for the whole model; the Stiefel ones find the constrained weights."""
-    common = {"lr": method.lr, "weight_decay": OPTIMIZERS[method.optimizer][2]}
-    stiefel = False if method.constraint == "none" else None  # None: where the model says so
-    match method.optimizer:
-        case "stiefel-sgd":
-            return so.StiefelSGD(model.parameters(), momentum=0.9, stiefel=stiefel, **common)
-        case "stiefel-adam":
-            return so.StiefelAdam(model.parameters(), stiefel=stiefel, **common)
-        case "sgd":
-            return torch.optim.SGD(model.parameters(), momentum=0.9, **common)
-        case "adam":
-            return torch.optim.Adam(model.parameters(), **common)
-    return torch.optim.AdamW(model.parameters(), **common)
+    optimizer, arguments = OPTIMIZERS[method.optimizer]
+    options: dict[str, Any] = {**arguments, "lr": method.lr}
+    if method.optimizer.startswith("stiefel") and method.constraint == "none":
+        options["stiefel"] = False  # on purpose: then it is torch's SGD or Adam
+    return optimizer(model.parameters(), **options)
 
 
 @torch.no_grad()
@@ -190,7 +188,7 @@ def build_trainer(
         build_optimizer(method, model),
         images,
         {key: getattr(options, key) for key in SETTINGS} | method._asdict() | {"seed": seed},
-        options.output / "checkpoints" / f"{method.title}, seed {seed}.pt".replace(" ", "_"),
+        options.output / "checkpoints" / f"{method.title} seed {seed}.pt".replace(" ", "-"),
         partial(orthonormality_error, model, method.constraint),
     )
 
@@ -213,7 +211,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="learning rate of every method (default: published, table 4)")
     add("--seeds", type=int, nargs="+", default=[2], help="how many seeds, or two and more seeds")
-    add("--epochs", type=int, default=12, help="passes over the training images")
+    add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
     add("--smoothing", type=float, default=0.1, help="label smoothing")
@@ -240,8 +238,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if len(options.seeds) == 1:
         options.seeds = list(range(options.seeds[0]))
-    if options.width % options.heads:
-        parser.error(f"--heads must divide --width {options.width}, got {options.heads}")
+    if len(options.seeds) == 0 or options.epochs < 1:
+        parser.error("--seeds and --epochs must be at least 1, got 0")
     return options
 
 
@@ -252,15 +250,16 @@ def write_results(options: argparse.Namespace, records: Sequence[dict[str, Any]]
         histories.setdefault(record["title"], []).append(record["history"])
     title = (
         f"{options.data}: ViT of {options.layers} layers x {options.width}, {options.heads} heads, "
-        f"{options.epochs} epochs, {len(options.seeds)} seeds"
+        f"{options.epochs} epochs, seeds {', '.join(map(str, options.seeds))}"
     )
     table, winner = final_table(histories)
+    text = f"{title}\n\n{table}\n\n{winner}\n"
     results = {"title": title, "winner": winner, "machine": machine(), "runs": records}
-    write_text(options.output / "table.txt", f"{title}\n\n{table}\n\n{winner}\n")
-    write_text(options.output / "table.md", f"**{title}**\n\n{table}\n\n{winner}\n")
+    write_text(options.output / "table.txt", text)
+    write_text(options.output / "table.md", f"## {text}")
     write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
     plot_curves(options.output / "curves.png", title, histories)
-    return f"{title}\n\n{table}\n\n{winner}"
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -292,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.train(f"seed {seed}, {method.title}")
         records.append(trainer.configuration | {"history": trainer.history})
         text = write_results(options, records)
-    print(f"\n{text}\n\nPlot: {options.output / 'curves.png'}")
+    print(f"\n{text}\nPlot: {options.output / 'curves.png'}")
 
 
 if __name__ == "__main__":

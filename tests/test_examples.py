@@ -1,0 +1,517 @@
+"""Examples: smoke runs, exact continuation after a kill, and readers that execute nothing."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import _common  # noqa: E402
+import _images  # noqa: E402
+import orthogonal_vit  # noqa: E402
+
+METHODS = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within", "stiefel-sgd:across"]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """The smoke preset sets one thread for the whole process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def checkpoints(folder: Path) -> dict[str, Any]:
+    paths = sorted((folder / "checkpoints").glob("*.pt"))
+    return {path.name: torch.load(path, weights_only=True) for path in paths}
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a checkpoint but the measured seconds."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    for key, value in items:
+        if isinstance(value, dict | list | tuple):
+            yield from leaves(value, f"{path}/{key}")
+        elif key not in ("seconds", "images_per_second"):
+            yield f"{path}/{key}", value
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    actual, expected = dict(leaves(actual)), dict(leaves(expected))
+    assert actual.keys() == expected.keys()
+    assert any(isinstance(value, torch.Tensor) for value in actual.values())
+    for path, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(actual[path], value), path
+        else:
+            assert actual[path] == value, path
+
+
+# ------------------------------------------------------------------------------------ whole program
+
+
+def test_smoke_trains_every_method_and_writes_all_results(tmp_path, capsys) -> None:
+    orthogonal_vit.main(["--smoke", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"Plot: {tmp_path / 'curves.png'}" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "table.txt").read_text()
+    assert table in printed
+    assert (tmp_path / "table.md").read_text() == f"## {table}"
+    results = json.loads((tmp_path / "results.json").read_text())
+    titles = [run["title"] for run in results["runs"]]
+    assert titles == [orthogonal_vit.parse_method(name).title for name in METHODS]
+    for run in results["runs"]:
+        assert [epoch["epoch"] for epoch in run["history"]] == [1, 2, 3]
+        first, last = run["history"][0], run["history"][-1]
+        assert last["train_loss"] < first["train_loss"]
+        assert run["title"] in table
+        constrained = run["constraint"] != "none"
+        assert (last["orthonormality_error"] < 1e-5) == constrained
+    assert len(checkpoints(tmp_path)) == len(METHODS)
+    assert not list(tmp_path.rglob("*.tmp*"))
+
+
+def test_the_command_line_works_and_asks_for_nothing_but_flags(tmp_path) -> None:
+    command = [sys.executable, str(EXAMPLES / "orthogonal_vit.py")]
+    flags = ["--smoke", "--optimizer", "sgd", "--lr", "0.05", "--seeds", "2", "--augment"]
+    done = subprocess.run(
+        [*command, *flags, "crop-flip", "--output", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "SGD, rate 0.05" in done.stdout
+    assert done.stdout.index("About") < done.stdout.index("epoch 1")
+    assert len(json.loads((tmp_path / "results.json").read_text())["runs"]) == 2
+
+
+def test_the_demo_is_the_default() -> None:
+    options = orthogonal_vit.parse_arguments([])
+    names = [(method.optimizer, method.constraint) for method in options.methods]
+    assert names == [("adamw", "none"), ("stiefel-adam", "within"), ("stiefel-sgd", "within")]
+    assert options.data == "digits"
+    assert len(options.seeds) >= 2
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_95_per_cent_with_every_method(tmp_path) -> None:
+    orthogonal_vit.main(["--output", str(tmp_path)])
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert len(runs) == 6
+    for run in runs:
+        assert run["history"][-1]["test_error"] <= 5.0, run["title"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(method, tmp_path, monkeypatch) -> None:
+    flags = ["--smoke", "--methods", method, "--epochs", "3", "--augment", "crop-flip"]
+    orthogonal_vit.main([*flags, "--output", str(tmp_path / "whole")])
+    save = _common.Trainer.save
+
+    def interrupted(trainer: _common.Trainer) -> None:
+        save(trainer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_common.Trainer, "save", interrupted)
+    for epoch in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            orthogonal_vit.main([*flags, "--output", str(tmp_path / "parts"), "--resume"])
+        (state,) = checkpoints(tmp_path / "parts").values()
+        assert len(state["history"]) == epoch
+    monkeypatch.undo()
+    orthogonal_vit.main([*flags, "--output", str(tmp_path / "parts"), "--resume"])
+    assert_same_bits(checkpoints(tmp_path / "parts"), checkpoints(tmp_path / "whole"))
+
+
+def test_killed_run_resumes_bit_for_bit_and_finished_runs_are_left_alone(
+    tmp_path, monkeypatch
+) -> None:
+    methods = ["stiefel-sgd:within", "stiefel-adam:across"]
+    flags = ["--smoke", "--epochs", "6", "--methods", *methods, "--output"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "orthogonal_vit.py"), *flags, str(killed)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # one line an epoch, after its checkpoint
+        if "StiefelAdam across heads: epoch 1," in line:
+            process.kill()
+            break
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    done = {len(state["history"]) for state in checkpoints(killed).values()}
+    assert 6 in done
+    assert done - {6}, "the second run must have been cut short"
+    orthogonal_vit.main([*flags, str(killed), "--resume"])
+    orthogonal_vit.main([*flags, str(whole)])
+    assert_same_bits(checkpoints(killed), checkpoints(whole))
+
+    def train(*_: object) -> None:
+        raise AssertionError("a finished run must not be trained again")
+
+    monkeypatch.setattr(_common.Trainer, "train_epoch", train)
+    (killed / "curves.png").unlink()
+    orthogonal_vit.main([*flags, str(killed), "--resume"])
+    assert (killed / "curves.png").exists()
+
+
+def test_resume_refuses_another_configuration(tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", "adamw", "--epochs", "1", "--output", str(tmp_path)]
+    orthogonal_vit.main(flags)
+    with pytest.raises(ValueError, match=r"must keep batch_size = 32 of .*, got 16; choose"):
+        orthogonal_vit.main([*flags, "--resume", "--batch-size", "16"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--methods", "adam:within"], "it would leave the manifold"),
+        (["--methods", "lion"], "a method must be OPTIMIZER:CONSTRAINT"),
+        (["--optimizer", "adamw", "--constraint", "across"], "use stiefel-sgd or stiefel-adam"),
+        (["--seeds", "0"], "must be at least 1, got 0"),
+    ],
+)
+def test_wrong_flags_are_explained(flags, message, capsys) -> None:
+    with pytest.raises(SystemExit):
+        orthogonal_vit.parse_arguments(flags)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("flags", [["--heads", "5"], ["--patch", "3"], ["--batch-size", "999"]])
+def test_sizes_that_do_not_fit_are_explained(flags, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"--(heads|batch-size) must"):
+        orthogonal_vit.main(["--smoke", *flags, "--output", str(tmp_path)])
+
+
+# ------------------------------------------------------------------------------------------- pieces
+
+
+def cifar_like() -> _images.Images:
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.tensor([0, 1, 2, 3, 4, 9])
+    channels = torch.ones(3, 1, 1)
+    return _images.Images(images, labels, images, labels, 10, channels, channels)
+
+
+def test_paper_preset_has_the_papers_size() -> None:
+    options = orthogonal_vit.parse_arguments(["--preset", "paper"])
+    model = orthogonal_vit.VisionTransformer(options, cifar_like())
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert round(size / 1e6, 1) == 6.3
+    assert options.width // options.heads == 32
+
+
+def test_last_block_may_drop_what_nothing_reads() -> None:
+    block = orthogonal_vit.Block(16, heads=2, feed_forward=8)
+    tokens = torch.randn(3, 5, 16)
+    torch.testing.assert_close(block(tokens, keep=1), block(tokens)[:, :1])
+
+
+def test_schedule_warms_up_and_ends_at_one_per_cent() -> None:
+    factors = [_common.rate_factor(step, 10, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(1 / 11)
+    assert max(factors) == factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.505)
+    assert factors[100] == pytest.approx(0.01)
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+
+
+def test_crop_flip_shifts_and_mirrors_each_image() -> None:
+    images = torch.randint(1, 256, (64, 3, 16, 16), dtype=torch.uint8)
+    result = _images.crop_flip(images, torch.Generator().manual_seed(3))
+    assert torch.equal(result, _images.crop_flip(images, torch.Generator().manual_seed(3)))
+    seen = set()
+    for image, changed in zip(images, result, strict=True):
+        padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
+        found = [
+            (top, left, mirrored)
+            for top in range(5)
+            for left in range(5)
+            for mirrored in (False, True)
+            if torch.equal(
+                changed,
+                (padded.flip(2) if mirrored else padded)[:, top : top + 16, left : left + 16],
+            )
+        ]
+        assert len(found) == 1
+        seen.update(found)
+    assert {flip for *_, flip in seen} == {False, True}
+    assert {top for top, *_ in seen} == {left for _, left, _ in seen} == set(range(5))
+
+
+def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+
+    def fail() -> None:
+        with _common.atomic(path) as temporary:
+            temporary.write_text("ne")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_winner_is_the_lowest_mean_and_says_whether_seeds_overlap() -> None:
+    def runs(*errors: float) -> list[list[dict[str, float]]]:
+        other = {"orthonormality_error": 0.0, "images_per_second": 1.0}
+        return [[{"test_error": error, **other}] for error in errors]
+
+    table, winner = _common.final_table({"a": runs(3.0, 5.0), "b": runs(2.0, 2.5)})
+    assert winner == (
+        "Lowest mean test error: b, 2.25 %, 1.75 points below a "
+        "(their ranges over the seeds do not overlap)."
+    )
+    assert "4.00" in table
+    assert "1.41" in table
+    _, winner = _common.final_table({"a": runs(1.0, 5.0), "b": runs(2.0, 2.5)})
+    assert winner.endswith("(their ranges over the seeds overlap).")
+    assert _common.final_table({"a": runs(1.0), "b": runs(2.0)})[1].endswith("(one seed only).")
+
+
+def test_missing_package_is_one_clear_error() -> None:
+    with pytest.raises(SystemExit, match=r"run: pip install 'stiefel-opt\[examples\]'"):
+        _common.require("stiefel_opt_has_no_such_extra")
+
+
+# ------------------------------------------------------------------------------------- data readers
+
+
+class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
+    """Writes bytes as Python 2 wrote str, which is how the published CIFAR batches are stored."""
+
+    dispatch = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined] # noqa: RUF012
+
+    def save_bytes(self, value: bytes) -> None:
+        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)
+        self.memoize(value)
+
+    dispatch[bytes] = save_bytes
+
+
+def python2_pickle(value: object) -> bytes:
+    file = io.BytesIO()
+    Python2Pickler(file, protocol=2).dump(value)
+    return file.getvalue().replace(b"numpy._core.", b"numpy.core.")
+
+
+def python3_pickle(value: object) -> bytes:
+    return pickle.dumps(value, protocol=2)
+
+
+def python3_new_pickle(value: object) -> bytes:
+    return pickle.dumps(value, protocol=4)
+
+
+@pytest.fixture
+def split() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(1)
+
+    def make(count: int, side: int = 32, channels: int = 3, classes: int = 10):
+        pixels = generator.integers(0, 256, (count, channels, side, side), dtype=np.uint8)
+        return pixels, np.arange(count) % classes
+
+    return make
+
+
+def assert_read(images: _images.Images, train, test, classes: int) -> None:
+    for actual, expected in zip(images[:4], (*train, *test), strict=True):
+        np.testing.assert_array_equal(actual.numpy(), expected)
+    assert images.train_images.dtype == images.test_images.dtype == torch.uint8
+    assert images.train_labels.dtype == images.test_labels.dtype == torch.int64
+    assert images.classes == classes
+    pixels = images.normalize(images.train_images)
+    torch.testing.assert_close(
+        pixels.mean((0, 2, 3)), torch.zeros(pixels.shape[1]), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(pixels.std((0, 2, 3), correction=0), torch.ones(pixels.shape[1]))
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    raw = header + array.astype(np.uint8).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+@pytest.mark.parametrize("folder", ["", "MNIST/raw"])
+@pytest.mark.parametrize("name", ["{0}-ubyte", "{0}-ubyte.gz", "{1}-ubyte"])
+def test_mnist_from_idx_files(name, folder, split, tmp_path) -> None:
+    train, test = split(12, 7, 1), split(10, 7, 1)
+    arrays = (train[0][:, 0], train[1], test[0][:, 0], test[1])
+    for stem, array in zip(_images.IDX_STEMS, arrays, strict=True):
+        write_idx(tmp_path / folder / name.format(stem, stem.replace("-idx", ".idx")), array)
+    assert_read(_images.load_images("mnist", tmp_path), train, test, classes=10)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
+def test_npz(name, split, tmp_path) -> None:
+    channels = 1 if name == "mnist" else 3
+    train, test = split(12, 8, channels), split(10, 8, channels)
+    stored = [
+        part[:, 0] if name == "mnist" else part.transpose(0, 2, 3, 1) for part, _ in (train, test)
+    ]
+    np.savez(
+        tmp_path / f"{name}_small.npz",
+        train_images=stored[0],
+        train_labels=train[1].astype(np.uint8),
+        test_images=stored[1],
+        test_labels=test[1].astype(np.uint8),
+    )
+    assert_read(_images.load_images(name, tmp_path), train, test, classes=10)
+    limited = _images.load_images(name, tmp_path, limit=4)
+    assert len(limited.train_images) == len(limited.train_labels) == 4
+    assert len(limited.test_images) == 10
+
+
+def cifar_files(name: str, kind: str, train, test) -> dict[str, bytes]:
+    """The published files, with these images: CIFAR-10 has five for training, CIFAR-100 one."""
+    count = 5 if name == "cifar10" else 1
+    parts = zip(np.array_split(train[0], count), np.array_split(train[1], count), strict=True)
+    names = [f"data_batch_{i}" for i in range(1, 6)] if name == "cifar10" else ["train"]
+    names.append("test_batch" if name == "cifar10" else "test")
+    files = {}
+    for file_name, (images, labels) in zip(names, [*parts, test], strict=True):
+        flat = images.reshape(len(images), -1)
+        if kind == "binary":
+            coarse = [] if name == "cifar10" else [labels[:, None] // 5]
+            columns = [*coarse, labels[:, None], flat]
+            files[f"{file_name}.bin"] = np.hstack(columns).astype(np.uint8).tobytes()
+            continue
+        content: dict[bytes, object] = {b"batch_label": b"a batch", b"data": flat}
+        if name == "cifar10":
+            content[b"labels"] = labels.tolist()
+        else:
+            content |= {b"coarse_labels": (labels // 5).tolist(), b"fine_labels": labels.tolist()}
+        writers = {
+            "python": python2_pickle,
+            "protocol 2": python3_pickle,
+            "new": python3_new_pickle,
+        }
+        files[file_name] = writers[kind](content)
+    return files
+
+
+@pytest.mark.parametrize("place", ["folder", "the folder itself", "archive"])
+@pytest.mark.parametrize("kind", ["python", "protocol 2", "new", "binary"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_in_its_public_forms(name, kind, place, split, tmp_path) -> None:
+    classes = 10 if name == "cifar10" else 100
+    train, test = split(110, classes=classes), split(6, classes=classes)
+    files = cifar_files(name, kind, train, test)
+    folder, archive, *_ = _images.CIFAR[name][kind == "binary"]
+    if place == "archive":
+        with tarfile.open(tmp_path / f"{archive}.tar.gz", "w:gz") as tar:
+            for file_name, raw in files.items():
+                member = tarfile.TarInfo(f"{folder}/{file_name}")
+                member.size = len(raw)
+                tar.addfile(member, io.BytesIO(raw))
+    else:
+        (tmp_path / folder).mkdir()
+        for file_name, raw in files.items():
+            (tmp_path / folder / file_name).write_bytes(raw)
+    directory = tmp_path / folder if place == "the folder itself" else tmp_path
+    assert_read(_images.load_images(name, directory), train, test, classes)
+
+
+class Malicious:
+    """Runs a command when unpickled by ``pickle.load``."""
+
+    def __init__(self, call: Callable[..., object], *arguments: object) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("kind", ["system", "eval", "numpy", "attribute", "inside data"])
+def test_malicious_pickle_is_refused_and_not_executed(kind, protocol, split, tmp_path) -> None:
+    witness = tmp_path / "executed"
+    command = f"import pathlib; pathlib.Path({str(witness)!r}).touch()"
+    payload: object = {
+        "system": Malicious(os.system, f"touch '{witness}'"),
+        "eval": Malicious(eval, f"exec({command!r})"),
+        "numpy": Malicious(np.save, str(witness), np.zeros(2)),
+        "attribute": Malicious(np.ndarray.tofile, np.zeros(2, np.uint8), str(witness)),
+        "inside data": {b"data": [Malicious(exec, command)], b"labels": [0]},
+    }[kind]
+    raw = pickle.dumps(payload, protocol=protocol)
+    files = cifar_files("cifar10", "python", split(10), split(6)) | {"data_batch_3": raw}
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for file_name, content in files.items():
+        (folder / file_name).write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match="must hold only numpy arrays"):
+        _images.load_images("cifar10", tmp_path)
+    assert not list(tmp_path.glob("executed*"))
+    pickle.loads(raw)  # the same bytes do harm where they are trusted
+    assert list(tmp_path.glob("executed*"))
+
+
+def test_object_arrays_and_other_contents_are_refused() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="must hold uint8 arrays"):
+        _images.read_pickled_cifar(python3_pickle({"data": np.array([None])}))
+    for content in ([1, 2], {"labels": [1]}, {"data": [1], "labels": [1]}):
+        with pytest.raises(ValueError, match="must be a dict of data and labels"):
+            _images.read_pickled_cifar(python2_pickle(content))
+
+
+def test_npz_with_pickled_objects_is_refused(tmp_path) -> None:
+    witness = tmp_path / "executed"
+    harm = np.array([Malicious(os.system, f"touch '{witness}'")], dtype=object)
+    np.savez(tmp_path / "mnist.npz", train_images=harm)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        _images.load_images("mnist", tmp_path)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
+def test_missing_files_say_what_to_put_where(name, tmp_path) -> None:
+    wanted = {"mnist": "t10k-labels-idx1-ubyte", "cifar10": "cifar-10-batches-py"}
+    with pytest.raises(SystemExit) as caught:
+        orthogonal_vit.main(["--data", name, "--data-dir", str(tmp_path), "--patch", "4"])
+    message = str(caught.value)
+    assert f"--data-dir must hold {name}, got '{tmp_path}' without it; put there" in message
+    assert wanted.get(name, "cifar-100-python.tar.gz") in message
+    assert f"{name}.npz" in message
+
+
+def test_damaged_files_are_explained(tmp_path) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    write_idx(path, np.zeros((3, 2, 2)))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"must hold 12 bytes .* got 11; fetch it again"):
+        _images.read_idx(path)
+    path.write_bytes(b"<html>")
+    with pytest.raises(ValueError, match="must be an idx file"):
+        _images.read_idx(path)
+    with pytest.raises(ValueError, match="must be records of 3073 bytes, got 3072"):
+        _images.read_binary_cifar(bytes(3072), 1)
+    with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match="must hold cifar-100-python/train"):
+        _images.load_images("cifar100", tmp_path)
