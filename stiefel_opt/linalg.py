@@ -1,34 +1,37 @@
 """Matrix functions by products alone: no factorisation, no inverse, no host sync on accelerators.
 
 Everything broadcasts over leading dimensions. ``tall`` means ``(..., n, m)`` with n >= m, ``small``
-means ``(..., m, m)``. A bound is a tensor ``(..., 1, 1)``, one number for each matrix.
+means ``(..., m, m)``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "Roots",
     "add_product_",
+    "add_to_diagonal_",
     "cayley",
     "gram",
     "infinity_norm",
-    "inverse_of_one_plus",
-    "inverse_sqrt",
+    "largest_bound",
     "polar_rotation",
     "product",
+    "roots",
     "skew",
     "sym",
-    "worst",
 ]
 
-# Coefficients of (1 + x)^(-1/2) and (1 + x)^(1/2).
+# Power series of (1 + x)^(-1/2) and (1 + x)^(1/2), and a bound on the next coefficient of either.
 _INVERSE_ROOT = (1.0, -1.0 / 2.0, 3.0 / 8.0, -5.0 / 16.0)
 _ROOT = (1.0, 1.0 / 2.0, -1.0 / 8.0, 1.0 / 16.0)
-_REMAINDER = (1.0 / 2.0, 3.0 / 8.0, 5.0 / 16.0, 35.0 / 128.0)  # next coefficient of either, at most
+_NEXT = (1.0 / 2.0, 3.0 / 8.0, 5.0 / 16.0, 35.0 / 128.0)
 
 
 def sym(matrix: Tensor) -> Tensor:
@@ -65,72 +68,112 @@ def infinity_norm(matrix: Tensor) -> Tensor:
     return matrix.abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
 
 
-def worst(bound: Tensor, cap: float) -> float:
-    """Return the largest entry of ``bound`` where reading it is free (CPU), else ``cap``."""
-    return float(bound.max()) if bound.device.type == "cpu" else cap
+def largest_bound(matrix: Tensor, cap: float) -> float:
+    """Return the largest infinity norm of a batch where reading it is free (CPU), else ``cap``."""
+    return float(matrix.abs().sum(dim=-1).max()) if matrix.device.type == "cpu" else cap
 
 
-def inverse_sqrt(excess: Tensor, bound: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    r"""Return :math:`(I + E)^{-1/2}` and :math:`(I + E)^{1/2}`, E symmetric, 0 <= E <= bound.
+def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
+    """matrix += value I in place."""
+    matrix.diagonal(dim1=-2, dim2=-1).add_(value)
+    return matrix
 
-    With :math:`I + E = c (I + F)`, c in the middle of the spectrum, both are power series in F up
-    to degree 3, sharpened where that does not reach rounding by the coupled Newton-Schulz iteration
-    :math:`T = (3I - RQ)/2,\; Q \leftarrow QT,\; R \leftarrow TR`. As I + E >= I, the number of
-    iterations follows from ``limit`` alone.
+
+class Roots(NamedTuple):
+    """Functions of A = I + E: R = A^(-1/2), Q = A^(1/2), and R^2 (I + R)^(-1) = (A + Q)^(-1)."""
+
+    inverse_root: Tensor
+    root: Tensor | None
+    bend: Tensor | None
+
+
+def roots(excess: Tensor, limit: float, *, root: bool = False, bend: bool = False) -> Roots:
+    r"""Return :math:`(I + E)^{-1/2}` and on request its companions, E symmetric, 0 <= E <= limit.
+
+    All are power series about the middle of the spectrum, up to degree 3, from the same powers of
+    E. Where that does not reach rounding the coupled Newton-Schulz iteration
+    :math:`T = (3I - RQ)/2,\; Q \leftarrow QT,\; R \leftarrow TR` sharpens them. As I + E >= I,
+    the number of iterations follows from ``limit`` alone.
 
     Args:
         excess: E, shape ``(k, m, m)``.
-        bound: Upper bound of each E, shape ``(k, 1, 1)``.
-        limit: The largest entry of ``bound``, or a cap on it, as a number: it sets the cost.
+        limit: Upper bound of every E, a number: it sets the cost.
+        root: Whether to return Q.
+        bend: Whether to return (A + Q)^(-1).
 
-    Returns: Both roots, shape ``(k, m, m)``.
-    Note: 0 to 2 products of m x m for |E| below 0.04 in float32, 6 to 18 beyond; no host sync.
+    Returns: :class:`Roots`, each ``(k, m, m)``.
+    Note: 0 to 2 products of m x m for |E| up to 0.04 in float32, 6 to 20 beyond; no host sync.
     Reference: Higham (1997), Stable iterations for the matrix square root, eq. (2.6).
     """
-    radius = limit / (2.0 + limit) if math.isfinite(limit) else 0.0
-    tolerance = torch.finfo(excess.dtype).eps / 2
+    if not math.isfinite(limit):
+        limit = 0.0  # the result is not finite either
+    centre, radius = 1.0 + limit / 2.0, limit / (2.0 + limit)
+    tolerance = torch.finfo(excess.dtype).eps / 2.0
     degree = 1
-    while degree < 3 and _REMAINDER[degree] * radius ** (degree + 1) > tolerance * (1 - radius):
+    while degree < 3 and _NEXT[degree] * radius ** (degree + 1) > tolerance * (1.0 - radius):
         degree += 1
-    centre = 1.0 + bound / 2.0
-    series = excess / centre
-    add_to_diagonal_(series, 1.0 / centre - 1.0)
-    inverse_root = series * _INVERSE_ROOT[1]
-    root = series * _ROOT[1]
-    power = series
-    for order in range(2, degree + 1):
-        power = torch.bmm(power, series)
-        inverse_root.add_(power, alpha=_INVERSE_ROOT[order])
-        root.add_(power, alpha=_ROOT[order])
-    add_to_diagonal_(inverse_root, 1.0)
-    add_to_diagonal_(root, 1.0)
+    powers = [excess]
+    for _ in range(degree - 1):
+        powers.append(torch.bmm(powers[-1], excess))
+    inverse_root = _polynomial(powers, _shifted(_INVERSE_ROOT, centre, centre**-0.5))
     iterations = _iterations(radius, degree, tolerance)
-    if iterations:
-        root = torch.baddbmm(
-            inverse_root, series, inverse_root
-        )  # the iteration needs Q = (I + F) R
-        for _ in range(iterations):
-            correction = torch.bmm(inverse_root, root).mul_(-0.5)
-            add_to_diagonal_(correction, 1.5)
-            root = torch.bmm(root, correction)
-            inverse_root = torch.bmm(correction, inverse_root)
-    scale = centre.sqrt()
-    return inverse_root.div_(scale), root.mul_(scale)
+    if iterations == 0:
+        return Roots(
+            inverse_root,
+            _polynomial(powers, _shifted(_ROOT, centre, centre**0.5)) if root else None,
+            _polynomial(powers, _shifted(_bend_series(centre), centre, 1.0)) if bend else None,
+        )
+    square_root = torch.baddbmm(inverse_root, excess, inverse_root)  # exactly A R, or it drifts
+    for _ in range(iterations):
+        correction = add_to_diagonal_(torch.bmm(inverse_root, square_root).mul_(-0.5), 1.5)
+        square_root = torch.bmm(square_root, correction)
+        inverse_root = torch.bmm(correction, inverse_root)
+    if not bend:
+        return Roots(inverse_root, square_root, None)
+    # r^2 / (1 + r) = r - 1 + 1 / (1 + r)
+    bent = _inverse_of_one_plus(inverse_root, limit).add_(inverse_root)
+    return Roots(inverse_root, square_root, add_to_diagonal_(bent, -1.0))
 
 
-def add_to_diagonal_(matrix: Tensor, value: Tensor | float) -> Tensor:
-    """matrix += value I in place; ``value`` a number or ``(..., 1, 1)``."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(value if isinstance(value, float) else value.squeeze(-1))
-    return matrix
+def _polynomial(powers: list[Tensor], coefficients: list[float]) -> Tensor:
+    """Return c0 I + c1 E + c2 E^2 + ... for the powers at hand."""
+    result = powers[0] * coefficients[1]
+    for power, coefficient in zip(powers[1:], coefficients[2:], strict=False):
+        result.add_(power, alpha=coefficient)
+    return add_to_diagonal_(result, coefficients[0])
+
+
+def _shifted(series: Sequence[float], centre: float, factor: float) -> list[float]:
+    """Return factor * sum_k s_k ((1 + e) / centre - 1)^k as coefficients of powers of e."""
+    shift, scale = 1.0 / centre - 1.0, 1.0 / centre
+    return [
+        factor
+        * scale**power
+        * sum(
+            series[k] * math.comb(k, power) * shift ** (k - power)
+            for k in range(power, len(series))
+        )
+        for power in range(len(series))
+    ]
+
+
+def _bend_series(centre: float) -> list[float]:
+    """Return the power series in x of 1 / (a + sqrt(a)) at a = centre (1 + x)."""
+    divisor = [centre**0.5 * c for c in _ROOT]
+    divisor[0] += centre
+    divisor[1] += centre
+    series = [1.0 / divisor[0]]
+    for k in range(1, len(divisor)):
+        series.append(-sum(divisor[j] * series[k - j] for j in range(1, k + 1)) / divisor[0])
+    return series
 
 
 def _iterations(radius: float, degree: int, tolerance: float) -> int:
     """Newton-Schulz steps from the series of ``degree`` to rounding; 0 if it is there already."""
-    if _REMAINDER[degree] * radius ** (degree + 1) <= tolerance * (1 - radius):
+    if _NEXT[degree] * radius ** (degree + 1) <= tolerance * (1.0 - radius):
         return 0
     residual = max(
-        abs(1 - sum(c * x**j for j, c in enumerate(_INVERSE_ROOT)) ** 2 * (1 + x))
+        abs(1.0 - sum(c * x**j for j, c in enumerate(_INVERSE_ROOT)) ** 2 * (1.0 + x))
         for x in (-radius, radius)
     )
     count = 0
@@ -140,38 +183,34 @@ def _iterations(radius: float, degree: int, tolerance: float) -> int:
     return count
 
 
-def inverse_of_one_plus(root: Tensor, limit: float) -> Tensor:
-    r"""Return :math:`(I + R)^{-1}` for symmetric R with eigenvalues in [(1 + limit)^(-1/2), 1].
+def _inverse_of_one_plus(root: Tensor, limit: float) -> Tensor:
+    """Return (I + R)^(-1) for symmetric R with eigenvalues in [(1 + limit)^(-1/2), 1].
 
     Two terms of the Neumann series about the middle of the spectrum, then Newton's iteration
-    :math:`Y \leftarrow Y (2I - (I + R) Y)`, a known number of times.
-
-    Note: 2 products of m x m an iteration, at most 4 iterations; no host sync.
+    Y <- Y (2I - (I + R) Y), at most four times.
     """
-    low = 1.0 + (1.0 / math.sqrt(1.0 + limit) if math.isfinite(limit) else 0.0)
+    low = 1.0 + 1.0 / math.sqrt(1.0 + limit)
     centre = (low + 2.0) / 2.0
     residual = ((2.0 - low) / (2.0 + low)) ** 2
-    shifted = add_to_diagonal_(root.clone(), 1.0)
-    inverse = add_to_diagonal_(shifted / -(centre * centre), 2.0 / centre)
-    while residual > torch.finfo(root.dtype).eps / 2:
-        correction = add_to_diagonal_(torch.bmm(shifted, inverse).neg_(), 2.0)
-        inverse = torch.bmm(inverse, correction)
+    inverse = add_to_diagonal_(root * -(centre**-2), 2.0 / centre - centre**-2)
+    while residual > torch.finfo(root.dtype).eps / 2.0:
+        correction = torch.baddbmm(inverse, root, inverse, beta=-1.0, alpha=-1.0)
+        inverse = torch.bmm(inverse, add_to_diagonal_(correction, 2.0))
         residual *= residual
     return inverse
 
 
-def polar_rotation(step: Tensor, bound: Tensor, limit: float) -> Tensor:
+def polar_rotation(step: Tensor, limit: float) -> Tensor:
     r"""Return rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, for skew K.
 
     Args:
         step: K, shape ``(k, m, m)``.
-        bound: Bound on the spectral norm of each K, shape ``(k, 1, 1)``.
-        limit: The largest entry of ``bound`` or a cap on it.
+        limit: Bound on the spectral norm of every K.
 
     Returns: Orthogonal matrices, equal to exp(K) to second order.
-    Note: 2 products of m x m and :func:`inverse_sqrt` of I - K^2.
+    Note: 2 products of m x m and those of :func:`roots` of I - K^2.
     """
-    inverse_root, _ = inverse_sqrt(torch.bmm(step.mT, step), bound.square(), limit * limit)
+    inverse_root = roots(torch.bmm(step.mT, step), limit * limit).inverse_root
     return torch.baddbmm(inverse_root, step, inverse_root)
 
 

@@ -31,11 +31,10 @@ from stiefel_opt.linalg import (
     cayley,
     gram,
     infinity_norm,
-    inverse_of_one_plus,
-    inverse_sqrt,
+    largest_bound,
     polar_rotation,
     product,
-    worst,
+    roots,
 )
 
 __all__ = ["METRICS", "ROTATIONS", "TRANSPORTS", "adam_", "metric_parameter", "normal_part", "sgd_"]
@@ -111,8 +110,7 @@ def sgd_(
     """
     a = metric_parameter(metric)
     inner, mend, overlap = _measure(point, grad, normal, correct, row_sum)
-    inner = inner * force
-    torque = (inner - inner.mT).div_(2 * (1 - a))
+    torque = _torque(inner, a, force)
     coupling = _coupling(lr * skew, momentum, a, transport) if normal is not None else None
     skew.mul_(momentum).sub_(torque)
     turn, turn_gram = _turn(
@@ -123,7 +121,8 @@ def sgd_(
         return product(point, frame)
 
     if factor is None or shift is None:
-        force_normal = _subtract_(product(point, _after(mend, inner)), grad, force)  # -g
+        inner = _after(mend, _times(inner, force))
+        force_normal = _subtract_(product(point, inner), grad, force)  # -g
         if overlap is not None and mend is not None:
             add_product_(normal, point, -_after(mend, _after(mend, overlap)))
         _scale_(normal, momentum, coupling).add_(force_normal)
@@ -133,27 +132,29 @@ def sgd_(
     if overlap is not None and mend is not None:
         shift = _after(mend, _after(mend, torch.bmm(overlap, factor)), out=shift)
     if coupling is None:
-        new_factor, new_shift = factor * momentum, shift * momentum
+        factor.mul_(momentum)
+        shift.mul_(momentum)
+        new_factor, new_shift = factor, shift
     else:
         new_factor, new_shift = torch.bmm(factor, coupling), torch.bmm(shift, coupling)
     pending = product(normal, new_factor)
-    add_product_(pending, point, _after(mend, inner) - new_shift)
+    add_product_(pending, point, _after(mend, _times(inner, force)).sub_(new_shift))
     _subtract_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
 
     gram_normal = _sum(row_sum, gram(normal, normal))
     if transport == "isometric":
-        step, excess, bound, limit = _saturate(gram_normal, lr)
-        inverse_root, root = inverse_sqrt(excess, bound, limit)
-        factor.copy_(root)
+        step, excess, limit = _saturate(gram_normal, lr)
+        inverse_root, root, _ = roots(excess, limit, root=True)
         torch.mul(gram_normal, step, out=shift)
         along = inverse_root * step
     else:
         excess, pulled = _published_excess(gram_normal, turn_gram, lr)
-        bound = infinity_norm(excess)
-        inverse_root, root = inverse_sqrt(excess, bound, worst(bound, _PUBLISHED_CAP))
-        factor.copy_(add_to_diagonal_(pulled * (lr * lr), 1.0))
-        shift.copy_(torch.bmm(root, gram_normal) * lr)
+        inverse_root, root, _ = roots(excess, largest_bound(excess, _PUBLISHED_CAP), root=True)
+        shift.copy_(_after(root, gram_normal)).mul_(lr)
+        root = add_to_diagonal_(pulled * (lr * lr), 1.0)
         along = _after(turn_gram, inverse_root) * lr
+    if root is not None:
+        factor.copy_(root)
     new_point = product(point, torch.bmm(frame, inverse_root))
     return add_product_(new_point, normal, along)
 
@@ -206,8 +207,7 @@ def adam_(
     a = metric_parameter(metric)
     beta1, beta2 = betas
     inner, mend, overlap = _measure(point, grad, normal, correct, row_sum)
-    inner = inner * force
-    torque = (inner - inner.mT).div_(2 * (1 - a))
+    torque = _torque(inner, a, force)
     coupling = None
     if normal is not None and (transport == "published" or a != _CANONICAL):
         earlier = skew
@@ -224,7 +224,8 @@ def adam_(
     if normal is None or square_normal is None:
         return product(point, frame)
 
-    force_normal = _subtract_(product(point, _after(mend, inner)), grad, force)  # -g
+    inner = _after(mend, _times(inner, force))
+    force_normal = _subtract_(product(point, inner), grad, force)  # -g
     if overlap is not None and mend is not None:
         add_product_(normal, point, -_after(mend, _after(mend, overlap)))
     square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
@@ -254,6 +255,17 @@ def _measure(
     return torch.bmm(mend, inner), mend, overlap[0] if overlap else None
 
 
+def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
+    """f = force (S - S') / (2 (1 - a)) for S = X'G."""
+    torque = inner - inner.mT
+    factor = force / (2 * (1 - a))
+    return torque if isinstance(factor, float) and factor == 1.0 else torque.mul_(factor)
+
+
+def _times(matrix: Tensor, factor: Scalar) -> Tensor:
+    return matrix if isinstance(factor, float) and factor == 1.0 else matrix * factor
+
+
 def _coupling(step: Tensor, momentum: float, a: float, transport: str) -> Tensor | None:
     """phi_2 without the force: U <- U M. Returns M, or None where it is the number ``momentum``."""
     if momentum == 0:
@@ -273,14 +285,11 @@ def _turn(
     Euler's I + K is no rotation: what follows it in the step is a polar retraction, which at once
     makes it rot(K) where nothing is added in between: isometric flows, square matrices.
     """
-    bound = infinity_norm(step)
-    if transport == "isometric":
-        limit = worst(bound, _SATURATION)
-        if limit > _SATURATION or bound.device.type != "cpu":
-            scale = (_SATURATION / bound).clamp(max=1.0)
-            step, bound, limit = step * scale, bound * scale, min(limit, _SATURATION)
-    else:
-        limit = worst(bound, _PUBLISHED_CAP**0.5)
+    isometric = transport == "isometric"
+    limit = largest_bound(step, _SATURATION if isometric else _PUBLISHED_CAP**0.5)
+    if isometric and (limit > _SATURATION or step.device.type != "cpu"):
+        step = step * (_SATURATION / infinity_norm(step)).clamp(max=1.0)
+        limit = min(limit, _SATURATION)
     if rotation == "cayley":
         return cayley(step), None
     if rotation == "expm":
@@ -288,19 +297,18 @@ def _turn(
     if rotation == "euler" and transport == "published" and not square:
         eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
         return step + eye, torch.baddbmm(eye, step.mT, step)
-    return polar_rotation(step, bound, limit), None
+    return polar_rotation(step, limit), None
 
 
-def _saturate(gram_direction: Tensor, lr: Scalar) -> tuple[Scalar, Tensor, Tensor, float]:
-    """Return eta shortened where eta sigma > 4, eta^2 V'V, a bound on it, and the largest bound."""
+def _saturate(gram_direction: Tensor, lr: Scalar) -> tuple[Scalar, Tensor, float]:
+    """Return eta shortened where eta sigma > 4, eta^2 V'V, and a bound on all of those."""
     excess = gram_direction * (lr * lr)
-    bound = infinity_norm(excess)
     most = _SATURATION * _SATURATION
-    limit = worst(bound, most)
-    if limit <= most and bound.device.type == "cpu":
-        return lr, excess, bound, limit
-    scale = (most / bound).clamp(max=1.0)
-    return lr * scale.sqrt(), excess * scale, bound * scale, min(limit, most)
+    limit = largest_bound(excess, most)
+    if limit <= most and excess.device.type == "cpu":
+        return lr, excess, limit
+    scale = (most / infinity_norm(excess)).clamp(max=1.0)
+    return lr * scale.sqrt(), excess * scale, min(limit, most)
 
 
 def _published_excess(
@@ -328,19 +336,16 @@ def _advance_(
     parts = torch.cat((gram(direction, direction), gram(direction, normal)), dim=-1)
     own, cross = torch.split(_sum(row_sum, parts), point.size(-1), dim=-1)
     if transport == "isometric":
-        step, excess, bound, limit = _saturate(own, lr)
-        inverse_root, _ = inverse_sqrt(excess, bound, limit)
+        step, excess, limit = _saturate(own, lr)
+        inverse_root, _, bend = roots(excess, limit, bend=True)
         along = inverse_root * step
-        # T xi = xi - eta^2 V R^2 (I + R)^(-1) V'xi - eta Xh R V'xi, and r^2/(1+r) = r - 1 + 1/(1+r)
-        bend = inverse_of_one_plus(inverse_root, limit).add_(inverse_root)
-        add_to_diagonal_(bend, -1.0)
-        add_product_(normal, direction, torch.bmm(bend, cross).mul_(-step * step))
+        # T xi = xi - eta^2 V R^2 (I + R)^(-1) V'xi - eta Xh R V'xi
+        add_product_(normal, direction, _after(bend, cross).mul_(-step * step))
         back = torch.bmm(frame, torch.bmm(along, cross))
     else:
         excess, _ = _published_excess(own, turn_gram, lr)
-        bound = infinity_norm(excess)
-        limit = worst(bound, _PUBLISHED_CAP)
-        inverse_root, _ = inverse_sqrt(excess, bound, limit)
+        limit = largest_bound(excess, _PUBLISHED_CAP)
+        inverse_root = roots(excess, limit).inverse_root
         along = _after(turn_gram, inverse_root) * lr
         back = torch.bmm(frame, cross) * lr
     add_product_(normal, point, back.neg_())
