@@ -11,19 +11,14 @@ import torch
 from harness import Contestant
 from torch import Tensor
 
+import stiefel_opt as so
+
 try:
     import geoopt
     import pogo
     import pogo.base
 except ImportError as error:
     raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
-
-try:
-    import stiefel_opt as so
-
-    HAVE_OURS = hasattr(so, "StiefelSGD") and hasattr(so, "StiefelAdam")
-except ImportError:
-    HAVE_OURS = False
 
 MOMENTUM = 0.9
 BETAS = (0.9, 0.999)

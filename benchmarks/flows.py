@@ -1,16 +1,10 @@
 """Isometric and published flows side by side: order, error constant, and what blows up when.
 
-**Order.** The momentum dynamics of Kong, Wang & Tao (ICLR 2023, arXiv 2205.14173) with velocity
-Q = XY + V, friction gamma and metric parameter a,
-
-    X' = XY + V,   Y' = -gamma Y - f(X),   V' = -gamma V + kappa VY - X V'V - g(X),
-
-f = (X'G - G'X) / (2 (1 - a)), g = (I - XX')G, is integrated by `scipy.integrate.solve_ivp` at tight
-tolerances, with kappa = 2a - 1, which is the geodesic coefficient of the metric, for the isometric
-flows, and with kappa = (3a - 2)/2, their own coefficient, for the published ones. The optimizer
-runs from the same start with nonzero Y and V: mu = exp(-gamma h), c = (1 - mu)/gamma, lr = c h,
-Z = Y/c, U = V/c. Printed are the order and the error constant (error at T over h), for position and
-velocity; the dashed lines show the published flows against the dynamics of the metric itself.
+**Order.** The optimizer and `scipy.integrate.solve_ivp` start from the same point with the same
+nonzero velocity; see `flow_order.py`. Each form is compared with its own dynamics (kappa = 2a - 1,
+the geodesics of the metric, and (3a - 2)/2), the published one with those of the metric too.
+Printed are order and error constant (error at T over h) of position and velocity, once driven
+(friction and gradient of order one) and once coasting (little friction, no gradient).
 
 **Blow-up.** 2,000 steps of random gradients of Frobenius norm 1, every seventh of norm 1000, at
 learning rates up to 100: the largest |U| and the largest |X'X - I| on the way. The isometric flows
@@ -31,170 +25,19 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
+from flow_order import DURATION, FORMS, METRICS, SETTINGS, Order, measure_orders
 from harness import RESULTS, machine, markdown_table, write_json
-from numpy.typing import NDArray
-from scipy.integrate import solve_ivp
-from torch import Tensor
 from tqdm import tqdm
 
 import stiefel_opt as so
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-Matrix = NDArray[np.float64]
-
-FORMS: dict[str, dict[str, Any]] = {
-    "isometric": {"transport": "isometric", "rotation": "polar"},
-    "published": {"transport": "published", "rotation": "euler"},
-}
-METRICS = {"1/2": 0.5, "0": 0.0, "-1": -1.0}
-FRICTION, DURATION = 1.0, 1.0
-ORDER_SHAPE = (8, 3)
 MOMENTUM = 0.9
 BLOW_UP_SHAPE = (40, 7)
 SIZES = (1.0, 1000.0)  # of the ordinary and of every seventh gradient
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The smooth cost tr(X'AXN)/2 + tr(B'X) and a start (X, Y, V) with X'V = 0."""
-
-    quadratic: Matrix
-    weights: Matrix
-    linear: Matrix
-    point: Matrix
-    skew: Matrix
-    normal: Matrix
-
-    def gradient(self, point: Matrix) -> Matrix:
-        return self.quadratic @ point @ self.weights + self.linear
-
-
-def draw_problem(seed: int) -> Problem:
-    generator = np.random.default_rng(seed)
-    n, m = ORDER_SHAPE
-    gaussian = generator.standard_normal((n, n))
-    quadratic = (gaussian + gaussian.T) / 2 / math.sqrt(n)
-    point = np.linalg.qr(generator.standard_normal((n, m))).Q
-    turn = generator.standard_normal((m, m))
-    normal = generator.standard_normal((n, m)) / math.sqrt(n)
-    return Problem(
-        quadratic,
-        np.diag(np.arange(m, 0.0, -1.0)),
-        generator.standard_normal((n, m)) / math.sqrt(n),
-        point,
-        (turn - turn.T) / 2,
-        normal - point @ (point.T @ normal),
-    )
-
-
-def coupling(form: str, a: float) -> float:
-    """kappa of the dynamics a form is meant to follow."""
-    return 2 * a - 1 if form == "isometric" else (3 * a - 2) / 2
-
-
-def exact_end(problem: Problem, a: float, kappa: float) -> Matrix:
-    """Position X and velocity XY + V at the end of the exact dynamics, stacked: (2, n, m)."""
-    n, m = ORDER_SHAPE
-
-    def slope(_time: float, flat: Matrix) -> Matrix:
-        point, normal = flat[: n * m].reshape(n, m), flat[n * m : 2 * n * m].reshape(n, m)
-        skew = flat[2 * n * m :].reshape(m, m)
-        grad = problem.gradient(point)
-        inner = point.T @ grad
-        torque = (inner - inner.T) / (2 * (1 - a))
-        force = grad - point @ inner
-        bend = kappa * normal @ skew - point @ (normal.T @ normal)
-        return np.concatenate([
-            (point @ skew + normal).ravel(),
-            (-FRICTION * normal + bend - force).ravel(),
-            (-FRICTION * skew - torque).ravel(),
-        ])  # fmt: skip
-
-    begin = np.concatenate([problem.point.ravel(), problem.normal.ravel(), problem.skew.ravel()])
-    solution = solve_ivp(slope, (0.0, DURATION), begin, method="DOP853", rtol=1e-12, atol=1e-13)
-    if not solution.success:
-        raise RuntimeError(f"solve_ivp must reach T = {DURATION}, got {solution.message!r}")
-    end = solution.y[:, -1]
-    point, normal = end[: n * m].reshape(n, m), end[n * m : 2 * n * m].reshape(n, m)
-    return np.stack([point, point @ end[2 * n * m :].reshape(m, m) + normal])
-
-
-def set_velocity(optimizer: torch.optim.Optimizer, skew: Tensor, normal: Tensor) -> None:
-    """Give the only parameter of ``optimizer`` the momenta Z and U, through its state_dict."""
-    (group,) = optimizer.param_groups
-    (parameter,) = group["params"]
-    rate, group["lr"] = group["lr"], 0.0
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # at rate zero this allocates the state and changes nothing else
-    group["lr"] = rate
-    saved = optimizer.state_dict()
-    saved["state"][0]["momentum_skew"] = skew.clone()
-    saved["state"][0]["momentum_normal"] = normal.clone()
-    optimizer.load_state_dict(saved)
-
-
-def optimizer_end(problem: Problem, a: float, form: str, steps: int) -> Matrix:
-    """Position and velocity after ``steps`` steps of StiefelSGD over the same time."""
-    h = DURATION / steps
-    mu = math.exp(-FRICTION * h)
-    c = (1 - mu) / FRICTION
-    parameter = so.ManifoldParameter(torch.from_numpy(problem.point.copy()))
-    optimizer = so.StiefelSGD([parameter], lr=c * h, momentum=mu, metric=a, **FORMS[form])
-    skew, normal = torch.from_numpy(problem.skew), torch.from_numpy(problem.normal)
-    set_velocity(optimizer, skew / c, normal / c)
-    for _ in range(steps):
-        point = parameter.detach().numpy()
-        parameter.grad = torch.from_numpy(problem.gradient(point))
-        optimizer.step()
-    end_skew, end_normal = (c * part.numpy() for part in optimizer.velocity(parameter))
-    end = parameter.detach().numpy().copy()
-    return np.stack([end, end @ end_skew + end_normal])
-
-
-@dataclass(frozen=True)
-class Order:
-    """Global errors of one form at one metric, medians over the draws."""
-
-    form: str
-    metric: str
-    against: str  # whose dynamics: "own" or "metric"
-    h: list[float]
-    position_error: list[float]
-    velocity_error: list[float]
-
-    def order(self, errors: list[float]) -> float:
-        """Slope between the two smallest steps."""
-        return math.log2(errors[-2] / errors[-1]) / math.log2(self.h[-2] / self.h[-1])
-
-    def constant(self, errors: list[float]) -> float:
-        return errors[-1] / self.h[-1]
-
-
-def measure_orders(draws: int, finest: int) -> list[Order]:
-    """Errors for step counts 2^4 ... 2^finest, both forms, every metric."""
-    problems = [draw_problem(seed) for seed in range(draws)]
-    counts = [2**exponent for exponent in range(4, finest + 1)]
-    orders = []
-    work = [(form, metric) for form in FORMS for metric in METRICS]
-    for form, metric in tqdm(work, desc="order", unit="curve"):
-        a = METRICS[metric]
-        ends = [[optimizer_end(problem, a, form, count) for count in counts]
-                for problem in problems]  # fmt: skip
-        targets = {"own": coupling(form, a)}
-        if form == "published" and coupling("isometric", a) != targets["own"]:
-            targets["metric"] = coupling("isometric", a)
-        for against, kappa in targets.items():
-            exact = [exact_end(problem, a, kappa) for problem in problems]
-            errors = np.array([
-                [np.linalg.norm(end - reached, axis=(1, 2)) for end in row]
-                for row, reached in zip(ends, exact, strict=True)
-            ])  # fmt: skip
-            position, velocity = np.median(errors, axis=0).T
-            steps = [DURATION / count for count in counts]
-            orders.append(Order(form, metric, against, steps, position.tolist(), velocity.tolist()))
-    return orders
 
 
 @dataclass(frozen=True)
@@ -247,62 +90,90 @@ def momentum_bound(kind: str) -> float:
     return max(SIZES) / (1 - MOMENTUM) if kind == "SGD" else max(SIZES)
 
 
-def plot(orders: list[Order], runs: list[BlowUp], steps: int, path: Path) -> None:
-    """Three panels: error against step size, largest |U| and largest |X'X - I| against lr."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 5.4), layout="constrained")
-    colours = {"1/2": "tab:blue", "0": "tab:green", "-1": "tab:red"}
+COLOURS = {"1/2": "tab:blue", "0": "tab:green", "-1": "tab:red", "SGD": "tab:blue",
+           "Adam": "tab:orange"}  # fmt: skip
+
+
+def plot_errors(axis: Axes, orders: list[Order]) -> None:
+    """Global error of X against the step size, in the first setting."""
     for curve in orders:
-        published, own = curve.form == "published", curve.against == "own"
-        label = f"{curve.form}, a = {curve.metric}"
-        constant = curve.constant(curve.position_error)
-        left.loglog(
-            curve.h,
-            curve.position_error,
-            color=colours[curve.metric],
-            linestyle="-" if own and not published else ":" if own else "--",
-            marker="o" if not published else "s" if own else None,
-            markersize=5,
-            alpha=1.0 if own else 0.6,
-            label=f"{label}: {constant:.2f} h" if own else f"{label}, against the metric's ODE",
-        )
-    left.set_xlabel("step size h (time units)")
-    left.set_ylabel(f"error of X at T = {DURATION:g} (Frobenius norm)")
-    left.set_title("Global error against the exact dynamics")
-    left.legend(fontsize=8)
-    top = 1e30
-    marks = {"isometric": "o", "published": "s"}
-    for kind, colour in (("SGD", "tab:blue"), ("Adam", "tab:orange")):
+        if curve.setting != SETTINGS[0].name:
+            continue
+        isometric, own = curve.form == "isometric", curve.against == "own"
+        suffix = "" if own else ", against the metric's dynamics"
+        axis.loglog(
+            curve.h, curve.position_error, color=COLOURS[curve.metric],
+            linestyle="-" if isometric else "--" if own else ":",
+            marker="o" if isometric else "s" if own else "",
+            fillstyle="full" if isometric else "none",
+            label=f"{curve.form}, a = {curve.metric}{suffix}",
+        )  # fmt: skip
+    axis.set_xlabel("step size h (units of time)")
+    axis.set_ylabel(f"error of X at T = {DURATION:g}")
+    axis.set_title(f"Error against the exact dynamics, {SETTINGS[0].name}")
+    axis.legend(fontsize=8)
+
+
+def plot_constants(axis: Axes, orders: list[Order]) -> None:
+    """Error constants of X as bars, both forms beside each other, for each setting and metric."""
+    groups = [(setting.name, metric) for setting in SETTINGS for metric in METRICS]
+    for offset, form in ((-0.2, "isometric"), (0.2, "published")):
+        heights = [
+            curve.constant(curve.position_error)
+            for group in groups
+            for curve in orders
+            if (curve.setting, curve.metric) == group
+            and (curve.form, curve.against) == (form, "own")
+        ]
+        places = [place + offset for place in range(len(groups))]
+        bars = axis.bar(places, heights, width=0.38, label=form)
+        axis.bar_label(bars, fmt="%.2f", fontsize=8)
+    axis.set_xticks(range(len(groups)), [f"{name}\na = {metric}" for name, metric in groups])
+    axis.set_ylabel("error of X over h, h -> 0")
+    axis.set_title("Error constants, each against its own dynamics")
+    axis.legend(fontsize=8)
+
+
+def plot_blow_up(axis: Axes, runs: list[BlowUp], quantity: str, ceiling: float) -> None:
+    """A quantity of every run against the learning rate; crosses where it left all bounds."""
+    for kind in ("SGD", "Adam"):
         for form in FORMS:
-            chosen = [run for run in runs if run.optimizer == kind and run.form == form]
+            chosen = [run for run in runs if (run.optimizer, run.form) == (kind, form)]
             fine = [run for run in chosen if run.broke_at is None]
-            broken = [run for run in chosen if run.broke_at is not None]
-            style = "-" if form == "isometric" else ":"
-            label = f"Stiefel{kind}, {form}"
-            for axis, values in (
-                (middle, [run.largest_momentum for run in fine]),
-                (right, [run.largest_error for run in fine]),
-            ):
-                shown = [min(value, top) for value in values]
-                rates = [run.lr for run in fine]
-                axis.loglog(rates, shown, style, marker=marks[form], color=colour, label=label)
-                ceiling = [top if axis is middle else 1e4] * len(broken)
-                axis.loglog(
-                    [run.lr for run in broken], ceiling, "x", color=colour, markersize=9,
-                    markeredgewidth=2, label=f"{label}: not finite" if broken else None,
-                )  # fmt: skip
-        middle.axhline(momentum_bound(kind), color=colour, linewidth=0.8, linestyle="--",
-                       label=f"bound, Stiefel{kind}")  # fmt: skip
-    middle.set_title(f"Largest |U| in {steps:,} steps")
-    middle.set_ylabel("largest |U| (Frobenius norm)")
-    right.set_title(f"Largest |X'X - I| in {steps:,} steps, float64")
-    right.set_ylabel("largest entry of |X'X - I|")
-    for axis in (middle, right):
-        axis.set_xlabel("learning rate")
-    middle.legend(fontsize=8)
-    right.legend(fontsize=8)
-    for axis in (left, middle, right):
+            broken = [run.lr for run in chosen if run.broke_at is not None]
+            name = f"Stiefel{kind}, {form}"
+            isometric = form == "isometric"
+            axis.loglog(
+                [run.lr for run in fine], [min(getattr(run, quantity), ceiling) for run in fine],
+                linestyle="-" if isometric else "--", marker="o" if isometric else "s",
+                fillstyle="full" if isometric else "none", color=COLOURS[kind], label=name,
+            )  # fmt: skip
+            if broken:
+                axis.loglog(broken, [ceiling] * len(broken), "x", color=COLOURS[kind],
+                            markersize=8 if kind == "SGD" else 12, label=f"{name}: not finite",
+                            )  # fmt: skip
+    axis.set_xlabel("learning rate")
+
+
+def plot(orders: list[Order], runs: list[BlowUp], steps: int, path: Path) -> None:
+    """Errors and error constants above, largest |U| and largest |X'X - I| below."""
+    figure, axes = plt.subplots(2, 2, figsize=(14, 10.5), layout="constrained")
+    plot_errors(axes[0, 0], orders)
+    plot_constants(axes[0, 1], orders)
+    plot_blow_up(axes[1, 0], runs, "largest_momentum", 1e9)
+    for kind in ("SGD", "Adam"):
+        label = f"bound of Stiefel{kind}, isometric"
+        axes[1, 0].axhline(momentum_bound(kind), color=COLOURS[kind], linestyle=":", label=label)
+    axes[1, 0].set_title(f"Largest |U| in {steps:,} steps; every 7th gradient of size 1000")
+    axes[1, 0].set_ylabel("largest |U| (Frobenius norm)")
+    plot_blow_up(axes[1, 1], runs, "largest_error", 1.0)
+    axes[1, 1].set_title(f"Largest orthonormality error in {steps:,} steps, float64")
+    axes[1, 1].set_ylabel("largest entry of |X'X - I|")
+    for axis in axes.flat:
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    for axis in axes[1]:
+        axis.legend(fontsize=8, loc="center left")
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -311,11 +182,20 @@ def report_orders(orders: list[Order]) -> str:
     for curve in orders:
         position, velocity = curve.position_error, curve.velocity_error
         rows.append([
-            curve.form, curve.metric, curve.against,
+            curve.setting, curve.form, curve.metric, curve.against,
             f"{curve.order(position):.3f}", f"{curve.order(velocity):.3f}",
             f"{curve.constant(position):.3f}", f"{curve.constant(velocity):.3f}",
         ])  # fmt: skip
-    header = ("flows", "a", "dynamics", "order X", "order Q", "error X / h", "error Q / h")
+    header = (
+        "setting",
+        "flows",
+        "a",
+        "dynamics",
+        "order X",
+        "order Q",
+        "error X / h",
+        "error Q / h",
+    )
     return markdown_table(header, rows)
 
 
@@ -326,8 +206,11 @@ def report_blow_up(runs: list[BlowUp]) -> str:
         rows.append([f"Stiefel{run.optimizer}, {run.form}", f"{run.lr:.3g}",
                      f"{run.largest_momentum:.3g}", f"{momentum_bound(run.optimizer):.3g}",
                      f"{run.largest_error:.1e}", broke])  # fmt: skip
-    header = ("optimizer", "lr", "largest |U|", "bound", "largest |X'X - I|", "not finite at step")
-    return markdown_table([name.replace("|", "") for name in header], rows)
+    header = ("optimizer", "lr", "norm of U", "bound", "max abs(X'X - I)", "not finite at step")
+    within = all(run.largest_momentum <= momentum_bound(run.optimizer) and run.broke_at is None
+                 for run in runs if run.form == "isometric")  # fmt: skip
+    verdict = "PASS" if within else "FAIL"
+    return f"{markdown_table(header, rows)}\n{verdict}  isometric: finite and below the bound"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -351,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n" + report_blow_up(runs))
     content = {
         "machine": machine(torch.device("cpu")),
+        "settings": [asdict(setting) for setting in SETTINGS],
         "orders": [
             {
                 **asdict(curve),

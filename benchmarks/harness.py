@@ -26,8 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
+import stiefel_opt as so
+
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt", "stiefel-opt")
+PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt")
 
 
 def do_nothing() -> None:
@@ -181,14 +183,19 @@ def step_memory(
     return StepMemory(peak, live)
 
 
-def held_bytes(owner: object, excluded: Sequence[torch.Tensor]) -> int:
-    """Bytes of all tensor storages that ``owner`` reaches and ``excluded`` does not use.
+def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last address of the storage of ``tensor``."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
-    Walks attributes, dicts, lists, tuples and sets; every storage counts once and whole, so that
-    buffers an optimizer keeps outside its ``state`` are seen too.
+
+def held_bytes(owner: object, excluded: Sequence[torch.Tensor]) -> int:
+    """Bytes of memory behind all tensors that ``owner`` reaches, without that of ``excluded``.
+
+    Walks attributes, dicts, lists, tuples and sets, so that buffers an optimizer keeps outside its
+    ``state`` are seen too. Counted is the union of address ranges: storages may overlap.
     """
-    known = {tensor.untyped_storage().data_ptr() for tensor in excluded}
-    found: dict[int, int] = {}
+    ranges: list[tuple[int, int]] = []
     seen: set[int] = set()
     waiting: list[object] = [owner]
     while waiting:
@@ -197,9 +204,7 @@ def held_bytes(owner: object, excluded: Sequence[torch.Tensor]) -> int:
             continue
         seen.add(id(item))
         if isinstance(item, torch.Tensor):
-            storage = item.untyped_storage()
-            if storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
+            ranges.append(memory_range(item))
         elif isinstance(item, Mapping):
             waiting.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
@@ -208,7 +213,17 @@ def held_bytes(owner: object, excluded: Sequence[torch.Tensor]) -> int:
             waiting.extend(getattr(item, "__dict__", {}).values())
             slots = (name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ()))
             waiting.extend(getattr(item, name, None) for name in slots)
-    return sum(found.values())
+    outside = [memory_range(tensor) for tensor in excluded]
+    return union_length(ranges + outside) - union_length(outside)
+
+
+def union_length(ranges: Sequence[tuple[int, int]]) -> int:
+    """Total length of the union of half-open ranges."""
+    total = reached = 0
+    for low, high in sorted(ranges):
+        total += max(0, high - max(low, reached))
+        reached = max(reached, high)
+    return total
 
 
 def check_step_memory() -> None:
@@ -244,7 +259,7 @@ def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed as a package"
+        return "not installed"
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -258,7 +273,10 @@ def machine(device: torch.device) -> dict[str, Any]:
         "device_name": name,
         "system": platform.system(),
         "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
+        "versions": {
+            "stiefel-opt": so.__version__,
+            **{package: version(package) for package in PACKAGES},
+        },
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
