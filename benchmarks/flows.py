@@ -10,7 +10,7 @@ Printed are order and error constant (error at T over h) of position and velocit
 learning rates up to 100: the largest |U| and the largest |X'X - I| on the way. The isometric flows
 keep |U| below max|g|/(1 - mu) by construction.
 
-    python benchmarks/flows.py            # about two minutes; JSON and PNG in benchmarks/results
+    python benchmarks/flows.py            # about three minutes; JSON and PNG in benchmarks/results
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def report_orders(orders: list[Order]) -> str:
         rows.append([
             curve.setting, curve.form, curve.metric, curve.against,
             f"{curve.order(position):.3f}", f"{curve.order(velocity):.3f}",
-            f"{curve.constant(position):.3f}", f"{curve.constant(velocity):.3f}",
+            *(f"{curve.constant(errors):.3f}" if curve.against == "own" else "-"
+              for errors in (position, velocity)),
         ])  # fmt: skip
     header = (
         "setting",

@@ -126,7 +126,7 @@ def plot_curves(path: Path, title: str, histories: Mapping[str, Sequence[History
             axis.fill_between(epochs, low, high, color=style["color"], alpha=0.2, linewidth=0)
         axis.set(xlabel="epoch", ylabel=label, yscale="log")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3, which="both")
+        axis.grid(alpha=0.3)
     axes[0].yaxis.set_major_formatter(ScalarFormatter())
     axes[0].yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0, 7.0)))
     axes[0].yaxis.set_minor_formatter(NullFormatter())

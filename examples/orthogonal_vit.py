@@ -28,12 +28,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"layers": 1, "width": 32, "heads": 2, "feed_forward": 32}
     | {"epochs": 3, "limit": 512, "warmup": 0.5, "seeds": [1], "threads": 1},
     "cpu": {"data": "cifar10", "layers": 4, "width": 192, "heads": 6, "feed_forward": 192}
-    | {"patch": 4, "epochs": 15},
+    | {"patch": 4, "epochs": 15, "batch_size": 64},
     "paper": {"data": "cifar10", "layers": 7, "width": 384, "heads": 12, "feed_forward": 384}
     | {"patch": 4, "epochs": 200, "batch_size": 128, "warmup": 5, "augment": "crop-flip"},
 }
 DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
 ALL = [*DEMO, "stiefel-sgd:across"]
+# The published settings; the rates of SGD belong to batches of 128.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "stiefel-sgd": (so.StiefelSGD, {"lr": 0.15, "momentum": 0.9, "weight_decay": 5e-5}),
     "stiefel-adam": (so.StiefelAdam, {"lr": 1e-3, "weight_decay": 5e-5}),
@@ -124,8 +125,8 @@ class Method(NamedTuple):
     title: str
 
 
-def parse_method(text: str, rate: float | None = None) -> Method:
-    """Parse ``OPTIMIZER[:CONSTRAINT[:LEARNING_RATE]]``."""
+def parse_method(text: str, rate: float | None = None, batch_size: int = 128) -> Method:
+    """Parse ``OPTIMIZER[:CONSTRAINT[:RATE]]``; the default rate of SGD grows with the batch."""
     optimizer, constraint, own_rate = (*text.split(":"), "", "")[:3]
     stiefel = optimizer.startswith("stiefel")
     constraint = constraint or ("within" if stiefel else "none")
@@ -140,8 +141,9 @@ def parse_method(text: str, rate: float | None = None) -> Method:
             f"manifold; use stiefel-sgd or stiefel-adam"
         )
     kind, arguments = OPTIMIZERS[optimizer]
-    lr = float(own_rate) if own_rate else rate or arguments["lr"]
-    suffix = "" if lr == arguments["lr"] else f", rate {lr:g}"
+    default = arguments["lr"] * (batch_size / 128 if "momentum" in arguments else 1)
+    lr = float(own_rate) if own_rate else rate or default
+    suffix = "" if lr == default else f", rate {lr:g}"
     return Method(optimizer, constraint, lr, kind.__name__ + PLACES[constraint] + suffix)
 
 
@@ -209,7 +211,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE]", help="runs to compare")
     add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
-    add("--lr", type=float, help="learning rate of every method (default: published, table 4)")
+    add("--lr", type=float, help="of every method (default: published; SGD's times batch / 128)")
     add("--seeds", type=int, nargs="+", default=[2], help="how many seeds, or two and more seeds")
     add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
@@ -233,7 +235,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.optimizer or options.constraint:
         names = [f"{options.optimizer or 'stiefel-adam'}:{options.constraint or ''}"]
     try:
-        options.methods = [parse_method(name, options.lr) for name in names]
+        options.methods = [parse_method(n, options.lr, options.batch_size) for n in names]
     except ValueError as error:
         parser.error(str(error))
     if len(options.seeds) == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import expm
+from scipy.linalg import expm as general_expm
 
 Matrix = NDArray[np.float64]
 
@@ -45,6 +45,12 @@ def cayley(skew: Matrix) -> Matrix:
     """(I - K/2)^(-1)(I + K/2)."""
     identity = np.eye(len(skew))
     return np.linalg.solve(identity - skew / 2, identity + skew / 2)
+
+
+def expm(skew: Matrix) -> Matrix:
+    """exp(K) = V exp(-i w) V* from the eigenvalues w of the Hermitian matrix iK."""
+    values, vectors = np.linalg.eigh(1j * skew)
+    return ((vectors * np.exp(-1j * values)) @ vectors.conj().T).real
 
 
 def infinity_norm(matrix: Matrix) -> float:
@@ -244,7 +250,7 @@ def canonical_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
     m = X.shape[1]
     Q, R = np.linalg.qr(V)
     generator = np.block([[Y, -R.T], [R, np.zeros((m, m))]])
-    return np.hstack([X, Q]) @ expm(time * generator)[:, :m]
+    return np.hstack([X, Q]) @ general_expm(time * generator)[:, :m]
 
 
 def euclidean_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
@@ -252,4 +258,4 @@ def euclidean_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
     m = X.shape[1]
     velocity = X @ Y + V
     generator = np.block([[Y, -velocity.T @ velocity], [np.eye(m), Y]])
-    return np.hstack([X, velocity]) @ expm(time * generator)[:, :m] @ expm(-time * Y)
+    return np.hstack([X, velocity]) @ general_expm(time * generator)[:, :m] @ expm(-time * Y)

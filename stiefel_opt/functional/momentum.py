@@ -131,14 +131,14 @@ def sgd_(
 
     if overlap is not None and mend is not None:
         shift = _after(mend, _after(mend, torch.bmm(overlap, factor)), out=shift)
+    inner = _after(mend, _times(inner, force))
     if coupling is None:
-        factor.mul_(momentum)
-        shift.mul_(momentum)
-        new_factor, new_shift = factor, shift
+        pending = product(normal, factor)
+        inner = torch.sub(inner, shift, alpha=momentum)
+        add_product_(pending, point, inner, beta=momentum)
     else:
-        new_factor, new_shift = torch.bmm(factor, coupling), torch.bmm(shift, coupling)
-    pending = product(normal, new_factor)
-    add_product_(pending, point, _after(mend, _times(inner, force)).sub_(new_shift))
+        pending = product(normal, torch.bmm(factor, coupling))
+        add_product_(pending, point, torch.baddbmm(inner, shift, coupling, alpha=-1.0))
     _subtract_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
 
     gram_normal = _sum(row_sum, gram(normal, normal))

@@ -55,8 +55,8 @@ class Stack:
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
         if self.steps.device.type == "cpu":
-            low, high = self.steps.aminmax()
-            self.number = float(low) if bool(low == high) else None
+            numbers = self.steps.tolist()
+            self.number = numbers[0] if min(numbers) == max(numbers) else None
 
     def due(self, period: int) -> bool:
         """Say whether some parameter takes its step number 0 modulo ``period``."""
@@ -148,6 +148,7 @@ class Batch:
         self._stack, self._index, self._lead = stack, index, lead
         single = len(stack.parameters) == 1
         self._share = share if single else slice(None)  # of matrices in one parameter
+        self._whole = not single or share == slice(0, lead.numel())
         self._members = slice(None) if single else share
         self._parameters = stack.parameters[self._members]
         self.state = state
@@ -178,7 +179,7 @@ class Batch:
             part = manifold.parts(targets[0])[index]
             whole = manifold.matrices(part, index)
             target = _flat(whole)
-            target[self._share].copy_(matrices)
+            (target if self._whole else target[self._share]).copy_(matrices)
             if not _aliases(target, part):  # channels_last, or batches of rows: a copy was read
                 part.copy_(manifold.stored(target.view(whole.shape), part.shape, index))
             return
@@ -194,7 +195,8 @@ class Batch:
         manifold, index = self._stack.manifold, self._index
         if len(self._stack.parameters) == 1:
             part = manifold.parts(tensors[0])[index]
-            return _flat(manifold.matrices(part, index))[self._share]
+            matrices = _flat(manifold.matrices(part, index))
+            return matrices if self._whole else matrices[self._share]
         joined = torch.cat(tensors).reshape(len(tensors), *tensors[0].shape)
         return _flat(manifold.matrices(joined, index, stacked=True))
 
