@@ -101,7 +101,9 @@ class Roots(NamedTuple):
     bend: Tensor | None
 
 
-def roots(excess: Tensor, limit: float, *, root: bool = False, bend: bool = False) -> Roots:
+def roots(
+    matrix: Tensor, limit: float, *, scale: float = 1.0, root: bool = False, bend: bool = False
+) -> Roots:
     r"""Return :math:`(I + E)^{-1/2}` and on request its companions, E symmetric, 0 <= E <= limit.
 
     All are power series about the middle of the spectrum, up to degree 3, from the same powers of
@@ -110,8 +112,9 @@ def roots(excess: Tensor, limit: float, *, root: bool = False, bend: bool = Fals
     the number of iterations follows from ``limit`` alone.
 
     Args:
-        excess: E, shape ``(k, m, m)``.
+        matrix: E / scale, shape ``(k, m, m)``.
         limit: Upper bound of every E, a number: it sets the cost.
+        scale: Factor of E.
         root: Whether to return Q.
         bend: Whether to return (A + Q)^(-1).
 
@@ -119,18 +122,20 @@ def roots(excess: Tensor, limit: float, *, root: bool = False, bend: bool = Fals
     Note: 0 to 2 products of m x m for |E| up to 0.04 in float32, 6 to 20 beyond; no host sync.
     Reference: Higham (1997), Stable iterations for the matrix square root, eq. (2.6).
     """
-    plan = _plan(limit, excess.dtype)
-    powers = [excess]
-    for _ in range(plan.degree - 1):
-        powers.append(torch.bmm(powers[-1], excess))
-    inverse_root = _polynomial(powers, plan.inverse_root)
+    plan = _plan(limit, matrix.dtype)
+    powers = [matrix]
+    if matrix.numel() > _FEW:
+        for _ in range(plan.degree - 1):
+            powers.append(torch.bmm(powers[-1], matrix))
+    inverse_root = _polynomial(powers, plan.inverse_root, scale)
     if plan.iterations == 0:
         return Roots(
             inverse_root,
-            _polynomial(powers, plan.root) if root else None,
-            _polynomial(powers, plan.bend) if bend else None,
+            _polynomial(powers, plan.root, scale) if root else None,
+            _polynomial(powers, plan.bend, scale) if bend else None,
         )
-    square_root = torch.baddbmm(inverse_root, excess, inverse_root)  # exactly A R, or it drifts
+    # Q must be exactly A R, or the iteration drifts.
+    square_root = torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
     for _ in range(plan.iterations):
         correction = add_to_diagonal_(torch.bmm(inverse_root, square_root).mul_(-0.5), 1.5)
         square_root = torch.bmm(square_root, correction)
@@ -142,12 +147,26 @@ def roots(excess: Tensor, limit: float, *, root: bool = False, bend: bool = Fals
     return Roots(inverse_root, square_root, add_to_diagonal_(bent, -1.0))
 
 
-def _polynomial(powers: list[Tensor], coefficients: Sequence[float]) -> Tensor:
-    """Return c0 I + c1 E + c2 E^2 + ... for the powers at hand."""
-    result = powers[0] * coefficients[1]
-    for power, coefficient in zip(powers[1:], coefficients[2:], strict=False):
-        result.add_(power, alpha=coefficient)
+def _polynomial(powers: list[Tensor], coefficients: Sequence[float], scale: float) -> Tensor:
+    """Return c0 I + c1 E + c2 E^2 + ... for E = scale M and the powers of M at hand."""
+    matrix = powers[0]
+    if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree, and no powers
+        identity = _identity(matrix.size(-1), matrix.dtype, matrix.device)
+        result = identity.expand(matrix.shape)
+        factor = coefficients[-1] * scale
+        for coefficient in coefficients[-2::-1]:
+            result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
+            factor = scale
+        return result
+    result = matrix * (coefficients[1] * scale)
+    for order, power in enumerate(powers[1:], start=2):
+        result.add_(power, alpha=coefficients[order] * scale**order)
     return add_to_diagonal_(result, coefficients[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(size, dtype=dtype, device=device).unsqueeze(0)
 
 
 class _Plan(NamedTuple):
@@ -241,18 +260,20 @@ def _inverse_of_one_plus(root: Tensor, limit: float) -> Tensor:
     return inverse
 
 
-def polar_rotation(step: Tensor, limit: float) -> Tensor:
+def polar_rotation(matrix: Tensor, limit: float, scale: float = 1.0) -> Tensor:
     r"""Return rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, for skew K.
 
     Args:
-        step: K, shape ``(k, m, m)``.
+        matrix: K / scale, shape ``(k, m, m)``.
         limit: Bound on the spectral norm of every K.
+        scale: Factor of K.
 
     Returns: Orthogonal matrices, equal to exp(K) to second order.
     Note: 2 products of m x m and those of :func:`roots` of I - K^2.
     """
-    inverse_root = roots(torch.bmm(step.mT, step), limit * limit).inverse_root
-    return torch.baddbmm(inverse_root, step, inverse_root)
+    square = torch.bmm(matrix.mT, matrix)
+    inverse_root = roots(square, limit * limit, scale=scale * scale).inverse_root
+    return torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
 
 
 def cayley(step: Tensor) -> Tensor:

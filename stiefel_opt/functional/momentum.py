@@ -19,6 +19,7 @@ packed side by side, so that rows may live on several processes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -111,11 +112,10 @@ def sgd_(
     a = metric_parameter(metric)
     inner, mend, overlap = _measure(point, grad, normal, correct, row_sum)
     torque = _torque(inner, a, force)
-    coupling = _coupling(lr * skew, momentum, a, transport) if normal is not None else None
-    skew.mul_(momentum).sub_(torque)
-    turn, turn_gram = _turn(
-        lr * (skew * momentum - torque if nesterov else skew), transport, rotation, normal is None
-    )
+    coupling = None if normal is None else _coupling(skew, momentum, lr, a, transport)
+    torch.add(torque, skew, alpha=momentum, out=skew)
+    ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
+    turn, turn_gram = _turn(ahead, lr, transport, rotation, normal is None)
     frame = _after(mend, turn)  # Xh = X frame
     if normal is None:
         return product(point, frame)
@@ -143,20 +143,21 @@ def sgd_(
 
     gram_normal = _sum(row_sum, gram(normal, normal))
     if transport == "isometric":
-        step, excess, limit = _saturate(gram_normal, lr)
-        inverse_root, root, _ = roots(excess, limit, root=True)
+        step, excess, scale, limit = _saturate(gram_normal, lr)
+        inverse_root, root, _ = roots(excess, limit, scale=scale, root=True)
         torch.mul(gram_normal, step, out=shift)
-        along = inverse_root * step
+        along = inverse_root
     else:
+        step = lr
         excess, pulled = _published_excess(gram_normal, turn_gram, lr)
         inverse_root, root, _ = roots(excess, largest_bound(excess, _PUBLISHED_CAP), root=True)
-        shift.copy_(_after(root, gram_normal)).mul_(lr)
+        shift.copy_(_times(_after(root, gram_normal), lr))
         root = add_to_diagonal_(pulled * (lr * lr), 1.0)
-        along = _after(turn_gram, inverse_root) * lr
+        along = _after(turn_gram, inverse_root)
     if root is not None:
         factor.copy_(root)
     new_point = product(point, torch.bmm(frame, inverse_root))
-    return add_product_(new_point, normal, along)
+    return _move_along_(new_point, normal, along, step)
 
 
 def adam_(
@@ -215,11 +216,11 @@ def adam_(
             square = square_skew if max_square_skew is None else max_square_skew
             before = (step - 1).clamp(min=1) if isinstance(step, Tensor) else max(step - 1, 1)
             earlier = _precondition(skew, square, before, betas, eps)
-        coupling = _coupling(lr * earlier, beta1, a, transport)
-    skew.mul_(beta1).sub_(torque, alpha=1 - beta1)
+        coupling = _coupling(earlier, beta1, lr, a, transport)
+    skew.mul_(beta1).add_(torque, alpha=1 - beta1)
     square = _second_moment_(square_skew, max_square_skew, torque, beta2)
     preconditioned = _precondition(skew, square, step, betas, eps)
-    turn, turn_gram = _turn(lr * preconditioned, transport, rotation, normal is None)
+    turn, turn_gram = _turn(preconditioned, lr, transport, rotation, normal is None)
     frame = _after(mend, turn)
     if normal is None or square_normal is None:
         return product(point, frame)
@@ -256,59 +257,71 @@ def _measure(
 
 
 def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
-    """f = force (S - S') / (2 (1 - a)) for S = X'G."""
-    torque = inner - inner.mT
-    factor = force / (2 * (1 - a))
-    return torque if isinstance(factor, float) and factor == 1.0 else torque.mul_(factor)
+    """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
+    return _times(inner.mT - inner, force / (2 * (1 - a)))
 
 
 def _times(matrix: Tensor, factor: Scalar) -> Tensor:
     return matrix if isinstance(factor, float) and factor == 1.0 else matrix * factor
 
 
-def _coupling(step: Tensor, momentum: float, a: float, transport: str) -> Tensor | None:
+def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, transport: str) -> Tensor | None:
     """phi_2 without the force: U <- U M. Returns M, or None where it is the number ``momentum``."""
     if momentum == 0:
         return None
     if transport == "published":
-        return add_to_diagonal_(step * ((3 * a - 2) / 2), momentum)
+        return add_to_diagonal_(skew * (lr * (3 * a - 2) / 2), momentum)
     if a == _CANONICAL:
         return None
-    return _turn((2 * a - 1) * step, transport, "polar")[0].mul_(momentum)
+    return _turn(skew, lr * (2 * a - 1), transport, "polar")[0].mul_(momentum)
 
 
 def _turn(
-    step: Tensor, transport: str, rotation: str, square: bool = False
+    skew: Tensor, lr: Scalar, transport: str, rotation: str, square: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """phi_1: return D of Xh = X D for skew ``step``, and Xh'Xh where it is not I.
+    """phi_1: return D of Xh = X D for K = lr ``skew``, and Xh'Xh where it is not I.
 
     Euler's I + K is no rotation: what follows it in the step is a polar retraction, which at once
     makes it rot(K) where nothing is added in between: isometric flows, square matrices.
     """
     isometric = transport == "isometric"
-    limit = largest_bound(step, _SATURATION if isometric else _PUBLISHED_CAP**0.5)
-    if isometric and (limit > _SATURATION or step.device.type != "cpu"):
-        step = step * (_SATURATION / infinity_norm(step)).clamp(max=1.0)
-        limit = min(limit, _SATURATION)
+    if isinstance(lr, Tensor):
+        skew, lr = skew * lr, 1.0
+    limit = abs(lr) * largest_bound(skew, math.inf)
+    if isometric and not limit <= _SATURATION:
+        skew, lr = skew * lr, 1.0
+        skew = skew * (_SATURATION / infinity_norm(skew)).clamp(max=1.0)
+        limit = _SATURATION
+    limit = min(limit, _PUBLISHED_CAP)
+    euler = rotation == "euler" and not isometric and not square
+    if rotation == "polar" or (rotation == "euler" and not euler):
+        return polar_rotation(skew, limit, lr), None
+    step = skew * lr
     if rotation == "cayley":
         return cayley(step), None
     if rotation == "expm":
         return torch.linalg.matrix_exp(step), None
-    if rotation == "euler" and transport == "published" and not square:
-        eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
-        return step + eye, torch.baddbmm(eye, step.mT, step)
-    return polar_rotation(step, limit), None
+    eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
+    return step + eye, torch.baddbmm(eye, step.mT, step)
 
 
-def _saturate(gram_direction: Tensor, lr: Scalar) -> tuple[Scalar, Tensor, float]:
-    """Return eta shortened where eta sigma > 4, eta^2 V'V, and a bound on all of those."""
-    excess = gram_direction * (lr * lr)
+def _saturate(gram_direction: Tensor, lr: Scalar) -> tuple[Scalar, Tensor, float, float]:
+    """Return eta, shortened where eta sigma > 4; eta^2 V'V as (E / scale, scale); its bound."""
     most = _SATURATION * _SATURATION
-    limit = largest_bound(excess, most)
-    if limit <= most and excess.device.type == "cpu":
-        return lr, excess, limit
-    scale = (most / infinity_norm(excess)).clamp(max=1.0)
-    return lr * scale.sqrt(), excess * scale, min(limit, most)
+    if isinstance(lr, float):
+        limit = lr * lr * largest_bound(gram_direction, math.inf)
+        if limit <= most:
+            return lr, gram_direction, lr * lr, limit
+    excess = gram_direction * (lr * lr)
+    shorter = (most / infinity_norm(excess)).clamp(max=1.0)
+    return lr * shorter.sqrt(), excess * shorter, 1.0, most
+
+
+def _move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scalar) -> Tensor:
+    """new_point += step V small."""
+    if isinstance(step, Tensor):
+        return add_product_(new_point, direction, small * step)
+    return add_product_(new_point, direction, small, alpha=step)
 
 
 def _published_excess(
@@ -336,21 +349,21 @@ def _advance_(
     parts = torch.cat((gram(direction, direction), gram(direction, normal)), dim=-1)
     own, cross = torch.split(_sum(row_sum, parts), point.size(-1), dim=-1)
     if transport == "isometric":
-        step, excess, limit = _saturate(own, lr)
-        inverse_root, _, bend = roots(excess, limit, bend=True)
-        along = inverse_root * step
+        step, excess, scale, limit = _saturate(own, lr)
+        inverse_root, _, bend = roots(excess, limit, scale=scale, bend=True)
+        along = inverse_root
         # T xi = xi - eta^2 V R^2 (I + R)^(-1) V'xi - eta Xh R V'xi
         add_product_(normal, direction, _after(bend, cross).mul_(-step * step))
-        back = torch.bmm(frame, torch.bmm(along, cross))
+        back = torch.bmm(frame, torch.bmm(inverse_root, cross) * step)
     else:
         excess, _ = _published_excess(own, turn_gram, lr)
         limit = largest_bound(excess, _PUBLISHED_CAP)
         inverse_root = roots(excess, limit).inverse_root
-        along = _after(turn_gram, inverse_root) * lr
+        step, along = lr, _after(turn_gram, inverse_root)
         back = torch.bmm(frame, cross) * lr
     add_product_(normal, point, back.neg_())
     new_point = product(point, torch.bmm(frame, inverse_root))
-    add_product_(new_point, direction, along)
+    _move_along_(new_point, direction, along, step)
     if limit > 1 and point.device.type == "cpu":  # a long step amplifies rounding: mend it here
         _, mend, overlap = _measure(new_point, new_point, normal, True, row_sum)
         if mend is not None and overlap is not None:

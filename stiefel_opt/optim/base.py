@@ -256,7 +256,7 @@ class StiefelOptimizer(Optimizer):
         """Move all parameters of a stack."""
         manifold = stack.manifold
         lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device.type == "cpu":
+        if not isinstance(lr, Tensor) or lr.device.type == "cpu":
             lr = float(lr)
         frozen = not isinstance(lr, Tensor) and lr == 0
         on_cpu = stack.parameters[0].device.type == "cpu"
