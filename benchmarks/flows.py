@@ -149,8 +149,8 @@ def plot_blow_up(axis: Axes, runs: list[BlowUp], quantity: str, ceiling: float) 
                 fillstyle="full" if isometric else "none", color=COLOURS[kind], label=name,
             )  # fmt: skip
             if broken:
-                axis.loglog(broken, [ceiling] * len(broken), "x", color=COLOURS[kind],
-                            markersize=8 if kind == "SGD" else 12, label=f"{name}: not finite",
+                axis.loglog(broken, [ceiling if kind == "SGD" else ceiling / 5] * len(broken), "x", color=COLOURS[kind],
+                            markersize=8, label=f"{name}: not finite",
                             )  # fmt: skip
     axis.set_xlabel("learning rate")
 

@@ -218,6 +218,8 @@ class StiefelOptimizer(Optimizer):
             Stack(members, manifold, [self._init_state(p, manifold, group) for p in members])
             for manifold, members in work.equals
         ]
+        for stack in work.stacks:
+            stack.grads = [p.grad for p in stack.parameters]  # type: ignore[misc]
 
     def _init_state(self, parameter: Tensor, manifold: Stiefel, group: Group) -> dict[str, Tensor]:
         """Return the state of a constrained parameter, with what is missing made."""
@@ -260,8 +262,6 @@ class StiefelOptimizer(Optimizer):
             lr = float(lr)
         frozen = not isinstance(lr, Tensor) and lr == 0
         on_cpu = stack.parameters[0].device.type == "cpu"
-        fresh = not stack.untouched()
-        stack.grads = [p.grad for p in stack.parameters if p.grad is not None]
         stack.advance()
         due = not on_cpu or stack.due(_CORRECTION_PERIOD)
         for batch in stack.batches:
@@ -269,7 +269,7 @@ class StiefelOptimizer(Optimizer):
             if manifold.scale != 1.0:
                 point = point / manifold.scale
             correct = due
-            if fresh:
+            if stack.fresh:
                 point, correct = self._settle(point, batch, due)
             new_point = self._move(group, point, grad, batch, lr / manifold.scale, correct)
             if frozen:
@@ -314,20 +314,19 @@ class StiefelOptimizer(Optimizer):
             for parameter in work.plain:
                 if parameter.grad.is_sparse:  # type: ignore[union-attr]
                     self._refuse_sparse(parameter)
-        for _, members in work.equals:
+        for index, (_, members) in enumerate(work.equals):
             shape, dtype = members[0].shape, members[0].dtype
-            for parameter in members:
-                grad = parameter.grad
-                if grad.layout is not torch.strided:  # type: ignore[union-attr]
+            grads: list[Tensor] = [p.grad for p in members]  # type: ignore[misc]
+            for parameter, grad in zip(members, grads, strict=True):
+                if grad.layout is not torch.strided:
                     self._refuse_sparse(parameter)
-                if grad.shape != shape or grad.dtype != dtype:  # type: ignore[union-attr]
+                if grad.shape != shape or grad.dtype is not dtype:
                     self._refuse_gradient(parameter)
-        if not work.stacks:
-            for parameter in [p for _, members in work.equals for p in members]:
-                self._check_finite(parameter)
-        for stack in work.stacks:
-            if not stack.untouched():
-                for parameter in stack.parameters:
+            stack = work.stacks[index] if work.stacks else None
+            if stack is not None:
+                stack.grads = grads
+            if stack is None or not stack.untouched():
+                for parameter in members:
                     self._check_finite(parameter)
 
     def _refuse_gradient(self, parameter: Tensor) -> None:

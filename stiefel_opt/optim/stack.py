@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ State = dict[str, Tensor]
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory.
-_BYTES_ON_CPU: Final = 2**21
+_BYTES_ON_CPU: Final = 2**22
 _BYTES_ELSEWHERE: Final = 2**28
 
 
@@ -34,11 +35,14 @@ class Stack:
     """
 
     def __init__(self, parameters: list[Tensor], manifold: Stiefel, states: list[State]) -> None:
+        if parameters[0].device.type == "cpu":
+            _settle_allocator()
         self.parameters = parameters
         self.manifold = manifold
         self.states = states
         self.grads: list[Tensor] = []
         self.versions: list[int] | None = None  # of the parameters after our last write
+        self.fresh = True  # somebody else wrote to the parameters since then
         self.steps = _stacked([state["step"] for state in states], states, "step")
         self.number: float | None = None  # the step's number where all have the same, on a CPU
         self._apart: list[tuple[Tensor, Tensor]] = []  # state that is no batch in memory, its copy
@@ -73,8 +77,9 @@ class Stack:
             self.versions = [parameter._version for parameter in self.parameters]
 
     def untouched(self) -> bool:
-        """Say whether nobody wrote to the parameters since our last write."""
-        return self.versions == [parameter._version for parameter in self.parameters]
+        """Say whether nobody wrote to the parameters since our last write, and remember it."""
+        self.fresh = self.versions != [parameter._version for parameter in self.parameters]
+        return not self.fresh
 
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
@@ -220,6 +225,16 @@ def state_shapes(
 def is_small(name: str) -> bool:
     """Say whether state of this name is m x m for each matrix, by the last word of its name."""
     return name.partition(".")[0].endswith(("skew", "factor", "shift"))
+
+
+@functools.lru_cache(maxsize=1)
+def _settle_allocator() -> None:
+    """Let glibc keep blocks of a few MB instead of returning them to the system at every free.
+
+    It raises its threshold when a larger block is freed; without that each temporary of a step is
+    faulted in page by page again, which for small matrices costs more than the arithmetic.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
 
 def _flat(matrices: Tensor) -> Tensor:
