@@ -148,10 +148,10 @@ def plot_blow_up(axis: Axes, runs: list[BlowUp], quantity: str, ceiling: float) 
                 linestyle="-" if isometric else "--", marker="o" if isometric else "s",
                 fillstyle="full" if isometric else "none", color=COLOURS[kind], label=name,
             )  # fmt: skip
-            if broken:
-                axis.loglog(broken, [ceiling if kind == "SGD" else ceiling / 5] * len(broken), "x", color=COLOURS[kind],
-                            markersize=8, label=f"{name}: not finite",
-                            )  # fmt: skip
+            if broken:  # the crosses of the two optimizers at different heights
+                heights = [ceiling if kind == "SGD" else ceiling / 5] * len(broken)
+                label = f"{name}: not finite"
+                axis.loglog(broken, heights, "x", color=COLOURS[kind], markersize=8, label=label)
     axis.set_xlabel("learning rate")
 
 

@@ -126,7 +126,7 @@ Runs = dict[float, list[Run]]  # learning rate -> one run per draw
 
 
 def explore(problem: Problem, flow: str, rates: Sequence[float], progress: Any) -> Runs:
-    """Every rate on one draw, from the largest: fast or soon not finite; slow ones are cut short."""
+    """Every rate on one draw, the largest first; slow ones are cut short."""
     limit: float = ITERATION_LIMIT
     runs: Runs = {}
     for lr in sorted(rates, reverse=True):
