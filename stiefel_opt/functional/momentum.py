@@ -106,7 +106,8 @@ def sgd_(
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
     Returns: The new point, ``(k, n, m)``.
-    Note: 6 products of n x m by m x m, 8 with ``correct``, 8 with ``nesterov``.
+    Note: 6 products of n x m by m x m, 8 with ``correct``, 8 with ``nesterov``, three more in a
+        step so long that it would amplify rounding.
     Reference: Kong et al., Algorithm 1, with the geometry corrected.
     """
     a = metric_parameter(metric)
@@ -150,14 +151,19 @@ def sgd_(
     else:
         step = lr
         excess, pulled = _published_excess(gram_normal, turn_gram, lr)
-        inverse_root, root, _ = roots(excess, largest_bound(excess, _PUBLISHED_CAP), root=True)
+        limit = largest_bound(excess, _PUBLISHED_CAP)
+        inverse_root, root, _ = roots(excess, limit, root=True)
         shift.copy_(_times(_after(root, gram_normal), lr))
         root = add_to_diagonal_(pulled * (lr * lr), 1.0)
         along = _after(turn_gram, inverse_root)
     if root is not None:
         factor.copy_(root)
     new_point = product(point, torch.bmm(frame, inverse_root))
-    return _move_along_(new_point, normal, along, step)
+    _move_along_(new_point, normal, along, step)
+    if limit > 1 and point.device.type == "cpu":
+        new_point, overlap = _mend_long_step(new_point, normal, row_sum)
+        torch.bmm(overlap, factor, out=shift)
+    return new_point
 
 
 def adam_(
@@ -364,12 +370,23 @@ def _advance_(
     add_product_(normal, point, back.neg_())
     new_point = product(point, torch.bmm(frame, inverse_root))
     _move_along_(new_point, direction, along, step)
-    if limit > 1 and point.device.type == "cpu":  # a long step amplifies rounding: mend it here
-        _, mend, overlap = _measure(new_point, new_point, normal, True, row_sum)
-        if mend is not None and overlap is not None:
-            new_point = product(new_point, mend)
-            add_product_(normal, new_point, -torch.bmm(mend, overlap))
+    if limit > 1 and point.device.type == "cpu":
+        new_point, overlap = _mend_long_step(new_point, normal, row_sum)
+        add_product_(normal, new_point, -overlap)
     return new_point
+
+
+def _mend_long_step(
+    new_point: Tensor, normal: Tensor, row_sum: RowSum | None
+) -> tuple[Tensor, Tensor]:
+    """Return X made orthonormal again, and X'B for it: a long step amplifies rounding.
+
+    Where bounds cannot be read every step begins with this correction instead.
+    """
+    parts = torch.cat((gram(new_point, new_point), gram(new_point, normal)), dim=-1)
+    own, overlap = torch.split(_sum(row_sum, parts), new_point.size(-1), dim=-1)
+    mend = add_to_diagonal_(own * -0.5, 1.5)
+    return product(new_point, mend), torch.bmm(mend, overlap)
 
 
 def _precondition(

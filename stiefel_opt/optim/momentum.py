@@ -21,7 +21,7 @@ from stiefel_opt.functional.momentum import (
     normal_part,
     sgd_,
 )
-from stiefel_opt.linalg import gram, largest_bound
+from stiefel_opt.linalg import gram
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.base import Group, StiefelOptimizer
 from stiefel_opt.optim.stack import Batch
@@ -145,9 +145,7 @@ class StiefelSGD(StiefelOptimizer):
                     shift.zero_()
                     batch.deferred = False
                 factor = shift = None
-            elif not correct:
-                # A step that turned far left more rounding behind than eight steps may collect.
-                correct = largest_bound(shift, 0.0) * float(lr) > 0.5
+            else:
                 batch.deferred = True
         return sgd_(
             point,
