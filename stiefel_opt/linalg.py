@@ -77,13 +77,14 @@ def infinity_norm(matrix: Tensor) -> Tensor:
 def largest_bound(matrix: Tensor, cap: float) -> float:
     """Return a bound on the spectral norms of a batch where reading it is free (CPU), else ``cap``.
 
-    The largest infinity norm; for a few numbers, where three calls cost more than the products that
-    a sharper bound saves, m times the largest entry.
+    The largest infinity norm; for a few numbers, where two calls cost more than the products that a
+    sharper bound saves, m times the largest entry. Skew and positive semidefinite matrices only:
+    their largest entry in absolute value is positive.
     """
     if matrix.device.type != "cpu":
         return cap
     if matrix.numel() <= _FEW:
-        return matrix.size(-1) * float(torch.linalg.vector_norm(matrix, torch.inf))
+        return matrix.size(-1) * float(matrix.max())
     return float(matrix.abs().sum(dim=-1).max())
 
 
@@ -94,15 +95,19 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
 
 
 class Roots(NamedTuple):
-    """Functions of A = I + E: R = A^(-1/2), Q = A^(1/2), and R^2 (I + R)^(-1) = (A + Q)^(-1)."""
+    """Functions of A = I + E: R = A^(-1/2) and R^2 (I + R)^(-1) = (A + A^(1/2))^(-1)."""
 
     inverse_root: Tensor
-    root: Tensor | None
     bend: Tensor | None
 
 
 def roots(
-    matrix: Tensor, limit: float, *, scale: float = 1.0, root: bool = False, bend: bool = False
+    matrix: Tensor,
+    limit: float,
+    *,
+    scale: float = 1.0,
+    root: Tensor | None = None,
+    bend: bool = False,
 ) -> Roots:
     r"""Return :math:`(I + E)^{-1/2}` and on request its companions, E symmetric, 0 <= E <= limit.
 
@@ -115,7 +120,7 @@ def roots(
         matrix: E / scale, shape ``(k, m, m)``.
         limit: Upper bound of every E, a number: it sets the cost.
         scale: Factor of E.
-        root: Whether to return Q.
+        root: Where to put Q, if wanted.
         bend: Whether to return (A + Q)^(-1).
 
     Returns: :class:`Roots`, each ``(k, m, m)``.
@@ -129,36 +134,38 @@ def roots(
             powers.append(torch.bmm(powers[-1], matrix))
     inverse_root = _polynomial(powers, plan.inverse_root, scale)
     if plan.iterations == 0:
-        return Roots(
-            inverse_root,
-            _polynomial(powers, plan.root, scale) if root else None,
-            _polynomial(powers, plan.bend, scale) if bend else None,
-        )
+        if root is not None:
+            _polynomial(powers, plan.root, scale, out=root)
+        return Roots(inverse_root, _polynomial(powers, plan.bend, scale) if bend else None)
     # Q must be exactly A R, or the iteration drifts.
     square_root = torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
     for _ in range(plan.iterations):
         correction = add_to_diagonal_(torch.bmm(inverse_root, square_root).mul_(-0.5), 1.5)
         square_root = torch.bmm(square_root, correction)
         inverse_root = torch.bmm(correction, inverse_root)
+    if root is not None:
+        root.copy_(square_root)
     if not bend:
-        return Roots(inverse_root, square_root, None)
+        return Roots(inverse_root, None)
     # r^2 / (1 + r) = r - 1 + 1 / (1 + r)
     bent = _inverse_of_one_plus(inverse_root, limit).add_(inverse_root)
-    return Roots(inverse_root, square_root, add_to_diagonal_(bent, -1.0))
+    return Roots(inverse_root, add_to_diagonal_(bent, -1.0))
 
 
-def _polynomial(powers: list[Tensor], coefficients: Sequence[float], scale: float) -> Tensor:
+def _polynomial(
+    powers: list[Tensor], coefficients: Sequence[float], scale: float, out: Tensor | None = None
+) -> Tensor:
     """Return c0 I + c1 E + c2 E^2 + ... for E = scale M and the powers of M at hand."""
     matrix = powers[0]
     if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree, and no powers
         identity = _identity(matrix.size(-1), matrix.dtype, matrix.device)
-        result = identity.expand(matrix.shape)
+        result = identity if matrix.size(0) == 1 else identity.expand(matrix.shape)
         factor = coefficients[-1] * scale
-        for coefficient in coefficients[-2::-1]:
+        for coefficient in coefficients[-2:0:-1]:
             result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
             factor = scale
-        return result
-    result = matrix * (coefficients[1] * scale)
+        return torch.baddbmm(identity, matrix, result, beta=coefficients[0], alpha=factor, out=out)
+    result = torch.mul(matrix, coefficients[1] * scale, out=out)
     for order, power in enumerate(powers[1:], start=2):
         result.add_(power, alpha=coefficients[order] * scale**order)
     return add_to_diagonal_(result, coefficients[0])

@@ -150,7 +150,7 @@ class Stiefel:
             part = part.flatten(2 if stacked else 1)
         if self.transposed:
             part = part.mT
-        heads = self._heads()[index]
+        heads = self._heads_of(index)
         if heads > 1:
             part = torch.unflatten(part, -2, (heads, part.size(-2) // heads))
         return tall(part)
@@ -161,7 +161,7 @@ class Stiefel:
         """Undo :meth:`matrices` for a part of ``shape``."""
         if self.is_wide(shape[1:] if stacked else shape, index):
             matrices = matrices.mT
-        if self._heads()[index] > 1:
+        if self._heads_of(index) > 1:
             matrices = matrices.flatten(-3, -2)
         if self.transposed:
             matrices = matrices.mT
@@ -170,7 +170,7 @@ class Stiefel:
     def is_wide(self, shape: torch.Size, index: int = 0) -> bool:
         """Say whether the matrices of range ``index``, all rows of ``shape``, are wide."""
         row_count, column_count = self._size(shape)
-        return row_count // self._heads()[index] < column_count
+        return row_count // self._heads_of(index) < column_count
 
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
@@ -200,6 +200,9 @@ class Stiefel:
     def _heads(self) -> tuple[int, ...]:
         number = max(1, len(self._ranges()))
         return self.heads if isinstance(self.heads, tuple) else (self.heads or 1,) * number
+
+    def _heads_of(self, index: int) -> int:
+        return self.heads[index] if isinstance(self.heads, tuple) else self.heads or 1
 
     def _row_dim(self, tensor: Tensor) -> int:
         return 0 if self.flatten else tensor.ndim - (1 if self.transposed else 2)

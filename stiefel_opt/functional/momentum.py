@@ -145,19 +145,17 @@ def sgd_(
     gram_normal = _sum(row_sum, gram(normal, normal))
     if transport == "isometric":
         step, excess, scale, limit = _saturate(gram_normal, lr)
-        inverse_root, root, _ = roots(excess, limit, scale=scale, root=True)
+        inverse_root, _ = roots(excess, limit, scale=scale, root=factor)
         torch.mul(gram_normal, step, out=shift)
         along = inverse_root
     else:
         step = lr
         excess, pulled = _published_excess(gram_normal, turn_gram, lr)
         limit = largest_bound(excess, _PUBLISHED_CAP)
-        inverse_root, root, _ = roots(excess, limit, root=True)
-        shift.copy_(_times(_after(root, gram_normal), lr))
-        root = add_to_diagonal_(pulled * (lr * lr), 1.0)
+        inverse_root, _ = roots(excess, limit, root=factor)
+        torch.mul(torch.bmm(factor, gram_normal), lr, out=shift)
+        add_to_diagonal_(torch.mul(pulled, lr * lr, out=factor), 1.0)
         along = _after(turn_gram, inverse_root)
-    if root is not None:
-        factor.copy_(root)
     new_point = product(point, torch.bmm(frame, inverse_root))
     _move_along_(new_point, normal, along, step)
     if limit > 1 and point.device.type == "cpu":
@@ -356,7 +354,7 @@ def _advance_(
     own, cross = torch.split(_sum(row_sum, parts), point.size(-1), dim=-1)
     if transport == "isometric":
         step, excess, scale, limit = _saturate(own, lr)
-        inverse_root, _, bend = roots(excess, limit, scale=scale, bend=True)
+        inverse_root, bend = roots(excess, limit, scale=scale, bend=True)
         along = inverse_root
         # T xi = xi - eta^2 V R^2 (I + R)^(-1) V'xi - eta Xh R V'xi
         add_product_(normal, direction, _after(bend, cross).mul_(-step * step))

@@ -239,7 +239,9 @@ def _settle_allocator() -> None:
 
 def _flat(matrices: Tensor) -> Tensor:
     """Return ``(..., n, m)`` as ``(k, n, m)``: a view where strides allow."""
-    return matrices if matrices.ndim == 3 else matrices.reshape(-1, *matrices.shape[-2:])
+    if matrices.ndim == 2:
+        return matrices.unsqueeze(0)
+    return matrices if matrices.ndim == 3 else matrices.flatten(0, -3)
 
 
 def _stacked(tensors: list[Tensor], states: list[State], name: str) -> Tensor:
@@ -251,7 +253,7 @@ def _stacked(tensors: list[Tensor], states: list[State], name: str) -> Tensor:
 
 
 def _aliases(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return tensor.data_ptr() == other.data_ptr()
 
 
 def _windows(whole: Tensor) -> list[Tensor]:
