@@ -396,13 +396,19 @@ def _precondition(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return (first/c1) / (sqrt(second/c2) + eps) with ci = 1 - bi^step; 0/0 counts as 0."""
-    correction1 = 1 - betas[0] ** step
-    correction2 = 1 - betas[1] ** step
+    correction1, correction2 = (_correction(beta, step, first.dtype) for beta in betas)
     denominator = torch.sqrt(second, out=out).mul_(correction1 / correction2**0.5)
     denominator.add_(correction1 * eps)
     if eps == 0:
         denominator.masked_fill_(denominator == 0, 1.0)
     return torch.div(first, denominator, out=denominator)
+
+
+def _correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
+    """Return 1 - beta^step, without the cancellation that a step in float32 would suffer."""
+    if isinstance(step, Tensor):
+        return -torch.expm1(step.to(dtype) * (math.log(beta) if beta > 0 else -math.inf))
+    return 1.0 - beta**step
 
 
 def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2: float) -> Tensor:
