@@ -1,0 +1,124 @@
+"""A small model with every kind of parameter, its optimizers, and bit-for-bit comparison.
+
+What the tests of the optimizers' contract share: everything a user of torch may do to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+
+Step = Callable[[], None]
+
+OPTIMIZERS = {
+    "sgd": (so.StiefelSGD, {"lr": 0.05, "weight_decay": 0.1}),
+    "sgd-nesterov": (so.StiefelSGD, {"lr": 0.05, "nesterov": True, "metric": "euclidean"}),
+    "adam": (so.StiefelAdam, {"lr": 0.05}),
+    "adam-amsgrad": (so.StiefelAdam, {"lr": 0.05, "amsgrad": True, "metric": 0.3}),
+}
+
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+class Model(nn.Module):
+    """Two equal wide weights with heads, a tall, a square and a convolution, rows, and plain ones.
+
+    `fused` is constrained in two ranges of rows; its other rows, `out` and all biases are plain.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = so.constrain(nn.Linear(8, 6), heads=2)
+        self.k = so.constrain(nn.Linear(8, 6), heads=2)
+        self.up = so.constrain(nn.Linear(6, 10), scale=2.0)
+        self.turn = so.constrain(nn.Linear(10, 10, bias=False))
+        self.fused = so.constrain(nn.Linear(10, 14), rows=((0, 4), (6, 12)), heads=(1, 2))
+        self.filter = so.constrain(nn.Conv1d(1, 2, 3))
+        self.out = nn.Linear(14, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.turn(self.up(torch.tanh(self.q(x)) * self.k(x)))
+        filtered = self.filter(self.fused(hidden).unsqueeze(1)).mean(1)
+        return self.out(torch.nn.functional.pad(filtered, (0, 2)))
+
+
+def model(seed: int = 0) -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Model()
+
+
+def optimizer(name: str, params: Any, **options: Any) -> Any:
+    rule, defaults = OPTIMIZERS[name]
+    return rule(params, **{**defaults, **options})
+
+
+def backward(net: nn.Module, step: int, factor: float = 1.0) -> Tensor:
+    """Fill the gradients of step number `step`, the same for the same model; return the loss."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(5, 8, generator=generator, dtype=next(net.parameters()).dtype)
+    for parameter in net.parameters():
+        parameter.grad = None
+    loss = factor * (net(x) - x[:, :2]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(net: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        backward(net, step)
+        opt.step()
+
+
+def constrained(net: nn.Module) -> dict[str, so.ManifoldParameter]:
+    return {n: p for n, p in net.named_parameters() if isinstance(p, so.ManifoldParameter)}
+
+
+def through_file(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def snapshot(net: nn.Module, opt: torch.optim.Optimizer) -> Any:
+    """A copy of all that an optimizer may change: values, gradients, state, groups."""
+    groups = [{**group, "params": [id(p) for p in group["params"]]} for group in opt.param_groups]
+    values = [(p.detach(), p.grad, dict(opt.state.get(p, {}))) for p in net.parameters()]
+    return copy.deepcopy((values, groups, len(opt.state)))
+
+
+def assert_same(left: Any, right: Any, path: str = "") -> None:
+    """Compare nested dicts, lists and tensors bit for bit."""
+    assert type(left) is type(right), path
+    if isinstance(left, Tensor):
+        assert left.shape == right.shape, path
+        assert left.dtype == right.dtype, path
+        assert torch.equal(left, right), f"{path}: {(left - right).abs().max()}"
+    elif isinstance(left, dict):
+        assert list(left) == list(right), path
+        for key in left:
+            assert_same(left[key], right[key], f"{path}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), path
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{path}[{index}]")
+    else:
+        assert left == right, path
+
+
+def assert_same_training(left: Any, right: Any) -> None:
+    """Compare the values and all state of two (model, optimizer) pairs bit for bit."""
+    for (net, opt), (other_net, other_opt) in [(left, right)]:
+        for (name, p), q in zip(net.named_parameters(), other_net.parameters(), strict=True):
+            assert_same(p.detach(), q.detach(), name)
+            mine, theirs = dict(opt.state.get(p, {})), dict(other_opt.state.get(q, {}))
+            assert_same(dict(sorted(mine.items())), dict(sorted(theirs.items())), name)

@@ -1,0 +1,539 @@
+"""What code written for torch's optimizers may do: closures, groups, schedulers, hooks, edits."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from contract import (
+    OPTIMIZERS,
+    assert_same,
+    assert_same_training,
+    backward,
+    constrained,
+    every_optimizer,
+    model,
+    optimizer,
+    train,
+)
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import stiefel_opt as so
+
+# ---- closure, parameters, gradients -------------------------------------------------------------
+
+
+@every_optimizer
+def test_closure_is_called_once_with_grad_enabled_and_its_loss_returned(name):
+    net = model()
+    other = copy.deepcopy(net)
+    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        return backward(net, len(calls) - 1)
+
+    with torch.no_grad():
+        losses = [opt.step(closure) for _ in range(3)]
+    assert calls == [True] * 3
+    for step, loss in enumerate(losses):
+        assert_same(loss, backward(other, step))
+        assert other_opt.step() is None
+    assert_same_training((net, opt), (other, other_opt))
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "listed",
+    [
+        lambda net: iter(net.parameters()),
+        lambda net: net.named_parameters(),
+        lambda net: list(net.named_parameters()),
+        lambda net: [{"params": net.parameters()}],
+        lambda net: so.param_groups(net),
+        lambda net: so.param_groups(net, names=True),
+    ],
+    ids=["generator", "named", "named list", "group", "param_groups", "with names"],
+)
+def test_every_way_to_list_parameters_gives_the_same_training(name, listed):
+    net = model()
+    other = copy.deepcopy(net)
+    opt, other_opt = optimizer(name, list(net.parameters())), optimizer(name, listed(other))
+    train(net, opt, 0, 3)
+    train(other, other_opt, 0, 3)
+    assert_same_training((net, opt), (other, other_opt))
+
+
+@every_optimizer
+def test_gradients_keep_their_bits_and_their_objects(name):
+    net = model()
+    opt = optimizer(name, net.parameters(), maximize=True, weight_decay=0.1)
+    for step in range(3):
+        backward(net, step)
+        grads = [p.grad for p in net.parameters()]
+        before = copy.deepcopy(grads)
+        opt.step()
+        assert all(p.grad is grad for p, grad in zip(net.parameters(), grads, strict=True))
+        assert_same(grads, before)
+
+
+@every_optimizer
+def test_parameters_without_a_gradient_are_skipped(name):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 2)
+    skipped = [net.q.weight, net.fused.weight, net.out.weight, net.turn.weight]
+    before = [(p.detach().clone(), copy.deepcopy(opt.state[p])) for p in skipped]
+    moving = net.k.weight.detach().clone()
+    backward(net, 2)
+    for p in skipped:
+        p.grad = None
+    opt.step()
+    assert_same([(p.detach(), opt.state[p]) for p in skipped], before)
+    assert not torch.equal(net.k.weight, moving)
+    for p in net.parameters():
+        p.grad = None
+    opt.step()
+    assert_same([(p.detach(), opt.state[p]) for p in skipped], before)
+
+
+def freeze(net, opt, flag):
+    net.k.weight.requires_grad_(flag)
+    return opt
+
+
+@every_optimizer
+@pytest.mark.parametrize("kind", ["no gradient", "frozen", "added later"])
+def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
+    """It starts with its own step number, and it and the others move as if each were alone."""
+    torch.manual_seed(0)
+    start = [so.ManifoldParameter(torch.linalg.qr(torch.randn(7, 3).double())[0]) for _ in range(3)]
+    grads = torch.randn(8, 3, 7, 3).double()
+    params = copy.deepcopy(start)
+    opt = optimizer(name, params[:2] if kind == "added later" else params)
+    if kind == "frozen":
+        params[2].requires_grad_(False)
+    for step in range(8):
+        if step == 3 and kind == "added later":
+            opt.add_param_group({"params": params[2:]})
+        if step == 3 and kind == "frozen":
+            params[2].requires_grad_(True)
+        for index, p in enumerate(params):
+            p.grad = None if index == 2 and step < 3 else grads[step, index]
+        opt.step()
+    for index, p in enumerate(copy.deepcopy(start)):
+        alone = optimizer(name, [p])
+        for step in range(3 if index == 2 else 0, 8):
+            p.grad = grads[step, index]
+            alone.step()
+        torch.testing.assert_close(params[index], p, atol=1e-14, rtol=0)
+        assert opt.state[params[index]]["step"] == alone.state[p]["step"]
+        for key, value in alone.state[p].items():
+            torch.testing.assert_close(opt.state[params[index]][key], value, atol=1e-13, rtol=1e-13)
+
+
+@every_optimizer
+def test_moving_a_parameter_to_another_group_keeps_its_state(name):
+    net = model()
+    other = copy.deepcopy(net)
+    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    train(net, opt, 0, 3)
+    train(other, other_opt, 0, 3)
+    other_opt.load_state_dict(copy.deepcopy(other_opt.state_dict()))
+    params = other_opt.param_groups[0]["params"]
+    places = [i for i, p in enumerate(params) if p is other.k.weight or p is other.out.bias]
+    moved = [params.pop(place) for place in reversed(places)]
+    other_opt.add_param_group({"params": moved})
+    train(net, opt, 3, 6)
+    train(other, other_opt, 3, 6)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=0)
+        assert opt.state[p].get("step") == other_opt.state[q].get("step")
+
+
+@every_optimizer
+def test_two_optimizers_that_share_nothing_do_not_meet(name):
+    nets = [model(0), model(1)]
+    alone = copy.deepcopy(nets)
+    opts = [optimizer(name, net.parameters()) for net in nets]
+    for step in range(4):
+        for net, opt in zip(nets, opts, strict=True):
+            train(net, opt, step, step + 1)
+    for net, opt, other in zip(nets, opts, alone, strict=True):
+        other_opt = optimizer(name, other.parameters())
+        train(other, other_opt, 0, 4)
+        assert_same_training((net, opt), (other, other_opt))
+
+
+# ---- learning rates ------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "LambdaLR": {"lr_lambda": lambda epoch: 0.9**epoch},
+    "MultiplicativeLR": {"lr_lambda": lambda _: 0.9},
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [1, 3]},
+    "ConstantLR": {"total_iters": 2},
+    "LinearLR": {"total_iters": 3},
+    "ExponentialLR": {"gamma": 0.9},
+    "CosineAnnealingLR": {"T_max": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "PolynomialLR": {"total_iters": 4},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 10},
+    "ReduceLROnPlateau": {"patience": 0, "factor": 0.5},
+}
+COMPOSED = {
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.ConstantLR(opt, 0.1, 2), lr_scheduler.ExponentialLR(opt, 0.9)],
+        milestones=[2],
+    ),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(opt, 0.1, 1.0, 4), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "SWALR": lambda opt: swa_utils.SWALR(opt, swa_lr=0.01, anneal_epochs=3),
+}
+
+
+def scheduler(kind, opt):
+    if kind in COMPOSED:
+        return COMPOSED[kind](opt)
+    return getattr(lr_scheduler, kind)(opt, **SCHEDULERS[kind])
+
+
+def test_the_list_of_schedulers_is_complete():
+    assert {*SCHEDULERS, *COMPOSED} == {*lr_scheduler.__all__, "SWALR"} - {"LRScheduler"}
+
+
+@pytest.mark.parametrize("kind", [*SCHEDULERS, *COMPOSED])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_every_scheduler_drives_the_step(name, kind):
+    """Under a scheduler each step is the one of its learning rate and momentum set by hand."""
+    net = model()
+    other = copy.deepcopy(net)
+    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    plan = scheduler(kind, opt)
+    rates = []
+    for step in range(6):
+        for key in ("lr", "momentum", "betas"):
+            if key in opt.defaults:
+                other_opt.param_groups[0][key] = opt.param_groups[0][key]
+        rates.append(opt.param_groups[0]["lr"])
+        train(net, opt, step, step + 1)
+        train(other, other_opt, step, step + 1)
+        plan.step(1.0) if kind == "ReduceLROnPlateau" else plan.step()
+    assert len(set(rates)) > 1
+    assert_same_training((net, opt), (other, other_opt))
+
+
+@every_optimizer
+def test_the_learning_rate_may_be_a_tensor(name):
+    net = model()
+    other = copy.deepcopy(net)
+    rate = torch.tensor(0.05, dtype=torch.float64)
+    opt = optimizer(name, net.parameters(), lr=rate)
+    other_opt = optimizer(name, other.parameters(), lr=0.05)
+    plan, other_plan = (lr_scheduler.ExponentialLR(o, 0.5) for o in (opt, other_opt))
+    for step in range(4):
+        train(net, opt, step, step + 1)
+        train(other, other_opt, step, step + 1)
+        plan.step()
+        other_plan.step()
+    assert opt.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.05 / 16
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
+    assert so.orthonormality_error(net) < 1e-5
+
+
+@every_optimizer
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
+    net = model()
+    with torch.no_grad():
+        net.q.weight.add_(0.01)  # off the manifold: only a step with lr > 0 projects
+    before = copy.deepcopy(net.state_dict())
+    opt = optimizer(name, net.parameters(), lr=rate)
+    train(net, opt, 0, 3)
+    assert_same(net.state_dict(), before)
+    moved = model()
+    other = optimizer(name, moved.parameters())
+    train(moved, other, 0, 1)
+    for p, q in zip(net.parameters(), moved.parameters(), strict=True):
+        assert set(opt.state[p]) == set(other.state[q])
+
+
+# ---- hooks, profiler, scaler ---------------------------------------------------------------------
+
+
+@every_optimizer
+def test_hooks_fire_and_the_profiler_sees_the_step(name):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    seen = []
+    handles = [
+        opt.register_step_pre_hook(lambda *_: seen.append("before")),
+        opt.register_step_post_hook(lambda *_: seen.append("after")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("global")),
+    ]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(net, opt, 0, 1)
+        opt.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+    for handle in handles:
+        handle.remove()
+    train(net, opt, 1, 2)
+    assert seen == ["before", "after", "global"]
+    kind = type(opt).__name__
+    names = [event.name for event in profile.events()]
+    assert f"Optimizer.step#{kind}.step" in names
+    assert f"Optimizer.zero_grad#{kind}.zero_grad" in names
+
+
+@every_optimizer
+def test_zero_grad_may_keep_zeros(name):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 1)
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+
+
+@every_optimizer
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(name, unscale):
+    """A power of two comes out of the gradients without rounding, and an infinity skips."""
+    net = model()
+    other = copy.deepcopy(net)
+    opt, other_opt = optimizer(name, net.parameters()), optimizer(name, other.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        factor = math.inf if step == 2 else 1.0
+        loss = net(torch.full((2, 8), 0.1 * step)).square().mean() * factor
+        opt.zero_grad()
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(opt)
+        before = copy.deepcopy(net.state_dict())
+        scaler.step(opt)
+        scaler.update()
+        if step == 2:
+            assert_same(net.state_dict(), before)
+            continue
+        other_opt.zero_grad()
+        other(torch.full((2, 8), 0.1 * step)).square().mean().backward()
+        other_opt.step()
+    assert scaler.get_scale() == 2.0**9
+    assert_same_training((net, opt), (other, other_opt))
+
+
+# ---- edits by the user ---------------------------------------------------------------------------
+
+EDITS = {
+    "copy_": lambda net: [
+        p.copy_(q) for p, q in zip(net.parameters(), model(9).parameters(), strict=True)
+    ],
+    "load_state_dict": lambda net: net.load_state_dict(model(9).state_dict()),
+    "noise": lambda net: [p.add_(0.01 * torch.randn(p.shape)) for p in net.parameters()],
+    "one row": lambda net: net.up.weight[3].mul_(1.1),
+}
+
+
+def assert_on_the_manifold(net, opt, tolerance=2e-6):
+    assert so.orthonormality_error(net) < tolerance
+    for p in constrained(net).values():
+        normals = opt.velocity(p)[1]
+        several = isinstance(normals, tuple)
+        parts = p.manifold.parts(p.detach())
+        for index, normal in enumerate(normals if several else (normals,)):
+            point = p.manifold.matrices(parts[index], index) / p.manifold.scale
+            size = normal.abs().max() + 10 * p.grad.abs().max()  # U gathers up to ten gradients
+            assert (point.mT @ normal).abs().max() <= tolerance * size
+
+
+@every_optimizer
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edits_between_steps_leave_the_next_step_on_the_manifold(name, edit):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    with torch.no_grad():
+        edit(net)
+    train(net, opt, 3, 4)
+    assert_on_the_manifold(net, opt)
+    train(net, opt, 4, 14)
+    assert_on_the_manifold(net, opt)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_weight_averaging(name):
+    """The average is off the manifold; training on from it is on it after one step."""
+    net = model()
+    opt = optimizer(name, net.parameters())
+    average = swa_utils.AveragedModel(net)
+    for step in range(5):
+        train(net, opt, step, step + 1)
+        average.update_parameters(net)
+    assert_on_the_manifold(net, opt)
+    assert so.orthonormality_error(average.module) > 1e-5
+    assert constrained(average.module).keys() == constrained(net).keys()
+    with torch.no_grad():
+        for p, mean in zip(net.parameters(), average.module.parameters(), strict=True):
+            p.copy_(mean)
+    train(net, opt, 5, 6)
+    assert_on_the_manifold(net, opt)
+
+
+# ---- the key `stiefel` ---------------------------------------------------------------------------
+
+
+def holder(*shape):
+    return nn.Parameter(torch.linalg.qr(torch.randn(*shape))[0])
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("key", "count"),
+    [(None, 1), (True, 2), (False, 0), (so.Stiefel(heads=2), 4), ({"heads": 2}, 4)],
+    ids=["None", "True", "False", "Stiefel", "dict"],
+)
+@pytest.mark.parametrize("place", ["argument", "group"])
+def test_the_key_overrides_tags(name, key, count, place):
+    tagged, plain = so.ManifoldParameter(holder(8, 3).data), holder(8, 3)
+    if place == "argument":
+        opt = optimizer(name, [tagged, plain], stiefel=key)
+    else:
+        opt = optimizer(name, [{"params": [tagged, plain], "stiefel": key}], stiefel=False)
+    assert f"{count} matrices in {min(count, 2)} parameters are constrained" in repr(opt)
+    stored = opt.param_groups[0]["stiefel"]
+    assert stored is None or type(stored) in (bool, dict)
+    for p in (tagged, plain):
+        p.grad = torch.randn(8, 3)
+    opt.step()
+    keys = ["momentum_skew" in opt.state[p] for p in (tagged, plain)]
+    assert keys == [count > 0, count > 1]
+    if count == 4:
+        assert opt.velocity(plain)[0].shape == (2, 3, 3)
+        assert so.orthonormality_error(plain, so.Stiefel(heads=2)) < 1e-5
+
+
+def test_true_reads_a_tagged_parameter_as_its_tag_says():
+    tagged = so.ManifoldParameter(torch.eye(8, 4), so.Stiefel(heads=2))
+    opt = so.StiefelSGD([tagged], stiefel=True)
+    assert "2 matrices in 1 parameters" in repr(opt)
+
+
+def test_repr_counts_matrices_and_speaks_of_weight_decay():
+    net = model()
+    text = repr(so.StiefelAdam(net.parameters(), weight_decay=0.1))
+    # q and k: 2 heads each; up, turn, filter: 1 each; fused: 1 + 2
+    assert "10 matrices in 6 parameters are constrained, and weight decay does not touch" in text
+    assert "7 parameters are plain" in text
+    assert text.startswith("StiefelAdam (")
+
+
+@every_optimizer
+def test_param_groups_options_by_kind(name):
+    net = model()
+    groups = so.param_groups(net, stiefel={"lr": 0.0}, plain={"lr": 0.5}, names=True)
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    opt = optimizer(name, groups)
+    train(net, opt, 0, 1)
+    still = {n for n, p in net.named_parameters() if torch.equal(p, before[n])}
+    assert still == set(constrained(net))
+
+
+# ---- one warning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+def test_nothing_constrained_warns_once(rule):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="no parameter is constrained") as caught:
+        opt = rule(net.parameters())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.add_param_group({"params": [holder(3, 3)]})
+        net(torch.ones(1, 3)).sum().backward()
+        opt.step()
+        copy.deepcopy(opt)
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda rule: rule([holder(3, 2)], stiefel=False),
+        lambda rule: rule([holder(3, 2)], stiefel=True),
+        lambda rule: rule([{"params": [holder(3, 2)], "stiefel": False}]),
+        lambda rule: rule([nn.Parameter(torch.ones(3))]),
+        lambda rule: rule([so.ManifoldParameter(torch.eye(3)), holder(3, 2)]),
+    ],
+    ids=["False", "True", "group", "vectors only", "one tag"],
+)
+def test_no_warning_where_the_intention_is_clear(rule, build):
+    build(rule)  # warnings are errors
+
+
+# ---- velocity ------------------------------------------------------------------------------------
+
+
+@every_optimizer
+def test_velocity_has_the_shapes_of_the_reading_and_can_be_set(name):
+    net = model().double()
+    opt = optimizer(name, net.parameters())
+    shapes = {
+        net.q.weight: ((2, 3, 3), (2, 8, 3)),
+        net.up.weight: ((6, 6), (10, 6)),
+        net.turn.weight: ((10, 10), (10, 10)),
+        net.filter.weight: ((2, 2), (3, 2)),
+    }
+    for p, (skew, normal) in shapes.items():
+        zero = opt.velocity(p)
+        assert [tuple(part.shape) for part in zero] == [skew, normal]
+        assert not any(part.any() for part in zero)
+    ranges = opt.velocity(net.fused.weight)
+    assert [tuple(part.shape) for part in ranges[0]] == [(4, 4), (2, 3, 3)]
+    assert [tuple(part.shape) for part in ranges[1]] == [(10, 4), (2, 10, 3)]
+    for steps in (0, 3):
+        train(net, opt, 0, steps)
+        for p in constrained(net).values():
+            skew, normal = opt.velocity(p)
+            opt.set_velocity(p, skew, normal)
+            again = opt.velocity(p)
+            torch.testing.assert_close(again, (skew, normal), atol=1e-14, rtol=1e-14)
+    skew, normal = torch.randn(6, 6).double(), torch.randn(10, 6).double()
+    opt.set_velocity(net.up.weight, skew, normal)
+    found_skew, found_normal = opt.velocity(net.up.weight)
+    torch.testing.assert_close(found_skew, (skew - skew.T) / 2)
+    X = net.up.weight.detach() / 2
+    torch.testing.assert_close(found_normal, normal - X @ (X.T @ normal))
+
+
+def test_velocity_returns_copies():
+    net = model()
+    opt = so.StiefelSGD(net.parameters())
+    train(net, opt, 0, 1)
+    for part in opt.velocity(net.q.weight):
+        part.zero_()
+    assert all(part.any() for part in opt.velocity(net.q.weight))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_velocity_of_what_is_not_constrained_here(outside):
+    net = model()
+    opt = so.StiefelSGD(net.parameters())
+    p = so.ManifoldParameter(torch.eye(3)) if outside else net.out.weight
+    with pytest.raises(ValueError, match="`parameter` must be constrained in this optimizer"):
+        opt.velocity(p)
+
+
+def test_every_case_is_a_torch_optimizer():
+    for rule, _ in OPTIMIZERS.values():
+        assert issubclass(rule, torch.optim.Optimizer)
