@@ -408,7 +408,7 @@ def _correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
     """Return 1 - beta^step, without the cancellation that a step in float32 would suffer."""
     if isinstance(step, Tensor):
         return -torch.expm1(step.to(dtype) * (math.log(beta) if beta > 0 else -math.inf))
-    return 1.0 - beta**step
+    return 1.0 - float(beta**step)
 
 
 def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2: float) -> Tensor:
