@@ -8,10 +8,10 @@ float64. Counted are the iterations and seconds until (f* - f)/|f*| <= 1e-8, wit
     isometric   StiefelSGD's default,
     published   transport="published", rotation="euler": the algorithm of the paper.
 
-Both search one grid of learning rates: every rate runs on the first draw until it needs `CLOSE`
-times the iterations of the best rate so far; those which get there run on all draws, and the
-smallest median wins, provided every draw got there.
-The isometric flows must do with one rate for all sizes; the published ones choose for each size.
+Both search one grid of learning rates. On the first draw every rate runs until it needs `CLOSE`
+times the iterations of the best rate so far; those which get there compete on the other draws,
+where a rate of the published flows is dropped once it has lost most draws. The median counts. The
+published flows may take another rate for every size; the isometric ones must do with one for all.
 
     python examples/leading_eigenvalues.py             # five draws of both sizes, a few minutes
     python examples/leading_eigenvalues.py --smoke     # seconds
@@ -139,14 +139,15 @@ def explore(problem: Problem, flow: str, rates: Sequence[float], progress: Any) 
 
 
 def promising(runs: Runs) -> list[float]:
-    """The rates whose first run is at most `CLOSE` times worse than the best one."""
-    best = min(trials[0].iterations for trials in runs.values())
-    return [lr for lr, trials in runs.items() if trials[0].iterations <= CLOSE * best < math.inf]
+    """The rates whose first run is at most `CLOSE` times worse than the best one, best first."""
+    first = {lr: trials[0].iterations for lr, trials in runs.items()}
+    close = [lr for lr in first if first[lr] <= CLOSE * min(first.values()) < math.inf]
+    return sorted(close, key=lambda lr: first[lr])
 
 
 def complete(problems: Sequence[Problem], flow: str, lr: float, runs: Runs, progress: Any) -> None:
     """Run a rate on the draws it has not seen."""
-    if runs[lr] and not runs[lr][0].reached:
+    if not runs[lr][0].reached:
         runs[lr].clear()  # was cut short by the search: give it the full limit
     for problem in problems[len(runs[lr]) :]:
         progress.set_postfix_str(f"{flow}, lr {lr:g}")
@@ -154,20 +155,39 @@ def complete(problems: Sequence[Problem], flow: str, lr: float, runs: Runs, prog
         progress.update()
 
 
+def compare(problems: Sequence[Problem], flow: str, runs: Runs, progress: Any) -> list[float]:
+    """Run the promising rates on all draws; a rate that lost most draws is dropped at once."""
+    first, *others = promising(runs) or [max(runs)]
+    complete(problems, flow, first, runs, progress)
+    finished = [first]
+    for lr in others:
+        losses = 0
+        for number, problem in enumerate(problems):
+            best = min(runs[rate][number].iterations for rate in finished)
+            if number > 0:
+                progress.set_postfix_str(f"{flow}, lr {lr:g}")
+                runs[lr].append(maximize(problem, flow, lr, min(ITERATION_LIMIT, CLOSE * best)))
+                progress.update()
+            losses += runs[lr][number].iterations > best
+            if 2 * losses > len(problems):
+                break
+        else:
+            finished.append(lr)
+    return finished
+
+
 def all_reached(runs: Sequence[Run]) -> bool:
     return all(run.reached for run in runs)
 
 
 def median_iterations(runs: Sequence[Run]) -> float:
-    """Median iterations to the target; infinite if one draw missed it."""
-    return statistics.median(run.iterations for run in runs) if all_reached(runs) else math.inf
+    """Median iterations to the target, a draw that missed it counting as infinite."""
+    return statistics.median(run.iterations for run in runs)
 
 
 def best_rate(scores: dict[float, float]) -> float:
     if not scores or math.isinf(min(scores.values())):
-        raise RuntimeError(
-            "no learning rate of the grid reached the target; give others by --rates"
-        )
+        raise RuntimeError("no rate of the grid reached the target; give others by --rates")
     return min(scores, key=lambda lr: (scores[lr], lr))
 
 
@@ -191,27 +211,20 @@ def solve(
                 runs[flow][size] = explore(problems[size][0], flow, rates, progress)
     with tqdm(desc="all draws", unit="run") as progress:
         for size in sizes:
-            for lr in promising(runs["published"][size]):
-                complete(problems[size], "published", lr, runs["published"][size], progress)
-            scores = {
-                lr: median_iterations(trials)
-                for lr, trials in runs["published"][size].items()
-                if len(trials) == draws
-            }
-            chosen["published"][size] = best_rate(scores)
-        # One rate for all sizes: the smallest sum of iterations relative to each size's best.
-        table = runs["isometric"]
-        candidates = sorted({lr for size in sizes for lr in promising(table[size])})
-        for size in sizes:
-            for lr in candidates:
-                complete(problems[size], "isometric", lr, table[size], progress)
-        medians = {
-            size: {lr: median_iterations(table[size][lr]) for lr in candidates} for size in sizes
-        }
-        joint = {
-            lr: sum(medians[size][lr] / min(medians[size].values()) for size in sizes)
-            for lr in candidates
-        }
+            table = runs["published"][size]
+            rates = compare(problems[size], "published", table, progress)
+            chosen["published"][size] = best_rate(
+                {lr: median_iterations(table[lr]) for lr in rates}
+            )
+        # One rate for all sizes: the smallest product of medians of those that always arrive.
+        mine = runs["isometric"]
+        candidates = {lr for size in sizes for lr in promising(mine[size])}
+        joint = {}
+        for lr in sorted(candidates):
+            for size in sizes:
+                complete(problems[size], "isometric", lr, mine[size], progress)
+            if all(all_reached(mine[size][lr]) for size in sizes):
+                joint[lr] = math.prod(median_iterations(mine[size][lr]) for size in sizes)
         chosen["isometric"] = dict.fromkeys(sizes, best_rate(joint))
     return runs, chosen
 
@@ -248,11 +261,9 @@ def report(
                 "seconds": [run.seconds[-1] if run.seconds else None for run in trials],
                 "orthonormality_error": [run.error for run in trials],
                 "median_iterations_by_rate": {
-                    f"{rate:g}": median_iterations(tried) if all_reached(tried) else None
+                    f"{rate:g}": median_iterations(tried)
                     for rate, tried in sorted(runs[flow][size].items())
-                },
-                "draws_by_rate": {
-                    f"{rate:g}": len(tried) for rate, tried in sorted(runs[flow][size].items())
+                    if len(tried) == len(trials) and all_reached(tried)
                 },
             })  # fmt: skip
         ratio = medians["isometric"] / medians["published"]
