@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -53,14 +52,13 @@ def normal_gradient(point: Tensor) -> Tensor:
 def check_survival(
     algorithm: str,
     dtype: torch.dtype,
-    rates: tuple[float, ...],
-    shapes: tuple[tuple[int, ...], ...],
+    choices: list[tuple[float, tuple[int, ...]]],
     generator: torch.Generator,
 ) -> None:
-    """2,000 steps of gradients of size 1, every seventh of size 1000."""
+    """2,000 steps of gradients of size 1, every seventh of size 1000, for each rate and shape."""
     groups = [
-        {"params": [random_point(generator, *shape, dtype=dtype) for shape in shapes], "lr": rate}
-        for rate in rates
+        {"params": [random_point(generator, *shape, dtype=dtype)], "lr": rate}
+        for rate, shape in choices
     ]
     params = [param for group in groups for param in group["params"]]
     optimizer: Any = RULES[algorithm](groups)
@@ -94,8 +92,8 @@ def check_survival(
 def test_no_learning_rate_blows_up(
     algorithm: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    shapes = ((12, 4), (4, 12), (2, 12, 4), (5, 5))
-    check_survival(algorithm, dtype, (0.1, 100.0), shapes, generator)
+    choices = [(1.0, (12, 4)), (100.0, (2, 4, 12)), (100.0, (5, 5))]
+    check_survival(algorithm, dtype, choices, generator)
 
 
 @pytest.mark.slow
@@ -106,7 +104,7 @@ def test_no_learning_rate_of_a_fine_grid_blows_up(
 ) -> None:
     shapes = ((40, 7), (5, 4), (9, 1), (4, 12), (3, 6, 6), (2, 30, 20))
     rates = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
-    check_survival(algorithm, dtype, rates, shapes, generator)
+    check_survival(algorithm, dtype, list(itertools.product(rates, shapes)), generator)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -179,31 +177,29 @@ def test_adam_without_eps_meets_no_zero_by_zero(metric: str) -> None:
 def test_invariants_hold_after_ten_thousand_steps(
     algorithm: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Leading eigenvalues of a matrix with fresh noise in every step."""
-    n = 10
-    params = [
-        random_point(generator, 2, n, 3, dtype=dtype),
-        random_point(generator, 4, 4, dtype=dtype),
-    ]
+    """Leading eigenvectors in order (Brockett's cost), with fresh noise in every step."""
+    n, m = 10, 3
+    params = [random_point(generator, 2, n, m, dtype=dtype)]
+    if (algorithm == "sgd") == (dtype is torch.float32):
+        params.append(random_point(generator, 4, 4, dtype=dtype))
     costs = [torch.randn(p.size(-2), p.size(-2), generator=generator, dtype=dtype) for p in params]
+    weights = [torch.arange(p.size(-1), 0, -1, dtype=dtype) / p.size(-1) for p in params]
     rate = {"sgd": 0.05, "adam": 0.01}[algorithm]
     optimizer: Any = RULES[algorithm](params, lr=rate)
     for _ in range(10_000):
-        for param, cost in zip(params, costs, strict=True):
-            noise = torch.randn(cost.shape, generator=generator, dtype=dtype)
-            symmetric = cost + cost.mT + 0.5 * (noise + noise.mT)
-            param.grad = -(symmetric @ param.detach()) / math.sqrt(n)
+        for param, cost, weight in zip(params, costs, weights, strict=True):
+            noisy = cost + 0.5 * torch.randn(cost.shape, generator=generator, dtype=dtype)
+            param.grad = -((noisy + noisy.mT) @ param.detach()) * weight
         optimizer.step()
     tolerance = 4 * n * torch.finfo(dtype).eps
     for param in params:
-        Z, U = optimizer.velocity(param)
+        Z, _ = optimizer.velocity(param)
         assert gram_error(param, param) < tolerance
         assert torch.equal(Z, -Z.mT)
         assert float(Z.abs().max()) > 1e-3
-    param = params[0]
-    _, U = optimizer.velocity(param)
+    _, U = optimizer.velocity(params[0])
     assert spectral_norm(U) > 1e-3
-    assert gram_error(param, U) < tolerance * spectral_norm(U)
+    assert gram_error(params[0], U) < tolerance * spectral_norm(U)
 
 
 STARTS = list(
@@ -248,17 +244,20 @@ def test_a_start_off_the_manifold_is_on_it_after_one_step(
     eps = torch.finfo(dtype).eps
     n, m = flat.shape[-2:]
     condition = max(float(np.linalg.cond(matrix)) for matrix in flat)
-    Z, U = optimizer.velocity(param)
+    Z, U = (
+        part.double().numpy().reshape(-1, *part.shape[-2:]) if part is not None else None
+        for part in optimizer.velocity(param)
+    )
     assert gram_error(param, param) < 20 * n * eps
     points = reading.matrices(param.detach().double().numpy()).reshape(flat.shape)
     # Rounding of the start moves its polar factor by eps times the condition number.
     tolerance = 50 * condition * eps
     assert np.abs(points - np.stack([r.X for r in references])).max() < tolerance
-    assert np.abs(Z.double().numpy() - np.stack([r.Z for r in references])).max() < tolerance * 5
+    assert np.abs(Z - np.stack([r.Z for r in references])).max() < tolerance * 5
     if n > m:
-        assert gram_error(param, U) < 20 * n * eps * spectral_norm(U)
-        expected = np.stack([r.U for r in references])
-        assert np.abs(U.double().numpy() - expected).max() < tolerance * 5
+        overlap = np.abs(points.swapaxes(-1, -2) @ U).max()
+        assert overlap < 20 * n * eps * np.linalg.norm(U, 2, axis=(-2, -1)).max()
+        assert np.abs(U - np.stack([r.U for r in references])).max() < tolerance * 5
 
 
 # ---- nothing moves ------------------------------------------------------------------------------
