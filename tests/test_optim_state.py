@@ -1,0 +1,379 @@
+"""State and checkpoints: whose tensors, under which names, and that training continues alike."""
+
+import copy
+import io
+import itertools
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from contract import (
+    OPTIMIZERS,
+    assert_same,
+    assert_same_training,
+    backward,
+    constrained,
+    every_optimizer,
+    model,
+    optimizer,
+    snapshot,
+    through_file,
+    train,
+)
+from torch.distributed.checkpoint import state_dict as dcp
+
+import stiefel_opt as so
+
+
+def saved_size(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.tell()
+
+
+# ---- names and shapes ----------------------------------------------------------------------------
+
+SMALL = {
+    "sgd": {"momentum_skew", "deferred_factor", "deferred_shift"},
+    "adam": {"momentum_skew", "exp_avg_sq_skew"},
+    "adam-amsgrad": {"momentum_skew", "exp_avg_sq_skew", "max_exp_avg_sq_skew"},
+}
+TALL = {
+    "sgd": {"momentum_normal"},
+    "adam": {"momentum_normal", "exp_avg_sq_normal"},
+    "adam-amsgrad": {"momentum_normal", "exp_avg_sq_normal", "max_exp_avg_sq_normal"},
+}
+SQUARE = {name: {key for key in keys if key.endswith("skew")} for name, keys in SMALL.items()}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, steps)
+    sizes = {  # of the m x m state
+        "q.weight": (2, 3, 3),
+        "k.weight": (2, 3, 3),
+        "up.weight": (6, 6),
+        "filter.weight": (2, 2),
+    }
+    named = dict(net.named_parameters())
+    for key, size in sizes.items():
+        state = opt.state[named[key]]
+        assert set(state) == {"step", *SMALL[name], *TALL[name]}
+        assert all(tuple(state[small].shape) == size for small in SMALL[name])
+        assert all(state[tall].shape == named[key].shape for tall in TALL[name])
+    turn = opt.state[net.turn.weight]
+    assert set(turn) == {"step", *SQUARE[name]}
+    assert all(tuple(turn[small].shape) == (10, 10) for small in SQUARE[name])
+    fused = opt.state[net.fused.weight]
+    both = {key for small in SMALL[name] for key in (small, f"{small}.1")}
+    assert set(fused) == {"step", *both, *TALL[name]}
+    assert all(fused[tall].shape == (14, 10) for tall in TALL[name])
+    for key, size in [("momentum_skew", (4, 4)), ("momentum_skew.1", (2, 3, 3))]:
+        assert tuple(fused[key].shape) == size
+    for p in constrained(net).values():
+        step = opt.state[p]["step"]
+        assert step.shape == ()
+        assert step.dtype == torch.float32
+        assert step == steps
+        tensors = [value for key, value in opt.state[p].items() if key != "step"]
+        assert all(value.dtype == p.dtype for value in tensors)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_state_is_the_parameter_s_own(name):
+    """Views into one stack are fine: they must not overlap, and a file holds its own bytes only."""
+    params = [so.ManifoldParameter(torch.eye(64, 8)) for _ in range(40)]
+    opt = optimizer(name, params)
+    for p in params:
+        p.grad = torch.randn(p.shape)
+    opt.step()
+    own = sum(value.numel() * 4 for value in opt.state[params[3]].values())
+    overhead = saved_size({key: torch.zeros(1) for key in opt.state[params[3]]})
+    for p in (params[0], params[3], params[-1]):
+        assert saved_size(opt.state[p]) < own + overhead + 1000
+        assert saved_size(opt.state[p]["momentum_skew"]) < 64 * 4 + 2500
+    spans = sorted(
+        (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes())
+        for p in params
+        for value in opt.state[p].values()
+    )
+    for (start, size), (after, _) in itertools.pairwise(spans):
+        assert start + size <= after
+
+
+@every_optimizer
+def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
+    """`optimizer.state[p]` is where the state is, not a copy of it."""
+    nets = [model() for _ in range(2)]
+    opts = [optimizer(name, net.parameters()) for net in nets]
+    for net, opt in zip(nets, opts, strict=True):
+        train(net, opt, 0, 2)
+    opts[0].state[nets[0].k.weight]["momentum_skew"].zero_()
+    state = opts[1].state[nets[1].k.weight]
+    state["momentum_skew"] = torch.zeros_like(state["momentum_skew"])
+    before = nets[0].k.weight.detach().clone()
+    for net, opt in zip(nets, opts, strict=True):
+        train(net, opt, 2, 3)
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    other = model()
+    other_opt = optimizer(name, other.parameters())
+    train(other, other_opt, 0, 3)
+    assert not torch.equal(other.k.weight - before, nets[0].k.weight - before)
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "forget",
+    [
+        lambda opt, _: opt.state.clear(),
+        lambda opt, _: setattr(opt, "state", type(opt.state)(dict)),
+        lambda opt, net: [opt.state.pop(p) for p in net.parameters() if p in opt.state],
+    ],
+    ids=["clear", "a new dict", "pop"],
+)
+def test_forgotten_state_starts_anew(name, forget):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    forget(opt, net)
+    other = copy.deepcopy(net)
+    other_opt = optimizer(name, other.parameters())
+    train(net, opt, 3, 5)
+    train(other, other_opt, 3, 5)
+    assert_same_training((net, opt), (other, other_opt))
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def continued(net, opt, other, other_opt, first=3, last=9):
+    train(net, opt, first, last)
+    train(other, other_opt, first, last)
+    assert_same_training((net, opt), (other, other_opt))
+
+
+@every_optimizer
+@pytest.mark.parametrize(("steps", "names"), [(0, False), (3, True), (8, False)])
+def test_a_saved_state_dict_continues_bit_for_bit(name, steps, names):
+    listed = "named_parameters" if names else "parameters"
+    net = model()
+    opt = optimizer(name, getattr(net, listed)())
+    train(net, opt, 0, steps)
+    saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
+    fresh = model(5)
+    fresh.load_state_dict(saved["model"])
+    fresh_opt = optimizer(name, getattr(fresh, listed)(), lr=1.0)
+    fresh_opt.load_state_dict(saved["optimizer"])
+    continued(net, opt, fresh, fresh_opt, steps, steps + 6)
+
+
+@every_optimizer
+def test_going_back_to_a_checkpoint_repeats_the_training(name):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    saved = through_file({"model": net.state_dict(), "optimizer": opt.state_dict()})
+    train(net, opt, 3, 7)
+    first = snapshot(net, opt)
+    net.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["optimizer"])
+    train(net, opt, 3, 7)
+    assert_same(snapshot(net, opt), first)
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        lambda pair: pickle.loads(pickle.dumps(pair)),
+        lambda pair: (lambda net: (net, loaded(pair[1], net)))(copy.deepcopy(pair[0])),
+    ],
+    ids=["deepcopy", "pickle", "a fresh optimizer"],
+)
+def test_copies_continue_bit_for_bit_and_share_nothing(name, copied):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    opt.case = name
+    train(net, opt, 0, 3)
+    other, other_opt = copied((net, opt))
+    held = {id(p) for group in other_opt.param_groups for p in group["params"]}
+    assert held == {id(p) for p in other.parameters()}
+    assert isinstance(other.q.weight, so.ManifoldParameter)
+    before = snapshot(net, opt)
+    train(other, other_opt, 3, 9)
+    assert_same(snapshot(net, opt), before)
+    train(net, opt, 3, 9)
+    assert_same_training((net, opt), (other, other_opt))
+
+
+def loaded(opt, net):
+    fresh = optimizer(opt.case, net.parameters())
+    fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return fresh
+
+
+def test_a_state_dict_loads_where_we_were_never_imported(tmp_path):
+    net = model()
+    opt = so.StiefelAdam(so.param_groups(net, names=True))
+    train(net, opt, 0, 1)
+    torch.save(opt.state_dict(), tmp_path / "state.pt")
+    code = (
+        "import sys, torch; state = torch.load(sys.argv[1], weights_only=True);"
+        "assert not any(name.startswith('stiefel_opt') for name in sys.modules);"
+        "print(len(state['state']), state['param_groups'][1]['stiefel']['heads'])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "state.pt"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split() == [str(len(opt.state)), "2"]
+
+
+@every_optimizer
+def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
+    rule = torch.optim.SGD if name.startswith("sgd") else torch.optim.Adam
+    theirs = rule([torch.nn.Parameter(torch.ones(3))], lr=0.3)
+    group = {"params": [torch.nn.Parameter(torch.ones(3))], "metric": -1.0, "rotation": "cayley"}
+    opt = optimizer(name, [group])
+    opt.load_state_dict(theirs.state_dict())
+    loaded_group = opt.param_groups[0]
+    assert loaded_group["lr"] == 0.3
+    assert (loaded_group["metric"], loaded_group["rotation"]) == (-1.0, "cayley")
+
+
+# ---- readings in checkpoints ---------------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("other", [{"heads": 4}, {"scale": 2.0}, {"transposed": True}, None])
+def test_a_saved_reading_that_differs_is_refused_by_name(name, names, other):
+    def build(reading):
+        layer = torch.nn.Linear(8, 8)
+        if reading is not None:
+            so.constrain(layer, **reading)
+        return layer, optimizer(
+            name,
+            layer.named_parameters() if names else layer.parameters(),
+            stiefel=None if reading else False,
+        )
+
+    layer, opt = build({"heads": 2})
+    layer(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    saved = through_file(opt.state_dict())
+    target, target_opt = build(other)
+    target(torch.ones(1, 8)).sum().backward()
+    target_opt.step()
+    before = snapshot(target, target_opt)
+    label = "weight" if names else "parameter 0 of group 0"
+    with pytest.raises(ValueError, match=rf"`reading of {label}` must be the saved one, Stiefel\("):
+        target_opt.load_state_dict(saved)
+    assert_same(snapshot(target, target_opt), before)
+
+
+@every_optimizer
+def test_the_current_key_wins_on_load(name):
+    """A tag in one process and a group's key in another describe the same reading."""
+    layer = so.constrain(torch.nn.Linear(8, 8, bias=False), heads=2)
+    opt = optimizer(name, layer.parameters())
+    layer(torch.ones(1, 8)).sum().backward()
+    opt.step()
+    plain = torch.nn.Linear(8, 8, bias=False)
+    key = so.Stiefel(heads=2)
+    other = optimizer(name, plain.parameters(), stiefel=key)
+    other.load_state_dict(through_file(opt.state_dict()))
+    assert other.param_groups[0]["stiefel"] == key.as_dict()
+    assert "4 matrices" not in repr(other)
+    assert "2 matrices" in repr(other)
+
+
+@every_optimizer
+def test_state_of_other_shapes_is_refused_by_name(name):
+    opts = []
+    for shape in [(8, 4), (8, 2)]:
+        p = so.ManifoldParameter(torch.eye(*shape))
+        opts.append(optimizer(name, [("basis", p)]))
+        p.grad = torch.ones(shape)
+        opts[-1].step()
+    opts[1].load_state_dict(opts[0].state_dict())
+    (p,) = opts[1].param_groups[0]["params"]
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"of basis` must have shape \(.*, got shape"):
+        opts[1].step()
+    assert torch.equal(p, before)
+
+
+# ---- torch.distributed.checkpoint ----------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("full", [False, True])
+def test_distributed_state_dict_round_trip(name, full):
+    """In one process without a process group; the fresh optimizer makes its state by lr = 0."""
+    options = dcp.StateDictOptions(full_state_dict=full)
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
+    assert "q.weight" in saved["state"]
+    fresh = copy.deepcopy(net)
+    before = copy.deepcopy(fresh.state_dict())
+    fresh_opt = optimizer(name, fresh.parameters(), lr=1.0)
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
+    assert_same(fresh.state_dict(), before)
+    continued(net, opt, fresh, fresh_opt)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_distributed_state_dict_of_an_optimizer_that_never_stepped(name):
+    net = model()
+    before = copy.deepcopy(net.state_dict())
+    opt = optimizer(name, net.parameters())
+    saved = dcp.get_optimizer_state_dict(net, opt)
+    assert_same(net.state_dict(), before)
+    assert set(saved["state"]) >= set(constrained(net))
+    assert opt.param_groups[0]["lr"] == OPTIMIZERS[name][1]["lr"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_distributed_state_dict_finds_parameters_in_another_order(name):
+    """Names, not places, say what belongs to which parameter."""
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt))
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, list(fresh.parameters())[::-1])
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved)
+    backward(net, 3)
+    backward(fresh, 3)
+    opt.step()
+    fresh_opt.step()
+    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_distributed_state_dict_flattened(name):
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
+    net = model()
+    opt = optimizer(name, so.param_groups(net))
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
+    assert saved["state.q.weight.momentum_skew"].shape == (2, 3, 3)
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, so.param_groups(fresh))
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
+    continued(net, opt, fresh, fresh_opt)
