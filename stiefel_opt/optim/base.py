@@ -33,7 +33,7 @@ class Gathered:
     """What one step of one group works on; kept while the same parameters have gradients."""
 
     active: list[Tensor]
-    types: list[type]
+    tags: list[Any]
     stiefel: Any
     plain: list[Tensor] = field(default_factory=list)
     equals: list[tuple[Stiefel, list[Tensor]]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Gathered:
         return (
             len(active) == len(self.active)
             and all(map(operator.is_, active, self.active))
-            and list(map(type, active)) == self.types
+            and all(map(operator.is_, map(manifold_of, active), self.tags))
             and stiefel is self.stiefel
             and all(stack.intact() for stack in self.stacks)
         )
@@ -62,6 +62,7 @@ class StiefelOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self._gathered: dict[int, Gathered] = {}
+        self._known_states: list[Group] = []  # the state of each parameter, as a step left it
         super().__init__(params, defaults)
         self._warn_if_nothing_is_constrained()
 
@@ -178,6 +179,11 @@ class StiefelOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        states = self.state.values()
+        if len(states) != len(self._known_states) or not all(
+            map(operator.is_, states, self._known_states)
+        ):
+            self._gathered = {}  # somebody dropped or replaced the state of a parameter
         gathered = [self._gather(i, group) for i, group in enumerate(self.param_groups)]
         for work in gathered:
             self._check_gradients(work)
@@ -188,6 +194,7 @@ class StiefelOptimizer(Optimizer):
                 self._step_plain(group, work.plain)
             for stack in work.stacks:
                 self._step_stack(group, stack)
+        self._known_states = list(self.state.values())
         return loss
 
     def _gather(self, number: int, group: Group) -> Gathered:
@@ -196,7 +203,7 @@ class StiefelOptimizer(Optimizer):
         work = self._gathered.get(number)
         if work is not None and work.fits(active, group["stiefel"]):
             return work
-        work = Gathered(active, list(map(type, active)), group["stiefel"])
+        work = Gathered(active, list(map(manifold_of, active)), group["stiefel"])
         equals: dict[Any, tuple[Stiefel, list[Tensor]]] = {}
         for parameter in active:
             manifold = _reading(parameter, group)
@@ -397,7 +404,7 @@ class StiefelOptimizer(Optimizer):
         ):
             names = group.get("param_names")
             for index, (parameter, reading) in enumerate(
-                zip(group["params"], saved.pop("readings", ()), strict=False)
+                zip(group["params"], _saved_readings(saved), strict=False)
             ):
                 current = _reading(parameter, group)
                 if reading is not None and (current is None or current.as_dict() != reading):
@@ -411,12 +418,14 @@ class StiefelOptimizer(Optimizer):
                         )
                     )
             saved["stiefel"] = group["stiefel"]
+            for name in self.defaults:  # a checkpoint of torch lacks our options
+                saved.setdefault(name, group[name])
         super().load_state_dict({**state_dict, "param_groups": saved_groups})
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._gathered = {}
+        self._gathered, self._known_states = {}, []
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -525,6 +534,19 @@ def _reading(parameter: Tensor, group: Group) -> Stiefel | None:
     if key is True:
         return manifold_of(parameter) or Stiefel()
     return Stiefel.from_dict(key)
+
+
+def _saved_readings(saved: Group) -> list[Any]:
+    """Take the readings out of a saved group, in the order of its ``params``.
+
+    ``torch.distributed.checkpoint`` replaces numbers by names and may reorder ``params``, but not
+    what else is listed; a reading whose parameter cannot be told any more is not compared.
+    """
+    readings: list[Any] = saved.pop("readings", [])
+    if all(isinstance(number, int) for number in saved["params"]):
+        return readings
+    named = dict(zip(saved.pop("param_names", ()), readings, strict=False))
+    return [named.get(name) for name in saved["params"]]
 
 
 def _as_plain_data(stiefel: Any) -> Any:

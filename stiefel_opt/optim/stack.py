@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Final
 
 import torch
@@ -49,7 +50,7 @@ class Stack:
         self.batches: list[Batch] = []
         for index in range(len(manifold.parts(parameters[0]))):
             self.batches.extend(self._cut(index, self._range_state(index)))
-        self._windows = dict(states[0])
+        self._windows = {name: [state[name] for state in states] for name in states[0]}
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -83,10 +84,13 @@ class Stack:
 
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
-        state, windows = self.states[0], self._windows
-        return len(state) == len(windows) and all(
-            state.get(name) is window for name, window in windows.items()
-        )
+        try:
+            return all(
+                all(map(operator.is_, map(operator.itemgetter(name), self.states), windows))
+                for name, windows in self._windows.items()
+            )
+        except KeyError:
+            return False
 
     # ---- building ------------------------------------------------------------------------------
 
