@@ -19,6 +19,7 @@ __all__ = [
     "add_product_",
     "add_to_diagonal_",
     "cayley",
+    "exponential",
     "gram",
     "infinity_norm",
     "largest_bound",
@@ -281,6 +282,14 @@ def polar_rotation(matrix: Tensor, limit: float, scale: float = 1.0) -> Tensor:
     square = torch.bmm(matrix.mT, matrix)
     inverse_root = roots(square, limit * limit, scale=scale * scale).inverse_root
     return torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
+
+
+def exponential(step: Tensor) -> Tensor:
+    """Return expm(K) for ``(k, m, m)``, orthogonal for skew K."""
+    # For a single matrix torch 2.13 stops the series at an error near 1e-11 in float64.
+    batch = step.expand(2, -1, -1) if step.size(0) == 1 else step
+    rotation: Tensor = torch.linalg.matrix_exp(batch)
+    return rotation[: step.size(0)]
 
 
 def cayley(step: Tensor) -> Tensor:

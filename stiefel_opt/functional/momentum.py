@@ -30,6 +30,7 @@ from stiefel_opt.linalg import (
     add_product_,
     add_to_diagonal_,
     cayley,
+    exponential,
     gram,
     infinity_norm,
     largest_bound,
@@ -218,8 +219,9 @@ def adam_(
         earlier = skew
         if transport == "isometric":  # the preconditioned Z of the step before; 0 at the first
             square = square_skew if max_square_skew is None else max_square_skew
-            before = (step - 1).clamp(min=1) if isinstance(step, Tensor) else max(step - 1, 1)
-            earlier = _precondition(skew, square, before, betas, eps)
+            before = step - 1.0
+            earlier = _precondition(skew, square, _at_least_one(before), betas, eps)
+            earlier = earlier * (before > 0)
         coupling = _coupling(earlier, beta1, lr, a, transport)
     skew.mul_(beta1).add_(torque, alpha=1 - beta1)
     square = _second_moment_(square_skew, max_square_skew, torque, beta2)
@@ -304,7 +306,7 @@ def _turn(
     if rotation == "cayley":
         return cayley(step), None
     if rotation == "expm":
-        return torch.linalg.matrix_exp(step), None
+        return exponential(step), None
     eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
     return step + eye, torch.baddbmm(eye, step.mT, step)
 
@@ -415,6 +417,10 @@ def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2
     """square <- b2 square + (1 - b2) value^2; return what divides: it, or its running maximum."""
     square.mul_(beta2).addcmul_(value, value, value=1 - beta2)
     return square if largest is None else torch.maximum(largest, square, out=largest)
+
+
+def _at_least_one(number: Scalar) -> Scalar:
+    return number.clamp(min=1.0) if isinstance(number, Tensor) else max(number, 1.0)
 
 
 def _scale_(normal: Tensor, momentum: float, coupling: Tensor | None) -> Tensor:
