@@ -67,7 +67,8 @@ def backward(net: nn.Module, step: int, factor: float = 1.0) -> Tensor:
     x = torch.randn(5, 8, generator=generator, dtype=next(net.parameters()).dtype)
     for parameter in net.parameters():
         parameter.grad = None
-    loss = factor * (net(x) - x[:, :2]).square().mean()
+    found = net(x)
+    loss = factor * (found - x[:, : found.size(-1)]).square().mean()
     loss.backward()
     return loss.detach()
 

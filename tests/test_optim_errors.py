@@ -1,0 +1,291 @@
+"""Bad input gets one clear error with name, shape and remedy, and leaves everything untouched."""
+
+import math
+import re
+
+import pytest
+import torch
+from contract import OPTIMIZERS, assert_same, backward, every_optimizer, model, optimizer, snapshot
+from torch import nn
+
+import stiefel_opt as so
+
+SGD, ADAM = so.StiefelSGD, so.StiefelAdam
+
+
+def tagged(*shape, manifold=None, dtype=torch.float32):
+    """A tagged parameter that no constructor of ours has checked."""
+    parameter = nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=dtype.is_floating_point)
+    parameter.manifold = manifold or so.Stiefel()
+    return parameter
+
+
+def not_finite(value):
+    parameter = tagged(3, 2)
+    parameter.data[1, 1] = value
+    return parameter
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+BOTH = [
+    ({"lr": -0.1}, ValueError, r"`lr` must be in \[0, inf\), got -0.1"),
+    ({"lr": math.nan}, ValueError, r"`lr` must be in \[0, inf\), got nan"),
+    ({"lr": "0.1"}, TypeError, r"`lr` must be a number in \[0, inf\), got '0.1'"),
+    ({"lr": torch.tensor(-0.1)}, ValueError, r"`lr` must be in \[0, inf\), got -0.1"),
+    ({"lr": torch.ones(2)}, ValueError, r"`lr` must have one element, got shape \(2,\)"),
+    ({"weight_decay": -1.0}, ValueError, r"`weight_decay` must be in \[0, inf\), got -1.0"),
+    ({"maximize": 1}, TypeError, "`maximize` must be True or False, got 1"),
+    ({"foreach": "yes"}, TypeError, "`foreach` must be True or False, got 'yes'"),
+    ({"foreach": True, "fused": True}, ValueError, "`fused` must not be True together with"),
+    (
+        {"differentiable": True},
+        ValueError,
+        "`differentiable` must be False, got True; .*functional",
+    ),
+    ({"metric": 1.0}, ValueError, r"`metric` must be in \(-inf, 1\), got 1.0"),
+    ({"metric": 7}, ValueError, r"`metric` must be in \(-inf, 1\), got 7"),
+    ({"metric": math.nan}, ValueError, r"`metric` must be in \(-inf, 1\), got nan"),
+    ({"metric": "riemannian"}, ValueError, r"`metric` must be one of \['canonical', 'euclidean'\]"),
+    ({"transport": "parallel"}, ValueError, r"`transport` must be one of \['isometric', 'publ"),
+    ({"rotation": "qr"}, ValueError, "`rotation` must be one of .*'polar'.*, got 'qr'"),
+    ({"rotation": None}, ValueError, "`rotation` must be one of .*, got None"),
+    ({"stiefel": "yes"}, TypeError, "`stiefel` must be None, True, False or a Stiefel, got 'yes'"),
+    ({"stiefel": {"heads": 0}}, ValueError, "`heads` must be at least 1, got 0"),
+]
+SGD_ONLY = [
+    ({"momentum": -0.1}, ValueError, r"`momentum` must be in \[0, inf\), got -0.1"),
+    ({"dampening": "0"}, TypeError, "`dampening` must be a number"),
+    ({"nesterov": True, "momentum": 0.0}, ValueError, "`nesterov` must come with momentum > 0"),
+    ({"nesterov": True, "dampening": 0.1}, ValueError, "`nesterov` must come with momentum > 0"),
+]
+ADAM_ONLY = [
+    ({"betas": (1.0, 0.9)}, ValueError, r"`betas\[0\]` must be in \[0, 1\), got 1.0"),
+    ({"betas": (0.9, -0.1)}, ValueError, r"`betas\[1\]` must be in \[0, 1\), got -0.1"),
+    ({"betas": 0.9}, TypeError, r"`betas` must be two numbers in \[0, 1\), got 0.9"),
+    ({"eps": -1e-8}, ValueError, r"`eps` must be in \[0, inf\), got -1e-08"),
+    ({"amsgrad": None}, TypeError, "`amsgrad` must be True or False, got None"),
+    ({"lr": torch.tensor(0.1), "foreach": True}, ValueError, "`lr` must be a number with foreach"),
+]
+OPTIONS = [
+    *((rule, *row) for rule in (SGD, ADAM) for row in BOTH),
+    *((SGD, *row) for row in SGD_ONLY),
+    *((ADAM, *row) for row in ADAM_ONLY),
+]
+
+
+def assert_refused(opt, net, group, error, message):
+    before = snapshot(net, opt)
+    given = {key: value for key, value in group.items() if key != "params"}
+    copied = dict(given)
+    with pytest.raises(error, match=message):
+        opt.add_param_group({"params": group["params"], **given})
+    assert given == copied
+    assert_same(snapshot(net, opt), before)
+    backward(net, 1)
+    opt.step()
+
+
+@pytest.mark.parametrize(("rule", "options", "error", "message"), OPTIONS)
+def test_options_are_checked_for_the_optimizer_and_for_late_groups(rule, options, error, message):
+    p = so.ManifoldParameter(torch.eye(3, 2))
+    with pytest.raises(error, match=message):
+        rule([p], **options)
+    net = nn.Sequential(so.constrain(nn.Linear(8, 8)))
+    opt = rule(net.parameters())
+    backward(net, 0)
+    opt.step()
+    assert_refused(opt, net, {"params": [p], **options}, error, message)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+ROWS = so.Stiefel(rows=(2, 9))
+PARAMETERS = {
+    "1-D": (lambda: tagged(3), ValueError, r"at least 2 dim.* got shape \(3,\); leave it untagged"),
+    "0-D": (tagged, ValueError, r"must have at least 2 dimensions"),
+    "heads": (
+        lambda: tagged(6, 3, manifold=so.Stiefel(heads=4)),
+        ValueError,
+        r"divide its 6 rows, got 4; its shape is \(6, 3\); change heads or rows",
+    ),
+    "rows": (
+        lambda: tagged(6, 3, manifold=ROWS),
+        ValueError,
+        r"lie in \[0, 6\], got \(2, 9\); its shape is \(6, 3\)",
+    ),
+    "integer": (
+        lambda: tagged(3, 2, dtype=torch.int64),
+        TypeError,
+        "must be float32 or float64 to be constrained, got torch.int64; convert it",
+    ),
+    "complex": (lambda: tagged(3, 2, dtype=torch.complex64), TypeError, "got torch.complex64"),
+    "half": (lambda: tagged(3, 2, dtype=torch.float16), TypeError, "got torch.float16; convert it"),
+    "bfloat16": (lambda: tagged(3, 2, dtype=torch.bfloat16), TypeError, "got torch.bfloat16"),
+    "empty": (lambda: tagged(0, 3), ValueError, r"must not be empty, got shape \(0, 3\); leave it"),
+    "NaN": (lambda: not_finite(math.nan), ValueError, "must be finite, got NaN or inf; initialise"),
+    "inf": (lambda: not_finite(math.inf), ValueError, "must be finite, got NaN or inf; initialise"),
+}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_parameters_that_cannot_be_constrained_are_named(name, named, case):
+    build, error, message = PARAMETERS[case]
+    pairs = [("good", so.ManifoldParameter(torch.eye(4, 2))), ("layer.bad", build())]
+    listed = pairs if named else [parameter for _, parameter in pairs]
+    label = "layer.bad" if named else "parameter 1 of group {}"
+    of = r"`((heads|rows) of )?" + label.format(0) + "` .*"
+    with pytest.raises(error, match=of + message):
+        optimizer(name, listed)
+    net = nn.Sequential(so.constrain(nn.Linear(8, 8)))
+    opt = optimizer(name, net.named_parameters() if named else net.parameters())
+    backward(net, 0)
+    opt.step()
+    of = r"`((heads|rows) of )?" + label.format(1) + "` .*"
+    assert_refused(opt, net, {"params": listed}, error, of + message)
+
+
+def test_overlapping_rows_are_no_reading():
+    with pytest.raises(ValueError, match=r"`rows` must not overlap, got \(\(0, 3\), \(2, 4\)\)"):
+        so.Stiefel(rows=((0, 3), (2, 4)))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", ["constrained", "plain"])
+def test_a_parameter_listed_twice_is_named(name, kind):
+    net = model()
+    p = net.q.weight if kind == "constrained" else net.out.bias
+    twice = "must appear once, got it twice; list every parameter in one group only"
+    with pytest.raises(ValueError, match=f"`parameter 1 of group 0` {twice}"):
+        optimizer(name, [p, p])
+    with pytest.raises(ValueError, match=f"`b` {twice}"):
+        optimizer(name, [("a", p), ("b", p)])
+    with pytest.raises(ValueError, match=f"`parameter 0 of group 1` {twice}"):
+        optimizer(name, [{"params": [p]}, {"params": [p]}])
+    opt = optimizer(name, net.parameters())
+    assert_refused(opt, net, {"params": [p]}, ValueError, f"`parameter 0 of group 1` {twice}")
+
+
+@pytest.mark.parametrize("rule", [SGD, ADAM])
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ([], ValueError),
+        (torch.ones(3, 3, requires_grad=True), TypeError),
+        ([1.0], TypeError),
+        ([{"params": {torch.ones(3, 3, requires_grad=True)}}], TypeError),
+        ([torch.ones(3, requires_grad=True) * 2], ValueError),
+        ([("a", tagged(2, 2)), tagged(2, 2)], ValueError),
+        ([[tagged(2, 2)]], TypeError),
+    ],
+    ids=["empty", "a tensor", "a number", "a set", "no leaf", "half named", "nested"],
+)
+def test_what_torch_refuses_is_refused(rule, params, error):
+    with pytest.raises(error):
+        torch.optim.SGD(params, lr=0.1)
+    with pytest.raises(error):
+        rule(params)
+
+
+# ---- gradients and values at a step --------------------------------------------------------------
+
+
+def sparse(p):
+    p.grad = torch.eye(*p.shape).to_sparse()
+
+
+def other_shape(p):
+    p.grad.data = torch.ones(1, *p.shape[1:])
+
+
+def other_dtype(p):
+    p.grad.data = p.grad.double()
+
+
+def value_nan(p):
+    with torch.no_grad():
+        p.view(-1)[0] = math.nan
+
+
+BAD_AT_A_STEP = {
+    "sparse": (sparse, TypeError, r"`grad of {}` must be dense, got .*shape {} .*sparse=False"),
+    "shape": (
+        other_shape,
+        ValueError,
+        r"`grad of {}` must have shape {} .*, got shape \(1, .*; set it to None and run backward",
+    ),
+    "dtype": (
+        other_dtype,
+        ValueError,
+        r"`grad of {}` must have shape {} .* and dtype torch.float64",
+    ),
+    "NaN": (value_nan, ValueError, r"`{}` must be finite, got NaN or inf in a tensor of shape {}"),
+}
+
+
+@every_optimizer
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("case", BAD_AT_A_STEP)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_bad_gradient_or_value_is_named_before_anything_moves(name, named, case, steps):
+    """The last of two equal constrained parameters is bad: the first must not have moved."""
+    spoil, error, message = BAD_AT_A_STEP[case]
+    net = model()
+    opt = optimizer(name, net.named_parameters() if named else net.parameters())
+    for step in range(steps):
+        backward(net, step)
+        opt.step()
+    backward(net, steps)
+    kept = net.k.weight.detach().clone(), net.k.weight.grad
+    spoil(net.k.weight)
+    values = {n: p.detach().clone() for n, p in net.named_parameters()}
+    states = {n: {k: t.clone() for k, t in opt.state[p].items()} for n, p in states_of(net, opt)}
+    label = "k.weight" if named else "parameter 2 of group 0"
+    with pytest.raises(error, match=message.format(label, re.escape("(6, 8)"))):
+        opt.step()
+    for n, p in net.named_parameters():
+        assert torch.equal(p.nan_to_num(7.0), values[n].nan_to_num(7.0)), n
+    assert_same({n: dict(opt.state[p]) for n, p in states_of(net, opt)}, states)
+    net.k.weight.data.copy_(kept[0])
+    net.k.weight.grad = None
+    opt.step()
+    assert torch.isfinite(net.q.weight).all()
+    assert so.orthonormality_error(net) < 1e-5
+
+
+def states_of(net, opt):
+    return [(n, p) for n, p in net.named_parameters() if p in opt.state]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plain_gradient_of_another_shape_is_named(name):
+    """torch would broadcast it."""
+    net = model()
+    opt = optimizer(name, net.named_parameters())
+    backward(net, 0)
+    net.out.weight.grad.data = torch.ones(1, 14)
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    with pytest.raises(ValueError, match=r"`grad of out.weight` must have shape \(2, 14\)"):
+        opt.step()
+    assert_same({n: p.detach() for n, p in net.named_parameters()}, before)
+
+
+def test_sparse_gradients_of_plain_parameters():
+    """As in torch: SGD takes them, Adam refuses."""
+    table = nn.Embedding(4, 3, sparse=True)
+    other = nn.Embedding(4, 3, sparse=True)
+    other.load_state_dict(table.state_dict())
+    opts = [SGD(table.parameters(), stiefel=False), torch.optim.SGD(other.parameters(), 1e-3, 0.9)]
+    for _ in range(3):
+        for net, opt in zip((table, other), opts, strict=True):
+            opt.zero_grad()
+            net(torch.tensor([1, 1, 3])).sum().backward()
+            opt.step()
+    assert torch.equal(table.weight, other.weight)
+    adam = ADAM([("table", table.weight)], stiefel=False)
+    before = table.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"`grad of table` must be dense, got .*shape \(4, 3\)"):
+        adam.step()
+    assert torch.equal(table.weight, before)
