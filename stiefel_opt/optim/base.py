@@ -317,10 +317,12 @@ class StiefelOptimizer(Optimizer):
 
     def _check_gradients(self, work: Gathered) -> None:
         """Raise naming the parameter where a gradient, or a value about to be projected, is bad."""
-        if not self._sparse_allowed:
-            for parameter in work.plain:
-                if parameter.grad.is_sparse:  # type: ignore[union-attr]
-                    self._refuse_sparse(parameter)
+        for parameter in work.plain:
+            grad: Tensor = parameter.grad  # type: ignore[assignment]
+            if grad.is_sparse and not self._sparse_allowed:
+                self._refuse_sparse(parameter)
+            if grad.shape != parameter.shape:  # torch would broadcast it
+                self._refuse_gradient(parameter)
         for index, (_, members) in enumerate(work.equals):
             shape, dtype = members[0].shape, members[0].dtype
             grads: list[Tensor] = [p.grad for p in members]  # type: ignore[misc]
