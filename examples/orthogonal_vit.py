@@ -9,8 +9,8 @@ the query and key matrices of each head have orthonormal rows; "across heads": t
 together do. One optimizer keeps them so and moves everything else as torch's SGD or Adam would.
 """
 
-import argparse
 import json
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "smoke": {"layers": 1, "width": 32, "heads": 2, "feed_forward": 32}
     | {"epochs": 3, "limit": 512, "warmup": 0.5, "seeds": [1], "threads": 1},
     "cpu": {"data": "cifar10", "layers": 4, "width": 192, "heads": 6, "feed_forward": 192}
-    | {"patch": 4, "epochs": 15, "batch_size": 64},
+    | {"epochs": 15, "batch_size": 64},
     "paper": {"data": "cifar10", "layers": 7, "width": 384, "heads": 12, "feed_forward": 384}
-    | {"patch": 4, "epochs": 200, "batch_size": 128, "warmup": 5, "augment": "crop-flip"},
+    | {"epochs": 200, "batch_size": 128, "warmup": 5, "augment": "crop-flip"},
 }
 DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
 ALL = [*DEMO, "stiefel-sgd:across"]
@@ -87,7 +87,7 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """Linear patch embedding, class token, learned positions, blocks, linear classifier."""
 
-    def __init__(self, options: argparse.Namespace, images: Images) -> None:
+    def __init__(self, options: Namespace, images: Images) -> None:
         super().__init__()
         _, channels, height, side = images.train_images.shape
         self.patch, width = options.patch, options.width
@@ -138,12 +138,12 @@ def parse_method(text: str, rate: float | None = None, batch_size: int = 128) ->
     if constraint != "none" and not stiefel:
         raise ValueError(
             f"{optimizer} must have the constraint none, got {constraint!r}: it would leave the "
-            f"manifold; use stiefel-sgd or stiefel-adam"
+            "manifold; use stiefel-sgd or stiefel-adam"
         )
     kind, arguments = OPTIMIZERS[optimizer]
     default = arguments["lr"] * (batch_size / 128 if "momentum" in arguments else 1)
     lr = float(own_rate) if own_rate else rate or default
-    suffix = "" if lr == default else f", rate {lr:g}"
+    suffix = "" if lr == default else f" at rate {lr:g}"
     return Method(optimizer, constraint, lr, kind.__name__ + PLACES[constraint] + suffix)
 
 
@@ -172,14 +172,12 @@ def build_optimizer(method: Method, model: nn.Module) -> torch.optim.Optimizer:
 def orthonormality_error(model: VisionTransformer, constraint: str) -> Tensor:
     """Largest |W W' - I| of the queries and keys (of each head where nothing is constrained)."""
     heads = None if constraint == "across" else model.blocks[0].attention.heads
-    layers = [layer for b in model.blocks for layer in (b.attention.q, b.attention.k)]
+    weights = [x.weight for b in model.blocks for x in (b.attention.q, b.attention.k)]
     manifold = so.Stiefel(heads=heads)
-    return torch.stack([so.orthonormality_error(x.weight.detach(), manifold) for x in layers]).max()
+    return torch.stack([so.orthonormality_error(w.detach(), manifold) for w in weights]).max()
 
 
-def build_trainer(
-    options: argparse.Namespace, images: Images, method: Method, seed: int
-) -> Trainer:
+def build_trainer(options: Namespace, images: Images, method: Method, seed: int) -> Trainer:
     """Everything one run needs; runs of one seed share initial weights and order of the images."""
     torch.manual_seed(seed)  # initial weights; all later draws come from the trainer's generator
     model = VisionTransformer(options, images)
@@ -195,12 +193,12 @@ def build_trainer(
     )
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over preset over defaults (the demo)."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Train a Vision Transformer with orthogonal attention heads next to "
         "unconstrained baselines; without flags: a demo of about two minutes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="demo", help="set all sizes; other flags override it")
@@ -222,30 +220,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=64, help="length of a token")
     add("--heads", type=int, default=4, help="attention heads of WIDTH / HEADS rows")
     add("--feed-forward", type=int, default=64, help="hidden width of the feed-forward part")
-    add("--patch", type=int, default=2, help="side of a patch in pixels")
+    add("--patch", type=int, default=4, help="side of a patch in pixels")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     add("--threads", type=int, help="CPU threads (default: torch's choice)")
     add("--output", type=Path, help="folder of results (default: runs/orthogonal_vit/PRESET)")
     add("--resume", action="store_true", help="continue unfinished runs, skip finished ones")
     options, _ = parser.parse_known_args(argv)
     preset = "smoke" if options.smoke else options.preset
-    parser.set_defaults(output=Path("runs") / "orthogonal_vit" / preset, **PRESETS[preset])
+    parser.set_defaults(output=Path("runs/orthogonal_vit") / preset, **PRESETS[preset])
     options = parser.parse_args(argv)
     names = options.methods or (DEMO if preset == "demo" else ALL)
     if options.optimizer or options.constraint:
         names = [f"{options.optimizer or 'stiefel-adam'}:{options.constraint or ''}"]
-    try:
-        options.methods = [parse_method(n, options.lr, options.batch_size) for n in names]
-    except ValueError as error:
-        parser.error(str(error))
     if len(options.seeds) == 1:
         options.seeds = list(range(options.seeds[0]))
-    if len(options.seeds) == 0 or options.epochs < 1:
+    try:
+        methods = [parse_method(name, options.lr, options.batch_size) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    options.methods = list(dict.fromkeys(methods))  # each once
+    if not options.seeds or options.epochs < 1:
         parser.error("--seeds and --epochs must be at least 1, got 0")
     return options
 
 
-def write_results(options: argparse.Namespace, records: Sequence[dict[str, Any]]) -> str:
+def write_results(options: Namespace, records: Sequence[dict[str, Any]]) -> None:
     """Write table (text, Markdown), results (JSON) and plot of the finished runs."""
     histories: dict[str, list[Any]] = {}
     for record in records:
@@ -261,7 +260,6 @@ def write_results(options: argparse.Namespace, records: Sequence[dict[str, Any]]
     write_text(options.output / "table.md", f"## {text}")
     write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
     plot_curves(options.output / "curves.png", title, histories)
-    return text
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -292,8 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             trainer.resume()
         trainer.train(f"seed {seed}, {method.title}")
         records.append(trainer.configuration | {"history": trainer.history})
-        text = write_results(options, records)
-    print(f"\n{text}\nPlot: {options.output / 'curves.png'}")
+        write_results(options, records)
+    print(f"\n{(options.output / 'table.txt').read_text()}\nPlot: {options.output / 'curves.png'}")
 
 
 if __name__ == "__main__":

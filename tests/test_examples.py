@@ -98,7 +98,7 @@ def test_the_command_line_works_and_asks_for_nothing_but_flags(tmp_path) -> None
         text=True,
         check=True,
     )
-    assert "SGD, rate 0.05" in done.stdout
+    assert "SGD at rate 0.05" in done.stdout
     assert done.stdout.index("About") < done.stdout.index("epoch 1")
     assert len(json.loads((tmp_path / "results.json").read_text())["runs"]) == 2
 
@@ -219,6 +219,26 @@ def test_paper_preset_has_the_papers_size() -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     assert round(size / 1e6, 1) == 6.3
     assert options.width // options.heads == 32
+
+
+def test_rates_are_the_published_ones_at_the_published_batch() -> None:
+    def rates(*flags: str) -> list[float]:
+        return [method.lr for method in orthogonal_vit.parse_arguments(list(flags)).methods]
+
+    assert rates("--preset", "paper") == [1e-3, 1e-3, 0.15, 0.15]
+    assert rates("--preset", "paper", "--batch-size", "64") == [1e-3, 1e-3, 0.075, 0.075]
+    assert rates("--lr", "0.5", "--methods", "sgd", "stiefel-sgd:across:0.25", "sgd") == [0.5, 0.25]
+
+
+def test_stiefel_optimizer_without_constraint_is_torchs_own(tmp_path) -> None:
+    flags = ["--smoke", "--output", str(tmp_path), "--lr", "0.01", "--constraint", "none"]
+    for name in ("sgd", "stiefel-sgd", "adam", "stiefel-adam"):
+        orthogonal_vit.main([*flags, "--optimizer", name])
+    states = checkpoints(tmp_path)
+    end = "-at-rate-0.01-seed-0.pt"
+    for name in ("SGD", "Adam"):
+        ours, theirs = states[f"Stiefel{name}{end}"], states[f"{name}{end}"]
+        assert_same_bits(ours["model"], theirs["model"])
 
 
 def test_last_block_may_drop_what_nothing_reads() -> None:
