@@ -310,8 +310,18 @@ class StiefelOptimizer(Optimizer):
             for index in range(len(split(parameter))):
                 states.append({n: parts[index] for n, parts in rows.items()})
                 states[-1]["step"] = state["step"] - 1  # torch counts this step itself
-        if parameters:
+        if parameters and not group["fused"]:
             self._step_plain_rows(group, parameters, grads, states)
+        elif parameters:  # fused kernels read memory straight through, also where rows are columns
+            dense = [part.contiguous() for part in parameters]
+            dense_states = [{n: t.contiguous() for n, t in state.items()} for state in states]
+            dense_grads = [grad.contiguous() for grad in grads]
+            self._step_plain_rows(group, dense, dense_grads, dense_states)
+            for state, dense_state in zip(states, dense_states, strict=True):
+                parameters, dense = [*parameters, *state.values()], [*dense, *dense_state.values()]
+            for part, copy in zip(parameters, dense, strict=True):
+                if part is not copy:
+                    part.copy_(copy)
 
     # ---- checks before a step ------------------------------------------------------------------
 
