@@ -10,10 +10,8 @@ import sys
 import pytest
 import torch
 from contract import (
-    OPTIMIZERS,
     assert_same,
     assert_same_training,
-    backward,
     constrained,
     every_optimizer,
     model,
@@ -22,7 +20,6 @@ from contract import (
     through_file,
     train,
 )
-from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
 
@@ -313,67 +310,3 @@ def test_state_of_other_shapes_is_refused_by_name(name):
     with pytest.raises(ValueError, match=r"of basis` must have shape \(.*, got shape"):
         opts[1].step()
     assert torch.equal(p, before)
-
-
-# ---- torch.distributed.checkpoint ----------------------------------------------------------------
-
-
-@every_optimizer
-@pytest.mark.parametrize("full", [False, True])
-def test_distributed_state_dict_round_trip(name, full):
-    """In one process without a process group; the fresh optimizer makes its state by lr = 0."""
-    options = dcp.StateDictOptions(full_state_dict=full)
-    net = model()
-    opt = optimizer(name, net.parameters())
-    train(net, opt, 0, 3)
-    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
-    assert "q.weight" in saved["state"]
-    fresh = copy.deepcopy(net)
-    before = copy.deepcopy(fresh.state_dict())
-    fresh_opt = optimizer(name, fresh.parameters(), lr=1.0)
-    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
-    assert_same(fresh.state_dict(), before)
-    continued(net, opt, fresh, fresh_opt)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_distributed_state_dict_of_an_optimizer_that_never_stepped(name):
-    net = model()
-    before = copy.deepcopy(net.state_dict())
-    opt = optimizer(name, net.parameters())
-    saved = dcp.get_optimizer_state_dict(net, opt)
-    assert_same(net.state_dict(), before)
-    assert set(saved["state"]) >= set(constrained(net))
-    assert opt.param_groups[0]["lr"] == OPTIMIZERS[name][1]["lr"]
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_distributed_state_dict_finds_parameters_in_another_order(name):
-    """Names, not places, say what belongs to which parameter."""
-    net = model()
-    opt = optimizer(name, net.parameters())
-    train(net, opt, 0, 3)
-    saved = through_file(dcp.get_optimizer_state_dict(net, opt))
-    fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, list(fresh.parameters())[::-1])
-    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved)
-    backward(net, 3)
-    backward(fresh, 3)
-    opt.step()
-    fresh_opt.step()
-    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_distributed_state_dict_flattened(name):
-    options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
-    net = model()
-    opt = optimizer(name, so.param_groups(net))
-    train(net, opt, 0, 3)
-    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
-    assert saved["state.q.weight.momentum_skew"].shape == (2, 3, 3)
-    fresh = copy.deepcopy(net)
-    fresh_opt = optimizer(name, so.param_groups(fresh))
-    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
-    continued(net, opt, fresh, fresh_opt)

@@ -1,0 +1,127 @@
+"""State dicts by parameter names, as torch.distributed.checkpoint reads and sets them."""
+
+import copy
+
+import pytest
+import torch
+from contract import (
+    OPTIMIZERS,
+    assert_same,
+    assert_same_training,
+    backward,
+    constrained,
+    every_optimizer,
+    model,
+    optimizer,
+    through_file,
+    train,
+)
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+
+import stiefel_opt as so
+
+
+def continued(net, opt, other, other_opt):
+    train(net, opt, 3, 9)
+    train(other, other_opt, 3, 9)
+    assert_same_training((net, opt), (other, other_opt))
+
+
+@every_optimizer
+@pytest.mark.parametrize("full", [False, True])
+def test_distributed_state_dict_round_trip(name, full):
+    """In one process without a process group; the fresh optimizer makes its state by lr = 0."""
+    options = dcp.StateDictOptions(full_state_dict=full)
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
+    assert "q.weight" in saved["state"]
+    fresh = copy.deepcopy(net)
+    before = copy.deepcopy(fresh.state_dict())
+    fresh_opt = optimizer(name, fresh.parameters(), lr=1.0)
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
+    assert_same(fresh.state_dict(), before)
+    continued(net, opt, fresh, fresh_opt)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_distributed_state_dict_of_an_optimizer_that_never_stepped(name):
+    net = model()
+    before = copy.deepcopy(net.state_dict())
+    opt = optimizer(name, net.parameters())
+    saved = dcp.get_optimizer_state_dict(net, opt)
+    assert_same(net.state_dict(), before)
+    assert set(saved["state"]) >= set(constrained(net))
+    assert opt.param_groups[0]["lr"] == OPTIMIZERS[name][1]["lr"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_distributed_state_dict_finds_parameters_in_another_order(name):
+    """Names, not places, say what belongs to which parameter."""
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt))
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, list(fresh.parameters())[::-1])
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved)
+    backward(net, 3)
+    backward(fresh, 3)
+    opt.step()
+    fresh_opt.step()
+    for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_distributed_state_dict_flattened(name):
+    options = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
+    net = model()
+    opt = optimizer(name, so.param_groups(net))
+    train(net, opt, 0, 3)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt, options=options))
+    assert saved["state.q.weight.momentum_skew"].shape == (2, 3, 3)
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, so.param_groups(fresh))
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved, options=options)
+    continued(net, opt, fresh, fresh_opt)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("named", [False, True])
+def test_distributed_state_dict_of_another_reading_is_refused(name, named):
+    """By its reading where the optimizers know names, else by the shape of its state."""
+
+    def build(heads):
+        net = nn.Sequential(nn.Linear(8, 8), so.constrain(nn.Linear(8, 8), heads=heads))
+        opt = optimizer(name, net.named_parameters() if named else net.parameters())
+        backward(net, 0)
+        opt.step()
+        return net, opt
+
+    saved = through_file(dcp.get_optimizer_state_dict(*build(2)))
+    net, opt = build(4)
+    label = "1.weight" if named else "parameter 2 of group 0"
+    if not named:
+        dcp.set_optimizer_state_dict(net, opt, saved)
+        with pytest.raises(ValueError, match=f"of {label}` must have shape"):
+            opt.step()
+        return
+    with pytest.raises(ValueError, match=rf"`reading of {label}` must be the saved one, Stiefel\("):
+        dcp.set_optimizer_state_dict(net, opt, saved)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_names_stay_with_their_parameters_in_another_order(name):
+    net = model()
+    opt = optimizer(name, net.named_parameters())
+    train(net, opt, 0, 1)
+    saved = through_file(dcp.get_optimizer_state_dict(net, opt))
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, list(fresh.named_parameters())[::-1])
+    dcp.set_optimizer_state_dict(fresh, fresh_opt, saved)
+    (group,) = fresh_opt.param_groups
+    names = {id(p): key for key, p in fresh.named_parameters()}
+    assert group["param_names"] == [names[id(p)] for p in group["params"]]

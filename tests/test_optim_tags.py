@@ -1,0 +1,250 @@
+"""Tags, the key `stiefel`, what the optimizer tells, and edits of parameters between steps."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from contract import constrained, every_optimizer, model, optimizer, train
+from torch import nn
+from torch.optim import swa_utils
+
+import stiefel_opt as so
+
+# ---- edits by the user ---------------------------------------------------------------------------
+
+EDITS = {
+    "copy_": lambda net: [
+        p.copy_(q) for p, q in zip(net.parameters(), model(9).parameters(), strict=True)
+    ],
+    "load_state_dict": lambda net: net.load_state_dict(model(9).state_dict()),
+    "noise": lambda net: [p.add_(0.01 * torch.randn(p.shape)) for p in net.parameters()],
+    "one row": lambda net: net.up.weight[3].mul_(1.1),
+}
+
+
+def assert_on_the_manifold(net, opt, tolerance=2e-6):
+    assert so.orthonormality_error(net) < tolerance
+    for p in constrained(net).values():
+        normals = opt.velocity(p)[1]
+        several = isinstance(normals, tuple)
+        parts = p.manifold.parts(p.detach())
+        for index, normal in enumerate(normals if several else (normals,)):
+            point = p.manifold.matrices(parts[index], index) / p.manifold.scale
+            size = normal.abs().max() + 10 * p.grad.abs().max()  # U gathers up to ten gradients
+            assert (point.mT @ normal).abs().max() <= tolerance * size
+
+
+@every_optimizer
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edits_between_steps_leave_the_next_step_on_the_manifold(name, edit):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    train(net, opt, 0, 3)
+    with torch.no_grad():
+        edit(net)
+    train(net, opt, 3, 4)
+    assert_on_the_manifold(net, opt)
+    train(net, opt, 4, 14)
+    assert_on_the_manifold(net, opt)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_weight_averaging(name):
+    """The average is off the manifold; training on from it is on it after one step."""
+    net = model()
+    opt = optimizer(name, net.parameters())
+    average = swa_utils.AveragedModel(net)
+    for step in range(5):
+        train(net, opt, step, step + 1)
+        average.update_parameters(net)
+    assert_on_the_manifold(net, opt)
+    assert so.orthonormality_error(average.module) > 1e-5
+    assert constrained(average.module).keys() == constrained(net).keys()
+    with torch.no_grad():
+        for p, mean in zip(net.parameters(), average.module.parameters(), strict=True):
+            p.copy_(mean)
+    train(net, opt, 5, 6)
+    assert_on_the_manifold(net, opt)
+
+
+# ---- the key `stiefel` ---------------------------------------------------------------------------
+
+
+def holder(*shape):
+    return nn.Parameter(torch.linalg.qr(torch.randn(*shape))[0])
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    ("key", "count"),
+    [(None, 1), (True, 2), (False, 0), (so.Stiefel(heads=2), 4), ({"heads": 2}, 4)],
+    ids=["None", "True", "False", "Stiefel", "dict"],
+)
+@pytest.mark.parametrize("place", ["argument", "group"])
+def test_the_key_overrides_tags(name, key, count, place):
+    tagged, plain = so.ManifoldParameter(holder(8, 3).data), holder(8, 3)
+    if place == "argument":
+        opt = optimizer(name, [tagged, plain], stiefel=key)
+    else:
+        opt = optimizer(name, [{"params": [tagged, plain], "stiefel": key}], stiefel=False)
+    assert f"{count} matrices in {min(count, 2)} parameters are constrained" in repr(opt)
+    stored = opt.param_groups[0]["stiefel"]
+    assert stored is None or type(stored) in (bool, dict)
+    for p in (tagged, plain):
+        p.grad = torch.randn(8, 3)
+    opt.step()
+    keys = ["momentum_skew" in opt.state[p] for p in (tagged, plain)]
+    assert keys == [count > 0, count > 1]
+    if count == 4:
+        assert opt.velocity(plain)[0].shape == (2, 3, 3)
+        assert so.orthonormality_error(plain, so.Stiefel(heads=2)) < 1e-5
+
+
+def test_true_reads_a_tagged_parameter_as_its_tag_says():
+    tagged = so.ManifoldParameter(torch.eye(8, 4), so.Stiefel(heads=2))
+    opt = so.StiefelSGD([tagged], stiefel=True)
+    assert "2 matrices in 1 parameters" in repr(opt)
+
+
+def test_repr_counts_matrices_and_speaks_of_weight_decay():
+    net = model()
+    text = repr(so.StiefelAdam(net.parameters(), weight_decay=0.1))
+    # q and k: 2 heads each; up, turn, filter: 1 each; fused: 1 + 2
+    assert "10 matrices in 6 parameters are constrained, and weight decay does not touch" in text
+    assert "7 parameters are plain" in text
+    assert text.startswith("StiefelAdam (")
+
+
+@every_optimizer
+def test_param_groups_options_by_kind(name):
+    net = model()
+    groups = so.param_groups(net, stiefel={"lr": 0.0}, plain={"lr": 0.5}, names=True)
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    opt = optimizer(name, groups)
+    train(net, opt, 0, 1)
+    still = {n for n, p in net.named_parameters() if torch.equal(p, before[n])}
+    assert still == set(constrained(net))
+
+
+# ---- one warning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+def test_nothing_constrained_warns_once(rule):
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="no parameter is constrained") as caught:
+        opt = rule(net.parameters())
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.add_param_group({"params": [holder(3, 3)]})
+        net(torch.ones(1, 3)).sum().backward()
+        opt.step()
+        copy.deepcopy(opt)
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda rule: rule([holder(3, 2)], stiefel=False),
+        lambda rule: rule([holder(3, 2)], stiefel=True),
+        lambda rule: rule([{"params": [holder(3, 2)], "stiefel": False}]),
+        lambda rule: rule([nn.Parameter(torch.ones(3))]),
+        lambda rule: rule([so.ManifoldParameter(torch.eye(3)), holder(3, 2)]),
+    ],
+    ids=["False", "True", "group", "vectors only", "one tag"],
+)
+def test_no_warning_where_the_intention_is_clear(rule, build):
+    build(rule)  # warnings are errors
+
+
+# ---- velocity ------------------------------------------------------------------------------------
+
+
+@every_optimizer
+def test_velocity_has_the_shapes_of_the_reading_and_can_be_set(name):
+    net = model().double()
+    opt = optimizer(name, net.parameters())
+    shapes = {
+        net.q.weight: ((2, 3, 3), (2, 8, 3)),
+        net.up.weight: ((6, 6), (10, 6)),
+        net.turn.weight: ((10, 10), (10, 10)),
+        net.filter.weight: ((2, 2), (3, 2)),
+    }
+    for p, (skew, normal) in shapes.items():
+        zero = opt.velocity(p)
+        assert [tuple(part.shape) for part in zero] == [skew, normal]
+        assert not any(part.any() for part in zero)
+    ranges = opt.velocity(net.fused.weight)
+    assert [tuple(part.shape) for part in ranges[0]] == [(4, 4), (2, 3, 3)]
+    assert [tuple(part.shape) for part in ranges[1]] == [(10, 4), (2, 10, 3)]
+    for steps in (0, 3):
+        train(net, opt, 0, steps)
+        for p in constrained(net).values():
+            skew, normal = opt.velocity(p)
+            opt.set_velocity(p, skew, normal)
+            again = opt.velocity(p)
+            torch.testing.assert_close(again, (skew, normal), atol=1e-14, rtol=1e-14)
+    skew, normal = torch.randn(6, 6).double(), torch.randn(10, 6).double()
+    opt.set_velocity(net.up.weight, skew, normal)
+    found_skew, found_normal = opt.velocity(net.up.weight)
+    torch.testing.assert_close(found_skew, (skew - skew.T) / 2)
+    X = net.up.weight.detach() / 2
+    torch.testing.assert_close(found_normal, normal - X @ (X.T @ normal))
+
+
+def test_velocity_returns_copies():
+    net = model()
+    opt = so.StiefelSGD(net.parameters())
+    train(net, opt, 0, 1)
+    for part in opt.velocity(net.q.weight):
+        part.zero_()
+    assert all(part.any() for part in opt.velocity(net.q.weight))
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_velocity_of_what_is_not_constrained_here(outside):
+    net = model()
+    opt = so.StiefelSGD(net.parameters())
+    p = so.ManifoldParameter(torch.eye(3)) if outside else net.out.weight
+    with pytest.raises(ValueError, match="`parameter` must be constrained in this optimizer"):
+        opt.velocity(p)
+
+
+# ---- constrained again ---------------------------------------------------------------------------
+
+
+@every_optimizer
+def test_a_parameter_tagged_between_steps_is_constrained_from_then_on(name):
+    layer, other = nn.Linear(8, 8), so.constrain(nn.Linear(8, 8))
+    opt = optimizer(name, [*layer.parameters(), *other.parameters()])
+    for step in range(4):
+        if step == 2:
+            so.constrain(layer, heads=2)
+        for net in (layer, other):
+            net.zero_grad()
+            net(torch.ones(1, 8)).square().sum().backward()
+        opt.step()
+    assert so.orthonormality_error(layer) < 1e-5
+    assert opt.velocity(layer.weight)[1].shape == (2, 8, 4)
+    assert opt.state[layer.weight]["step"] == 2
+
+
+@every_optimizer
+def test_another_reading_between_steps_asks_for_the_state_to_be_dropped(name):
+    layer = so.constrain(nn.Linear(8, 8), heads=2)
+    opt = optimizer(name, layer.named_parameters())
+    for heads in (2, 4):
+        so.constrain(layer, heads=heads)
+        layer.zero_grad()
+        layer(torch.ones(1, 8)).square().sum().backward()
+        if heads == 2:
+            opt.step()
+    with pytest.raises(ValueError, match=r"of weight` must have shape \(4, 2, 2\), got shape"):
+        opt.step()
+    del opt.state[layer.weight]
+    opt.step()
+    assert so.orthonormality_error(layer) < 1e-5
