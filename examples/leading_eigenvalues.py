@@ -83,7 +83,7 @@ class Run:
 
     @property
     def reached(self) -> bool:
-        return bool(self.gaps) and self.gaps[-1] <= TARGET
+        return bool(self.gaps) and abs(self.gaps[-1]) <= TARGET and self.error <= TARGET
 
     @property
     def iterations(self) -> float:
@@ -101,7 +101,7 @@ def draw_problem(size: Size, number: int) -> Problem:
 
 
 def maximize(problem: Problem, flow: str, lr: float, limit: float) -> Run:
-    """Run one flow until the target, ``limit`` iterations or a non-finite value."""
+    """Run one flow until the target, ``limit`` iterations, or until it leaves the manifold."""
     point = so.ManifoldParameter(problem.start.clone())
     optimizer = so.StiefelSGD([point], lr=lr, momentum=MOMENTUM, maximize=True, **FLOWS[flow])
     run = Run()
@@ -116,7 +116,7 @@ def maximize(problem: Problem, flow: str, lr: float, limit: float) -> Run:
             break
         run.gaps.append((problem.maximum - value) / abs(problem.maximum))
         run.seconds.append(time.perf_counter() - began)
-        if run.gaps[-1] <= TARGET:
+        if run.gaps[-1] <= TARGET:  # far below -TARGET: no orthonormal X has such a value
             break
     run.error = float(so.orthonormality_error(point))
     return run
