@@ -183,7 +183,8 @@ def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
     yield enter(POGO, row, device, wide_batch, plain, pogo_sgd)
     yield enter(GEOOPT_SGD, row, device, tall, euclidean, geoopt_sgd)
     yield enter(GEOOPT_ADAM, row, device, tall, euclidean, geoopt_adam)
-    if row.n <= SQUARE_SOLVE_LIMIT:
+    if row.n <= SQUARE_SOLVE_LIMIT and row.batch == 1:
+        # Batches of its n x n systems fail in MKL's threaded LU: "incorrect on entry to SLASWP".
         yield enter(GEOOPT_CANONICAL, row, device, tall, canonical, geoopt_sgd)
     torch_sgd = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
     yield enter(TORCH_SGD, row, device, as_in_model, plain, torch_sgd, constrained=False)

@@ -42,6 +42,7 @@ from contestants import (
     BETAS,
     GEOOPT_ADAM,
     GEOOPT_CANONICAL,
+    GEOOPT_SGD,
     MOMENTUM,
     POGO,
     SGD,
@@ -185,16 +186,41 @@ def measure(
         "max abs(X'X - I)", "temporaries", "state",
     )  # fmt: skip
     print(f"\n{row.label}: {torch.get_num_threads()} thread(s), {rounds} rounds")
-    print(markdown_table(header, table))
+    text = markdown_table(header, table)
+    print(text)
     bars = checks(row, timings, memory, states, size)
     for bar in bars:
         print(bar.line())
     return {
         "label": row.label,
         "threads": torch.get_num_threads(),
+        "table": text,
         "contestants": record,
         "bars": [{**vars(bar), "met": bar.met} for bar in bars],
     }
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """One line for each row: our two optimizers beside the rivals that count."""
+    lines = []
+    for result in results:
+        found = result["contestants"]
+        sgd, adam = found[SGD], found[ADAM]
+        median = {
+            name: found[name]["median_ms"] for name in (SGD, ADAM, POGO, GEOOPT_SGD, GEOOPT_ADAM)
+        }
+        lines.append([
+            result["label"],
+            *(f"{value:.2f}" for value in median.values()),
+            f"{sgd['over_products']:.2f}",
+            f"{sgd['orthonormality_error']:.0e} / {found[POGO]['orthonormality_error']:.0e}",
+            f"{sgd['temporaries_over_parameters']:.1f} / {adam['temporaries_over_parameters']:.1f}",
+        ])  # fmt: skip
+    header = (
+        "ms a step", SGD, ADAM, POGO, GEOOPT_SGD, GEOOPT_ADAM, "StiefelSGD / six products",
+        "error, ours / POGO", "temporaries, SGD / Adam",
+    )  # fmt: skip
+    return markdown_table(header, lines)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -229,7 +255,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype": "float32", "rounds": arguments.rounds, "momentum": MOMENTUM, "betas": BETAS,
         "step_size": STEP_SIZE,
     }  # fmt: skip
-    write_json(arguments.output, {"machine": about, "settings": settings, "results": results})
+    tables = {
+        f"{threads} threads": summary([r for r in results if r["threads"] == threads])
+        for threads in arguments.threads
+    }
+    for name, text in tables.items():
+        print(f"\n{name}\n{text}")
+    content = {"machine": about, "settings": settings, "tables": tables, "results": results}
+    write_json(arguments.output, content)
     judged = [result for result in results if result["threads"] == arguments.threads[0]]
     failed = [
         f"{result['row']}: {bar['what']} {bar['value']:.2f} > {bar['limit']:.2f}"

@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"{time.perf_counter() - began:.0f} s in all")  # fmt: skip
     content = {
         "machine": machine(), "dtype": "float64", "momentum": MOMENTUM, "target": TARGET,
-        "grid": list(arguments.rates), "results": records,
+        "grid": list(arguments.rates), "tables": [text], "results": records,
     }  # fmt: skip
     write_text(arguments.output / "results.json", json.dumps(content, indent=1) + "\n")
     write_text(arguments.output / "table.md", f"{text}\n")

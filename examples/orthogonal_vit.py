@@ -255,7 +255,8 @@ def write_results(options: Namespace, records: Sequence[dict[str, Any]]) -> None
     )
     table, winner = final_table(histories)
     text = f"{title}\n\n{table}\n\n{winner}\n"
-    results = {"title": title, "winner": winner, "machine": machine(), "runs": records}
+    results = {"title": title, "winner": winner, "machine": machine(), "tables": [text]}
+    results["runs"] = records
     write_text(options.output / "table.txt", text)
     write_text(options.output / "table.md", f"## {text}")
     write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")

@@ -135,7 +135,6 @@ PUBLISHED = {"transport": "published", "rotation": "euler"}
 READING_CASES = [
     OptimizerCase("sgd", "sgd"),
     OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
-    OptimizerCase("adam", "adam"),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
 ]
 

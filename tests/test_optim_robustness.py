@@ -103,7 +103,7 @@ def test_no_learning_rate_of_a_fine_grid_blows_up(
     algorithm: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     shapes = ((40, 7), (5, 4), (9, 1), (4, 12), (3, 6, 6), (2, 30, 20))
-    rates = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
+    rates = (1e-3, 0.1, 1.0, 10.0, 30.0, 100.0)
     check_survival(algorithm, dtype, list(itertools.product(rates, shapes)), generator)
 
 
@@ -136,11 +136,11 @@ def adam_trajectory(
     factor: float, eps: float, metric: str | float, seed: int, amsgrad: bool = False
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((8, 3), (3, 8), (2, 6, 4), (4, 4))
+    shapes = ((8, 3), (2, 4, 6), (4, 4))
     params = [random_point(generator, *shape, dtype=torch.float64) for shape in shapes]
     targets = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     optimizer = so.StiefelAdam(params, lr=0.05, eps=eps, metric=metric, amsgrad=amsgrad)
-    for _ in range(200):
+    for _ in range(100):
         for param, target in zip(params, targets, strict=True):
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
             param.grad = factor * (param.detach() - target + 0.3 * noise)
@@ -151,9 +151,7 @@ def adam_trajectory(
 @pytest.mark.parametrize("metric", ["canonical", "euclidean"])
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_a_constant_factor_on_the_loss_leaves_adam_unchanged(metric: str, amsgrad: bool) -> None:
-    trajectories = (
-        adam_trajectory(factor, 1e-30, metric, 1, amsgrad) for factor in (1.0, 1000.0, 1e-3)
-    )
+    trajectories = (adam_trajectory(factor, 1e-30, metric, 1, amsgrad) for factor in (1.0, 1000.0))
     first, *others = trajectories
     for other in others:
         for point, scaled_point in zip(first, other, strict=True):
@@ -180,7 +178,7 @@ def test_invariants_hold_after_ten_thousand_steps(
     """Leading eigenvectors in order (Brockett's cost), with fresh noise in every step."""
     n, m = 10, 3
     params = [random_point(generator, 2, n, m, dtype=dtype)]
-    if (algorithm == "sgd") == (dtype is torch.float32):
+    if algorithm == "sgd" and dtype is torch.float32:
         params.append(random_point(generator, 4, 4, dtype=dtype))
     costs = [torch.randn(p.size(-2), p.size(-2), generator=generator, dtype=dtype) for p in params]
     weights = [torch.arange(p.size(-1), 0, -1, dtype=dtype) / p.size(-1) for p in params]

@@ -276,7 +276,7 @@ class StiefelOptimizer(Optimizer):
             if manifold.scale != 1.0:
                 point = point / manifold.scale
             correct = due
-            if stack.fresh:
+            if stack.fresh or (due and on_cpu):  # writes through ``.data`` show only here
                 point, correct = self._settle(point, batch, due)
             new_point = self._move(group, point, grad, batch, lr / manifold.scale, correct)
             if frozen:
@@ -292,7 +292,7 @@ class StiefelOptimizer(Optimizer):
         """Project matrices that are off the manifold; say whether U must be projected as well."""
         error = gram_error(point)
         tolerance = orthonormality_tolerance(point.dtype, point.size(-2))
-        off = error > 10 * tolerance
+        off = (error > 10 * tolerance) & error.isfinite()
         if bool(off.any()):
             point = point.clone()
             point[off] = polar_factor(point[off])

@@ -75,12 +75,17 @@ class Stack:
             window.copy_(copy.view(window.shape))
         self.grads = []
         if written:
-            self.versions = [parameter._version for parameter in self.parameters]
+            self.versions = self._versions()
 
     def untouched(self) -> bool:
         """Say whether nobody wrote to the parameters since our last write, and remember it."""
-        self.fresh = self.versions != [parameter._version for parameter in self.parameters]
+        self.fresh = self.versions != self._versions()
         return not self.fresh
+
+    def _versions(self) -> list[int]:
+        """Return what changes when a parameter is written to, or its ``.data`` replaced."""
+        versions = [parameter._version for parameter in self.parameters]
+        return versions + [parameter.data_ptr() for parameter in self.parameters]
 
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
