@@ -206,11 +206,16 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only the first LIMIT training images")
-    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE]", help="runs to compare")
+    add(
+        "--methods",
+        nargs="+",
+        metavar="OPTIMIZER:CONSTRAINT[:RATE]",
+        help="None: the demo's three, or four",
+    )
     add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
-    add("--lr", type=float, help="of every method (default: published; SGD's times batch / 128)")
-    add("--seeds", type=int, nargs="+", default=[2], help="how many seeds, or two and more seeds")
+    add("--lr", type=float, help="of all methods; None: published, SGD's times batch / 128")
+    add("--seeds", type=int, nargs="+", default=[2], help="one number: how many; several: these")
     add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
@@ -222,8 +227,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--feed-forward", type=int, default=64, help="hidden width of the feed-forward part")
     add("--patch", type=int, default=4, help="side of a patch in pixels")
     add("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
-    add("--threads", type=int, help="CPU threads (default: torch's choice)")
-    add("--output", type=Path, help="folder of results (default: runs/orthogonal_vit/PRESET)")
+    add("--threads", type=int, help="CPU threads; None: 1 in the demo, else torch's choice")
+    add("--output", type=Path, help="folder of results; None: runs/orthogonal_vit/PRESET")
     add("--resume", action="store_true", help="continue unfinished runs, skip finished ones")
     options, _ = parser.parse_known_args(argv)
     preset = "smoke" if options.smoke else options.preset
