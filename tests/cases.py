@@ -149,6 +149,7 @@ VARIANTS = [
     OptimizerCase("sgd-dampened", "sgd", {"dampening": 0.4}),
     OptimizerCase("sgd-dampened-published", "sgd", {"dampening": 0.4, "metric": -1.0, **PUBLISHED}),
     OptimizerCase("sgd-maximize", "sgd", {"maximize": True}),
+    OptimizerCase("sgd-tensor-lr", "sgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
     OptimizerCase("sgd-weight-decay", "sgd", {"weight_decay": 0.3}),
     OptimizerCase("adam-amsgrad", "adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
     OptimizerCase(
@@ -160,6 +161,7 @@ VARIANTS = [
         {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3, **PUBLISHED},
     ),
     OptimizerCase("adam-maximize", "adam", {"maximize": True}),
+    OptimizerCase("adam-tensor-lr", "adam", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
     OptimizerCase("adam-weight-decay", "adam", {"weight_decay": 0.3}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),

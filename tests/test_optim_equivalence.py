@@ -270,6 +270,25 @@ def test_rows_left_plain_take_the_step_of_torch(algorithm: str, rng: np.random.G
     assert (run.param.detach()[rest] - plain.detach()).abs().max() < 1e-14
 
 
+@pytest.mark.parametrize("scale", [0.05, 1.0, 30.0])
+@pytest.mark.parametrize("metric", ["canonical", "euclidean"])
+def test_to_first_order_the_tensor_moves_along_its_tangent_gradient_at_every_scale(
+    metric: str, scale: float, rng: np.random.Generator
+) -> None:
+    reading = Reading("", (6, 3), manifold={"scale": scale})
+    start = reading.start(rng)
+    param = reading.parameter(start)
+    grad = rng.standard_normal(reading.shape)
+    param.grad = torch.tensor(grad)
+    so.StiefelSGD([param], lr=1e-7, metric=metric).step()
+    X = start / scale
+    S = X.T @ grad
+    skew = (S - S.T) / (1 if metric == "canonical" else 2)
+    tangent = grad - X @ S + X @ skew
+    moved = (start - param.detach().numpy()) / 1e-7
+    assert np.abs(moved - tangent).max() < 1e-5 * max(1, 1 / scale)
+
+
 @pytest.mark.parametrize("case", READING_CASES, ids=lambda case: case.name)
 def test_float32_stays_beside_the_float64_loop(
     case: OptimizerCase, rng: np.random.Generator
