@@ -206,12 +206,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only the first LIMIT training images")
-    add(
-        "--methods",
-        nargs="+",
-        metavar="OPTIMIZER:CONSTRAINT[:RATE]",
-        help="None: the demo's three, or four",
-    )
+    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE]", help="runs to compare")
     add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="of all methods; None: published, SGD's times batch / 128")
