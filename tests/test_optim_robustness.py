@@ -92,7 +92,10 @@ def check_survival(
 def test_no_learning_rate_blows_up(
     algorithm: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    choices = [(1.0, (12, 4)), (100.0, (2, 4, 12)), (100.0, (5, 5))]
+    if dtype is torch.float64:
+        choices = [(100.0, (2, 4, 12)), (3.0, (5, 5))]
+    else:
+        choices = [(100.0, (12, 4)), (100.0, (2, 5, 5))]
     check_survival(algorithm, dtype, choices, generator)
 
 
@@ -170,34 +173,46 @@ def test_adam_without_eps_meets_no_zero_by_zero(metric: str) -> None:
 # ---- invariants ---------------------------------------------------------------------------------
 
 
+def check_invariants(
+    algorithm: str, dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator
+) -> None:
+    """Leading eigenvectors in order (Brockett's cost), with fresh noise in each of 10,000 steps."""
+    n, m = shape[-2:]
+    param = random_point(generator, *shape, dtype=dtype)
+    cost = torch.randn(n, n, generator=generator, dtype=dtype)
+    weights = torch.arange(m, 0, -1, dtype=dtype) / m
+    optimizer: Any = RULES[algorithm]([param], lr={"sgd": 0.05, "adam": 0.01}[algorithm])
+    for _ in range(10_000):
+        noisy = cost + 0.5 * torch.randn(n, n, generator=generator, dtype=dtype)
+        param.grad = -((noisy + noisy.mT) @ param.detach()) * weights
+        optimizer.step()
+    tolerance = 4 * n * torch.finfo(dtype).eps
+    Z, U = optimizer.velocity(param)
+    assert gram_error(param, param) < tolerance
+    assert torch.equal(Z, -Z.mT)
+    if m > 1:
+        assert float(Z.abs().max()) > 1e-3
+    if n > m:
+        assert spectral_norm(U) > 1e-3
+        assert gram_error(param, U) < tolerance * spectral_norm(U)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_invariants_hold_after_ten_thousand_steps(
     algorithm: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    """Leading eigenvectors in order (Brockett's cost), with fresh noise in every step."""
-    n, m = 10, 3
-    params = [random_point(generator, 2, n, m, dtype=dtype)]
-    if algorithm == "sgd" and dtype is torch.float32:
-        params.append(random_point(generator, 4, 4, dtype=dtype))
-    costs = [torch.randn(p.size(-2), p.size(-2), generator=generator, dtype=dtype) for p in params]
-    weights = [torch.arange(p.size(-1), 0, -1, dtype=dtype) / p.size(-1) for p in params]
-    rate = {"sgd": 0.05, "adam": 0.01}[algorithm]
-    optimizer: Any = RULES[algorithm](params, lr=rate)
-    for _ in range(10_000):
-        for param, cost, weight in zip(params, costs, weights, strict=True):
-            noisy = cost + 0.5 * torch.randn(cost.shape, generator=generator, dtype=dtype)
-            param.grad = -((noisy + noisy.mT) @ param.detach()) * weight
-        optimizer.step()
-    tolerance = 4 * n * torch.finfo(dtype).eps
-    for param in params:
-        Z, _ = optimizer.velocity(param)
-        assert gram_error(param, param) < tolerance
-        assert torch.equal(Z, -Z.mT)
-        assert float(Z.abs().max()) > 1e-3
-    _, U = optimizer.velocity(params[0])
-    assert spectral_norm(U) > 1e-3
-    assert gram_error(params[0], U) < tolerance * spectral_norm(U)
+    check_invariants(algorithm, dtype, (2, 10, 3), generator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(4, 4), (60, 20), (30, 29), (8, 1), (3, 200, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_invariants_of_other_shapes_hold_after_ten_thousand_steps(
+    algorithm: str, dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator
+) -> None:
+    check_invariants(algorithm, dtype, shape, generator)
 
 
 STARTS = list(
