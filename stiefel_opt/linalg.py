@@ -130,14 +130,19 @@ def roots(
     """
     plan = _plan(limit, matrix.dtype)
     powers = [matrix]
-    if matrix.numel() > _FEW:
-        for _ in range(plan.degree - 1):
-            powers.append(torch.bmm(powers[-1], matrix))
+    if plan.degree > 1 and matrix.numel() > _FEW and (root is not None or bend):
+        powers.append(torch.bmm(matrix, matrix))
+        if plan.iterations:  # |E|^2 <= |E^2| sharpens the bound, and may save the iteration
+            limit = min(limit, scale * largest_bound(powers[1], math.inf) ** 0.5)
+            plan = _plan(limit, matrix.dtype)
+        if plan.degree > 2:
+            powers.append(torch.bmm(powers[1], matrix))
     inverse_root = _polynomial(powers, plan.inverse_root, scale)
     if plan.iterations == 0:
         if root is not None:
             _polynomial(powers, plan.root, scale, out=root)
         return Roots(inverse_root, _polynomial(powers, plan.bend, scale) if bend else None)
+    powers.clear()
     # Q must be exactly A R, or the iteration drifts.
     square_root = torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
     for _ in range(plan.iterations):
@@ -158,7 +163,7 @@ def _polynomial(
 ) -> Tensor:
     """Return c0 I + c1 E + c2 E^2 + ... for E = scale M and the powers of M at hand."""
     matrix = powers[0]
-    if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree, and no powers
+    if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree
         identity = _identity(matrix.size(-1), matrix.dtype, matrix.device)
         result = identity if matrix.size(0) == 1 else identity.expand(matrix.shape)
         factor = coefficients[-1] * scale
@@ -166,9 +171,14 @@ def _polynomial(
             result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
             factor = scale
         return torch.baddbmm(identity, matrix, result, beta=coefficients[0], alpha=factor, out=out)
-    result = torch.mul(matrix, coefficients[1] * scale, out=out)
-    for order, power in enumerate(powers[1:], start=2):
-        result.add_(power, alpha=coefficients[order] * scale**order)
+    if len(powers) == len(coefficients) - 1:
+        result = torch.mul(matrix, coefficients[1] * scale, out=out)
+        for order, power in enumerate(powers[1:], start=2):
+            result.add_(power, alpha=coefficients[order] * scale**order)
+        return add_to_diagonal_(result, coefficients[0])
+    result = matrix * (coefficients[-1] * scale)  # Horner: no powers to keep
+    for coefficient in coefficients[-2:0:-1]:
+        result = torch.bmm(matrix, add_to_diagonal_(result, coefficient)).mul_(scale)
     return add_to_diagonal_(result, coefficients[0])
 
 
@@ -268,19 +278,19 @@ def _inverse_of_one_plus(root: Tensor, limit: float) -> Tensor:
     return inverse
 
 
-def polar_rotation(matrix: Tensor, limit: float, scale: float = 1.0) -> Tensor:
+def polar_rotation(matrix: Tensor, square_gram: Tensor, limit: float, scale: float = 1.0) -> Tensor:
     r"""Return rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, for skew K.
 
     Args:
-        matrix: K / scale, shape ``(k, m, m)``.
-        limit: Bound on the spectral norm of every K.
+        matrix: M = K / scale, shape ``(k, m, m)``.
+        square_gram: M'M.
+        limit: Bound on every K'K.
         scale: Factor of K.
 
     Returns: Orthogonal matrices, equal to exp(K) to second order.
-    Note: 2 products of m x m and those of :func:`roots` of I - K^2.
+    Note: 1 product of m x m and those of :func:`roots` of I + K'K.
     """
-    square = torch.bmm(matrix.mT, matrix)
-    inverse_root = roots(square, limit * limit, scale=scale * scale).inverse_root
+    inverse_root = roots(square_gram, limit, scale=scale * scale).inverse_root
     return torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
 
 

@@ -117,11 +117,13 @@ def sgd_(
     coupling = None if normal is None else _coupling(skew, momentum, lr, a, transport)
     torch.add(torque, skew, alpha=momentum, out=skew)
     ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
+    del torque
+    if normal is None:
+        del inner  # for a square matrix every m x m is as large as the parameter
     turn, turn_gram = _turn(ahead, lr, transport, rotation, normal is None)
     frame = _after(mend, turn)  # Xh = X frame
     if normal is None:
         return product(point, frame)
-
     if factor is None or shift is None:
         inner = _after(mend, _times(inner, force))
         force_normal = _subtract_(product(point, inner), grad, force)  # -g
@@ -293,22 +295,25 @@ def _turn(
     isometric = transport == "isometric"
     if isinstance(lr, Tensor):
         skew, lr = skew * lr, 1.0
-    limit = abs(lr) * largest_bound(skew, math.inf)
-    if isometric and not limit <= _SATURATION:
-        skew, lr = skew * lr, 1.0
-        skew = skew * (_SATURATION / infinity_norm(skew)).clamp(max=1.0)
-        limit = _SATURATION
+    square_gram = torch.bmm(skew.mT, skew)  # -Z^2: its bound is the sharper one
+    limit = lr * lr * largest_bound(square_gram, math.inf)
+    if isometric and not skew.size(-1) * limit <= _SATURATION**2:  # then it may be saturated
+        norm = infinity_norm(skew) * abs(lr)
+        if norm.device.type != "cpu" or float(norm.max()) > _SATURATION:
+            scale = (_SATURATION / norm).clamp(max=1.0)
+            skew, square_gram = skew * scale, square_gram * scale.square()
+            limit = min(limit, _SATURATION**2)
     limit = min(limit, _PUBLISHED_CAP)
     euler = rotation == "euler" and not isometric and not square
     if rotation == "polar" or (rotation == "euler" and not euler):
-        return polar_rotation(skew, limit, lr), None
+        return polar_rotation(skew, square_gram, limit, lr), None
     step = skew * lr
     if rotation == "cayley":
         return cayley(step), None
     if rotation == "expm":
         return exponential(step), None
     eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
-    return step + eye, torch.baddbmm(eye, step.mT, step)
+    return step + eye, torch.add(eye, square_gram, alpha=lr * lr)
 
 
 def _saturate(gram_direction: Tensor, lr: Scalar) -> tuple[Scalar, Tensor, float, float]:

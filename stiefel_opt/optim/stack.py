@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Final
 
@@ -19,6 +20,8 @@ State = dict[str, Tensor]
 # accelerator launches cost more than memory.
 _BYTES_ON_CPU: Final = 2**22
 _BYTES_ELSEWHERE: Final = 2**28
+# Above this a stack is cut so that temporaries stay below three times its parameters.
+_BYTES_WITHOUT_CARE: Final = 2**20
 
 
 class Stack:
@@ -136,9 +139,13 @@ class Stack:
         unit, total = lead.numel(), len(self.parameters)
         if total == 1:
             unit, total = 1, lead.numel()
-        size = unit * matrices.shape[-2:].numel() * part.element_size()
+        n, m = matrices.shape[-2:]
+        whole = total * unit * n * m * part.element_size()
         limit = _BYTES_ON_CPU if part.device.type == "cpu" else _BYTES_ELSEWHERE
-        length = -(-total // -(-total * size // limit))
+        pieces = -(-whole // limit)
+        if whole > _BYTES_WITHOUT_CARE:  # a batch has temporaries of about 6 n x m and 8 m x m
+            pieces = max(pieces, math.ceil((6 + 8 * m / n) / 3))
+        length = -(-total // min(pieces, total))
         batches = []
         for low in range(0, total, length):
             share = slice(low, min(low + length, total))
