@@ -130,12 +130,12 @@ def roots(
     """
     plan = _plan(limit, matrix.dtype)
     powers = [matrix]
-    if plan.degree > 1 and matrix.numel() > _FEW and (root is not None or bend):
+    if plan.degree > 1 and matrix.numel() > _FEW:
         powers.append(torch.bmm(matrix, matrix))
         if plan.iterations:  # |E|^2 <= |E^2| sharpens the bound, and may save the iteration
             limit = min(limit, scale * largest_bound(powers[1], math.inf) ** 0.5)
             plan = _plan(limit, matrix.dtype)
-        if plan.degree > 2:
+        if plan.degree > 2 and (root is not None or bend):
             powers.append(torch.bmm(powers[1], matrix))
     inverse_root = _polynomial(powers, plan.inverse_root, scale)
     if plan.iterations == 0:
@@ -171,14 +171,14 @@ def _polynomial(
             result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
             factor = scale
         return torch.baddbmm(identity, matrix, result, beta=coefficients[0], alpha=factor, out=out)
-    if len(powers) == len(coefficients) - 1:
-        result = torch.mul(matrix, coefficients[1] * scale, out=out)
-        for order, power in enumerate(powers[1:], start=2):
-            result.add_(power, alpha=coefficients[order] * scale**order)
+    if len(coefficients) > len(powers) + 1:  # one more from the square: (c2 + c3 E) E^2 + ...
+        outer = add_to_diagonal_(matrix * (coefficients[3] * scale), coefficients[2])
+        result = torch.bmm(powers[1], outer).mul_(scale * scale)
+        result.add_(matrix, alpha=coefficients[1] * scale)
         return add_to_diagonal_(result, coefficients[0])
-    result = matrix * (coefficients[-1] * scale)  # Horner: no powers to keep
-    for coefficient in coefficients[-2:0:-1]:
-        result = torch.bmm(matrix, add_to_diagonal_(result, coefficient)).mul_(scale)
+    result = torch.mul(matrix, coefficients[1] * scale, out=out)
+    for order, coefficient in enumerate(coefficients[2:], start=2):
+        result.add_(powers[order - 1], alpha=coefficient * scale**order)
     return add_to_diagonal_(result, coefficients[0])
 
 
