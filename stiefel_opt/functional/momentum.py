@@ -253,15 +253,20 @@ def _measure(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return X'G, and with ``correct`` C = (3I - X'X)/2 and X'B, so that X C is orthonormal.
 
-    C is one Newton-Schulz step, enough for rounding errors; X'G is then that of X C.
+    X'G is then that of X C.
     """
     if not correct:
         return _sum(row_sum, gram(point, grad)), None, None
     parts = [gram(point, other) for other in (grad, point, normal) if other is not None]
     packed = _sum(row_sum, torch.cat(parts, dim=-1))
     inner, own, *overlap = torch.split(packed, point.size(-1), dim=-1)
-    mend = add_to_diagonal_(own * -0.5, 1.5)
+    mend = _mend(own)
     return torch.bmm(mend, inner), mend, overlap[0] if overlap else None
+
+
+def _mend(own: Tensor) -> Tensor:
+    """Return C = (3I - X'X)/2, one Newton-Schulz step: enough to take rounding out of X C."""
+    return add_to_diagonal_(own * -0.5, 1.5)
 
 
 def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
@@ -390,7 +395,7 @@ def _mend_long_step(
     """
     parts = torch.cat((gram(new_point, new_point), gram(new_point, normal)), dim=-1)
     own, overlap = torch.split(_sum(row_sum, parts), new_point.size(-1), dim=-1)
-    mend = add_to_diagonal_(own * -0.5, 1.5)
+    mend = _mend(own)
     return product(new_point, mend), torch.bmm(mend, overlap)
 
 
