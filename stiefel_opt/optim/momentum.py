@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
-from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
@@ -23,13 +20,15 @@ from stiefel_opt.functional.momentum import (
 )
 from stiefel_opt.linalg import gram
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.base import Group, StiefelOptimizer
+from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
+from stiefel_opt.optim.readings import Group
 from stiefel_opt.optim.stack import Batch
+from stiefel_opt.optim.velocity import VelocityOptimizer
 
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
 
-class StiefelSGD(StiefelOptimizer):
+class StiefelSGD(VelocityOptimizer):
     r"""SGD with momentum that keeps constrained parameters orthonormal; plain ones get torch's SGD.
 
     With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
@@ -174,31 +173,16 @@ class StiefelSGD(StiefelOptimizer):
 
     @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        grads = [p.grad for p in parameters if p.grad is not None]
-        buffers = []
-        if group["momentum"] != 0:
-            buffers = [self.state[p].get("momentum_buffer") for p in parameters]
-        _torch_sgd(group, parameters, grads, buffers)
-        if group["momentum"] != 0:
-            for parameter, buffer in zip(parameters, buffers, strict=True):
-                self.state[parameter]["momentum_buffer"] = buffer
+        step_sgd(group, parameters, self.state)
 
     @override
     def _step_plain_rows(
         self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
     ) -> None:
-        kept = [state["momentum_normal"] for state in states]
-        buffers: list[Tensor | None] = []
-        if group["momentum"] != 0:
-            started = [bool(state["step"] > 0) for state in states]
-            buffers = [b if old else None for b, old in zip(kept, started, strict=True)]
-        _torch_sgd(group, parameters, grads, buffers)
-        for buffer, rows in zip(buffers, kept, strict=False):
-            if buffer is not None and buffer is not rows:
-                rows.copy_(buffer)
+        step_sgd_rows(group, parameters, grads, states)
 
 
-class StiefelAdam(StiefelOptimizer):
+class StiefelAdam(VelocityOptimizer):
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -333,33 +317,13 @@ class StiefelAdam(StiefelOptimizer):
 
     @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        on_device = group["capturable"] or group["fused"]
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                # as torch: float64 only where that is the default, and never for fused
-                wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-                state["step"] = torch.zeros(
-                    (),
-                    dtype=torch.float64 if wide else torch.float32,
-                    device=parameter.device if on_device else "cpu",
-                )
-                for name in _moments(group):
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        _torch_adam(group, parameters, grads, [self.state[p] for p in parameters])
+        step_adam(group, parameters, self.state)
 
     @override
     def _step_plain_rows(
         self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
     ) -> None:
-        names = dict(zip(_moments(group), self._state_names(group)[2], strict=True))
-        on_device = group["capturable"] or group["fused"]
-        plain = []
-        for state in states:
-            plain.append({torch_name: state[name] for torch_name, name in names.items()})
-            plain[-1]["step"] = state["step"] if on_device else state["step"].cpu()
-        _torch_adam(group, parameters, grads, plain)
+        step_adam_rows(group, parameters, grads, states, self._state_names(group)[2])
 
 
 def _check_common(group: Group) -> None:
@@ -411,52 +375,3 @@ def _exceeds_rounding(overlap: Tensor, normal: Tensor) -> bool:
     """Say whether X'U is more than rounding can explain."""
     size = torch.linalg.vector_norm(normal, dim=-2).amax()
     return bool(overlap.abs().amax() > 1e3 * torch.finfo(normal.dtype).eps * size)
-
-
-def _moments(group: Group) -> list[str]:
-    """Return torch's names of Adam's moments."""
-    return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-
-
-def _torch_sgd(
-    group: Group, parameters: list[Tensor], grads: list[Tensor], buffers: list[Any]
-) -> None:
-    sgd(
-        parameters,
-        grads,
-        buffers,
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=group["dampening"],
-        nesterov=group["nesterov"],
-        maximize=group["maximize"],
-        has_sparse_grad=any(grad.is_sparse for grad in grads),
-        foreach=group["foreach"],
-        fused=group["fused"],
-    )
-
-
-def _torch_adam(
-    group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-) -> None:
-    adam(
-        parameters,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-        [state["step"] for state in states],
-        amsgrad=group["amsgrad"],
-        has_complex=any(parameter.is_complex() for parameter in parameters),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        foreach=group["foreach"],
-        capturable=group["capturable"],
-        fused=group["fused"],
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-    )

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.manifold import Stiefel, tall
+from stiefel_opt.optim.state import State, is_small
 
-__all__ = ["Batch", "Stack", "is_small", "state_shapes"]
-
-State = dict[str, Tensor]
+__all__ = ["Batch", "Stack"]
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory.
@@ -220,27 +219,6 @@ class Batch:
             return matrices if self._whole else matrices[self._share]
         joined = torch.cat(tensors).reshape(len(tensors), *tensors[0].shape)
         return _flat(manifold.matrices(joined, index, stacked=True))
-
-
-def state_shapes(
-    manifold: Stiefel, shape: torch.Size
-) -> tuple[list[tuple[torch.Size, bool]], bool]:
-    """Return, for each range, the shape of its m x m state and whether it is tall; then whether
-    tall state, of the parameter's shape, is needed.
-
-    It is not where every matrix is square and no row is plain: nothing is normal to the point then.
-    """
-    model = torch.empty(shape, device="meta")
-    ranges = []
-    for index, part in enumerate(manifold.parts(model)):
-        size = manifold.matrices(part, index).shape
-        ranges.append((torch.Size((*size[:-2], size[-1], size[-1])), size[-2] > size[-1]))
-    return ranges, any(high for _, high in ranges) or bool(manifold.plain_parts(model))
-
-
-def is_small(name: str) -> bool:
-    """Say whether state of this name is m x m for each matrix, by the last word of its name."""
-    return name.partition(".")[0].endswith(("skew", "factor", "shift"))
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,91 @@
+"""Which state a constrained parameter has: names, shapes, first values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import fail
+from stiefel_opt.manifold import Stiefel
+
+__all__ = ["State", "StateNames", "complete_state", "is_small", "state_shapes"]
+
+State = dict[str, Tensor]
+
+
+class StateNames(NamedTuple):
+    """What a rule keeps beside ``step``: m x m for each matrix, the same of tall matrices only,
+    and of the shape of the parameter."""
+
+    small: list[str]
+    small_of_tall: list[str]
+    tall: list[str]
+
+
+def complete_state(
+    state: State, names: StateNames, parameter: Tensor, manifold: Stiefel, called: Callable[[], str]
+) -> State:
+    """Make in ``state`` what is missing, and drop what the rule does not keep.
+
+    Args:
+        state: State of one parameter; that of a plain one is started anew.
+        names: What the rule keeps.
+        parameter: The parameter.
+        manifold: How it is read.
+        called: Gives what a message calls it.
+
+    Raises:
+        ValueError: for state of another shape.
+    """
+    ranges, needs_tall = state_shapes(manifold, parameter.shape)
+    expected = {}
+    for index, (shape, is_tall) in enumerate(ranges):
+        suffix = f".{index}" if index else ""
+        small = names.small + names.small_of_tall if is_tall else names.small
+        expected.update({name + suffix: shape for name in small})
+    if needs_tall:
+        expected.update(dict.fromkeys(names.tall, parameter.shape))
+    if "step" not in state or (expected and not expected.keys() & state.keys()):
+        state.clear()
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    for name, shape in expected.items():
+        if name not in state:
+            state[name] = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            if name.startswith("deferred_factor"):
+                state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        elif state[name].shape != shape:
+            raise ValueError(
+                fail(
+                    f"{name} of {called()}",
+                    f"have shape {tuple(shape)}",
+                    f"shape {tuple(state[name].shape)}",
+                    "load the state of a parameter of the same shape and reading",
+                )
+            )
+    for name in state.keys() - expected.keys() - {"step"}:
+        del state[name]
+    return state
+
+
+def state_shapes(
+    manifold: Stiefel, shape: torch.Size
+) -> tuple[list[tuple[torch.Size, bool]], bool]:
+    """Return, for each range, the shape of its m x m state and whether it is tall; then whether
+    tall state, of the parameter's shape, is needed.
+
+    It is not where every matrix is square and no row is plain: nothing is normal to the point then.
+    """
+    model = torch.empty(shape, device="meta")
+    ranges = []
+    for index, part in enumerate(manifold.parts(model)):
+        size = manifold.matrices(part, index).shape
+        ranges.append((torch.Size((*size[:-2], size[-1], size[-1])), size[-2] > size[-1]))
+    return ranges, any(high for _, high in ranges) or bool(manifold.plain_parts(model))
+
+
+def is_small(name: str) -> bool:
+    """Say whether state of this name is m x m for each matrix, by the last word of its name."""
+    return name.partition(".")[0].endswith(("skew", "factor", "shift"))

@@ -1,0 +1,92 @@
+"""What StiefelSGD and StiefelAdam share: a velocity that the user may read and set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import fail
+from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.readings import reading
+
+__all__ = ["VelocityOptimizer"]
+
+
+class VelocityOptimizer(StiefelOptimizer):
+    """Base of the optimizers whose momentum is a velocity X Z + U at the point."""
+
+    def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
+        """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
+
+        Z, skew, has shape ``(..., m, m)``; U, normal to the point, ``(..., n, m)``, with the batch
+        and head dimensions of the reading in front. U is zero for square matrices. For a reading
+        with several ranges of rows each of the two is a tuple, one tensor for each range. Before
+        the first step both are zero.
+        """
+        skews, normals = [], []
+        for suffix, point, state, window in self._ranges(parameter):
+            skew = state.get("momentum_skew" + suffix)
+            m = point.size(-1)
+            skews.append(point.new_zeros(*point.shape[:-2], m, m) if skew is None else skew.clone())
+            normals.append(self._normal_momentum(point, window, state, suffix))
+        if len(skews) == 1:
+            return skews[0], normals[0]
+        return tuple(skews), tuple(normals)
+
+    def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
+        """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
+
+        Of Z the skew part is taken, of U the part that is normal to the point.
+        """
+        several = isinstance(skew, tuple)
+        values = zip(skew, normal, strict=True) if several else ((skew, normal),)
+        ranges = self._ranges(parameter, make=True)
+        for (suffix, point, state, window), (new_skew, new_normal) in zip(
+            ranges, values, strict=True
+        ):
+            state["momentum_skew" + suffix].copy_((new_skew - new_skew.mT) / 2)
+            if window is None:
+                continue
+            window.copy_(new_normal - point @ (point.mT @ new_normal))
+            if "deferred_shift" + suffix in state:
+                state["deferred_shift" + suffix].zero_()
+                state["deferred_factor" + suffix].zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+
+    @torch.no_grad()
+    def _ranges(
+        self, parameter: Tensor, make: bool = False
+    ) -> list[tuple[str, Tensor, dict[str, Tensor], Tensor | None]]:
+        """Return, for each range, its suffix, the point, all state, and the window on the tall."""
+        for group in self.param_groups:
+            manifold = reading(parameter, group)
+            if manifold is not None and any(parameter is other for other in group["params"]):
+                break
+        else:
+            raise ValueError(
+                fail("parameter", "be constrained in this optimizer", "one that is not")
+            )
+        state = self.state.get(parameter, {})
+        if make:
+            state = self._init_state(parameter, manifold, group)
+        found = []
+        for index, part in enumerate(manifold.parts(parameter.detach())):
+            point = manifold.matrices(part, index) / manifold.scale
+            window = None
+            if "momentum_normal" in state and point.size(-2) > point.size(-1):
+                tall_part = manifold.parts(state["momentum_normal"])[index]
+                window = manifold.matrices(tall_part, index)
+            found.append((f".{index}" if index else "", point, state, window))
+        return found
+
+    def _normal_momentum(
+        self, point: Tensor, window: Tensor | None, state: dict[str, Tensor], suffix: str
+    ) -> Tensor:
+        """Return U of one range: what is kept, put together with what is deferred."""
+        if window is None:
+            return torch.zeros_like(point)
+        if "deferred_factor" + suffix not in state:
+            return window.clone()
+        deferred = point @ state["deferred_shift" + suffix]
+        return window @ state["deferred_factor" + suffix] - deferred
