@@ -93,8 +93,9 @@ class Check:
 
     @property
     def met(self) -> bool:
-        # "Faster than" is strict; a limit above or below one may be reached.
-        return self.value < self.limit if self.limit == 1.0 else self.value <= self.limit
+        # As printed. "Faster than" is strict; a limit above or below one may be reached.
+        value = round(self.value, 2)
+        return value < self.limit if self.limit == 1.0 else value <= self.limit
 
     def line(self) -> str:
         verdict = "PASS" if self.met else "FAIL"

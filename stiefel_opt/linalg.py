@@ -23,6 +23,7 @@ __all__ = [
     "gram",
     "infinity_norm",
     "largest_bound",
+    "plus_product",
     "polar_rotation",
     "product",
     "roots",
@@ -30,10 +31,10 @@ __all__ = [
     "sym",
 ]
 
-# Power series of (1 + x)^(-1/2) and (1 + x)^(1/2), and a bound on the next coefficient of either.
-_INVERSE_ROOT = (1.0, -1.0 / 2.0, 3.0 / 8.0, -5.0 / 16.0)
-_ROOT = (1.0, 1.0 / 2.0, -1.0 / 8.0, 1.0 / 16.0)
-_NEXT = (1.0 / 2.0, 3.0 / 8.0, 5.0 / 16.0, 35.0 / 128.0)
+# Power series of (1 + x)^(-1/2) and (1 + x)^(1/2); the first bounds the coefficients of both.
+_INVERSE_ROOT = (1.0, -1.0 / 2.0, 3.0 / 8.0, -5.0 / 16.0, 35.0 / 128.0, -63.0 / 256.0)
+_ROOT = (1.0, 1.0 / 2.0, -1.0 / 8.0, 1.0 / 16.0, -5.0 / 128.0, 7.0 / 256.0)
+_DEGREE = 3
 
 
 def sym(matrix: Tensor) -> Tensor:
@@ -46,7 +47,9 @@ def skew(matrix: Tensor) -> Tensor:
     return (matrix - matrix.mT) / 2
 
 
-_FEW = 1024
+_FEW = 1024  # numbers in all
+_MEDIUM = 64  # m
+_LARGE = 256  # m
 
 
 def gram(left: Tensor, right: Tensor) -> Tensor:
@@ -70,23 +73,46 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
 
 
+def plus_product(base: Tensor, tall: Tensor, small: Tensor) -> Tensor:
+    """Return base + tall @ small, all ``(k, ., .)``."""
+    if base.stride(-1) == 1:
+        return torch.baddbmm(base, tall, small)
+    return torch.baddbmm(base.mT, small.mT, tall.mT).mT
+
+
 def infinity_norm(matrix: Tensor) -> Tensor:
-    """Return the largest absolute row sum, ``(..., 1, 1)``: a bound on the spectral norm."""
-    return matrix.abs().sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
+    """Return the largest absolute row sum, ``(..., 1, 1)``: a bound on the spectral norm.
+
+    Symmetric and skew matrices only: their columns say the same.
+    """
+    if matrix.size(-1) > _LARGE:  # needs no temporary, but is slow for short rows
+        rows: Tensor = torch.linalg.vector_norm(matrix, ord=1, dim=-1, keepdim=True)
+        return rows.amax(dim=-2, keepdim=True)
+    return matrix.abs().sum(dim=-2, keepdim=True).amax(dim=-1, keepdim=True)
 
 
 def largest_bound(matrix: Tensor, cap: float) -> float:
-    """Return a bound on the spectral norms of a batch where reading it is free (CPU), else ``cap``.
+    """Return a bound on the eigenvalues of a batch where reading it is free (CPU), else ``cap``.
 
-    The largest infinity norm; for a few numbers, where two calls cost more than the products that a
-    sharper bound saves, m times the largest entry. Skew and positive semidefinite matrices only:
-    their largest entry in absolute value is positive.
+    Symmetric positive semidefinite matrices only. With the mean c and the deviation s of the
+    eigenvalues, both from sums of entries, none exceeds c + s sqrt(m - 1); for large m the largest
+    infinity norm is sharper. For a few numbers, where calls cost more than the products that a
+    sharper bound saves, m times the largest entry.
+
+    Reference: Wolkowicz & Styan (1980), Bounds for eigenvalues using traces, Theorem 2.1.
     """
     if matrix.device.type != "cpu":
         return cap
+    size = matrix.size(-1)
     if matrix.numel() <= _FEW:
-        return matrix.size(-1) * float(matrix.max())
-    return float(matrix.abs().sum(dim=-1).max())
+        return size * float(matrix.max())
+    if size > _MEDIUM:
+        return float(infinity_norm(matrix).max())
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+    square = torch.linalg.vector_norm(matrix.flatten(1), dim=-1).square_().div_(size)
+    deviation = square.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0).sqrt_()
+    # 1 % for the rounding of the difference
+    return 1.01 * float(mean.add_(deviation, alpha=math.sqrt(size - 1)).max())
 
 
 def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
@@ -96,9 +122,9 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
 
 
 class Roots(NamedTuple):
-    """Functions of A = I + E: R = A^(-1/2) and R^2 (I + R)^(-1) = (A + A^(1/2))^(-1)."""
+    """Functions of A = I + E: S = A^(-1/2) - I, and (I + A^(1/2))^(-1)."""
 
-    inverse_root: Tensor
+    shrink: Tensor
     bend: Tensor | None
 
 
@@ -107,55 +133,60 @@ def roots(
     limit: float,
     *,
     scale: float = 1.0,
-    root: Tensor | None = None,
-    bend: bool = False,
+    bend: int = 0,
+    overwrite: bool = False,
 ) -> Roots:
-    r"""Return :math:`(I + E)^{-1/2}` and on request its companions, E symmetric, 0 <= E <= limit.
+    r"""Return :math:`S = (I + E)^{-1/2} - I` and its companion, E symmetric, 0 <= E <= limit.
 
-    All are power series about the middle of the spectrum, up to degree 3, from the same powers of
-    E. Where that does not reach rounding the coupled Newton-Schulz iteration
-    :math:`T = (3I - RQ)/2,\; Q \leftarrow QT,\; R \leftarrow TR` sharpens them. As I + E >= I,
-    the number of iterations follows from ``limit`` alone.
+    S alone, without I: a rounded 1 on the diagonal would be off by as much in every step.
+
+    Both are polynomials about the middle of the spectrum, power series economized by Chebyshev's
+    polynomials, up to degree 3. Where that does not reach rounding the coupled
+    Newton-Schulz iteration :math:`T = (3I - RQ)/2,\; Q \leftarrow QT,\; R \leftarrow TR`
+    with R = I + S sharpens them. As I + E >= I, the number of iterations follows from ``limit``.
 
     Args:
         matrix: E / scale, shape ``(k, m, m)``.
         limit: Upper bound of every E, a number: it sets the cost.
         scale: Factor of E.
-        root: Where to put Q, if wanted.
-        bend: Whether to return (A + Q)^(-1).
+        bend: Of how many of the last matrices (I + Q)^(-1) is wanted.
+        overwrite: Whether ``matrix`` may be used as memory.
 
-    Returns: :class:`Roots`, each ``(k, m, m)``.
-    Note: 0 to 2 products of m x m for |E| up to 0.04 in float32, 6 to 20 beyond; no host sync.
+    Returns: :class:`Roots`.
+    Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 6 to 20 beyond; no host sync.
     Reference: Higham (1997), Stable iterations for the matrix square root, eq. (2.6).
     """
-    plan = _plan(limit, matrix.dtype)
+    plan = _plan(limit, matrix)
+    few = matrix.numel() <= _FEW
     powers = [matrix]
-    if plan.degree > 1 and matrix.numel() > _FEW:
+    if plan.degree > 2 and not few:
         powers.append(torch.bmm(matrix, matrix))
-        if plan.iterations:  # |E|^2 <= |E^2| sharpens the bound, and may save the iteration
+        if plan.iterations or matrix.size(-1) > _MEDIUM:
+            # |E|^2 <= |E^2| sharpens the bound, and may save products
             limit = min(limit, scale * largest_bound(powers[1], math.inf) ** 0.5)
-            plan = _plan(limit, matrix.dtype)
-        if plan.degree > 2 and (root is not None or bend):
-            powers.append(torch.bmm(powers[1], matrix))
-    inverse_root = _polynomial(powers, plan.inverse_root, scale)
+            plan = _plan(limit, matrix)
     if plan.iterations == 0:
-        if root is not None:
-            _polynomial(powers, plan.root, scale, out=root)
-        return Roots(inverse_root, _polynomial(powers, plan.bend, scale) if bend else None)
+        bent = None
+        if bend:
+            bent = _polynomial([power[-bend:] for power in powers], plan.bend, scale)
+        out = matrix if overwrite and not few else None
+        return Roots(_polynomial(powers, plan.shrink, scale, out=out), bent)
+    shrink = _polynomial(powers, plan.shrink, scale)
     powers.clear()
-    # Q must be exactly A R, or the iteration drifts.
-    square_root = torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
+    # P = Q - I for Q = A^(1/2), and Q must be exactly A R, or the iteration drifts.
+    grow = torch.baddbmm(shrink, matrix, shrink, alpha=scale).add_(matrix, alpha=scale)
     for _ in range(plan.iterations):
-        correction = add_to_diagonal_(torch.bmm(inverse_root, square_root).mul_(-0.5), 1.5)
-        square_root = torch.bmm(square_root, correction)
-        inverse_root = torch.bmm(correction, inverse_root)
-    if root is not None:
-        root.copy_(square_root)
+        residual = torch.baddbmm(grow, shrink, grow).add_(shrink)  # R Q - I
+        grow, shrink = (
+            torch.baddbmm(grow, grow, residual, alpha=-0.5).add_(residual, alpha=-0.5),
+            torch.baddbmm(shrink, residual, shrink, alpha=-0.5).add_(residual, alpha=-0.5),
+        )
     if not bend:
-        return Roots(inverse_root, None)
-    # r^2 / (1 + r) = r - 1 + 1 / (1 + r)
-    bent = _inverse_of_one_plus(inverse_root, limit).add_(inverse_root)
-    return Roots(inverse_root, add_to_diagonal_(bent, -1.0))
+        return Roots(shrink, None)
+    # r / (1 + r) = 1 - 1 / (1 + r)
+    inverse_root = add_to_diagonal_(shrink[-bend:].clone(), 1.0)
+    bent = _inverse_of_one_plus(inverse_root, limit).neg_()
+    return Roots(shrink, add_to_diagonal_(bent, 1.0))
 
 
 def _polynomial(
@@ -171,14 +202,17 @@ def _polynomial(
             result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
             factor = scale
         return torch.baddbmm(identity, matrix, result, beta=coefficients[0], alpha=factor, out=out)
-    if len(coefficients) > len(powers) + 1:  # one more from the square: (c2 + c3 E) E^2 + ...
+    first = coefficients[1] * scale
+    if len(coefficients) == 3 and len(powers) == 1:
+        result = torch.baddbmm(matrix, matrix, matrix, beta=first, alpha=coefficients[2] * scale**2)
+    elif len(coefficients) == 4 and len(powers) == 2:  # (c2 + c3 E) E^2
         outer = add_to_diagonal_(matrix * (coefficients[3] * scale), coefficients[2])
-        result = torch.bmm(powers[1], outer).mul_(scale * scale)
-        result.add_(matrix, alpha=coefficients[1] * scale)
-        return add_to_diagonal_(result, coefficients[0])
-    result = torch.mul(matrix, coefficients[1] * scale, out=out)
-    for order, coefficient in enumerate(coefficients[2:], start=2):
-        result.add_(powers[order - 1], alpha=coefficient * scale**order)
+        target = matrix if out is matrix else matrix.clone()
+        result = target.baddbmm_(powers[1], outer, beta=first, alpha=scale**2)
+    else:
+        result = torch.mul(matrix, first, out=out)
+        for order, coefficient in enumerate(coefficients[2:], start=2):
+            result.add_(powers[order - 1], alpha=coefficient * scale**order)
     return add_to_diagonal_(result, coefficients[0])
 
 
@@ -192,33 +226,67 @@ class _Plan(NamedTuple):
 
     degree: int
     iterations: int
-    inverse_root: list[float]
+    shrink: list[float]
     root: list[float]
     bend: list[float]
 
 
-def _plan(limit: float, dtype: torch.dtype) -> _Plan:
+def _plan(limit: float, matrix: Tensor) -> _Plan:
     """Return the plan for a bound rounded up to one of four numbers an octave."""
+    size, dtype = matrix.size(-1), matrix.dtype
     if not 0.0 < limit < math.inf:  # the result is I, or not finite
-        return _plan_for(0.0, dtype)
+        return _plan_for(0.0, dtype, size)
     mantissa, exponent = math.frexp(limit)
-    return _plan_for(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype)
+    return _plan_for(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_for(limit: float, dtype: torch.dtype) -> _Plan:
+def _plan_for(limit: float, dtype: torch.dtype, size: int) -> _Plan:
     centre, radius = 1.0 + limit / 2.0, limit / (2.0 + limit)
-    tolerance = torch.finfo(dtype).eps / 2.0
+    # A product of m x m matrices rounds by about sqrt(m) eps; stay an order below.
+    tolerance = torch.finfo(dtype).eps * max(0.5, math.sqrt(size) / 16.0)
     degree = 1
-    while degree < 3 and _NEXT[degree] * radius ** (degree + 1) > tolerance * (1.0 - radius):
+    while degree < _DEGREE and _remainder(radius, degree) > tolerance:
         degree += 1
+    inverse_root = _economized(_INVERSE_ROOT, degree, radius)
+    shrink = _shifted(inverse_root, centre, centre**-0.5)
+    shift = 1.0 / centre - 1.0
+    total = sum(c * shift**k for k, c in enumerate(inverse_root[1:], start=1))
+    total += inverse_root[0] - 1.0
+    less = math.expm1(-0.5 * math.log1p(limit / 2.0))  # centre^(-1/2) - 1
+    shrink[0] = less * (1.0 + total) + total  # what is left without the 1, to all its digits
+    divisor = [centre**0.5 * c for c in _ROOT]
+    divisor[0] += 1.0
     return _Plan(
         degree,
-        _iterations(radius, degree, tolerance),
-        _shifted(_INVERSE_ROOT[: degree + 1], centre, centre**-0.5),
-        _shifted(_ROOT[: degree + 1], centre, centre**0.5),
-        _shifted(_bend_series(centre)[: degree + 1], centre, 1.0),
+        _iterations(inverse_root, radius, degree, tolerance),
+        shrink,
+        _shifted(_economized(_ROOT, degree, radius), centre, centre**0.5),
+        _shifted(_economized(_reciprocal(divisor), degree, radius), centre, 1.0),
     )
+
+
+def _remainder(radius: float, degree: int) -> float:
+    """Bound the error of the economized series of ``degree`` on [-radius, radius]."""
+    first = abs(_INVERSE_ROOT[degree + 1]) * radius ** (degree + 1)
+    second = abs(_INVERSE_ROOT[degree + 2]) * radius ** (degree + 2)
+    return float(first / 2**degree + second / max(1.0 - radius, 1e-9))
+
+
+def _economized(series: Sequence[float], degree: int, radius: float) -> list[float]:
+    """Return the coefficients up to ``degree`` of a series on [-radius, radius], the next term
+    replaced by what it leaves once its Chebyshev polynomial is dropped: an error 2^degree smaller.
+    """
+    kept, following = list(series[: degree + 1]), series[degree + 1]
+    square = radius * radius
+    if degree == 1:  # x^2 = r^2/2 + T2 / 2
+        kept[0] += following * square / 2
+    elif degree == 2:  # x^3 = 3/4 r^2 x + T3 / 4
+        kept[1] += following * square * 3 / 4
+    else:  # x^4 = r^2 x^2 - r^4/8 + T4 / 8
+        kept[2] += following * square
+        kept[0] -= following * square * square / 8
+    return kept
 
 
 def _shifted(series: Sequence[float], centre: float, factor: float) -> list[float]:
@@ -235,23 +303,20 @@ def _shifted(series: Sequence[float], centre: float, factor: float) -> list[floa
     ]
 
 
-def _bend_series(centre: float) -> list[float]:
-    """Return the power series in x of 1 / (a + sqrt(a)) at a = centre (1 + x)."""
-    divisor = [centre**0.5 * c for c in _ROOT]
-    divisor[0] += centre
-    divisor[1] += centre
+def _reciprocal(divisor: Sequence[float]) -> list[float]:
+    """Return the power series of 1 / d(x)."""
     series = [1.0 / divisor[0]]
     for k in range(1, len(divisor)):
         series.append(-sum(divisor[j] * series[k - j] for j in range(1, k + 1)) / divisor[0])
     return series
 
 
-def _iterations(radius: float, degree: int, tolerance: float) -> int:
+def _iterations(series: Sequence[float], radius: float, degree: int, tolerance: float) -> int:
     """Newton-Schulz steps from the series of ``degree`` to rounding; 0 if it is there already."""
-    if _NEXT[degree] * radius ** (degree + 1) <= tolerance * (1.0 - radius):
+    if _remainder(radius, degree) <= tolerance:
         return 0
     residual = max(
-        abs(1.0 - sum(c * x**j for j, c in enumerate(_INVERSE_ROOT)) ** 2 * (1.0 + x))
+        abs(1.0 - sum(c * x**j for j, c in enumerate(series)) ** 2 * (1.0 + x))
         for x in (-radius, radius)
     )
     count = 0
@@ -278,20 +343,19 @@ def _inverse_of_one_plus(root: Tensor, limit: float) -> Tensor:
     return inverse
 
 
-def polar_rotation(matrix: Tensor, square_gram: Tensor, limit: float, scale: float = 1.0) -> Tensor:
-    r"""Return rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, for skew K.
+def polar_rotation(matrix: Tensor, shrink: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    r"""Return rot(K) - I for rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, K skew.
 
     Args:
         matrix: M = K / scale, shape ``(k, m, m)``.
-        square_gram: M'M.
-        limit: Bound on every K'K.
+        shrink: S = (I + K'K)^(-1/2) - I, from :func:`roots`.
         scale: Factor of K.
 
-    Returns: Orthogonal matrices, equal to exp(K) to second order.
-    Note: 1 product of m x m and those of :func:`roots` of I + K'K.
+    Returns: S + K + K S; rot(K) is orthogonal and equal to exp(K) to second order.
     """
-    inverse_root = roots(square_gram, limit, scale=scale * scale).inverse_root
-    return torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
+    if isinstance(scale, Tensor):
+        matrix, scale = matrix * scale, 1.0
+    return torch.baddbmm(matrix, matrix, shrink, beta=scale, alpha=scale).add_(shrink)
 
 
 def exponential(step: Tensor) -> Tensor:

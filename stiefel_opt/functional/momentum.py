@@ -21,38 +21,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.linalg import (
-    add_product_,
-    add_to_diagonal_,
-    cayley,
-    exponential,
-    gram,
-    infinity_norm,
-    largest_bound,
-    polar_rotation,
-    product,
-    roots,
+from stiefel_opt.functional.flows import (
+    CANONICAL,
+    RowSum,
+    Scalar,
+    after,
+    coupling,
+    isometric_moves,
+    mend_,
+    mend_long_step,
+    mended,
+    move_along_,
+    published_root,
+    published_turn,
+    sums,
+    turn_square,
 )
+from stiefel_opt.linalg import add_product_, add_to_diagonal_, plus_product, product
 
 __all__ = ["METRICS", "ROTATIONS", "TRANSPORTS", "adam_", "metric_parameter", "normal_part", "sgd_"]
-
-RowSum = Callable[[Tensor], Tensor]
-Scalar = float | Tensor
 
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 TRANSPORTS: Final = ("isometric", "published")
 ROTATIONS: Final = ("polar", "euler", "cayley", "expm")
-
-_CANONICAL: Final = 0.5
-# An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
-_SATURATION: Final = 4.0
-# Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
-_PUBLISHED_CAP: Final = 1e4
 
 
 def metric_parameter(metric: str | float) -> float:
@@ -112,57 +109,56 @@ def sgd_(
     Reference: Kong et al., Algorithm 1, with the geometry corrected.
     """
     a = metric_parameter(metric)
-    inner, mend, overlap = _measure(point, grad, normal, correct, row_sum)
+    if normal is None:
+        ahead = _momentum_of_square_(point, grad, skew, momentum, force, nesterov, a, row_sum)
+        return _turn_point(point, lambda: ahead, lr, rotation, correct, row_sum)
+    inner, mending, overlap = _measure(point, grad, normal, correct, row_sum)
     torque = _torque(inner, a, force)
-    coupling = None if normal is None else _coupling(skew, momentum, lr, a, transport)
+    matrix = coupling(skew, momentum, lr, a, transport)
     torch.add(torque, skew, alpha=momentum, out=skew)
     ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
-    del torque
-    if normal is None:
-        del inner  # for a square matrix every m x m is as large as the parameter
-    turn, turn_gram = _turn(ahead, lr, transport, rotation, normal is None)
-    frame = _after(mend, turn)  # Xh = X frame
-    if normal is None:
-        return product(point, frame)
     if factor is None or shift is None:
-        inner = _after(mend, _times(inner, force))
+        inner = mended(mending, _times(inner, force))
         force_normal = _subtract_(product(point, inner), grad, force)  # -g
-        if overlap is not None and mend is not None:
-            add_product_(normal, point, -_after(mend, _after(mend, overlap)))
-        _scale_(normal, momentum, coupling).add_(force_normal)
+        if overlap is not None and mending is not None:
+            add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
+        _scale_(normal, momentum, matrix).add_(force_normal)
         direction = force_normal.add_(normal, alpha=momentum) if nesterov else normal
-        return _advance_(point, direction, normal, frame, turn_gram, lr, transport, row_sum=row_sum)
+        return _advance_(point, direction, normal, ahead, mending, lr, transport, rotation, row_sum)
 
-    if overlap is not None and mend is not None:
-        shift = _after(mend, _after(mend, torch.bmm(overlap, factor)), out=shift)
-    inner = _after(mend, _times(inner, force))
-    if coupling is None:
+    if overlap is not None and mending is not None:
+        shift.copy_(mended(mending, mended(mending, torch.bmm(overlap, factor))))
+    inner = mended(mending, _times(inner, force))
+    if matrix is None:
         pending = product(normal, factor)
         inner = torch.sub(inner, shift, alpha=momentum)
         add_product_(pending, point, inner, beta=momentum)
     else:
-        pending = product(normal, torch.bmm(factor, coupling))
-        add_product_(pending, point, torch.baddbmm(inner, shift, coupling, alpha=-1.0))
+        pending = product(normal, torch.bmm(factor, matrix))
+        add_product_(pending, point, torch.baddbmm(inner, shift, matrix, alpha=-1.0))
     _subtract_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
+    del pending
 
-    gram_normal = _sum(row_sum, gram(normal, normal))
+    count = skew.size(0)
+    squares = skew.new_empty((2 * count, *skew.shape[1:]))
+    (gram_normal,) = sums(row_sum, (normal, normal), out=squares[count:])
     if transport == "isometric":
-        step, excess, scale, limit = _saturate(gram_normal, lr)
-        inverse_root, _ = roots(excess, limit, scale=scale, root=factor)
+        moves = isometric_moves(ahead, squares, lr, rotation, root=factor)
+        frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
         torch.mul(gram_normal, step, out=shift)
-        along = inverse_root
     else:
-        step = lr
-        excess, pulled = _published_excess(gram_normal, turn_gram, lr)
-        limit = largest_bound(excess, _PUBLISHED_CAP)
-        inverse_root, _ = roots(excess, limit, root=factor)
+        turn, turn_gram = published_turn(ahead, lr, rotation)
+        shrink, pulled, limit = published_root(gram_normal, turn_gram, lr, root=factor)
         torch.mul(torch.bmm(factor, gram_normal), lr, out=shift)
         add_to_diagonal_(torch.mul(pulled, lr * lr, out=factor), 1.0)
-        along = _after(turn_gram, inverse_root)
-    new_point = product(point, torch.bmm(frame, inverse_root))
-    _move_along_(new_point, normal, along, step)
+        frame, step = after(turn, shrink), lr
+        along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
+    if mending is not None:
+        frame = after(mending, frame)
+    new_point = plus_product(point, point, frame)
+    move_along_(new_point, normal, along, step)
     if limit > 1 and point.device.type == "cpu":
-        new_point, overlap = _mend_long_step(new_point, normal, row_sum)
+        new_point, overlap = mend_long_step(new_point, normal, row_sum)
         torch.bmm(overlap, factor, out=shift)
     return new_point
 
@@ -214,59 +210,104 @@ def adam_(
     """
     a = metric_parameter(metric)
     beta1, beta2 = betas
-    inner, mend, overlap = _measure(point, grad, normal, correct, row_sum)
+    inner, mending, overlap = _measure(point, grad, normal, correct, row_sum)
     torque = _torque(inner, a, force)
-    coupling = None
-    if normal is not None and (transport == "published" or a != _CANONICAL):
-        earlier = skew
+    matrix = None
+    if normal is not None and (transport == "published" or a != CANONICAL):
+        earlier, earlier_lr = skew, lr
         if transport == "isometric":  # the preconditioned Z of the step before; 0 at the first
             square = square_skew if max_square_skew is None else max_square_skew
             before = step - 1.0
-            earlier = _precondition(skew, square, _at_least_one(before), betas, eps)
-            earlier = earlier * (before > 0)
-        coupling = _coupling(earlier, beta1, lr, a, transport)
-    skew.mul_(beta1).add_(torque, alpha=1 - beta1)
+            number = _at_least_one(before)
+            earlier = _precondition(skew, square, number, betas, eps)
+            earlier_lr = lr * _gain(betas, number, point.dtype) * (before > 0)
+        matrix = coupling(earlier, beta1, earlier_lr, a, transport)
+    skew.lerp_(torque, 1 - beta1)
     square = _second_moment_(square_skew, max_square_skew, torque, beta2)
-    preconditioned = _precondition(skew, square, step, betas, eps)
-    turn, turn_gram = _turn(preconditioned, lr, transport, rotation, normal is None)
-    frame = _after(mend, turn)
     if normal is None or square_normal is None:
-        return product(point, frame)
+        del inner, torque
+        again = partial(_precondition, skew, square, step, betas, eps)
+        if point.size(0) > 1:  # a single matrix cannot be cut into batches that need less memory
+            kept = again()
+            again = partial(_itself, kept)
+        lr = lr * _gain(betas, step, point.dtype)
+        return _turn_point(point, again, lr, rotation, correct, row_sum)
+    preconditioned = _precondition(skew, square, step, betas, eps, out=torque)
+    lr = lr * _gain(betas, step, point.dtype)
 
-    inner = _after(mend, _times(inner, force))
+    inner = mended(mending, _times(inner, force))
     force_normal = _subtract_(product(point, inner), grad, force)  # -g
-    if overlap is not None and mend is not None:
-        add_product_(normal, point, -_after(mend, _after(mend, overlap)))
+    if overlap is not None and mending is not None:
+        add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
     square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
-    _scale_(normal, beta1, coupling).add_(force_normal, alpha=1 - beta1)
+    if matrix is None:
+        normal.lerp_(force_normal, 1 - beta1)
+    else:
+        _scale_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
     direction = _precondition(normal, square, step, betas, eps, out=force_normal)
-    inner = _after(mend, _after(mend, _sum(row_sum, gram(point, direction))))
-    add_product_(direction, point, -inner)
-    return _advance_(point, direction, normal, frame, turn_gram, lr, transport, row_sum=row_sum)
+    (inner,) = sums(row_sum, (point, direction))
+    add_product_(direction, point, mended(mending, mended(mending, inner)), alpha=-1.0)
+    del inner
+    return _advance_(
+        point, direction, normal, preconditioned, mending, lr, transport, rotation, row_sum
+    )
 
 
 # ---- the pieces, in the order of a step --------------------------------------------------------
 
 
+def _momentum_of_square_(
+    point: Tensor,
+    grad: Tensor,
+    skew: Tensor,
+    momentum: float,
+    force: Scalar,
+    nesterov: bool,
+    a: float,
+    row_sum: RowSum | None,
+) -> Tensor:
+    """Z <- mu Z - f of SGD on SO(n); return the direction of X: Z, or Nesterov's."""
+    if nesterov:
+        torque = _torque(sums(row_sum, (point, grad))[0], a, force)
+        torch.add(torque, skew, alpha=momentum, out=skew)
+        return torque.add_(skew, alpha=momentum)
+    factor = force / (2 * (1 - a))
+    if row_sum is None and isinstance(factor, float):
+        half = torch.baddbmm(skew, grad.mT, point, beta=momentum / 2, alpha=factor)
+    else:
+        half = sums(row_sum, (grad, point))[0] * factor
+        half.add_(skew, alpha=momentum / 2)
+    return torch.sub(half, half.mT, out=skew)  # mu Z - f, as Z itself is skew
+
+
+def _turn_point(
+    point: Tensor,
+    ahead: Callable[[], Tensor],
+    lr: Scalar,
+    rotation: str,
+    correct: bool,
+    row_sum: RowSum | None,
+) -> Tensor:
+    """Return square X turned by eta Z; with ``correct``, rounding is taken out of the result."""
+    new_point = plus_product(point, point, turn_square(ahead, lr, rotation))
+    if correct:
+        (own,) = sums(row_sum, (new_point, new_point))
+        new_point = plus_product(new_point, new_point, mend_(own))
+    return new_point
+
+
 def _measure(
     point: Tensor, grad: Tensor, normal: Tensor | None, correct: bool, row_sum: RowSum | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return X'G, and with ``correct`` C = (3I - X'X)/2 and X'B, so that X C is orthonormal.
+    """Return X'G, and with ``correct`` M = (I - X'X)/2 and X'B, so that X + X M is orthonormal.
 
-    X'G is then that of X C.
+    X'G is then that of X + X M. Square matrices are corrected at the end of their step instead.
     """
-    if not correct:
-        return _sum(row_sum, gram(point, grad)), None, None
-    parts = [gram(point, other) for other in (grad, point, normal) if other is not None]
-    packed = _sum(row_sum, torch.cat(parts, dim=-1))
-    inner, own, *overlap = torch.split(packed, point.size(-1), dim=-1)
-    mend = _mend(own)
-    return torch.bmm(mend, inner), mend, overlap[0] if overlap else None
-
-
-def _mend(own: Tensor) -> Tensor:
-    """Return C = (3I - X'X)/2, one Newton-Schulz step: enough to take rounding out of X C."""
-    return add_to_diagonal_(own * -0.5, 1.5)
+    if not correct or normal is None:
+        return sums(row_sum, (point, grad))[0], None, None
+    inner, own, overlap = sums(row_sum, (point, grad), (point, point), (point, normal))
+    mending = mend_(own)
+    return mended(mending, inner), mending, overlap
 
 
 def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
@@ -278,125 +319,48 @@ def _times(matrix: Tensor, factor: Scalar) -> Tensor:
     return matrix if isinstance(factor, float) and factor == 1.0 else matrix * factor
 
 
-def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, transport: str) -> Tensor | None:
-    """phi_2 without the force: U <- U M. Returns M, or None where it is the number ``momentum``."""
-    if momentum == 0:
-        return None
-    if transport == "published":
-        return add_to_diagonal_(skew * (lr * (3 * a - 2) / 2), momentum)
-    if a == _CANONICAL:
-        return None
-    return _turn(skew, lr * (2 * a - 1), transport, "polar")[0].mul_(momentum)
-
-
-def _turn(
-    skew: Tensor, lr: Scalar, transport: str, rotation: str, square: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """phi_1: return D of Xh = X D for K = lr ``skew``, and Xh'Xh where it is not I.
-
-    Euler's I + K is no rotation: what follows it in the step is a polar retraction, which at once
-    makes it rot(K) where nothing is added in between: isometric flows, square matrices.
-    """
-    isometric = transport == "isometric"
-    if isinstance(lr, Tensor):
-        skew, lr = skew * lr, 1.0
-    square_gram = torch.bmm(skew.mT, skew)  # -Z^2: its bound is the sharper one
-    limit = lr * lr * largest_bound(square_gram, math.inf)
-    if isometric and not skew.size(-1) * limit <= _SATURATION**2:  # then it may be saturated
-        norm = infinity_norm(skew) * abs(lr)
-        if norm.device.type != "cpu" or float(norm.max()) > _SATURATION:
-            scale = (_SATURATION / norm).clamp(max=1.0)
-            skew, square_gram = skew * scale, square_gram * scale.square()
-            limit = min(limit, _SATURATION**2)
-    limit = min(limit, _PUBLISHED_CAP)
-    euler = rotation == "euler" and not isometric and not square
-    if rotation == "polar" or (rotation == "euler" and not euler):
-        return polar_rotation(skew, square_gram, limit, lr), None
-    step = skew * lr
-    if rotation == "cayley":
-        return cayley(step), None
-    if rotation == "expm":
-        return exponential(step), None
-    eye = torch.eye(step.size(-1), dtype=step.dtype, device=step.device)
-    return step + eye, torch.add(eye, square_gram, alpha=lr * lr)
-
-
-def _saturate(gram_direction: Tensor, lr: Scalar) -> tuple[Scalar, Tensor, float, float]:
-    """Return eta, shortened where eta sigma > 4; eta^2 V'V as (E / scale, scale); its bound."""
-    most = _SATURATION * _SATURATION
-    if isinstance(lr, float):
-        limit = lr * lr * largest_bound(gram_direction, math.inf)
-        if limit <= most:
-            return lr, gram_direction, lr * lr, limit
-    excess = gram_direction * (lr * lr)
-    shorter = (most / infinity_norm(excess)).clamp(max=1.0)
-    return lr * shorter.sqrt(), excess * shorter, 1.0, most
-
-
-def _move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scalar) -> Tensor:
-    """new_point += step V small."""
-    if isinstance(step, Tensor):
-        return add_product_(new_point, direction, small * step)
-    return add_product_(new_point, direction, small, alpha=step)
-
-
-def _published_excess(
-    gram_direction: Tensor, turn_gram: Tensor | None, lr: Scalar
-) -> tuple[Tensor, Tensor]:
-    """Return Xd'Xd - I = (P - I) + eta^2 P W P and P W, for Xd = Xh + eta V P and P = Xh'Xh."""
-    if turn_gram is None:
-        return gram_direction * (lr * lr), gram_direction
-    pulled = torch.bmm(turn_gram, gram_direction)
-    excess = torch.bmm(pulled, turn_gram).mul_(lr * lr).add_(turn_gram)
-    return add_to_diagonal_(excess, -1.0), pulled
-
-
 def _advance_(
     point: Tensor,
     direction: Tensor,
     normal: Tensor,
-    frame: Tensor,
-    turn_gram: Tensor | None,
+    ahead: Tensor,
+    mending: Tensor | None,
     lr: Scalar,
     transport: str,
+    rotation: str,
     row_sum: RowSum | None,
 ) -> Tensor:
-    """phi_3 along V = ``direction``: return the new point, carry U = ``normal`` in place."""
-    parts = torch.cat((gram(direction, direction), gram(direction, normal)), dim=-1)
-    own, cross = torch.split(_sum(row_sum, parts), point.size(-1), dim=-1)
+    """phi_1 along ``ahead`` and phi_3 along V = ``direction``: return the new point, carry U.
+
+    As Xh R = X_new - eta V R, the transport of U needs no product with Xh:
+    T U = U - eta^2 V R^2 (I + R)^(-1) C - eta Xh R C = U + eta^2 V R (I + R)^(-1) C - eta X_new C.
+    """
+    count = ahead.size(0)
+    squares = ahead.new_empty((2 * count, *ahead.shape[1:]))
+    own, cross = sums(row_sum, (direction, direction), (direction, normal), out=squares[count:])
     if transport == "isometric":
-        step, excess, scale, limit = _saturate(own, lr)
-        inverse_root, bend = roots(excess, limit, scale=scale, bend=True)
-        along = inverse_root
-        # T xi = xi - eta^2 V R^2 (I + R)^(-1) V'xi - eta Xh R V'xi
-        add_product_(normal, direction, _after(bend, cross).mul_(-step * step))
-        back = torch.bmm(frame, torch.bmm(inverse_root, cross) * step)
+        moves = isometric_moves(ahead, squares, lr, rotation, bend=True)
+        frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
+        move_along_(normal, direction, _times_gram(moves.bend, cross), step * step)
+        del moves
     else:
-        excess, _ = _published_excess(own, turn_gram, lr)
-        limit = largest_bound(excess, _PUBLISHED_CAP)
-        inverse_root = roots(excess, limit).inverse_root
-        step, along = lr, _after(turn_gram, inverse_root)
-        back = torch.bmm(frame, cross) * lr
-    add_product_(normal, point, back.neg_())
-    new_point = product(point, torch.bmm(frame, inverse_root))
-    _move_along_(new_point, direction, along, step)
+        turn, turn_gram = published_turn(ahead, lr, rotation)
+        shrink, _, limit = published_root(own, turn_gram, lr)
+        back = torch.baddbmm(cross, turn, cross)
+        move_along_(normal, point, mended(mending, back), -lr)
+        frame, step = after(turn, shrink), lr
+        along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
+    del squares, own
+    if mending is not None:
+        frame = after(mending, frame)
+    new_point = plus_product(point, point, frame)
+    move_along_(new_point, direction, along, step)
+    if transport == "isometric":
+        move_along_(normal, new_point, cross, -step)
     if limit > 1 and point.device.type == "cpu":
-        new_point, overlap = _mend_long_step(new_point, normal, row_sum)
+        new_point, overlap = mend_long_step(new_point, normal, row_sum)
         add_product_(normal, new_point, -overlap)
     return new_point
-
-
-def _mend_long_step(
-    new_point: Tensor, normal: Tensor, row_sum: RowSum | None
-) -> tuple[Tensor, Tensor]:
-    """Return X made orthonormal again, and X'B for it: a long step amplifies rounding.
-
-    Where bounds cannot be read every step begins with this correction instead.
-    """
-    parts = torch.cat((gram(new_point, new_point), gram(new_point, normal)), dim=-1)
-    own, overlap = torch.split(_sum(row_sum, parts), new_point.size(-1), dim=-1)
-    mend = _mend(own)
-    return product(new_point, mend), torch.bmm(mend, overlap)
 
 
 def _precondition(
@@ -407,13 +371,21 @@ def _precondition(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return (first/c1) / (sqrt(second/c2) + eps) with ci = 1 - bi^step; 0/0 counts as 0."""
-    correction1, correction2 = (_correction(beta, step, first.dtype) for beta in betas)
-    denominator = torch.sqrt(second, out=out).mul_(correction1 / correction2**0.5)
-    denominator.add_(correction1 * eps)
+    """Return D with gamma D = (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step.
+
+    0/0 counts as 0. The factor gamma of :func:`_gain` is left to the learning rate.
+    """
+    denominator = torch.sqrt(second, out=out)
+    denominator.add_(_correction(betas[1], step, second.dtype) ** 0.5 * eps)
     if eps == 0:
         denominator.masked_fill_(denominator == 0, 1.0)
     return torch.div(first, denominator, out=denominator)
+
+
+def _gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
+    """Return gamma = sqrt(c2) / c1."""
+    first, second = (_correction(beta, step, dtype) for beta in betas)
+    return second**0.5 / first
 
 
 def _correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
@@ -448,10 +420,10 @@ def _subtract_(target: Tensor, grad: Tensor, force: Scalar, out: Tensor | None =
     return torch.sub(target, grad, alpha=force, out=out)
 
 
-def _after(left: Tensor | None, right: Tensor, out: Tensor | None = None) -> Tensor:
+def _times_gram(left: Tensor | None, right: Tensor) -> Tensor:
     """Return left @ right; None is the identity."""
-    return right if left is None else torch.bmm(left, right, out=out)
+    return right if left is None else torch.bmm(left, right)
 
 
-def _sum(row_sum: RowSum | None, packed: Tensor) -> Tensor:
-    return packed if row_sum is None else row_sum(packed)
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -21,6 +21,8 @@ _BYTES_ON_CPU: Final = 2**22
 _BYTES_ELSEWHERE: Final = 2**28
 # Above this a stack is cut so that temporaries stay below three times its parameters.
 _BYTES_WITHOUT_CARE: Final = 2**20
+# On a CPU, joining parameters of at least this size costs more than calling the rule for each.
+_BYTES_ALONE: Final = 2**18
 
 
 class Stack:
@@ -62,8 +64,11 @@ class Stack:
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
         if self.steps.device.type == "cpu":
-            numbers = self.steps.tolist()
-            self.number = numbers[0] if min(numbers) == max(numbers) else None
+            if len(self.states) == 1:
+                self.number = self.steps.item()
+            else:
+                numbers = self.steps.tolist()
+                self.number = numbers[0] if min(numbers) == max(numbers) else None
 
     def due(self, period: int) -> bool:
         """Say whether some parameter takes its step number 0 modulo ``period``."""
@@ -131,27 +136,32 @@ class Stack:
         return whole
 
     def _cut(self, index: int, flat: State) -> list[Batch]:
-        """Cut a range into batches: whole parameters, or some matrices of a single one."""
+        """Cut a range into batches: some whole parameters, or some matrices of a single one."""
         part = self.manifold.parts(self.parameters[0])[index]
-        matrices = self.manifold.matrices(part, index)
-        lead = matrices.shape[:-2]
-        unit, total = lead.numel(), len(self.parameters)
-        if total == 1:
-            unit, total = 1, lead.numel()
-        n, m = matrices.shape[-2:]
-        whole = total * unit * n * m * part.element_size()
-        limit = _BYTES_ON_CPU if part.device.type == "cpu" else _BYTES_ELSEWHERE
-        pieces = -(-whole // limit)
-        if whole > _BYTES_WITHOUT_CARE:  # a batch has temporaries of about 6 n x m and 8 m x m
-            pieces = max(pieces, math.ceil((6 + 8 * m / n) / 3))
-        length = -(-total // min(pieces, total))
-        batches = []
-        for low in range(0, total, length):
-            share = slice(low, min(low + length, total))
-            matrix_share = slice(share.start * unit, share.stop * unit)
-            state = {name: tensor[matrix_share] for name, tensor in flat.items()}
-            batches.append(Batch(self, index, share, lead, state))
-        return batches
+        lead = self.manifold.matrices(part, index).shape[:-2]
+        count, each = len(self.parameters), lead.numel()
+        on_cpu = part.device.type == "cpu"
+        size = part.numel() * part.element_size()
+        if on_cpu and count > 1 and size >= _BYTES_ALONE:
+            members = [slice(i, i + 1) for i in range(count)]
+        elif count > 1:
+            members = _slices(count, self._length(index, count * size, count, on_cpu))
+        else:
+            shares = _slices(each, self._length(index, size, each, on_cpu))
+            return [Batch(self, index, slice(0, 1), share, flat) for share in shares]
+        return [Batch(self, index, member, slice(0, each), flat) for member in members]
+
+    def _length(self, index: int, size: int, count: int, on_cpu: bool) -> int:
+        """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
+        part = self.manifold.parts(self.parameters[0])[index]
+        n, m = self.manifold.matrices(part, index).shape[-2:]
+        pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
+        if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
+            joined = len(self.parameters) > 1
+            alone = 4 if n == m else 3 + 8 * m / n
+            temporaries = alone + (3 if n == m else 2) * joined
+            pieces = max(pieces, math.ceil(temporaries / 3))
+        return -(-count // min(pieces, count))
 
 
 class Batch:
@@ -163,30 +173,39 @@ class Batch:
     """
 
     def __init__(
-        self, stack: Stack, index: int, share: slice, lead: torch.Size, state: State
+        self, stack: Stack, index: int, members: slice, share: slice, state: State
     ) -> None:
-        self._stack, self._index, self._lead = stack, index, lead
-        single = len(stack.parameters) == 1
-        self._share = share if single else slice(None)  # of matrices in one parameter
-        self._whole = not single or share == slice(0, lead.numel())
-        self._members = slice(None) if single else share
-        self._parameters = stack.parameters[self._members]
-        self.state = state
+        self._stack, self._index = stack, index
+        self._members = members
+        self._parameters = stack.parameters[members]
+        part = stack.manifold.parts(self._parameters[0])[index]
+        self._lead = stack.manifold.matrices(part, index).shape[:-2]
+        self._each = self._lead.numel()
+        self._single = len(self._parameters) == 1
+        self._share = share  # of the matrices of a single parameter
+        self._whole = share == slice(0, self._each)
+        start = members.start * self._each + share.start
+        stop = start + (len(self._parameters) - 1) * self._each + share.stop - share.start
+        self.state = {name: tensor[start:stop] for name, tensor in state.items()}
         self.deferred = True
+        self._window: Tensor | None = None  # on the matrices of a single parameter
 
     def step_number(self) -> float | Tensor:
         """Return the number of this step: one for all, or ``(k, 1, 1)``."""
         if self._stack.number is not None:
             return self._stack.number
-        return (
-            self._stack.steps[self._members]
-            .repeat_interleave(self._lead.numel() if len(self._stack.parameters) > 1 else 1)
-            .view(-1, 1, 1)
-        )
+        numbers = self._stack.steps[self._members]
+        return numbers.repeat_interleave(1 if self._single else self._each).view(-1, 1, 1)
 
     def point(self) -> Tensor:
         """Return the matrices of the parameters."""
-        return self._read(self._parameters)
+        window = self._window
+        if window is not None and _aliases(window, self._parameters[0]):
+            return window
+        matrices = self._read(self._parameters)
+        if self._single and self._whole and _aliases(matrices, self._parameters[0]):
+            self._window = matrices
+        return matrices
 
     def grad(self) -> Tensor:
         """Return the matrices of their gradients."""
@@ -195,7 +214,10 @@ class Batch:
     def write(self, matrices: Tensor) -> None:
         """Put new ``matrices`` into the parameters."""
         manifold, index, targets = self._stack.manifold, self._index, self._parameters
-        if len(self._stack.parameters) == 1:
+        if self._window is not None and _aliases(self._window, targets[0]):
+            self._window.copy_(matrices)
+            return
+        if self._single:
             part = manifold.parts(targets[0])[index]
             whole = manifold.matrices(part, index)
             target = _flat(whole)
@@ -213,12 +235,17 @@ class Batch:
 
     def _read(self, tensors: list[Tensor]) -> Tensor:
         manifold, index = self._stack.manifold, self._index
-        if len(self._stack.parameters) == 1:
+        if self._single:
             part = manifold.parts(tensors[0])[index]
             matrices = _flat(manifold.matrices(part, index))
             return matrices if self._whole else matrices[self._share]
         joined = torch.cat(tensors).reshape(len(tensors), *tensors[0].shape)
         return _flat(manifold.matrices(joined, index, stacked=True))
+
+
+def _slices(count: int, length: int) -> list[slice]:
+    """Cut ``range(count)`` into slices of ``length``; the last may be shorter."""
+    return [slice(low, min(low + length, count)) for low in range(0, count, length)]
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,243 @@
+"""The flows that a step of momentum is made of, on batches ``(k, n, m)``; notation of momentum.py.
+
+phi_1 turns X within its span, phi_2 couples U to the turn, phi_3 moves X along a normal direction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.linalg import (
+    add_product_,
+    add_to_diagonal_,
+    cayley,
+    exponential,
+    gram,
+    infinity_norm,
+    largest_bound,
+    plus_product,
+    polar_rotation,
+    roots,
+)
+
+__all__ = ["CANONICAL", "Moves", "RowSum", "Scalar"]
+
+RowSum = Callable[[Tensor], Tensor]
+Scalar = float | Tensor
+
+CANONICAL: Final = 0.5
+# An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
+_SATURATION: Final = 4.0
+# Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
+_PUBLISHED_CAP: Final = 1e4
+
+
+class Moves(NamedTuple):
+    """phi_1 and phi_3 in m x m matrices, for a direction V with W = V'V.
+
+    Attributes:
+        frame: D R - I for Xh = X D and R = (I + eta^2 W)^(-1/2): X + X frame + eta V R is the new
+            point, and what is added is small, so that X'X = I suffers one rounding of X a step.
+        inverse_root: R.
+        bend: R (I + R)^(-1), if asked for.
+        step: eta, shortened where it saturates.
+        limit: A bound on eta^2 W, or the largest that is possible.
+    """
+
+    frame: Tensor
+    inverse_root: Tensor
+    bend: Tensor | None
+    step: Scalar
+    limit: float
+
+
+def isometric_moves(
+    skew: Tensor,
+    squares: Tensor,
+    lr: Scalar,
+    rotation: str,
+    *,
+    root: Tensor | None = None,
+    bend: bool = False,
+) -> Moves:
+    """Return the isometric phi_1 along ``skew`` and phi_3 along a direction.
+
+    Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it.
+
+    Args:
+        skew: K / eta, ``(k, m, m)``.
+        squares: Room for k matrices, then the k matrices W: ``(2k, m, m)``.
+        lr: eta, a number or ``(k, 1, 1)``.
+        rotation: "polar", "euler" (the same here), "cayley" or "expm".
+        root: Where to put A^(1/2) = (I + eta^2 W)^(1/2), if wanted.
+        bend: Whether R (I + R)^(-1) is wanted.
+    """
+    count = skew.size(0)
+    polar = rotation in ("polar", "euler")
+    if polar:
+        torch.bmm(skew.mT, skew, out=squares[:count])  # -Z^2: its bound is the sharper one
+    else:
+        squares = squares[count:]
+    step, turn, scale, limit = lr, lr, 1.0, math.inf
+    if isinstance(lr, float):
+        scale = lr * lr
+        limit = scale * largest_bound(squares, math.inf)
+    if not (limit <= _SATURATION**2 and _is_short(skew, lr, limit)):
+        normal = squares[-count:] * (lr * lr)
+        shorter = (_SATURATION**2 / infinity_norm(normal)).clamp(max=1.0)
+        normal, step = normal * shorter, lr * shorter.sqrt()
+        turn = _shortened(skew, lr)
+        own = [squares[:count] * (turn * turn)] if polar else []
+        squares, scale, limit = torch.cat([*own, normal]), 1.0, _SATURATION**2
+    found = roots(squares, limit, scale=scale, bend=count if bend else 0)
+    shrink = found.shrink[count:] if polar else found.shrink
+    if polar:
+        frame = polar_rotation(skew, found.shrink[:count], turn)
+    else:
+        frame = _without_identity(skew * turn, rotation)
+    frame = after(frame, shrink)
+    inverse_root = add_to_diagonal_(shrink, 1.0)
+    if root is not None:
+        torch.baddbmm(inverse_root, squares[-count:], inverse_root, alpha=scale, out=root)
+    return Moves(frame, inverse_root, found.bend, step, limit)
+
+
+def turn_square(compute: Callable[[], Tensor], lr: Scalar, rotation: str) -> Tensor:
+    """Return D - I of phi_1 for square matrices: X D is the whole move.
+
+    For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
+    not kept while the roots are worked out.
+    """
+    skew = compute()
+    if rotation not in ("polar", "euler"):
+        return _without_identity(skew * _shortened(skew, lr), rotation)
+    square = torch.bmm(skew.mT, skew)
+    turn, scale, limit = lr, 1.0, math.inf
+    if isinstance(lr, float):
+        scale = lr * lr
+        limit = scale * largest_bound(square, math.inf)
+    if not _is_short(skew, lr, limit):
+        turn = _shortened(skew, lr)
+        square, scale, limit = square * (turn * turn), 1.0, min(limit, _SATURATION**2)
+    del skew
+    shrink = roots(square, limit, scale=scale, overwrite=True).shrink
+    del square
+    return polar_rotation(compute(), shrink, turn)
+
+
+def published_turn(skew: Tensor, lr: Scalar, rotation: str) -> tuple[Tensor, Tensor | None]:
+    """Return D - I of Xh = X D for K = lr ``skew``, and Xh'Xh where it is not I: Euler's I + K."""
+    step = skew * lr
+    if rotation in ("cayley", "expm"):
+        return _without_identity(step, rotation), None
+    square = torch.bmm(step.mT, step)
+    if rotation == "euler":
+        return step, add_to_diagonal_(square, 1.0)
+    limit = min(largest_bound(square, math.inf), _PUBLISHED_CAP)
+    return polar_rotation(step, roots(square, limit).shrink), None
+
+
+def published_root(
+    gram_direction: Tensor, turn_gram: Tensor | None, lr: Scalar, root: Tensor | None = None
+) -> tuple[Tensor, Tensor, float]:
+    """Return R - I for R = (Xd'Xd)^(-1/2), Xd = Xh + eta V P, P = Xh'Xh; P W; the bound used."""
+    if turn_gram is None:
+        excess, pulled = gram_direction * (lr * lr), gram_direction
+    else:  # Xd'Xd - I = (P - I) + eta^2 P W P
+        pulled = torch.bmm(turn_gram, gram_direction)
+        excess = torch.bmm(pulled, turn_gram).mul_(lr * lr).add_(turn_gram)
+        add_to_diagonal_(excess, -1.0)
+    limit = largest_bound(excess, _PUBLISHED_CAP)
+    shrink = roots(excess, limit).shrink
+    if root is not None:  # A R
+        torch.baddbmm(shrink, excess, shrink, out=root).add_(excess)
+        add_to_diagonal_(root, 1.0)
+    return shrink, pulled, limit
+
+
+def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, transport: str) -> Tensor | None:
+    """phi_2 without the force: U <- U M. Return M, or None where it is the number ``momentum``."""
+    if momentum == 0:
+        return None
+    if transport == "published":
+        return add_to_diagonal_(skew * (lr * (3 * a - 2) / 2), momentum)
+    if a == CANONICAL:
+        return None
+    turn = turn_square(lambda: skew, lr * (2 * a - 1), "polar")
+    return add_to_diagonal_(turn, 1.0).mul_(momentum)
+
+
+def mend_long_step(
+    new_point: Tensor, normal: Tensor, row_sum: RowSum | None
+) -> tuple[Tensor, Tensor]:
+    """Return X made orthonormal again, and X'B for it: a long step amplifies rounding.
+
+    Where bounds cannot be read every step begins with this correction instead.
+    """
+    own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
+    mending = mend_(own)
+    return plus_product(new_point, new_point, mending), mended(mending, overlap)
+
+
+def mend_(own: Tensor) -> Tensor:
+    """Turn ``own`` = X'X into M = (I - X'X)/2: one Newton-Schulz step, X + X M, mends X."""
+    return add_to_diagonal_(own.mul_(-0.5), 0.5)
+
+
+def mended(mending: Tensor | None, small: Tensor) -> Tensor:
+    """Return (I + M) small; None stands for M = 0."""
+    return small if mending is None else torch.baddbmm(small, mending, small)
+
+
+def after(left: Tensor, right: Tensor) -> Tensor:
+    """Return (I + left)(I + right) - I without forming the two factors."""
+    return torch.baddbmm(left, left, right).add_(right)
+
+
+def sums(
+    row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor], out: Tensor | None = None
+) -> list[Tensor]:
+    """Return A'B for each pair, summed over all rows in one call; the first goes into ``out``."""
+    if row_sum is None:
+        (left, right), *others = pairs
+        first = torch.bmm(left.mT, right, out=out)
+        return [first, *(gram(left, right) for left, right in others)]
+    packed = row_sum(torch.cat([gram(left, right) for left, right in pairs], dim=-1))
+    first, *rest = torch.split(packed, pairs[0][0].size(-1), dim=-1)
+    return [first if out is None else out.copy_(first), *rest]
+
+
+def move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scalar) -> Tensor:
+    """new_point += step V small."""
+    if isinstance(step, Tensor):
+        return add_product_(new_point, direction, small * step)
+    return add_product_(new_point, direction, small, alpha=step)
+
+
+def _is_short(skew: Tensor, lr: Scalar, limit: float) -> bool:
+    """Say whether the infinity norm of K is known to be below saturation."""
+    if skew.size(-1) * limit <= _SATURATION**2:
+        return True
+    if isinstance(lr, Tensor) or skew.device.type != "cpu":
+        return False
+    return abs(lr) * float(infinity_norm(skew).max()) <= _SATURATION
+
+
+def _shortened(skew: Tensor, lr: Scalar) -> Tensor:
+    """Return eta, ``(k, 1, 1)``, shortened so that the infinity norm of eta Z is at most 4."""
+    norm = infinity_norm(skew)
+    most = (_SATURATION / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
+    if isinstance(lr, Tensor):
+        return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), most), lr)
+    return most.clamp(max=abs(lr)) * math.copysign(1.0, lr)
+
+
+def _without_identity(step: Tensor, rotation: str) -> Tensor:
+    """Return D - I for the Cayley transform or the exponential of ``step``."""
+    rotated = cayley(step) if rotation == "cayley" else exponential(step)
+    return add_to_diagonal_(rotated, -1.0)

@@ -1,0 +1,86 @@
+"""Matrix functions by products agree with eigenvalue decompositions, whatever their bound."""
+
+import math
+
+import pytest
+import torch
+
+from stiefel_opt.linalg import (
+    cayley,
+    exponential,
+    infinity_norm,
+    largest_bound,
+    polar_rotation,
+    roots,
+)
+
+LIMITS = [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0, 4.0, 16.0]
+DTYPES = [torch.float32, torch.float64]
+
+
+def spectrum(size: int, limit: float, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Eigenvectors and eigenvalues in [0, limit] of 9 symmetric matrices, both ends taken."""
+    shape = (9, size, size)
+    vectors = torch.linalg.qr(torch.randn(shape, generator=generator, dtype=torch.float64))[0]
+    values = torch.rand(shape[:-1], generator=generator, dtype=torch.float64) * limit
+    values[:, 0] = limit
+    values[:, 1:2] = 0.0
+    return vectors, values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 70])
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_roots_are_exact_to_rounding(dtype, size, limit, overwrite, generator):
+    vectors, values = spectrum(size, limit, generator)
+    matrix = ((vectors * values.unsqueeze(-2)) @ vectors.mT / 2).to(dtype)
+    matrix = (matrix + matrix.mT) / 2
+    expected = (vectors * ((1 + values) ** -0.5 - 1).unsqueeze(-2)) @ vectors.mT
+    bent = (vectors * (1 / (1 + (1 + values).sqrt())).unsqueeze(-2)) @ vectors.mT
+    found = roots(matrix, limit, scale=2.0, bend=4, overwrite=overwrite)
+    tolerance = 10 * math.sqrt(size) * torch.finfo(dtype).eps
+    torch.testing.assert_close(found.shrink.double(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.bend.double(), bent[-4:], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("limit", [1e-9, 1e-6])
+def test_small_shrinkage_keeps_its_digits(limit, generator):
+    vectors, values = spectrum(4, limit, generator)
+    matrix = ((vectors * values.unsqueeze(-2)) @ vectors.mT).float()
+    expected = (vectors * torch.expm1(-0.5 * torch.log1p(values)).unsqueeze(-2)) @ vectors.mT
+    error = (roots(matrix, limit).shrink.double() - expected).abs().max()
+    assert error < 1e-3 * limit  # 1e-7 times less than the rounding of 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 16, 32, 64, 100, 300])
+@pytest.mark.parametrize("kind", ["skew", "gram", "identity", "rank one"])
+def test_bounds_are_bounds(dtype, size, kind, generator):
+    factor = torch.randn((5, 2 * size, size), generator=generator, dtype=dtype)
+    if kind == "skew":
+        factor = factor[:, :size] - factor[:, :size].mT
+    elif kind == "rank one":
+        factor = factor[:, :1]
+    matrix = factor.mT @ factor
+    if kind == "identity":
+        matrix = 3 * torch.eye(size, dtype=dtype).expand(5, size, size).contiguous()
+    largest = float(torch.linalg.eigvalsh(matrix.double()).max())
+    for bound in (largest_bound(matrix, 0.0), float(infinity_norm(matrix).max())):
+        assert largest * (1 - 1e-6) <= bound <= 10 * math.sqrt(size) * largest
+
+
+@pytest.mark.parametrize("size", [2, 5, 40])
+@pytest.mark.parametrize("angle", [1e-3, 0.1, 1.0])
+def test_rotations_agree_to_second_order_and_are_orthogonal(size, angle, generator):
+    skew = torch.randn((3, size, size), generator=generator, dtype=torch.float64)
+    skew = skew - skew.mT
+    skew *= angle / torch.linalg.matrix_norm(skew, ord=2, keepdim=True)
+    square = skew.mT @ skew
+    identity = torch.eye(size, dtype=torch.float64)
+    polar = identity + polar_rotation(skew, roots(square, largest_bound(square, 0.0)).shrink)
+    for rotation in (polar, cayley(skew), exponential(skew)):
+        torch.testing.assert_close(
+            rotation.mT @ rotation, identity.expand_as(rotation), rtol=0, atol=1e-14 * size
+        )
+        assert (rotation - exponential(skew)).abs().max() <= angle**3 + 1e-15
