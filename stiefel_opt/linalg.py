@@ -19,6 +19,7 @@ __all__ = [
     "add_product_",
     "add_to_diagonal_",
     "cayley",
+    "cholesky_factor",
     "exponential",
     "gram",
     "infinity_norm",
@@ -126,6 +127,11 @@ class Roots(NamedTuple):
 
     shrink: Tensor
     bend: Tensor | None
+
+    @property
+    def inverse_root(self) -> Tensor:
+        """R = I + S."""
+        return add_to_diagonal_(self.shrink.clone(), 1.0)
 
 
 def roots(
@@ -367,8 +373,24 @@ def exponential(step: Tensor) -> Tensor:
 
 
 def cayley(step: Tensor) -> Tensor:
-    """Return (I - K/2)^(-1) (I + K/2), orthogonal for skew K; one LU solve of m x m."""
+    """Return (I - K/2)^(-1) (I + K/2), orthogonal for skew K; one LU solve without host sync."""
     half = step / 2
     left = add_to_diagonal_(-half, 1.0)
-    rotation: Tensor = torch.linalg.solve(left, add_to_diagonal_(half, 1.0))
+    rotation: Tensor = torch.linalg.solve_ex(left, add_to_diagonal_(half, 1.0)).result
     return rotation
+
+
+def cholesky_factor(own: Tensor) -> Tensor:
+    """Return R^(-1), for which A R^(-1) is the Q of A = QR with a positive diagonal of R.
+
+    Args:
+        own: A'A, positive definite, ``(k, m, m)``.
+
+    Note: One Cholesky factorisation and one triangular solve of m x m, no host sync. A product with
+        R^(-1) takes a quarter of the time of a triangular solve with a tall A. X'X - I of the
+        result is eps times the condition of ``own``; a second pass removes it while it is below 1.
+    """
+    upper, _ = torch.linalg.cholesky_ex(own, upper=True)
+    eye = _identity(own.size(-1), own.dtype, own.device)
+    factor: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
+    return factor

@@ -212,6 +212,11 @@ def sums(
     return [first if out is None else out.copy_(first), *rest]
 
 
+def sum_rows(row_sum: RowSum | None, packed: Tensor) -> Tensor:
+    """Sum ``packed`` over the processes that share the rows; None: all rows are here."""
+    return packed if row_sum is None else row_sum(packed)
+
+
 def move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scalar) -> Tensor:
     """new_point += step V small."""
     if isinstance(step, Tensor):

@@ -45,7 +45,16 @@ from stiefel_opt.functional.flows import (
 )
 from stiefel_opt.linalg import add_product_, add_to_diagonal_, plus_product, product
 
-__all__ = ["METRICS", "ROTATIONS", "TRANSPORTS", "adam_", "metric_parameter", "normal_part", "sgd_"]
+__all__ = [
+    "METRICS",
+    "ROTATIONS",
+    "TRANSPORTS",
+    "adam_",
+    "bias_correction",
+    "metric_parameter",
+    "normal_part",
+    "sgd_",
+]
 
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 TRANSPORTS: Final = ("isometric", "published")
@@ -376,7 +385,7 @@ def _precondition(
     0/0 counts as 0. The factor gamma of :func:`_gain` is left to the learning rate.
     """
     denominator = torch.sqrt(second, out=out)
-    denominator.add_(_correction(betas[1], step, second.dtype) ** 0.5 * eps)
+    denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
     if eps == 0:
         denominator.masked_fill_(denominator == 0, 1.0)
     return torch.div(first, denominator, out=denominator)
@@ -384,11 +393,11 @@ def _precondition(
 
 def _gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
     """Return gamma = sqrt(c2) / c1."""
-    first, second = (_correction(beta, step, dtype) for beta in betas)
+    first, second = (bias_correction(beta, step, dtype) for beta in betas)
     return second**0.5 / first
 
 
-def _correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
+def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
     """Return 1 - beta^step, without the cancellation that a step in float32 would suffer."""
     if isinstance(step, Tensor):
         return -torch.expm1(step.to(dtype) * (math.log(beta) if beta > 0 else -math.inf))

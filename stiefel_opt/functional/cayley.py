@@ -1,0 +1,191 @@
+r"""Cayley SGD and Adam of Li, Li & Todorovic (ICLR 2020): an iterated Cayley map.
+
+With the notation of :mod:`stiefel_opt.functional.descent`, a momentum M and its projection onto the
+tangent space at X, M - X sym(X'M) = XT + V, a step is
+
+    W = What - What',  What = M X' - X (X'M) X' / 2,          so that W X = XT + V
+    alpha = min(eta, 1 / (|W| + eps)),                        |W|^2 = |T|^2 + 2 tr V'V
+    Y <- X - alpha W X,  then s times  Y <- X - alpha/2 W (X + Y),   or exactly  cay(-alpha W) X.
+
+W X is the momentum that is kept, and the next step projects it onto its own tangent space. W maps
+the span of X and V to itself, so that Y = XA + VB and a whole iteration is of m x m:
+
+    A <- I - alpha/2 (T (I + A) - V'V B),   B <- -alpha/2 (I + A).
+
+Y'Y = A'A + B'V'VB is off I by about 4 t^(s+2) for t = alpha |W| / sqrt(8). It is known without a
+tall product, so Y is replaced by its polar factor, where released implementations leave that error
+in X and orthogonalise at random, once in a hundred steps.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, subtract
+from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
+from stiefel_opt.functional.momentum import bias_correction
+from stiefel_opt.linalg import add_product_, add_to_diagonal_, cayley, gram, product, roots
+
+__all__ = ["cayley_adam_", "cayley_sgd_"]
+
+_TINY = 1e-8  # added to |W|
+
+
+def cayley_sgd_(
+    point: Tensor,
+    grad: Tensor,
+    skew: Tensor,
+    normal: Tensor | None = None,
+    *,
+    lr: Scalar,
+    momentum: float = 0.9,
+    force: Scalar = 1.0,
+    nesterov: bool = False,
+    steps: int = 2,
+    exact: bool = False,
+    correct: bool = True,
+    row_sum: RowSum | None = None,
+) -> Tensor:
+    r"""One step of CayleySGD; returns the new point and updates the momentum in place.
+
+    Args:
+        point: X, orthonormal, ``(k, n, m)``.
+        grad: G, same shape.
+        skew: T of the momentum M <- mu M + G, ``(k, m, m)``, updated.
+        normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
+        lr: eta, a number or ``(k, 1, 1)``.
+        momentum: mu.
+        force: Factor on the gradient: 1 - dampening, negative to maximise; a number or
+            ``(k, 1, 1)``.
+        nesterov: X moves along G + mu M.
+        steps: s, the number of iterations.
+        exact: Solve for the Cayley map instead.
+        correct: Measure X'X and X'V and remove what rounding left there.
+        row_sum: Sum over the processes that share the rows. Default: all rows are here.
+
+    Returns: The new point, ``(k, n, m)``.
+    Note: 8 products of n x m by m x m, with ``correct`` 11; with ``exact`` one fewer and one LU
+        solve of m x m.
+    Reference: Li, Li & Todorovic (2020), Algorithm 1.
+    """
+    point, inner = measure(point, grad, normal, correct, row_sum)
+    inner = inner * force
+    turn = (inner - inner.mT) / 2
+    skew.mul_(momentum).add_(turn)
+    ahead, direction = skew, normal
+    if nesterov:
+        ahead = torch.add(turn, skew, alpha=momentum)
+    if normal is not None:
+        own = subtract(grad, point, inner, force)
+        normal.mul_(momentum).add_(own)
+        direction = own.add_(normal, alpha=momentum) if nesterov else normal
+    new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, row_sum)
+    carry_(point, new_point, skew, normal, row_sum)
+    return new_point
+
+
+def cayley_adam_(
+    point: Tensor,
+    grad: Tensor,
+    skew: Tensor,
+    normal: Tensor | None,
+    square: Tensor,
+    *,
+    lr: Scalar,
+    step: Scalar,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    force: float = 1.0,
+    steps: int = 2,
+    exact: bool = False,
+    correct: bool = True,
+    row_sum: RowSum | None = None,
+) -> Tensor:
+    r"""One step of CayleyAdam; returns the new point and updates the momenta in place.
+
+    M <- b1 M + (1 - b1) G and v <- b2 v + (1 - b2) |G|^2, one number for each matrix, give
+    W / (c1 sqrt(v/c2 + eps)) for W, with ci = 1 - bi^t.
+
+    Args:
+        point, grad, skew, normal, lr, steps, exact, correct, row_sum: as in :func:`cayley_sgd_`.
+        square: v, ``(k, 1, 1)``, updated.
+        step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
+        betas: b1 and b2.
+        eps: Added to v/c2 under the root.
+        force: Sign of the gradient: 1, or -1 to maximise.
+
+    Returns: The new point, ``(k, n, m)``.
+    Note: As :func:`cayley_sgd_`.
+    Reference: Li, Li & Todorovic (2020), Algorithm 2.
+    """
+    beta1, beta2 = betas
+    size = sum_rows(row_sum, grad.square().sum(dim=(-2, -1), keepdim=True))
+    square.mul_(beta2).add_(size, alpha=1 - beta2)
+    point, inner = measure(point, grad, normal, correct, row_sum)
+    inner = inner * force
+    skew.mul_(beta1).add_(inner - inner.mT, alpha=(1 - beta1) / 2)
+    if normal is not None:
+        normal.mul_(beta1).add_(subtract(grad, point, inner, force), alpha=1 - beta1)
+    correction1, correction2 = (bias_correction(beta, step, point.dtype) for beta in betas)
+    divisor = correction1 * (square / correction2 + eps).sqrt()
+    divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0
+    new_point = _transform(point, skew, normal, lr, divisor, steps, exact, row_sum)
+    carry_(point, new_point, skew, normal, row_sum)
+    return new_point
+
+
+def _transform(
+    point: Tensor,
+    turn: Tensor,
+    normal: Tensor | None,
+    lr: Scalar,
+    divisor: Scalar,
+    steps: int,
+    exact: bool,
+    row_sum: RowSum | None,
+) -> Tensor:
+    """Return cay(-alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
+    size = turn.square().sum(dim=(-2, -1), keepdim=True)
+    own = None
+    if normal is not None:
+        own = sum_rows(row_sum, gram(normal, normal))
+        size = size + 2 * own.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
+    norm = size.sqrt() / divisor
+    alpha = torch.clamp(1 / (norm + _TINY), max=lr)
+    step = -alpha / divisor
+    if exact:
+        if normal is None or own is None:
+            return product(point, cayley(turn * step))
+        return move_along_cayley(point, turn, normal, own, step)
+
+    # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
+    reach = 1.0 if point.device.type != "cpu" else float((alpha * norm).max())
+    error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
+    turned, along = _iterate(turn, own, step / 2, steps)
+    square = torch.bmm(turned.mT, turned)
+    if own is not None:
+        square.baddbmm_(along.mT, torch.bmm(own, along))
+    low, high = (1 - error) ** 2, (1 + error) ** 2
+    excess = add_to_diagonal_(square.div_(low), -1.0)
+    root = roots(excess, high / low - 1).inverse_root.mul_(low**-0.5)
+    new_point = product(point, torch.bmm(turned, root))
+    if normal is None:
+        return new_point
+    return add_product_(new_point, normal, torch.bmm(along, root))
+
+
+def _iterate(turn: Tensor, own: Tensor | None, half: Scalar, steps: int) -> tuple[Tensor, Tensor]:
+    """Return A and B of Y = XA + VB after X -> Y_0 -> ... -> Y_steps; ``own`` is V'V or None."""
+    turned = add_to_diagonal_(torch.zeros_like(turn), 1.0)
+    along = torch.zeros_like(turn)
+    for _ in range(steps + 1):  # Y_0 is what an iteration makes of X
+        both = add_to_diagonal_(turned, 1.0)  # I + A
+        turned = torch.bmm(turn, both)
+        if own is not None:
+            turned.baddbmm_(own, along, alpha=-1.0)
+        turned = add_to_diagonal_(turned.mul_(half), 1.0)
+        along = both.mul_(half)
+    return turned, along

@@ -1,0 +1,232 @@
+r"""Riemannian gradient descent on the Stiefel manifold: metrics x retractions, with momentum.
+
+X is the point, G the Euclidean gradient, eta the learning rate, mu the momentum, a < 1 the
+parameter of the metric tr(D1'(I - a XX')D2). A tangent vector is XT + V with T skew and X'V = 0;
+the gradient has T = (X'G - G'X) / (2 (1 - a)) and V = (I - XX')G. One step is
+
+    M <- mu M + grad,   X+ = R_X(-eta M),   M <- M - X+ sym(X+'M)
+
+the last being the orthogonal projection onto the tangent space at the new point. Of M = XT + V the
+parts T and V are kept. For xi = XT + V the retractions are
+
+    polar    (X + xi) (I + xi'xi)^(-1/2)
+    qr       qf(X + xi) = (X + xi) L^(-T) with LL' = I + xi'xi
+    cayley   cay(W) X for the skew W = P xi X' - X xi'P, P = I - XX'/2,
+
+cay(W) = (I - W/2)^(-1) (I + W/2). As W has rank 2m, cay(W) X needs a system of 2m x 2m; one half of
+that is diagonal, and what remains once it is eliminated is of m x m:
+
+    cay(W) X = (X + V/2) Q + V/2,   Q = K^(-1) (2I - K),   K = I - T/2 + V'V/4.
+
+K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. For the
+gradient of the canonical metric W is GX' - XG'. Batches are ``(k, n, m)`` with n >= m;
+``row_sum`` is that of :mod:`stiefel_opt.functional.momentum`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
+from stiefel_opt.functional.momentum import metric_parameter
+from stiefel_opt.linalg import (
+    add_product_,
+    add_to_diagonal_,
+    cayley,
+    cholesky_factor,
+    gram,
+    infinity_norm,
+    largest_bound,
+    polar_rotation,
+    product,
+    roots,
+)
+
+__all__ = ["RETRACTIONS", "carry_", "descend_", "measure", "move_along_cayley", "subtract"]
+
+RETRACTIONS: Final = ("cayley", "qr", "polar")
+
+# A step as long as this turns by atan(64), 89 degrees; what is longer only worsens conditions.
+_LONGEST: Final = 64.0
+
+
+def descend_(
+    point: Tensor,
+    grad: Tensor,
+    skew: Tensor | None = None,
+    normal: Tensor | None = None,
+    *,
+    lr: Scalar,
+    momentum: float = 0.0,
+    force: Scalar = 1.0,
+    nesterov: bool = False,
+    metric: str | float = "canonical",
+    retraction: str = "cayley",
+    correct: bool = True,
+    row_sum: RowSum | None = None,
+) -> Tensor:
+    r"""One step of ProjectedRGD; returns the new point and updates the momentum in place.
+
+    Args:
+        point: X, orthonormal, ``(k, n, m)``.
+        grad: G, same shape.
+        skew: T of the momentum, ``(k, m, m)``, updated. None: there is no momentum.
+        normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
+        lr: eta, a number or ``(k, 1, 1)``.
+        momentum: mu.
+        force: Factor on the gradient: 1 - dampening, negative to maximise; a number or
+            ``(k, 1, 1)``.
+        nesterov: X moves along grad + mu M.
+        metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
+        retraction: "cayley", "qr" or "polar".
+        correct: Measure X'X and X'V and remove what rounding left there.
+        row_sum: Sum over the processes that share the rows. Default: all rows are here.
+
+    Returns: The new point, ``(k, n, m)``.
+    Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with
+        ``correct`` two more, and two for the momentum. A step longer than 64 is cut to 64.
+    Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
+        metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
+    """
+    point, inner = measure(point, grad, normal, correct, row_sum)
+    inner = inner * force
+    turn = (inner - inner.mT) / (2 * (1 - metric_parameter(metric)))
+    step = -lr
+    if skew is None:
+        square = row_sum is None and point.size(-2) == point.size(-1)
+        # V for the Cayley map, XT + V for the others: one product either way.
+        inside = inner if retraction == "cayley" else inner - turn
+        direction = None if square else subtract(grad, point, inside, force)
+        return _retract(point, turn, direction, step, retraction, row_sum)
+
+    skew.mul_(momentum).add_(turn)
+    ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
+    direction = None
+    if normal is not None:
+        own = subtract(grad, point, inner, force)
+        normal.mul_(momentum).add_(own)
+        direction = own.add_(normal, alpha=momentum) if nesterov else normal
+        if retraction != "cayley":
+            direction = add_product_(direction.clone(), point, ahead)
+    new_point = _retract(point, ahead, direction, step, retraction, row_sum)
+    carry_(point, new_point, skew, normal, row_sum)
+    return new_point
+
+
+def measure(
+    point: Tensor, grad: Tensor, normal: Tensor | None, correct: bool, row_sum: RowSum | None
+) -> tuple[Tensor, Tensor]:
+    """Return X and X'G; with ``correct`` for X made orthonormal again, and ``normal`` normal to it.
+
+    One Newton-Schulz step, X C with C = (3I - X'X)/2, is enough to take rounding out of X'X.
+    """
+    if not correct:
+        return point, sum_rows(row_sum, gram(point, grad))
+    parts = [gram(point, other) for other in (grad, point, normal) if other is not None]
+    packed = sum_rows(row_sum, torch.cat(parts, dim=-1))
+    inner, own, *overlap = torch.split(packed, point.size(-1), dim=-1)
+    mend = add_to_diagonal_(own * -0.5, 1.5)
+    point = product(point, mend)
+    if normal is not None:
+        add_product_(normal, point, torch.bmm(mend, overlap[0]), alpha=-1.0)
+    return point, torch.bmm(mend, inner)
+
+
+def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tensor:
+    """Return force G - X ``inside``."""
+    return add_product_(grad * force, point, inside, alpha=-1.0)
+
+
+def carry_(
+    point: Tensor,
+    new_point: Tensor,
+    skew: Tensor,
+    normal: Tensor | None,
+    row_sum: RowSum | None,
+) -> None:
+    """M <- M - X+ sym(X+'M) for M = XT + V, in place; ``normal`` is None for square matrices."""
+    moved = product(point, skew) if normal is None else add_product_(normal, point, skew)
+    inner = sum_rows(row_sum, gram(new_point, moved))
+    torch.sub(inner, inner.mT, out=skew).mul_(0.5)
+    if normal is not None:
+        add_product_(normal, new_point, inner, alpha=-1.0)
+
+
+def move_along_cayley(
+    point: Tensor, turn: Tensor, normal: Tensor, own: Tensor, step: Scalar
+) -> Tensor:
+    """Return cay(step W) X for xi = X ``turn`` + ``normal`` and ``own`` = V'V.
+
+    K^(-1) (2I - K) is solved for as it stands: a solve with the tall matrix takes eight times as
+    long as this and a product.
+    """
+    half = own * (step * step / 4)
+    half = half.sub_(turn * (step / 2))
+    turned, _ = torch.linalg.solve_ex(
+        add_to_diagonal_(half.clone(), 1.0), add_to_diagonal_(half.neg(), 1.0)
+    )
+    shift = normal * (step / 2)
+    return product(point + shift, turned).add_(shift)
+
+
+# ---- the pieces --------------------------------------------------------------------------------
+
+
+def _retract(
+    point: Tensor,
+    turn: Tensor,
+    direction: Tensor | None,
+    step: Scalar,
+    retraction: str,
+    row_sum: RowSum | None,
+) -> Tensor:
+    """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
+    size = torch.bmm(turn.mT, turn)
+    if direction is None:
+        step, limit = _shorten(step, size)
+        new_point = product(point, _turn(turn, size, step, limit, retraction))
+    else:
+        own = sum_rows(row_sum, gram(direction, direction))
+        step, limit = _shorten(step, size.add_(own) if retraction == "cayley" else own)
+        if retraction == "cayley":
+            new_point = move_along_cayley(point, turn, direction, own, step)
+        else:
+            excess = own * (step * step)
+            if retraction == "polar":
+                factor = roots(excess, limit).inverse_root
+            else:
+                factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
+            new_point = product(point + direction * step, factor)
+    if limit > 1 and point.device.type == "cpu":
+        # A long step amplifies rounding. Where that cannot be seen every step begins with this.
+        own = sum_rows(row_sum, gram(new_point, new_point))
+        new_point = product(new_point, add_to_diagonal_(own.mul_(-0.5), 1.5))
+    return new_point
+
+
+def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: str) -> Tensor:
+    """Return R_I(step T), orthogonal; ``size`` is T'T."""
+    if isinstance(step, Tensor):
+        turn, size, step = turn * step, size * (step * step), 1.0
+    if retraction == "cayley":
+        return cayley(turn * step)
+    if retraction == "polar":
+        shrink = roots(size, limit, scale=step * step).shrink
+        return add_to_diagonal_(polar_rotation(turn, shrink, step), 1.0)
+    moved = add_to_diagonal_(turn * step, 1.0)
+    return torch.bmm(moved, cholesky_factor(add_to_diagonal_(size * (step * step), 1.0)))
+
+
+def _shorten(step: Scalar, size: Tensor) -> tuple[Scalar, float]:
+    """Return the step, cut where it is longer than 64 for xi'xi = ``size``, and a bound of its
+    square: the largest eigenvalue of step^2 xi'xi."""
+    most = _LONGEST * _LONGEST
+    if isinstance(step, float):
+        limit = step * step * largest_bound(size, float("inf"))
+        if limit <= most:
+            return step, limit
+    shorter = (most / infinity_norm(size * (step * step))).clamp(max=1.0)
+    return step * shorter.sqrt(), most
