@@ -56,7 +56,10 @@ def gradient(point: Matrix, grad: Matrix, a: float) -> Matrix:
 
 
 class DescentReference:
-    """Riemannian gradient descent with the momentum of torch, carried by projection."""
+    """Riemannian gradient descent with the momentum of torch, carried by projection.
+
+    M adds gradients up, as in torch; the velocity is XZ + U = -M.
+    """
 
     def __init__(
         self,
@@ -80,11 +83,11 @@ class DescentReference:
 
     @property
     def Z(self) -> Matrix:  # noqa: N802
-        return self.X.T @ self.M
+        return -self.X.T @ self.M
 
     @property
     def U(self) -> Matrix:  # noqa: N802
-        return self.M - self.X @ (self.X.T @ self.M)
+        return self.X @ (self.X.T @ self.M) - self.M
 
     def step(self, grad: Matrix) -> None:
         X = self.X if orthonormality_error(self.X) < 1e-13 * self.n else polar_factor(self.X)

@@ -49,7 +49,7 @@ def along(point: np.ndarray, skew: np.ndarray, normal: np.ndarray, retraction: s
     X, T, V = batched(point, skew, normal)
     square = point.shape[0] == point.shape[1]
     moved = descend_(
-        X, X * 0, T, None if square else V, lr=-1.0, momentum=1.0, retraction=retraction
+        X, X * 0, T, None if square else V, lr=1.0, momentum=1.0, retraction=retraction
     )
     return moved[0].numpy()
 

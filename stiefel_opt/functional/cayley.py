@@ -1,16 +1,16 @@
 r"""Cayley SGD and Adam of Li, Li & Todorovic (ICLR 2020): an iterated Cayley map.
 
-With the notation of :mod:`stiefel_opt.functional.descent`, a momentum M and its projection onto the
-tangent space at X, M - X sym(X'M) = XT + V, a step is
+With the notation of :mod:`stiefel_opt.functional.descent`, the momentum M <- mu M - G (in the
+paper with the opposite sign) and its tangent part M - X sym(X'M) = XT + V, a step is
 
     W = What - What',  What = M X' - X (X'M) X' / 2,          so that W X = XT + V
     alpha = min(eta, 1 / (|W| + eps)),                        |W|^2 = |T|^2 + 2 tr V'V
-    Y <- X - alpha W X,  then s times  Y <- X - alpha/2 W (X + Y),   or exactly  cay(-alpha W) X.
+    Y <- X + alpha W X,  then s times  Y <- X + alpha/2 W (X + Y),   or exactly  cay(alpha W) X.
 
 W X is the momentum that is kept, and the next step projects it onto its own tangent space. W maps
 the span of X and V to itself, so that Y = XA + VB and a whole iteration is of m x m:
 
-    A <- I - alpha/2 (T (I + A) - V'V B),   B <- -alpha/2 (I + A).
+    A <- I + alpha/2 (T (I + A) - V'V B),   B <- alpha/2 (I + A).
 
 Y'Y = A'A + B'V'VB is off I by about 4 t^(s+2) for t = alpha |W| / sqrt(8). It is known without a
 tall product, so Y is replaced by its polar factor, where released implementations leave that error
@@ -54,13 +54,13 @@ def cayley_sgd_(
     Args:
         point: X, orthonormal, ``(k, n, m)``.
         grad: G, same shape.
-        skew: T of the momentum M <- mu M + G, ``(k, m, m)``, updated.
+        skew: T of the momentum M <- mu M - G, ``(k, m, m)``, updated.
         normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
         lr: eta, a number or ``(k, 1, 1)``.
         momentum: mu.
         force: Factor on the gradient: 1 - dampening, negative to maximise; a number or
             ``(k, 1, 1)``.
-        nesterov: X moves along G + mu M.
+        nesterov: X moves along mu M - G.
         steps: s, the number of iterations.
         exact: Solve for the Cayley map instead.
         correct: Measure X'X and X'V and remove what rounding left there.
@@ -72,6 +72,7 @@ def cayley_sgd_(
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
     point, inner = measure(point, grad, normal, correct, row_sum)
+    force = -force
     inner = inner * force
     turn = (inner - inner.mT) / 2
     skew.mul_(momentum).add_(turn)
@@ -93,6 +94,7 @@ def cayley_adam_(
     skew: Tensor,
     normal: Tensor | None,
     square: Tensor,
+    max_square: Tensor | None = None,
     *,
     lr: Scalar,
     step: Scalar,
@@ -106,12 +108,13 @@ def cayley_adam_(
 ) -> Tensor:
     r"""One step of CayleyAdam; returns the new point and updates the momenta in place.
 
-    M <- b1 M + (1 - b1) G and v <- b2 v + (1 - b2) |G|^2, one number for each matrix, give
+    M <- b1 M - (1 - b1) G and v <- b2 v + (1 - b2) |G|^2, one number for each matrix, give
     W / (c1 sqrt(v/c2 + eps)) for W, with ci = 1 - bi^t.
 
     Args:
         point, grad, skew, normal, lr, steps, exact, correct, row_sum: as in :func:`cayley_sgd_`.
         square: v, ``(k, 1, 1)``, updated.
+        max_square: Running maximum of v, which then divides (amsgrad), updated. None: off.
         step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
         betas: b1 and b2.
         eps: Added to v/c2 under the root.
@@ -124,7 +127,10 @@ def cayley_adam_(
     beta1, beta2 = betas
     size = sum_rows(row_sum, grad.square().sum(dim=(-2, -1), keepdim=True))
     square.mul_(beta2).add_(size, alpha=1 - beta2)
+    if max_square is not None:
+        square = torch.maximum(max_square, square, out=max_square)
     point, inner = measure(point, grad, normal, correct, row_sum)
+    force = -force
     inner = inner * force
     skew.mul_(beta1).add_(inner - inner.mT, alpha=(1 - beta1) / 2)
     if normal is not None:
@@ -147,7 +153,7 @@ def _transform(
     exact: bool,
     row_sum: RowSum | None,
 ) -> Tensor:
-    """Return cay(-alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
+    """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
     size = turn.square().sum(dim=(-2, -1), keepdim=True)
     own = None
     if normal is not None:
@@ -155,7 +161,7 @@ def _transform(
         size = size + 2 * own.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
     norm = size.sqrt() / divisor
     alpha = torch.clamp(1 / (norm + _TINY), max=lr)
-    step = -alpha / divisor
+    step = alpha / divisor
     if exact:
         if normal is None or own is None:
             return product(point, cayley(turn * step))

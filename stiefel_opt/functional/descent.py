@@ -4,7 +4,7 @@ X is the point, G the Euclidean gradient, eta the learning rate, mu the momentum
 parameter of the metric tr(D1'(I - a XX')D2). A tangent vector is XT + V with T skew and X'V = 0;
 the gradient has T = (X'G - G'X) / (2 (1 - a)) and V = (I - XX')G. One step is
 
-    M <- mu M + grad,   X+ = R_X(-eta M),   M <- M - X+ sym(X+'M)
+    M <- mu M - grad,   X+ = R_X(eta M),   M <- M - X+ sym(X+'M)
 
 the last being the orthogonal projection onto the tangent space at the new point. Of M = XT + V the
 parts T and V are kept. For xi = XT + V the retractions are
@@ -79,7 +79,7 @@ def descend_(
         momentum: mu.
         force: Factor on the gradient: 1 - dampening, negative to maximise; a number or
             ``(k, 1, 1)``.
-        nesterov: X moves along grad + mu M.
+        nesterov: X moves along mu M - grad.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         retraction: "cayley", "qr" or "polar".
         correct: Measure X'X and X'V and remove what rounding left there.
@@ -92,15 +92,15 @@ def descend_(
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
     point, inner = measure(point, grad, normal, correct, row_sum)
+    force = -force
     inner = inner * force
     turn = (inner - inner.mT) / (2 * (1 - metric_parameter(metric)))
-    step = -lr
     if skew is None:
         square = row_sum is None and point.size(-2) == point.size(-1)
         # V for the Cayley map, XT + V for the others: one product either way.
         inside = inner if retraction == "cayley" else inner - turn
         direction = None if square else subtract(grad, point, inside, force)
-        return _retract(point, turn, direction, step, retraction, row_sum)
+        return _retract(point, turn, direction, lr, retraction, row_sum)
 
     skew.mul_(momentum).add_(turn)
     ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
@@ -111,7 +111,7 @@ def descend_(
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
             direction = add_product_(direction.clone(), point, ahead)
-    new_point = _retract(point, ahead, direction, step, retraction, row_sum)
+    new_point = _retract(point, ahead, direction, lr, retraction, row_sum)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
 
