@@ -8,6 +8,9 @@ from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
 from stiefel_opt.manifold import Stiefel as Stiefel
 from stiefel_opt.monitor import orthonormality_error as orthonormality_error
 from stiefel_opt.monitor import report as report
+from stiefel_opt.optim import CayleyAdam as CayleyAdam
+from stiefel_opt.optim import CayleySGD as CayleySGD
+from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 

@@ -1,5 +1,7 @@
 """Optimizers for models in which some parameters stay orthonormal."""
 
+from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
+from stiefel_opt.optim.descent import ProjectedRGD
 from stiefel_opt.optim.momentum import StiefelAdam, StiefelSGD
 
-__all__ = ["StiefelAdam", "StiefelSGD"]
+__all__ = ["CayleyAdam", "CayleySGD", "ProjectedRGD", "StiefelAdam", "StiefelSGD"]

@@ -48,17 +48,19 @@ class Gathered:
     active: list[Tensor]
     tags: list[Any]
     stiefel: Any
+    names: StateNames
     plain: list[Tensor] = field(default_factory=list)
     equals: list[tuple[Stiefel, list[Tensor]]] = field(default_factory=list)
     stacks: list[Stack] = field(default_factory=list)  # one for each of ``equals``, once built
 
-    def fits(self, active: list[Tensor], stiefel: Any) -> bool:
+    def fits(self, active: list[Tensor], stiefel: Any, names: StateNames) -> bool:
         """Say whether this still describes the group."""
         return (
             len(active) == len(self.active)
             and all(map(operator.is_, active, self.active))
             and all(map(operator.is_, map(manifold_of, active), self.tags))
             and stiefel is self.stiefel
+            and names == self.names
             and all(stack.intact() for stack in self.stacks)
         )
 
@@ -86,8 +88,8 @@ class StiefelOptimizer(Optimizer):
         """Raise unless the options of a group make sense."""
 
     @abstractmethod
-    def _state_names(self, group: Group) -> tuple[list[str], list[str], list[str]]:
-        """Return the names of m x m state, of m x m state of tall matrices only, of tall state."""
+    def _state_names(self, group: Group) -> StateNames:
+        """Return what a group keeps for each matrix, which may depend on its options."""
 
     @abstractmethod
     def _move(
@@ -176,10 +178,11 @@ class StiefelOptimizer(Optimizer):
     def _gather(self, number: int, group: Group) -> Gathered:
         """Split the parameters that have a gradient into plain ones and lists of equals."""
         active = [p for p in group["params"] if p.grad is not None]
+        names = self._state_names(group)
         work = self._gathered.get(number)
-        if work is not None and work.fits(active, group["stiefel"]):
+        if work is not None and work.fits(active, group["stiefel"], names):
             return work
-        work = Gathered(active, list(map(manifold_of, active)), group["stiefel"])
+        work = Gathered(active, list(map(manifold_of, active)), group["stiefel"], names)
         equals: dict[Any, tuple[Stiefel, list[Tensor]]] = {}
         for parameter in active:
             manifold = reading(parameter, group)
@@ -230,8 +233,7 @@ class StiefelOptimizer(Optimizer):
 
     def _init_state(self, parameter: Tensor, manifold: Stiefel, group: Group) -> State:
         """Return the state of a constrained parameter, with what is missing made."""
-        names = StateNames(*self._state_names(group))
-        groups = self.param_groups
+        names, groups = self._state_names(group), self.param_groups
         state: State = self.state[parameter]
         return complete_state(state, names, parameter, manifold, lambda: name_of(parameter, groups))
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_flag, check_range, fail
+from stiefel_opt._checks import check_choice
 from stiefel_opt.functional.momentum import (
-    METRICS,
     ROTATIONS,
     TRANSPORTS,
     adam_,
@@ -20,10 +17,12 @@ from stiefel_opt.functional.momentum import (
 )
 from stiefel_opt.linalg import gram
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.options import check_adam, check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
 from stiefel_opt.optim.stack import Batch
-from stiefel_opt.optim.velocity import VelocityOptimizer
+from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.velocity import VelocityOptimizer, exceeds_rounding
 
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
@@ -111,17 +110,13 @@ class StiefelSGD(VelocityOptimizer):
 
     @override
     def _check_options(self, group: Group) -> None:
-        _check_common(group)
-        check_range("momentum", group["momentum"], 0.0)
-        check_range("dampening", group["dampening"], -math.inf)
-        check_flag("nesterov", group["nesterov"])
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            given = f"momentum {group['momentum']} and dampening {group['dampening']}"
-            raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
+        check_sgd(group)
+        _check_flows(group)
 
     @override
-    def _state_names(self, group: Group) -> tuple[list[str], list[str], list[str]]:
-        return ["momentum_skew"], ["deferred_factor", "deferred_shift"], ["momentum_normal"]
+    def _state_names(self, group: Group) -> StateNames:
+        deferred = ["deferred_factor", "deferred_shift"]
+        return StateNames(["momentum_skew"], deferred, ["momentum_normal"])
 
     @override
     def _move(
@@ -155,7 +150,7 @@ class StiefelSGD(VelocityOptimizer):
             shift,
             lr=lr,
             momentum=group["momentum"],
-            force=_force(group, batch),
+            force=force_of(group, batch),
             nesterov=group["nesterov"],
             metric=group["metric"],
             transport=group["transport"],
@@ -169,7 +164,7 @@ class StiefelSGD(VelocityOptimizer):
         if normal is None:
             return False
         overlap = torch.bmm(gram(point, normal), batch.state["deferred_factor"])
-        return _exceeds_rounding(overlap - batch.state["deferred_shift"], normal)
+        return exceeds_rounding(overlap - batch.state["deferred_shift"], normal)
 
     @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
@@ -258,26 +253,15 @@ class StiefelAdam(VelocityOptimizer):
 
     @override
     def _check_options(self, group: Group) -> None:
-        _check_common(group)
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
-        for index, beta in enumerate(betas):
-            check_range(f"betas[{index}]", beta, 0.0, 1.0)
-        check_range("eps", group["eps"], 0.0)
-        for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
-            check_flag(name, group[name])
-        if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
-            raise ValueError(
-                fail("lr", "be a number with foreach=True", "a tensor", "or set capturable=True")
-            )
+        check_adam(group)
+        _check_flows(group)
 
     @override
-    def _state_names(self, group: Group) -> tuple[list[str], list[str], list[str]]:
+    def _state_names(self, group: Group) -> StateNames:
         small, tall = ["momentum_skew", "exp_avg_sq_skew"], ["momentum_normal", "exp_avg_sq_normal"]
         if group["amsgrad"]:
             small, tall = [*small, "max_exp_avg_sq_skew"], [*tall, "max_exp_avg_sq_normal"]
-        return small, [], tall
+        return StateNames(small, [], tall)
 
     @override
     def _move(
@@ -311,11 +295,6 @@ class StiefelAdam(VelocityOptimizer):
         )
 
     @override
-    def _is_stale(self, point: Tensor, batch: Batch) -> bool:
-        normal = batch.state.get("momentum_normal")
-        return normal is not None and _exceeds_rounding(gram(point, normal), normal)
-
-    @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
         step_adam(group, parameters, self.state)
 
@@ -323,55 +302,10 @@ class StiefelAdam(VelocityOptimizer):
     def _step_plain_rows(
         self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
     ) -> None:
-        step_adam_rows(group, parameters, grads, states, self._state_names(group)[2])
+        step_adam_rows(group, parameters, grads, states, self._state_names(group).tall)
 
 
-def _check_common(group: Group) -> None:
-    """Raise unless the options that all optimizers share make sense."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
-        if lr.device.type == "cpu":
-            check_range("lr", float(lr), 0.0)
-    else:
-        check_range("lr", lr, 0.0)
-    check_range("weight_decay", group["weight_decay"], 0.0)
-    check_flag("maximize", group["maximize"])
-    if group["differentiable"] is not False:
-        raise ValueError(
-            fail(
-                "differentiable",
-                "be False",
-                group["differentiable"],
-                "differentiate through stiefel_opt.functional or a parametrization instead",
-            )
-        )
-    for name in ("foreach", "fused"):
-        if group[name] is not None:
-            check_flag(name, group[name])
-    if group["foreach"] and group["fused"]:
-        raise ValueError(fail("fused", "not be True together with foreach", True))
-    if isinstance(group["metric"], str):
-        check_choice("metric", group["metric"], METRICS)
-    else:
-        check_range("metric", group["metric"], -math.inf, 1.0, open_low=True)
+def _check_flows(group: Group) -> None:
+    check_metric(group)
     check_choice("transport", group["transport"], TRANSPORTS)
     check_choice("rotation", group["rotation"], ROTATIONS)
-
-
-def _force(group: Group, batch: Batch) -> float | Tensor:
-    """Return the factor on f and g: dampening from the second step on, and the sign."""
-    sign = -1.0 if group["maximize"] else 1.0
-    if group["dampening"] == 0 or group["momentum"] == 0:
-        return sign
-    number, damped = batch.step_number(), sign * (1.0 - group["dampening"])
-    if isinstance(number, Tensor):
-        return torch.where(number == 1, sign, damped).to(batch.state["momentum_skew"].dtype)
-    return sign if number == 1 else damped
-
-
-def _exceeds_rounding(overlap: Tensor, normal: Tensor) -> bool:
-    """Say whether X'U is more than rounding can explain."""
-    size = torch.linalg.vector_norm(normal, dim=-2).amax()
-    return bool(overlap.abs().amax() > 1e3 * torch.finfo(normal.dtype).eps * size)

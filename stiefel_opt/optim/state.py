@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,11 +18,14 @@ State = dict[str, Tensor]
 
 class StateNames(NamedTuple):
     """What a rule keeps beside ``step``: m x m for each matrix, the same of tall matrices only,
-    and of the shape of the parameter."""
+    of the shape of the parameter, one number for each matrix, and of the shape of the parameter
+    where some of its rows are plain."""
 
     small: list[str]
     small_of_tall: list[str]
     tall: list[str]
+    norms: Sequence[str] = ()
+    rows: Sequence[str] = ()
 
 
 def complete_state(
@@ -46,8 +49,12 @@ def complete_state(
         suffix = f".{index}" if index else ""
         small = names.small + names.small_of_tall if is_tall else names.small
         expected.update({name + suffix: shape for name in small})
+        single = torch.Size((*shape[:-2], 1, 1))
+        expected.update({name + suffix: single for name in names.norms})
     if needs_tall:
         expected.update(dict.fromkeys(names.tall, parameter.shape))
+    if manifold.rows is not None:
+        expected.update(dict.fromkeys(names.rows, parameter.shape))
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -87,5 +94,5 @@ def state_shapes(
 
 
 def is_small(name: str) -> bool:
-    """Say whether state of this name is m x m for each matrix, by the last word of its name."""
-    return name.partition(".")[0].endswith(("skew", "factor", "shift"))
+    """Say whether state of this name is m x m, or one number, for each matrix, by its last word."""
+    return name.partition(".")[0].endswith(("skew", "factor", "shift", "norm"))

@@ -1,4 +1,4 @@
-"""What StiefelSGD and StiefelAdam share: a velocity that the user may read and set."""
+"""What the optimizers share: a momentum that is a velocity, which the user may read and set."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.linalg import gram
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.readings import reading
+from stiefel_opt.optim.stack import Batch
 
-__all__ = ["VelocityOptimizer"]
+__all__ = ["VelocityOptimizer", "exceeds_rounding"]
 
 
 class VelocityOptimizer(StiefelOptimizer):
     """Base of the optimizers whose momentum is a velocity X Z + U at the point."""
+
+    @override
+    def _is_stale(self, point: Tensor, batch: Batch) -> bool:
+        normal = batch.state.get("momentum_normal")
+        return normal is not None and exceeds_rounding(gram(point, normal), normal)
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -90,3 +98,9 @@ class VelocityOptimizer(StiefelOptimizer):
             return window.clone()
         deferred = point @ state["deferred_shift" + suffix]
         return window @ state["deferred_factor" + suffix] - deferred
+
+
+def exceeds_rounding(overlap: Tensor, normal: Tensor) -> bool:
+    """Say whether X'U is more than rounding can explain."""
+    size = torch.linalg.vector_norm(normal, dim=-2).amax()
+    return bool(overlap.abs().amax() > 1e3 * torch.finfo(normal.dtype).eps * size)

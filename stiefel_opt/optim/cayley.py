@@ -1,0 +1,262 @@
+"""CayleySGD and CayleyAdam: momentum along an iterated Cayley map."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from stiefel_opt._checks import check_flag, fail
+from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.options import check_adam, check_sgd, force_of
+from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
+from stiefel_opt.optim.readings import Group
+from stiefel_opt.optim.stack import Batch
+from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.velocity import VelocityOptimizer
+
+__all__ = ["CayleyAdam", "CayleySGD"]
+
+
+class CayleySGD(VelocityOptimizer):
+    r"""Cayley SGD with momentum for constrained parameters; plain ones get torch's SGD.
+
+    .. math::
+        M \leftarrow \mu M - G,\quad
+        W = \hat W - \hat W^\top,\quad \hat W = M X^\top - \tfrac12 X X^\top M X^\top,\quad
+        X \leftarrow \mathrm{cay}(\alpha W) X,\quad M \leftarrow W X,
+
+    with :math:`\alpha = \min(\eta, 1 / (|W| + 10^{-8}))` and the Cayley map by fixed-point
+    iterations, or exactly. Released implementations write the momentum to a temporary, so that
+    theirs stays zero, and leave the error of the iteration in X; here neither happens.
+
+    Args:
+        params: Parameters, named parameters or groups, as in torch.
+        lr: Learning rate, a number or a tensor.
+        momentum, dampening, nesterov, maximize: As in ``torch.optim.SGD``, for both kinds.
+        weight_decay: For plain parameters. It cannot move a constrained one.
+        foreach, fused: For plain parameters, as in torch.
+        differentiable: Must be False.
+        steps: Iterations of the Cayley map.
+        exact: Solve for it instead.
+        stiefel: As in :class:`StiefelSGD`.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Eight products of n x m by m x m a step, batched over equal matrices; the iterations are of
+        m x m. State is one tensor like the parameter and one of m x m.
+
+    Reference:
+        Li, Li & Todorovic, Efficient Riemannian optimization on the Stiefel manifold via the Cayley
+        transform (ICLR 2020), Algorithm 1.
+    """
+
+    _sparse_allowed = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+        steps: int = 2,
+        exact: bool = False,
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+            "steps": steps,
+            "exact": exact,
+            "stiefel": stiefel,
+        }
+        super().__init__(params, defaults)
+
+    @override
+    def _check_options(self, group: Group) -> None:
+        check_sgd(group)
+        _check_iteration(group)
+
+    @override
+    def _state_names(self, group: Group) -> StateNames:
+        return StateNames(["momentum_skew"], [], ["momentum_normal"])
+
+    @override
+    def _move(
+        self,
+        group: Group,
+        point: Tensor,
+        grad: Tensor,
+        batch: Batch,
+        lr: float | Tensor,
+        correct: bool,
+    ) -> Tensor:
+        return cayley_sgd_(
+            point,
+            grad,
+            batch.state["momentum_skew"],
+            batch.state.get("momentum_normal"),
+            lr=lr,
+            momentum=group["momentum"],
+            force=force_of(group, batch),
+            nesterov=group["nesterov"],
+            steps=group["steps"],
+            exact=group["exact"],
+            correct=correct,
+        )
+
+    @override
+    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        step_sgd(group, parameters, self.state)
+
+    @override
+    def _step_plain_rows(
+        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+    ) -> None:
+        step_sgd_rows(group, parameters, grads, states)
+
+
+class CayleyAdam(VelocityOptimizer):
+    r"""Cayley Adam for constrained parameters; plain ones get torch's Adam.
+
+    As :class:`CayleySGD`, with one second moment v for each matrix:
+
+    .. math::
+        M \leftarrow \beta_1 M - (1 - \beta_1) G,\quad
+        v \leftarrow \beta_2 v + (1 - \beta_2) |G|^2,\quad
+        W = \frac{\hat W - \hat W^\top}{c_1 \sqrt{v / c_2 + \epsilon}},\quad c_i = 1 - \beta_i^t.
+
+    Args:
+        params: Parameters, named parameters or groups, as in torch.
+        lr: Learning rate, a number or a tensor.
+        betas, eps, amsgrad, maximize: As in ``torch.optim.Adam``, for both kinds; ``eps`` is under
+            the root for constrained parameters. The paper has betas of 0.9 and 0.99.
+        weight_decay, decoupled_weight_decay: For plain parameters: ``torch.optim.Adam`` or, with
+            ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
+        foreach, fused, capturable: For plain parameters, as in torch.
+        differentiable: Must be False.
+        steps, exact, stiefel: As in :class:`CayleySGD`.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Cost and state are those of :class:`CayleySGD`, and one number for each matrix.
+
+    Reference:
+        Li, Li & Todorovic (ICLR 2020), Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        steps: int = 2,
+        exact: bool = False,
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "steps": steps,
+            "exact": exact,
+            "stiefel": stiefel,
+        }
+        super().__init__(params, defaults)
+
+    @override
+    def _check_options(self, group: Group) -> None:
+        check_adam(group)
+        _check_iteration(group)
+
+    @override
+    def _state_names(self, group: Group) -> StateNames:
+        norms, rows = ["exp_avg_sq_norm"], ["exp_avg_sq_rows"]
+        if group["amsgrad"]:
+            norms, rows = [*norms, "max_exp_avg_sq_norm"], [*rows, "max_exp_avg_sq_rows"]
+        return StateNames(["momentum_skew"], [], ["momentum_normal"], norms, rows)
+
+    @override
+    def _move(
+        self,
+        group: Group,
+        point: Tensor,
+        grad: Tensor,
+        batch: Batch,
+        lr: float | Tensor,
+        correct: bool,
+    ) -> Tensor:
+        state = batch.state
+        return cayley_adam_(
+            point,
+            grad,
+            state["momentum_skew"],
+            state.get("momentum_normal"),
+            state["exp_avg_sq_norm"],
+            state.get("max_exp_avg_sq_norm"),
+            lr=lr,
+            step=batch.step_number(),
+            betas=group["betas"],
+            eps=group["eps"],
+            force=-1.0 if group["maximize"] else 1.0,
+            steps=group["steps"],
+            exact=group["exact"],
+            correct=correct,
+        )
+
+    @override
+    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        step_adam(group, parameters, self.state)
+
+    @override
+    def _step_plain_rows(
+        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+    ) -> None:
+        moments = ["momentum_normal", *self._state_names(group).rows]
+        step_adam_rows(group, parameters, grads, states, moments)
+
+
+def _check_iteration(group: Group) -> None:
+    steps = group["steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(fail("steps", "be an integer", repr(steps)))
+    if steps < 0:
+        raise ValueError(fail("steps", "be at least 0", steps))
+    check_flag("exact", group["exact"])
