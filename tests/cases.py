@@ -15,10 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from reference import AdamReference, SGDReference, StiefelReference, polar_factor
+from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
 
 import stiefel_opt as so
 
 Array = NDArray[np.float64]
+AnyReference = StiefelReference | DescentReference
+
+RULES: dict[str, tuple[Any, Any]] = {
+    "sgd": (so.StiefelSGD, SGDReference),
+    "adam": (so.StiefelAdam, AdamReference),
+    "rgd": (so.ProjectedRGD, DescentReference),
+    "cayley-sgd": (so.CayleySGD, CayleySGDReference),
+    "cayley-adam": (so.CayleyAdam, CayleyAdamReference),
+}
 
 METRICS = ("canonical", "euclidean", -1.0, 0.3)
 TRANSPORTS = ("isometric", "published")
@@ -108,14 +118,14 @@ class OptimizerCase:
         return 0.1
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[self.algorithm]
+        rule = RULES[self.algorithm][0]
         return rule(params, **{"lr": self.lr, **self.options})
 
-    def reference(self, point: Array, scale: float = 1.0) -> StiefelReference:
+    def reference(self, point: Array, scale: float = 1.0) -> AnyReference:
         # Weight decay is not passed on: its tangent part is zero.
         dropped = ("lr", "weight_decay", "decoupled_weight_decay")
         options = {key: value for key, value in self.options.items() if key not in dropped}
-        rule = {"sgd": SGDReference, "adam": AdamReference}[self.algorithm]
+        rule = RULES[self.algorithm][1]
         return rule(point, lr=self.lr / scale, **options)
 
 
@@ -136,6 +146,9 @@ READING_CASES = [
     OptimizerCase("sgd", "sgd"),
     OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
+    OptimizerCase("rgd", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
+    OptimizerCase("cayley-sgd", "cayley-sgd"),
+    OptimizerCase("cayley-adam", "cayley-adam"),
 ]
 
 VARIANTS = [
@@ -172,4 +185,12 @@ VARIANTS = [
     OptimizerCase("adam-large-eps", "adam", {"eps": 0.1, "metric": 0.3}),
     OptimizerCase("adam-tiny-eps", "adam", {"eps": 1e-30, "metric": 0.3}),
     OptimizerCase("adam-zero-eps", "adam", {"eps": 0.0, "metric": "euclidean"}),
+    OptimizerCase("wen-yin", "rgd", {"momentum": 0.0}),
+    OptimizerCase("rgd-dampened", "rgd", {"momentum": 0.9, "dampening": 0.4}),
+    OptimizerCase("rgd-maximize", "rgd", {"momentum": 0.9, "maximize": True, "weight_decay": 0.3}),
+    OptimizerCase("rgd-tensor-lr", "rgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
+    OptimizerCase("cayley-sgd-dampened", "cayley-sgd", {"dampening": 0.4, "exact": True}),
+    OptimizerCase("cayley-sgd-maximize", "cayley-sgd", {"maximize": True, "nesterov": True}),
+    OptimizerCase("cayley-adam-amsgrad", "cayley-adam", {"amsgrad": True, "betas": (0.9, 0.8)}),
+    OptimizerCase("cayley-adam-maximize", "cayley-adam", {"maximize": True, "steps": 5}),
 ]

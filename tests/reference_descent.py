@@ -151,10 +151,12 @@ class CayleyAdamReference(CayleySGDReference):
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        amsgrad: bool = False,
         **options,
     ) -> None:
         super().__init__(point, momentum=betas[0], **options)
-        self.betas, self.eps, self.v = betas, eps, 0.0
+        self.betas, self.eps, self.amsgrad = betas, eps, amsgrad
+        self.v = self.v_max = 0.0
 
     def step(self, grad: Matrix) -> None:
         b1, b2 = self.betas
@@ -162,7 +164,9 @@ class CayleyAdamReference(CayleySGDReference):
         self.steps += 1
         self.M = b1 * self.M + (1 - b1) * self.sign * grad
         self.v = b2 * self.v + (1 - b2) * float(np.sum(grad**2))
-        r = np.sqrt(self.v / (1 - b2**self.steps) + self.eps)
+        self.v_max = max(self.v, self.v_max)
+        v = self.v_max if self.amsgrad else self.v
+        r = np.sqrt(v / (1 - b2**self.steps) + self.eps)
         scale = (1 - b1**self.steps) * r
         self.X = self.move(X, self.M / scale)
         self.M = self.M - X @ sym(X.T @ self.M)  # scale W X

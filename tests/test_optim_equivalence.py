@@ -1,4 +1,4 @@
-"""StiefelSGD and StiefelAdam against slow loops, and their plain parameters against torch."""
+"""Every optimizer against slow loops, and its plain parameters against torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cases import (
     READING_CASES,
     READINGS,
     VARIANTS,
+    AnyReference,
     Array,
     OptimizerCase,
     Reading,
 )
-from reference import StiefelReference
 
 import stiefel_opt as so
 
@@ -53,7 +53,7 @@ class Run:
         self.reading = reading
         self.param = reading.parameter(start)
         points = batch(reading.matrices(start)) / reading.scale
-        self.references: list[StiefelReference] = [
+        self.references: list[AnyReference] = [
             case.reference(point, reading.scale) for point in points
         ]
         self.field = Field(rng, points)
@@ -93,7 +93,8 @@ class Run:
 def run_case(case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator) -> None:
     runs = [Run(case, READINGS[name], rng) for name in names]
     optimizer = case.optimizer([run.param for run in runs])
-    has_velocity = case.options.get("momentum", 0.9) > 0
+    default = 0.0 if case.algorithm == "rgd" else 0.9
+    has_velocity = case.options.get("momentum", default) > 0
     for step in range(STEPS):
         for run in runs:
             run.set_grad(step)
@@ -178,7 +179,7 @@ def test_velocity_may_be_read_and_set_back_at_any_step(
     run.compare(optimizer, velocity=True)
 
 
-def moments(tensor: torch.Tensor, reading: Reading, references: list[StiefelReference]) -> Array:
+def moments(tensor: torch.Tensor, reading: Reading, references: list[AnyReference]) -> Array:
     """A second moment as one matrix per reference, whichever way it is stored."""
     array = tensor.numpy()
     if array.shape == reading.shape:
@@ -338,6 +339,11 @@ PLAIN = [
 ] + [
     pytest.param(so.StiefelAdam, torch.optim.Adam, options, id=f"adam{index}")
     for index, options in enumerate(PLAIN_ADAM)
+]
+PLAIN += [
+    pytest.param(so.ProjectedRGD, torch.optim.SGD, PLAIN_SGD[1], id="rgd"),
+    pytest.param(so.CayleySGD, torch.optim.SGD, PLAIN_SGD[3], id="cayley-sgd"),
+    pytest.param(so.CayleyAdam, torch.optim.Adam, PLAIN_ADAM[3], id="cayley-adam"),
 ]
 PLAIN_ADAMW = [{}, {"weight_decay": 0.3, "amsgrad": True}, {"maximize": True, "foreach": True}]
 PLAIN += [

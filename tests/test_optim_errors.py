@@ -11,6 +11,7 @@ from torch import nn
 import stiefel_opt as so
 
 SGD, ADAM = so.StiefelSGD, so.StiefelAdam
+RGD, CAYLEY_SGD, CAYLEY_ADAM = so.ProjectedRGD, so.CayleySGD, so.CayleyAdam
 
 
 def tagged(*shape, manifold=None, dtype=torch.float32):
@@ -28,7 +29,7 @@ def not_finite(value):
 
 # ---- options -------------------------------------------------------------------------------------
 
-BOTH = [
+ALL = [
     ({"lr": -0.1}, ValueError, r"`lr` must be in \[0, inf\), got -0.1"),
     ({"lr": math.nan}, ValueError, r"`lr` must be in \[0, inf\), got nan"),
     ({"lr": "0.1"}, TypeError, r"`lr` must be a number in \[0, inf\), got '0.1'"),
@@ -43,15 +44,29 @@ BOTH = [
         ValueError,
         "`differentiable` must be False, got True; .*functional",
     ),
+    ({"stiefel": "yes"}, TypeError, "`stiefel` must be None, True, False or a Stiefel, got 'yes'"),
+    ({"stiefel": {"heads": 0}}, ValueError, "`heads` must be at least 1, got 0"),
+]
+METRICS = [
     ({"metric": 1.0}, ValueError, r"`metric` must be in \(-inf, 1\), got 1.0"),
     ({"metric": 7}, ValueError, r"`metric` must be in \(-inf, 1\), got 7"),
     ({"metric": math.nan}, ValueError, r"`metric` must be in \(-inf, 1\), got nan"),
     ({"metric": "riemannian"}, ValueError, r"`metric` must be one of \['canonical', 'euclidean'\]"),
+]
+FLOWS = [
     ({"transport": "parallel"}, ValueError, r"`transport` must be one of \['isometric', 'publ"),
     ({"rotation": "qr"}, ValueError, "`rotation` must be one of .*'polar'.*, got 'qr'"),
     ({"rotation": None}, ValueError, "`rotation` must be one of .*, got None"),
-    ({"stiefel": "yes"}, TypeError, "`stiefel` must be None, True, False or a Stiefel, got 'yes'"),
-    ({"stiefel": {"heads": 0}}, ValueError, "`heads` must be at least 1, got 0"),
+]
+RETRACTIONS = [
+    ({"retraction": "exp"}, ValueError, r"`retraction` must be one of \['cayley', 'polar', 'qr'\]"),
+    ({"retraction": 1}, ValueError, "`retraction` must be one of .*, got 1"),
+]
+ITERATIONS = [
+    ({"steps": -1}, ValueError, "`steps` must be at least 0, got -1"),
+    ({"steps": 2.0}, TypeError, "`steps` must be an integer, got 2.0"),
+    ({"steps": True}, TypeError, "`steps` must be an integer, got True"),
+    ({"exact": 1}, TypeError, "`exact` must be True or False, got 1"),
 ]
 SGD_ONLY = [
     ({"momentum": -0.1}, ValueError, r"`momentum` must be in \[0, inf\), got -0.1"),
@@ -68,9 +83,13 @@ ADAM_ONLY = [
     ({"lr": torch.tensor(0.1), "foreach": True}, ValueError, "`lr` must be a number with foreach"),
 ]
 OPTIONS = [
-    *((rule, *row) for rule in (SGD, ADAM) for row in BOTH),
-    *((SGD, *row) for row in SGD_ONLY),
-    *((ADAM, *row) for row in ADAM_ONLY),
+    *((rule, *row) for rule in (SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM) for row in ALL),
+    *((rule, *row) for rule in (SGD, ADAM, RGD) for row in METRICS),
+    *((rule, *row) for rule in (SGD, ADAM) for row in FLOWS),
+    *((rule, *row) for rule in (SGD, RGD, CAYLEY_SGD) for row in SGD_ONLY),
+    *((rule, *row) for rule in (ADAM, CAYLEY_ADAM) for row in ADAM_ONLY),
+    *((RGD, *row) for row in RETRACTIONS),
+    *((rule, *row) for rule in (CAYLEY_SGD, CAYLEY_ADAM) for row in ITERATIONS),
 ]
 
 
@@ -168,7 +187,7 @@ def test_a_parameter_listed_twice_is_named(name, kind):
     assert_refused(opt, net, {"params": [p]}, ValueError, f"`parameter 0 of group 1` {twice}")
 
 
-@pytest.mark.parametrize("rule", [SGD, ADAM])
+@pytest.mark.parametrize("rule", [SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM])
 @pytest.mark.parametrize(
     ("params", "error"),
     [

@@ -30,6 +30,13 @@ CASES = [
     *((so.StiefelSGD, torch.optim.SGD, {"momentum": 0.9, **options}) for options in SGD),
     *((so.StiefelAdam, torch.optim.Adam, options) for options in ADAM),
 ]
+CASES += [
+    (so.ProjectedRGD, torch.optim.SGD, {"weight_decay": 0.1}),
+    (so.ProjectedRGD, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.4}),
+    (so.CayleySGD, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (so.CayleyAdam, torch.optim.Adam, {"weight_decay": 0.1}),
+    (so.CayleyAdam, torch.optim.Adam, {"fused": True, "amsgrad": True}),
+]
 READINGS = {
     "one range": (so.Stiefel(rows=(2, 8), heads=2), [(0, 2), (8, 11)], 0),
     "two ranges": (so.Stiefel(rows=((6, 10), (0, 3))), [(3, 6), (10, 11)], 0),

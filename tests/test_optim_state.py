@@ -36,11 +36,19 @@ SMALL = {
     "sgd": {"momentum_skew", "deferred_factor", "deferred_shift"},
     "adam": {"momentum_skew", "exp_avg_sq_skew"},
     "adam-amsgrad": {"momentum_skew", "exp_avg_sq_skew", "max_exp_avg_sq_skew"},
+    "rgd": {"momentum_skew"},
+    "cayley-sgd": {"momentum_skew"},
+    "cayley-adam": {"momentum_skew"},
 }
+NORMS = {"cayley-adam": {"exp_avg_sq_norm", "max_exp_avg_sq_norm"}}  # one number a matrix
+ROWS = {"cayley-adam": {"exp_avg_sq_rows", "max_exp_avg_sq_rows"}}  # only for plain rows
 TALL = {
     "sgd": {"momentum_normal"},
     "adam": {"momentum_normal", "exp_avg_sq_normal"},
     "adam-amsgrad": {"momentum_normal", "exp_avg_sq_normal", "max_exp_avg_sq_normal"},
+    "rgd": {"momentum_normal"},
+    "cayley-sgd": {"momentum_normal"},
+    "cayley-adam": {"momentum_normal"},
 }
 SQUARE = {name: {key for key in keys if key.endswith("skew")} for name, keys in SMALL.items()}
 
@@ -58,18 +66,20 @@ def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps
         "filter.weight": (2, 2),
     }
     named = dict(net.named_parameters())
+    norms, rows = NORMS.get(name, set()), ROWS.get(name, set())
     for key, size in sizes.items():
         state = opt.state[named[key]]
-        assert set(state) == {"step", *SMALL[name], *TALL[name]}
+        assert set(state) == {"step", *SMALL[name], *TALL[name], *norms}
+        assert all(state[norm].shape == (*size[:-2], 1, 1) for norm in norms)
         assert all(tuple(state[small].shape) == size for small in SMALL[name])
         assert all(state[tall].shape == named[key].shape for tall in TALL[name])
     turn = opt.state[net.turn.weight]
-    assert set(turn) == {"step", *SQUARE[name]}
+    assert set(turn) == {"step", *SQUARE[name], *norms}
     assert all(tuple(turn[small].shape) == (10, 10) for small in SQUARE[name])
     fused = opt.state[net.fused.weight]
-    both = {key for small in SMALL[name] for key in (small, f"{small}.1")}
-    assert set(fused) == {"step", *both, *TALL[name]}
-    assert all(fused[tall].shape == (14, 10) for tall in TALL[name])
+    both = {key for small in {*SMALL[name], *norms} for key in (small, f"{small}.1")}
+    assert set(fused) == {"step", *both, *TALL[name], *rows}
+    assert all(fused[tall].shape == (14, 10) for tall in {*TALL[name], *rows})
     for key, size in [("momentum_skew", (4, 4)), ("momentum_skew.1", (2, 3, 3))]:
         assert tuple(fused[key].shape) == size
     for p in constrained(net).values():
@@ -239,14 +249,16 @@ def test_a_state_dict_loads_where_we_were_never_imported(tmp_path):
 
 @every_optimizer
 def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
-    rule = torch.optim.SGD if name.startswith("sgd") else torch.optim.Adam
+    rule = torch.optim.Adam if "adam" in name else torch.optim.SGD
     theirs = rule([torch.nn.Parameter(torch.ones(3))], lr=0.3)
-    group = {"params": [torch.nn.Parameter(torch.ones(3))], "metric": -1.0, "rotation": "cayley"}
-    opt = optimizer(name, [group])
+    own = {"metric": -1.0, "rotation": "cayley"}
+    own = {"rgd": {"metric": -1.0, "retraction": "qr"}}.get(name, own)
+    own = {"steps": 7, "exact": True} if name.startswith("cayley") else own
+    opt = optimizer(name, [{"params": [torch.nn.Parameter(torch.ones(3))], **own}])
     opt.load_state_dict(theirs.state_dict())
     loaded_group = opt.param_groups[0]
     assert loaded_group["lr"] == 0.3
-    assert (loaded_group["metric"], loaded_group["rotation"]) == (-1.0, "cayley")
+    assert {key: loaded_group[key] for key in own} == own
 
 
 # ---- readings in checkpoints ---------------------------------------------------------------------
