@@ -1,0 +1,215 @@
+"""ProjectedRGD, CayleySGD and CayleyAdam: where they converge, what they keep, what breaks them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt.functional.descent import RETRACTIONS
+
+DTYPE = torch.float64
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    f"rgd-{retraction}-{metric}": (so.ProjectedRGD, {"retraction": retraction, "metric": metric})
+    for retraction in RETRACTIONS
+    for metric in ("canonical", "euclidean", -1.0)
+}
+METHODS |= {
+    "rgd-momentum": (so.ProjectedRGD, {"momentum": 0.5, "retraction": "qr"}),
+    "cayley-sgd": (so.CayleySGD, {"momentum": 0.5}),
+    "cayley-sgd-exact": (so.CayleySGD, {"momentum": 0.5, "exact": True, "nesterov": True}),
+}
+# Shape of the parameter, and its tall matrices.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "tall": (12, 3),
+    "column": (8, 1),
+    "wide": (3, 12),
+    "batched": (2, 9, 2),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def tall(tensor: Tensor) -> Tensor:
+    return tensor if tensor.size(-2) >= tensor.size(-1) else tensor.mT
+
+
+def parameter(shape: tuple[int, ...], generator: torch.Generator) -> so.ManifoldParameter:
+    gaussian = torch.randn(shape, generator=generator, dtype=DTYPE)
+    return so.ManifoldParameter(gaussian)  # the first step projects it
+
+
+def optimizer(method: str, params: Any, lr: float) -> torch.optim.Optimizer:
+    rule, options = METHODS[method]
+    return rule(params, lr=lr * (1 - options.get("momentum", 0.0)), **options)
+
+
+def largest_angle(point: Tensor, basis: Tensor) -> float:
+    """Sine of the largest principal angle between the spans."""
+    residual = point - basis @ (basis.mT @ point)
+    return float(torch.linalg.matrix_norm(residual, ord=2).max())
+
+
+@every_method
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_leading_eigenspace_is_reached_within_150_iterations(method, shape, generator):
+    """Eigenvalues 3, 2.8, ... above 1, 0.9, ...: the gap is at least 1."""
+    param = parameter(shape, generator)
+    *lead, n, m = tall(param).shape
+    vectors = torch.linalg.qr(torch.randn(*lead, n, n, generator=generator, dtype=DTYPE)).Q
+    values = torch.cat([3.0 - 0.2 * torch.arange(m), 1.0 - 0.1 * torch.arange(n - m)]).to(DTYPE)
+    matrix = (vectors * values) @ vectors.mT
+    opt = optimizer(method, [param], 0.4)
+    for _ in range(150):
+        image = matrix @ tall(param.detach())
+        param.grad = -image if param.size(-2) >= param.size(-1) else -image.mT
+        opt.step()
+    assert largest_angle(tall(param.detach()), vectors[..., :m]) < 1e-6
+    assert so.orthonormality_error(param) < 1e-13
+
+
+@every_method
+@pytest.mark.parametrize("shape", [(10, 4), (5, 5), (4, 10), (2, 6, 6)], ids=str)
+def test_procrustes_is_solved_within_200_iterations(method, shape, generator):
+    """min |A X - B|: for orthogonal A the solution is the polar factor of A'B."""
+    param = parameter(shape, generator)
+    *lead, n, _ = tall(param).shape
+    left = torch.linalg.qr(torch.randn(*lead, n, n, generator=generator, dtype=DTYPE)).Q
+    with torch.no_grad():  # in the component of the solution, where there are two
+        u, _, v = torch.linalg.svd(param, full_matrices=False)
+        param.copy_(u @ v)
+        truth = tall(param) + 0.3 * torch.randn(tall(param).shape, generator=generator, dtype=DTYPE)
+    target = left @ truth
+    u, _, v = torch.linalg.svd(left.mT @ target, full_matrices=False)
+    opt = optimizer(method, [param], 0.4)
+    for _ in range(200):
+        grad = left.mT @ (left @ tall(param.detach()) - target)
+        param.grad = grad if param.size(-2) >= param.size(-1) else grad.mT
+        opt.step()
+    assert (tall(param.detach()) - u @ v).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_cayley_adam_reaches_the_eigenspace_within_300_iterations(exact, generator):
+    param = parameter((12, 3), generator)
+    vectors = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=DTYPE)).Q
+    values = torch.cat([torch.full((3,), 3.0), torch.linspace(1, 0, 9)]).to(DTYPE)
+    matrix = (vectors * values) @ vectors.mT
+    opt = so.CayleyAdam([param], lr=0.5, exact=exact)
+    for _ in range(300):
+        param.grad = -(matrix @ param.detach())
+        opt.step()
+    assert largest_angle(param.detach(), vectors[:, :3]) < 1e-6
+
+
+# ---- momentum ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [so.CayleySGD, so.CayleyAdam, so.ProjectedRGD])
+@pytest.mark.parametrize("shape", [(6, 3), (4, 4)], ids=str)
+def test_momentum_is_kept_and_acts(rule, shape, generator):
+    """Released Cayley SGD keeps a buffer of zeros: without gradient it would rest at once."""
+    param = parameter(shape, generator)
+    opt = rule([param], lr=0.05, **({"momentum": 0.9} if rule is so.ProjectedRGD else {}))
+    for _ in range(2):
+        param.grad = torch.randn(shape, generator=generator, dtype=DTYPE)
+        opt.step()
+    skew, normal = opt.velocity(param)
+    assert skew.abs().max() > 1e-3
+    assert bool(normal.abs().max() > 1e-3) is (shape[0] > shape[1])
+    before = param.detach().clone()
+    param.grad = torch.zeros(shape, dtype=DTYPE)
+    opt.step()
+    moved = param.detach() - before
+    along = before @ skew + normal
+    cosine = (moved * along).sum() / (moved.norm() * along.norm())
+    assert moved.norm() > 1e-3
+    assert cosine > 0.99
+
+
+def test_descent_without_momentum_keeps_nothing_but_a_count():
+    layer = so.constrain(nn.Linear(7, 4))
+    opt = so.ProjectedRGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 7)).square().sum().backward()
+    opt.step()
+    assert set(opt.state[layer.weight]) == {"step"}
+    assert not any(part.any() for part in opt.velocity(layer.weight))
+
+
+def test_momentum_may_come_and_go_between_steps(generator):
+    """From the step on at which it is set it is kept, and dropped where it is zero again."""
+    value = torch.linalg.qr(torch.randn(6, 3, generator=generator, dtype=DTYPE)).Q
+    params = [so.ManifoldParameter(value.clone()) for _ in range(2)]
+    grads = torch.randn(8, 6, 3, generator=generator, dtype=DTYPE)
+    opt = so.ProjectedRGD(params[:1], lr=0.1)
+    other: Any = None
+    for step, grad in enumerate(grads):
+        momentum = 0.9 if 2 <= step < 6 else 0.0
+        opt.param_groups[0]["momentum"] = momentum
+        if step in (0, 2, 6):
+            other = so.ProjectedRGD(params[1:], lr=0.1, momentum=momentum)
+        for param in params:
+            param.grad = grad.clone()
+        opt.step()
+        other.step()
+        torch.testing.assert_close(params[0], params[1], rtol=0, atol=1e-14)
+        assert ("momentum_normal" in opt.state[params[0]]) is (momentum > 0)
+
+
+# ---- what does not break them --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        *((so.ProjectedRGD, {"momentum": 0.9, "retraction": name}) for name in RETRACTIONS),
+        (so.CayleySGD, {"momentum": 0.9}),
+        (so.CayleyAdam, {}),
+    ],
+    ids=[*RETRACTIONS, "cayley-sgd", "cayley-adam"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_learning_rate_leaves_the_manifold(rule, options, dtype, generator):
+    """Gradients of size 1, every seventh of size 1000."""
+    shapes = [(12, 4), (2, 5, 5), (4, 5), (7, 1)]
+    params = [
+        so.ManifoldParameter(torch.randn(s, generator=generator, dtype=dtype)) for s in shapes
+    ]
+    rates = (1.0, 30.0, 100.0, 3.0)
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(params, rates, strict=True)]
+    opt = rule(groups, **options)
+    for step in range(120):
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator, dtype=dtype)
+            param.grad = grad * (1000.0 if step % 7 == 6 else 1.0)
+        opt.step()
+        for param in params:
+            n = max(param.shape[-2:])
+            assert so.orthonormality_error(param) < 100 * n * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("rule", [so.ProjectedRGD, so.CayleySGD, so.CayleyAdam])
+def test_tall_matrices_never_make_one_of_n_by_n(rule, generator):
+    """30,000 x 20: a matrix of n x n would take 3.6 GB; the largest temporary is like the point."""
+    n, m = 30_000, 20
+    value = torch.randn(n, m, generator=generator)
+    param = so.ManifoldParameter(value)
+    opt = rule([param], lr=0.1)
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            items = out if isinstance(out, (tuple, list)) else [out]
+            sizes.extend(item.numel() for item in items if isinstance(item, Tensor))
+            return out
+
+    for _ in range(2):
+        param.grad = torch.randn(n, m, generator=generator)
+        with Watch():
+            opt.step()
+    assert max(sizes) <= 2 * n * m
+    assert so.orthonormality_error(param) < 1e-5
