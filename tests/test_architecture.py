@@ -17,13 +17,14 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "manifold": {"geometry", "_checks"},
     "constraints": BASE,
     "monitor": {*BASE, "constraints"},
+    "penalty": {"constraints", "_checks"},
     "functional": {"linalg", "geometry"},
     "optim": {*BASE, "linalg", "functional", "distributed"},
     "parametrizations": {*BASE, "functional"},
     "nn": {"parametrizations", "functional", "manifold", "_checks"},
     "ot": {"optim", "geometry"},
     "integrations": {"optim", "parametrizations", "manifold"},
-    "compat": {"optim"},
+    "compat": {"optim", "manifold", "_checks"},
 }
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}
 

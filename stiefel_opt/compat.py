@@ -1,0 +1,284 @@
+"""Cayley SGD and Adam under the names and signatures of other packages.
+
+Code that imports ``SGDG`` or ``AdamG`` as released with Li, Li & Todorovic (ICLR 2020) and in
+SpinQuant, or ``CaileySGD`` of Brevitas, runs after changing the import. Groups that set ``stiefel``
+are read as there: a tensor (C_out, ...) is one matrix of C_out rows, which become orthonormal where
+they are at most as many as the columns; the rest moves by SGD with momentum. Three things differ:
+the momentum of constrained parameters acts, where there it stays zero; X stays orthonormal to
+rounding; steps are bounded by the Frobenius norm of W, not by its 1-norm, which needs n x n.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from stiefel_opt._checks import check_range, fail
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
+from stiefel_opt.optim.options import check_sgd
+from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
+from stiefel_opt.optim.readings import Group
+from stiefel_opt.optim.stack import Batch
+
+__all__ = ["SGDG", "AdamG", "CaileySGD"]
+
+_STEPS = 5  # fixed-point iterations of the released code
+
+
+class SGDG(CayleySGD):
+    """:class:`stiefel_opt.CayleySGD` with the signature of Li et al. and of SpinQuant.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov: As in :class:`CayleySGD`; dampening
+            acts on both kinds.
+        stiefel: Whether a group is constrained.
+        omega: Must be 0: the released code never used it.
+        grad_clip: Must be None: the released code never used it.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        stiefel: bool = False,
+        omega: float = 0,
+        grad_clip: float | None = None,
+    ) -> None:
+        _refuse_what_was_ignored(omega, grad_clip)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            steps=_STEPS,
+            stiefel=stiefel,
+        )
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
+        for group in _split(param_group, self.defaults):
+            super().add_param_group(group)
+
+
+class CaileySGD(SGDG):
+    """:class:`SGDG` with the signature of Brevitas.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, stiefel, grad_clip: As in
+            :class:`SGDG`.
+        iters: Fixed-point iterations of the Cayley map.
+        dtype: Name of a dtype, such as "float32", in which parameters of any other are moved: a
+            copy is kept, and after each step rounded into the parameter.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-1,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        stiefel: bool = False,
+        iters: int = 5,
+        grad_clip: float | None = None,
+        dtype: str | None = None,
+    ) -> None:
+        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+            raise ValueError(fail("dtype", "be None or the name of a dtype of torch", repr(dtype)))
+        self._dtype = None if dtype is None else getattr(torch, dtype)
+        self._copies: list[tuple[Tensor, Tensor]] = []  # a parameter, and what moves for it
+        self._iterations = iters
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov, stiefel, grad_clip=grad_clip
+        )
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as :class:`SGDG`; parameters of another dtype are represented by copies."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def moving(item: Any) -> Any:
+            if isinstance(item, tuple):
+                return (item[0], moving(item[1]))
+            if self._dtype is None or not isinstance(item, Tensor) or item.dtype == self._dtype:
+                return item
+            pairs.append((item, torch.nn.Parameter(item.detach().to(self._dtype))))
+            return pairs[-1][1]
+
+        params = _listed(param_group["params"])
+        group = {"steps": self._iterations, **param_group, "params": params}
+        if isinstance(params, list):
+            group["params"] = [moving(item) for item in params]
+        super().add_param_group(group)
+        self._copies.extend(pairs)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """As :meth:`CayleySGD.step`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, copy in self._copies:
+            copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
+        super().step()
+        for parameter, copy in self._copies:
+            if parameter.grad is not None:
+                parameter.copy_(copy)
+        return loss
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the parameters, and of what moves for them."""
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._copies:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("_dtype", "_copies", "_iterations")}
+        return {**super().__getstate__(), **own}
+
+
+class AdamG(CayleyAdam):
+    """:class:`stiefel_opt.CayleyAdam` with the signature of Li et al.; the rest moves by SGD.
+
+    Args:
+        params, lr, weight_decay, stiefel, omega, grad_clip: As in :class:`SGDG`.
+        momentum: First beta, and the momentum of plain parameters.
+        dampening, nesterov: For plain parameters.
+        grassmann: Must be False: it has no effect in the released code.
+        beta2, epsilon: Second beta and eps.
+        stiefel: Whether a group is constrained; in the released code only groups can say so.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        grassmann: bool = False,
+        beta2: float = 0.99,
+        epsilon: float = 1e-8,
+        omega: float = 0,
+        grad_clip: float | None = None,
+        *,
+        stiefel: bool = False,
+    ) -> None:
+        _refuse_what_was_ignored(omega, grad_clip)
+        if grassmann:
+            raise ValueError(fail("grassmann", "be False", grassmann, "set stiefel=True instead"))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "beta2": beta2,
+            "epsilon": epsilon,
+            "maximize": False,
+            "amsgrad": False,
+            "foreach": None,
+            "fused": None,
+            "differentiable": False,
+            "steps": _STEPS,
+            "exact": False,
+            "stiefel": stiefel,
+        }
+        StiefelOptimizer.__init__(self, params, defaults)
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
+        for group in _split(param_group, self.defaults):
+            super().add_param_group(group)
+
+    @override
+    def _check_options(self, group: Group) -> None:
+        check_sgd(group)
+        check_range("momentum", group["momentum"], 0.0, 1.0)
+        check_range("beta2", group["beta2"], 0.0, 1.0)
+        check_range("epsilon", group["epsilon"], 0.0)
+
+    @override
+    def _move(
+        self,
+        group: Group,
+        point: Tensor,
+        grad: Tensor,
+        batch: Batch,
+        lr: float | Tensor,
+        correct: bool,
+    ) -> Tensor:
+        betas = group["momentum"], group["beta2"]
+        options = {**group, "betas": betas, "eps": group["epsilon"]}
+        return super()._move(options, point, grad, batch, lr, correct)
+
+    @override
+    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        step_sgd(group, parameters, self.state)
+
+    @override
+    def _step_plain_rows(
+        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+    ) -> None:
+        step_sgd_rows(group, parameters, grads, states)
+
+
+def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:
+    if omega != 0:
+        remedy = "it was never used; add so.orthonormality_penalty(model, omega) to the loss"
+        raise ValueError(fail("omega", "be 0", omega, remedy))
+    if grad_clip is not None:
+        remedy = "it was never used; call torch.nn.utils.clip_grad_norm_ before the step"
+        raise ValueError(fail("grad_clip", "be None", grad_clip, remedy))
+
+
+def _listed(params: Any) -> Any:
+    """Return ``params`` as a list, where that is what it means."""
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, set) else list(params)
+
+
+def _split(group: Group, defaults: Group) -> list[Group]:
+    """Return a group with ``stiefel=True`` as one constrained and one plain, others as they are."""
+    if not isinstance(group, dict) or group.get("stiefel", defaults["stiefel"]) is not True:
+        return [group]
+    params = _listed(group["params"])
+    if isinstance(params, set):
+        return [group]
+    flat: list[Any] = [item for item in params if _has_few_rows(item)]
+    rest: list[Any] = [item for item in params if not _has_few_rows(item)]
+    constrained = {**group, "params": flat, "stiefel": Stiefel(flatten=True)}
+    plain = {**group, "params": rest, "stiefel": False}
+    return [part for part in (constrained, plain) if part["params"]] or [group]
+
+
+def _has_few_rows(item: Any) -> bool:
+    """Say whether a parameter of shape (C_out, ...) has at most as many rows as columns."""
+    parameter = item[1] if isinstance(item, tuple) else item
+    if not isinstance(parameter, Tensor) or parameter.ndim < 2:
+        return False
+    return parameter.size(0) ** 2 <= parameter.numel()

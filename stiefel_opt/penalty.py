@@ -1,0 +1,45 @@
+"""The soft constraint: a term of the loss instead of an optimizer that keeps X orthonormal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from stiefel_opt._checks import check_range, fail
+from stiefel_opt.constraints import readings
+
+__all__ = ["orthonormality_penalty"]
+
+
+def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
+    r"""Return :math:`\lambda \sum |X^\top X - I|_F^2` over the constrained matrices of a model.
+
+    A term to be added to the loss, for comparison with the optimizers that keep X orthonormal; use
+    it with an optimizer of torch, or with ``stiefel=False``. Its gradient is
+    :math:`4 \lambda X (X^\top X - I)`.
+
+    Args:
+        model: A model with constrained parameters.
+        weight: lambda >= 0.
+
+    Raises:
+        ValueError: for a negative weight, or if nothing in the model is constrained.
+        TypeError: if ``model`` is not a module.
+
+    Note:
+        Two products of n x m by m x m, and as many backwards.
+    """
+    check_range("weight", weight, 0.0)
+    terms = []
+    for parameter, reading in readings(model).values():
+        if reading is None:
+            continue
+        for index, part in enumerate(reading.parts(parameter)):
+            point = reading.matrices(part, index) / reading.scale
+            identity = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)
+            terms.append((point.mH @ point - identity).abs().square().sum())
+    if not terms:
+        kind = type(model).__name__
+        condition, remedy = "have a constrained parameter", "call so.constrain first"
+        raise ValueError(fail("model", condition, f"a {kind} of none", remedy))
+    return weight * torch.stack([term.to(terms[0].device) for term in terms]).sum()

@@ -1,0 +1,82 @@
+"""The soft constraint: its value, its gradient, and what it does to a model."""
+
+import pytest
+import torch
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt import orthonormality_penalty
+
+
+def model():
+    net = nn.Sequential(
+        so.constrain(nn.Linear(6, 4)),
+        so.constrain(nn.Linear(4, 8), heads=2, scale=2.0),
+        so.constrain(nn.Linear(8, 10), rows=((0, 4), (5, 7))),
+        so.constrain(nn.Conv2d(2, 3, 2)),
+        nn.Linear(3, 2),
+    ).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return net
+
+
+def matrices(net):
+    """Every constrained matrix, tall, written out by hand."""
+    heads = net[1].weight.reshape(2, 4, 4) / 2
+    rows = net[2].weight
+    return [
+        net[0].weight.T,
+        heads[0],
+        heads[1],
+        rows[:4].T,
+        rows[5:7].T,
+        net[3].weight.flatten(1).T,
+    ]
+
+
+def test_it_is_the_sum_over_all_constrained_matrices():
+    net = model()
+    expected = sum((X.T @ X - torch.eye(X.size(1)).double()).square().sum() for X in matrices(net))
+    torch.testing.assert_close(orthonormality_penalty(net, 0.3), 0.3 * expected)
+    torch.testing.assert_close(orthonormality_penalty(net), 1e-6 * expected)
+
+
+def test_its_gradient_is_4_lambda_x_times_the_error_and_spares_plain_rows():
+    net = model()
+    orthonormality_penalty(net, 0.5).backward()
+    X = net[0].weight.detach().T
+    expected = 4 * 0.5 * X @ (X.T @ X - torch.eye(4).double())
+    torch.testing.assert_close(net[0].weight.grad.T, expected)
+    assert not net[2].weight.grad[[4, 7, 8, 9]].any()
+    assert net[2].weight.grad[[0, 1, 2, 3, 5, 6]].any()
+    assert net[4].weight.grad is None
+
+
+def test_an_optimizer_of_torch_brings_it_to_zero():
+    net = model()
+    opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    for _ in range(300):
+        opt.zero_grad()
+        orthonormality_penalty(net, 1.0).backward()
+        opt.step()
+    assert so.orthonormality_error(net) < 1e-6
+
+
+def test_zero_on_the_manifold():
+    assert orthonormality_penalty(so.constrain(nn.Linear(5, 3)), 1.0) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((nn.Linear(3, 2),), ValueError, "`model` must have a constrained parameter, got a Linear"),
+        ((torch.ones(3, 2),), TypeError, "`model` must be a torch.nn.Module, got Tensor"),
+        ((nn.Linear(3, 2), -1.0), ValueError, r"`weight` must be in \[0, inf\), got -1.0"),
+        ((nn.Linear(3, 2), "1"), TypeError, r"`weight` must be a number in \[0, inf\), got '1'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        orthonormality_penalty(*arguments)
