@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "Roots",
+    "add_product",
     "add_product_",
     "add_to_diagonal_",
     "cayley",
@@ -63,6 +64,15 @@ def product(tall: Tensor, small: Tensor) -> Tensor:
     if tall.stride(-1) == 1:
         return torch.bmm(tall, small)
     return torch.bmm(small.mT, tall.mT).mT
+
+
+def add_product(
+    target: Tensor, tall: Tensor, small: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """Return beta target + alpha tall @ small in the memory order of ``target``."""
+    if target.stride(-1) == 1:
+        return torch.baddbmm(target, tall, small, beta=beta, alpha=alpha)
+    return torch.baddbmm(target.mT, small.mT, tall.mT, beta=beta, alpha=alpha).mT
 
 
 def add_product_(

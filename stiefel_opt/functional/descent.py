@@ -33,6 +33,7 @@ from torch import Tensor
 from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
 from stiefel_opt.functional.momentum import metric_parameter
 from stiefel_opt.linalg import (
+    add_product,
     add_product_,
     add_to_diagonal_,
     cayley,
@@ -110,7 +111,7 @@ def descend_(
         normal.mul_(momentum).add_(own)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
-            direction = add_product_(direction.clone(), point, ahead)
+            direction = add_product(direction, point, ahead)
     new_point = _retract(point, ahead, direction, lr, retraction, row_sum)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
@@ -137,7 +138,9 @@ def measure(
 
 def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tensor:
     """Return force G - X ``inside``."""
-    return add_product_(grad * force, point, inside, alpha=-1.0)
+    if isinstance(force, Tensor):
+        return add_product_(grad * force, point, inside, alpha=-1.0)
+    return add_product(grad, point, inside, beta=force, alpha=-1.0)
 
 
 def carry_(
@@ -199,12 +202,19 @@ def _retract(
                 factor = roots(excess, limit).inverse_root
             else:
                 factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
-            new_point = product(point + direction * step, factor)
+            new_point = product(_forward(point, direction, step), factor)
     if limit > 1 and point.device.type == "cpu":
         # A long step amplifies rounding. Where that cannot be seen every step begins with this.
         own = sum_rows(row_sum, gram(new_point, new_point))
         new_point = product(new_point, add_to_diagonal_(own.mul_(-0.5), 1.5))
     return new_point
+
+
+def _forward(point: Tensor, direction: Tensor, step: Scalar) -> Tensor:
+    """Return X + step xi."""
+    if isinstance(step, Tensor):
+        return torch.addcmul(point, direction, step)
+    return torch.add(point, direction, alpha=step)
 
 
 def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: str) -> Tensor:
