@@ -29,7 +29,7 @@ import torch
 import stiefel_opt as so
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt")
+PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt", "pymanopt")
 
 
 def do_nothing() -> None:

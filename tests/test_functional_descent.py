@@ -14,12 +14,14 @@ from reference_descent import (
     DescentReference,
     dense_cayley,
     low_rank_cayley,
+    positive_qr,
     retract,
 )
 from torch import Tensor
 
 from stiefel_opt.functional import cayley_adam_, cayley_sgd_, descend_
 from stiefel_opt.functional.descent import RETRACTIONS
+from stiefel_opt.linalg import cholesky_factor
 
 SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
 LARGE = (200, 20)
@@ -85,6 +87,21 @@ def test_systems_of_m_2m_3m_and_n_give_one_cayley_map(shape, rng):
         point, grad = batched(X, G)
         found = descend_(point, grad, lr=1.0, metric=metric)[0].numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e3])
+def test_cholesky_qr_has_a_positive_diagonal_and_a_second_pass_takes_the_rest(condition, generator):
+    left = torch.linalg.qr(torch.randn(2, 30, 6, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(2, 6, 6, generator=generator, dtype=torch.float64)).Q
+    matrix = left * torch.logspace(0, -np.log10(condition), 6, dtype=torch.float64) @ right.mT
+    first = matrix @ cholesky_factor(matrix.mT @ matrix)
+    second = first @ cholesky_factor(first.mT @ first)
+    for index in range(2):
+        expected = positive_qr(matrix[index].numpy())
+        np.testing.assert_allclose(second[index].numpy(), expected, rtol=0, atol=1e-10)
+    eps = torch.finfo(torch.float64).eps
+    assert orthonormality_error(first[0].numpy()) < 100 * eps * condition**2
+    assert orthonormality_error(second[0].numpy()) < 10 * eps
 
 
 def slope(times: np.ndarray, errors: list[float]) -> float:
@@ -282,3 +299,19 @@ def test_no_gradient_is_too_large(name, shape, dtype, size, generator):
     assert error < 20 * n**0.5 * torch.finfo(dtype).eps
     if normal is not None:
         assert (point.mT @ normal).abs().max() < 1e2 * torch.finfo(dtype).eps * grad.norm()
+
+
+@pytest.mark.parametrize("name", [*ALL, "cayley-adam"])
+@pytest.mark.parametrize("shape", [(8, 3), (4, 4)], ids=str)
+def test_a_tensor_of_another_dtype_as_learning_rate_keeps_that_of_the_point(name, shape, generator):
+    rule, options = ALL.get(name, (cayley_adam_, {"step": 1.0}))
+    n, m = shape
+    point = torch.linalg.qr(torch.randn(2, n, m, generator=generator)).Q
+    grad = torch.randn(2, n, m, generator=generator)
+    moved = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        state = [torch.zeros(2, m, m), torch.zeros(2, n, m) if n > m else None]
+        state += [torch.zeros(2, 1, 1)] if rule is cayley_adam_ else []
+        moved.append(rule(point, grad, *state, lr=lr, **options))
+    assert moved[1].dtype is torch.float32
+    torch.testing.assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
