@@ -171,7 +171,7 @@ def plot(runs: Runs, methods: Sequence[Method], title: str, path: Path) -> None:
     axes[1].legend(fontsize=7)
     figure.suptitle(f"Leading eigenvalues, {title}, float64, first draw")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=60)
     pyplot.close(figure)
 
 
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "iterations_by_rate": grids[name],
                     "iterations": [run.iterations if run.reached else None for run in own],
                     "seconds": [run.time if run.reached else None for run in own],
-                    "final_gap": [final_gap(run) for run in own],
+                    "final_gap": [g if math.isfinite(g) else None for g in map(final_gap, own)],
                     "orthonormality_error": [run.error for run in own],
                 }
                 for name, own in runs.items()
