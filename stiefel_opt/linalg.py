@@ -25,7 +25,6 @@ __all__ = [
     "gram",
     "infinity_norm",
     "largest_bound",
-    "plus_product",
     "polar_rotation",
     "product",
     "roots",
@@ -82,13 +81,6 @@ def add_product_(
     if target.stride(-1) == 1:
         return target.baddbmm_(tall, small, beta=beta, alpha=alpha)
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
-
-
-def plus_product(base: Tensor, tall: Tensor, small: Tensor) -> Tensor:
-    """Return base + tall @ small, all ``(k, ., .)``."""
-    if base.stride(-1) == 1:
-        return torch.baddbmm(base, tall, small)
-    return torch.baddbmm(base.mT, small.mT, tall.mT).mT
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.linalg import (
+    add_product,
     add_product_,
     add_to_diagonal_,
     cayley,
@@ -20,7 +21,6 @@ from stiefel_opt.linalg import (
     gram,
     infinity_norm,
     largest_bound,
-    plus_product,
     polar_rotation,
     roots,
 )
@@ -181,7 +181,7 @@ def mend_long_step(
     """
     own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
     mending = mend_(own)
-    return plus_product(new_point, new_point, mending), mended(mending, overlap)
+    return add_product(new_point, new_point, mending), mended(mending, overlap)
 
 
 def mend_(own: Tensor) -> Tensor:

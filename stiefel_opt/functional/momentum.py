@@ -43,7 +43,7 @@ from stiefel_opt.functional.flows import (
     sums,
     turn_square,
 )
-from stiefel_opt.linalg import add_product_, add_to_diagonal_, plus_product, product
+from stiefel_opt.linalg import add_product, add_product_, add_to_diagonal_, product
 
 __all__ = [
     "METRICS",
@@ -164,7 +164,7 @@ def sgd_(
         along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
     if mending is not None:
         frame = after(mending, frame)
-    new_point = plus_product(point, point, frame)
+    new_point = add_product(point, point, frame)
     move_along_(new_point, normal, along, step)
     if limit > 1 and point.device.type == "cpu":
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
@@ -298,10 +298,10 @@ def _turn_point(
     row_sum: RowSum | None,
 ) -> Tensor:
     """Return square X turned by eta Z; with ``correct``, rounding is taken out of the result."""
-    new_point = plus_product(point, point, turn_square(ahead, lr, rotation))
+    new_point = add_product(point, point, turn_square(ahead, lr, rotation))
     if correct:
         (own,) = sums(row_sum, (new_point, new_point))
-        new_point = plus_product(new_point, new_point, mend_(own))
+        new_point = add_product(new_point, new_point, mend_(own))
     return new_point
 
 
@@ -362,7 +362,7 @@ def _advance_(
     del squares, own
     if mending is not None:
         frame = after(mending, frame)
-    new_point = plus_product(point, point, frame)
+    new_point = add_product(point, point, frame)
     move_along_(new_point, direction, along, step)
     if transport == "isometric":
         move_along_(normal, new_point, cross, -step)
