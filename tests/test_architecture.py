@@ -19,6 +19,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "monitor": {*BASE, "constraints"},
     "penalty": {"constraints", "_checks"},
     "functional": {"linalg", "geometry"},
+    "functional": {"linalg", "geometry", "_checks"},
     "optim": {*BASE, "linalg", "functional", "distributed"},
     "parametrizations": {*BASE, "functional"},
     "nn": {"parametrizations", "functional", "manifold", "_checks"},

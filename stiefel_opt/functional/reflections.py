@@ -1,0 +1,275 @@
+r"""Products of Householder reflections: one by one, compact (CWY), truncated, generalized.
+
+With the vectors :math:`v_1, ..., v_L` as the columns of V and :math:`H(v) = I - 2 v v' / |v|^2`,
+
+    H(v_1) ... H(v_L) = I - V S^{-1} V',   S = diag(V'V) / 2 + striu(V'V).
+
+The identity needs S + S' = V'V and nothing else: vectors need not have unit length, and taking the
+diagonal from the same Gram matrix keeps its rounding out of the result. Complex vectors: ' is the
+conjugate transpose. Lengths should lie between 1e-15 and 1e15, as their squares must not under- or
+overflow.
+
+Reference: Likhosherstov et al., CWY Parametrization (AISTATS 2021, arXiv 2004.08675).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stiefel_opt._checks import fail
+from stiefel_opt.functional.precision import full_precision, no_autocast, readable
+
+__all__ = ["cwy", "cwy_factors", "generalized_householder", "householder", "tcwy"]
+
+
+@full_precision
+def householder(vectors: Tensor) -> Tensor:
+    r"""Return :math:`H(v_1) \cdots H(v_L)` by applying one reflection after the other.
+
+    The slow reference; :func:`cwy` is the same map.
+
+    Args:
+        vectors: Nonzero columns, ``(..., N, L)``.
+
+    Returns: Orthogonal (complex: unitary) matrices, ``(..., N, N)``.
+    Raises:
+        ValueError: for a zero vector (looked at on the CPU only).
+    Note: L passes over N x N, 4 L N^2 flops.
+    Reference: Mhammedi et al. (ICML 2017).
+    """
+    _check_vectors(vectors)
+    lengths = vectors.abs().square().sum(-2)
+    _check_lengths(lengths)
+    result = _leading_columns(vectors, vectors.size(-2))
+    for column, length in zip(
+        reversed(vectors.unbind(-1)), reversed(lengths.unbind(-1)), strict=True
+    ):
+        vector = column.unsqueeze(-1)
+        scaled = vector * (2 / length)[..., None, None]
+        result = result - scaled @ (vector.mH @ result)
+    return result
+
+
+@full_precision
+def cwy(vectors: Tensor) -> Tensor:
+    r"""Return :math:`H(v_1) \cdots H(v_L) = I - V S^{-1} V'` by products and one triangular solve.
+
+    Args:
+        vectors: Nonzero columns, ``(..., N, L)`` with L <= N. ``det`` of the result is (-1)^L; all
+            such orthogonal matrices are reached with L = N.
+
+    Returns: Orthogonal (complex: unitary) matrices, ``(..., N, N)``.
+    Raises:
+        ValueError: for L > N, or a zero vector (looked at on the CPU only).
+    Note: 4 N^2 L flops, N L^2 for the Gram matrix and N L^2 for the solve; the backward, by hand,
+        twice that. A backward that is itself differentiated is recorded by autograd.
+    Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
+    """
+    _check_vectors(vectors)
+    return _compact(vectors, vectors.size(-2))
+
+
+@full_precision
+def tcwy(vectors: Tensor) -> Tensor:
+    r"""Return the first M columns of the product of M reflections, without the others.
+
+    :math:`[I; 0] - V S^{-1} V_1'` with :math:`V_1` the top M x M block of V: onto St(N, M) for
+    M < N and real vectors.
+
+    Args:
+        vectors: Nonzero columns, ``(..., N, M)`` with M <= N.
+
+    Returns: Matrices with orthonormal columns, ``(..., N, M)``.
+    Raises:
+        ValueError: for M > N, or a zero vector (looked at on the CPU only).
+    Note: 4 N M^2 + 7/3 M^3 flops; the backward 6 N M^2 + O(M^3).
+    Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
+    """
+    _check_vectors(vectors)
+    return _compact(vectors, vectors.size(-1))
+
+
+@full_precision
+def cwy_factors(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return U and S of :math:`H(v_1) \cdots H(v_L) = I - U S^{-1} U'`.
+
+    A rollout of rows ``h`` applies Q' as ``h - solve_triangular(S.mH, (h @ U.conj()).mT,
+    upper=False).mT @ U.mT`` and never forms Q.
+
+    Args:
+        vectors: Nonzero columns, ``(..., N, L)`` with L <= N.
+
+    Returns: U, the vectors at unit length, ``(..., N, L)``, and S = I/2 + striu(U'U),
+        ``(..., L, L)``; in float32 for half-precision vectors.
+    Raises:
+        ValueError: for L > N, or a zero vector (looked at on the CPU only).
+    Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
+    """
+    _check_vectors(vectors)
+    lengths = torch.linalg.vector_norm(vectors, dim=-2, keepdim=True)
+    _check_lengths(lengths)
+    unit = vectors / lengths
+    return unit, _half_gram(unit.mH @ unit)
+
+
+@full_precision
+def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
+    r"""Return :math:`H_n \cdots H_1` with :math:`H_j = I - b_j k_j k_j' / |k_j|^2`.
+
+    The first key acts first. :math:`I - K T K'` with
+    :math:`T = (I + \mathrm{stril}(\mathrm{diag}(c) K'K))^{-1} \mathrm{diag}(c)`,
+    :math:`c_j = b_j / |k_j|^2`. Norms are at most 1; b = 2 is a reflection, b = 1 a projection,
+    b = 0 the identity.
+
+    Args:
+        keys: Nonzero columns, ``(..., N, n)``.
+        betas: b in [0, 2], ``(..., n)``.
+
+    Returns: ``(..., N, N)``.
+    Raises:
+        ValueError: for a zero key, b outside [0, 2] (both looked at on the CPU only), or shapes
+            that do not fit.
+    Note: 4 N^2 n + 3 N n^2 flops. Nothing is divided by b.
+    Reference: Siems et al., DeltaProduct (2025); UT transform of Joffrain et al. (2006).
+    """
+    _check_vectors(keys, "keys", truncated=False)
+    if betas.ndim < 1 or betas.size(-1) != keys.size(-1):
+        raise ValueError(
+            fail("betas", f"have one number for each of {keys.size(-1)} keys", tuple(betas.shape))
+        )
+    _check_betas(betas)
+    gram = keys.mH @ keys
+    lengths = gram.diagonal(dim1=-2, dim2=-1).real
+    _check_lengths(lengths, "keys")
+    weights = (betas / lengths).unsqueeze(-1)
+    # unitriangular leaves the diagonal unread: that is I
+    folded: Tensor = torch.linalg.solve_triangular(
+        weights * gram, weights * keys.mH, upper=False, unitriangular=True
+    )
+    return _leading_columns(keys, keys.size(-2)) - keys @ folded
+
+
+# ---- the compact form --------------------------------------------------------------------------
+
+
+def _compact(vectors: Tensor, columns: int) -> Tensor:
+    """Return the first ``columns`` columns of I - V S^-1 V'."""
+    result: Tensor = _Compact.apply(vectors, columns)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+def _solved(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return S and Y = S^-1 V1', V1 the first ``columns`` rows of V."""
+    half_gram = _half_gram(vectors.mH @ vectors)
+    top = vectors.narrow(-2, 0, columns).mH
+    solved: Tensor = torch.linalg.solve_triangular(half_gram, top, upper=True)
+    return half_gram, solved
+
+
+class _Compact(torch.autograd.Function):
+    r"""Q1 = E - V Y with Y = S^{-1} V_1' and E, V_1 the leading columns of I and rows of V.
+
+    For the gradient G, with :math:`R = S^{-H} V' G` and K = triu(R Y'), its diagonal halved,
+
+        dL/dV = V (K + K') - G Y' - [R'; 0],
+
+    from :math:`dQ_1 = -dV\,Y - V S^{-1} dV_1' + V S^{-1} dS\,Y` and S + S' = V'V. For L = N that
+    is 2.5 products of N x N forward and 4.5 backward.
+    """
+
+    @staticmethod
+    @override
+    def forward(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+        half_gram, solved = _solved(vectors, columns)
+        _check_lengths(half_gram.diagonal(dim1=-2, dim2=-1).real)
+        result = torch.matmul(vectors, solved).neg_()
+        result.diagonal(dim1=-2, dim2=-1).add_(1)
+        return result, half_gram, solved
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.columns = inputs[1]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(inputs[0], *output[1:])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        vectors, half_gram, solved = ctx.saved_tensors
+        grad = grads[0]
+        if grad is None:
+            return None, None
+        with no_autocast(vectors):
+            if torch.is_grad_enabled():  # a graph of the backward is wanted: let it see V in S, Y
+                half_gram, solved = _solved(vectors, ctx.columns)
+            return _pull_back(vectors, half_gram, solved, grad), None
+
+    @staticmethod
+    @override
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, None],
+        vectors: Tensor,
+        columns: int,
+    ) -> tuple[tuple[Tensor, ...], int]:
+        batched = vectors.movedim(in_dims[0], 0) if in_dims[0] is not None else vectors[None]
+        return _Compact.apply(batched, columns), 0  # type: ignore[no-untyped-call]
+
+
+def _pull_back(vectors: Tensor, half_gram: Tensor, solved: Tensor, grad: Tensor) -> Tensor:
+    """Return dL/dV of the class above."""
+    back = torch.linalg.solve_triangular(half_gram.mH, vectors.mH @ grad, upper=False)
+    kernel = _half_triangle(back @ solved.mH)
+    result = vectors @ (kernel + kernel.mH) - grad @ solved.mH
+    top = result.narrow(-2, 0, grad.size(-1)) - back.mH
+    rest = result.narrow(-2, grad.size(-1), result.size(-2) - grad.size(-1))
+    return torch.cat([top, rest], dim=-2)
+
+
+def _half_triangle(matrix: Tensor) -> Tensor:
+    """Return the upper triangle with half the diagonal."""
+    return torch.triu(matrix, 1) + torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1).real / 2)
+
+
+def _half_gram(gram: Tensor) -> Tensor:
+    """Return S with S + S' = V'V, upper triangular."""
+    return _half_triangle(gram)
+
+
+def _leading_columns(vectors: Tensor, columns: int) -> Tensor:
+    eye = torch.eye(vectors.size(-2), columns, dtype=vectors.dtype, device=vectors.device)
+    return eye.expand(*vectors.shape[:-2], -1, -1)
+
+
+def _check_vectors(vectors: Tensor, name: str = "vectors", *, truncated: bool = True) -> None:
+    if vectors.ndim < 2 or 0 in vectors.shape[-2:]:
+        raise ValueError(
+            fail(name, "be the columns of a matrix (..., N, L)", f"shape {tuple(vectors.shape)}")
+        )
+    if truncated and vectors.size(-1) > vectors.size(-2):
+        raise ValueError(
+            fail(name, "be at most N columns of length N", f"shape {tuple(vectors.shape)}")
+        )
+
+
+def _check_lengths(lengths: Tensor, name: str = "vectors") -> None:
+    values = readable(lengths)
+    if values is not None and bool((values == 0).any()):
+        raise ValueError(
+            fail(name, "be nonzero columns", "a zero vector", "a reflection needs a direction")
+        )
+
+
+def _check_betas(betas: Tensor) -> None:
+    values = readable(betas)
+    if values is not None and not bool(((values >= 0) & (values <= 2)).all()):
+        low, high = float(values.min()), float(values.max())
+        raise ValueError(
+            fail("betas", "lie in [0, 2]", f"values from {low:g} to {high:g}", "use 2 * sigmoid")
+        )
