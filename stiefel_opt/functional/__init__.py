@@ -3,6 +3,7 @@
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.functional.descent import descend_
 from stiefel_opt.functional.momentum import adam_, metric_parameter, normal_part, sgd_
+from stiefel_opt.functional.own import own
 from stiefel_opt.functional.reflections import (
     cwy,
     cwy_factors,
@@ -10,6 +11,8 @@ from stiefel_opt.functional.reflections import (
     householder,
     tcwy,
 )
+from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
+from stiefel_opt.functional.unitary import eurnn, urnn
 
 __all__ = [
     "adam_",
@@ -19,12 +22,17 @@ __all__ = [
     "metric_parameter",
     "normal_part",
     "sgd_",
+    "cayley_map",
     "cwy",
     "cwy_factors",
+    "eurnn",
+    "exponential_map",
     "generalized_householder",
     "householder",
     "metric_parameter",
     "normal_part",
+    "own",
     "sgd_",
     "tcwy",
+    "urnn",
 ]

@@ -27,24 +27,25 @@ __all__ = ["cwy", "cwy_factors", "generalized_householder", "householder", "tcwy
 
 
 @full_precision
-def householder(vectors: Tensor) -> Tensor:
+def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
     r"""Return :math:`H(v_1) \cdots H(v_L)` by applying one reflection after the other.
 
     The slow reference; :func:`cwy` is the same map.
 
     Args:
         vectors: Nonzero columns, ``(..., N, L)``.
+        columns: M, return only the first M columns of the product. Default: all N.
 
-    Returns: Orthogonal (complex: unitary) matrices, ``(..., N, N)``.
+    Returns: Orthogonal (complex: unitary) matrices, ``(..., N, M)``.
     Raises:
         ValueError: for a zero vector (looked at on the CPU only).
-    Note: L passes over N x N, 4 L N^2 flops.
+    Note: L passes over N x M, 4 L N M flops.
     Reference: Mhammedi et al. (ICML 2017).
     """
-    _check_vectors(vectors)
+    columns = _check_vectors(vectors, columns)
     lengths = vectors.abs().square().sum(-2)
     _check_lengths(lengths)
-    result = _leading_columns(vectors, vectors.size(-2))
+    result = _leading_columns(vectors, columns)
     for column, length in zip(
         reversed(vectors.unbind(-1)), reversed(lengths.unbind(-1)), strict=True
     ):
@@ -55,22 +56,23 @@ def householder(vectors: Tensor) -> Tensor:
 
 
 @full_precision
-def cwy(vectors: Tensor) -> Tensor:
+def cwy(vectors: Tensor, columns: int | None = None) -> Tensor:
     r"""Return :math:`H(v_1) \cdots H(v_L) = I - V S^{-1} V'` by products and one triangular solve.
 
     Args:
         vectors: Nonzero columns, ``(..., N, L)`` with L <= N. ``det`` of the result is (-1)^L; all
             such orthogonal matrices are reached with L = N.
+        columns: M, return only the first M columns of the product. Default: all N.
 
-    Returns: Orthogonal (complex: unitary) matrices, ``(..., N, N)``.
+    Returns: Orthogonal (complex: unitary) matrices, ``(..., N, M)``.
     Raises:
         ValueError: for L > N, or a zero vector (looked at on the CPU only).
-    Note: 4 N^2 L flops, N L^2 for the Gram matrix and N L^2 for the solve; the backward, by hand,
-        twice that. A backward that is itself differentiated is recorded by autograd.
+    Note: 2 N L^2 flops for the Gram matrix, L^2 M for the solve, 2 N L M for the product: for
+        L = N 2.5 products of N x N, and 4.5 for the backward, which is written by hand. A backward
+        that is itself differentiated is recorded by autograd.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
     """
-    _check_vectors(vectors)
-    return _compact(vectors, vectors.size(-2))
+    return _compact(vectors, _check_vectors(vectors, columns))
 
 
 @full_precision
@@ -89,8 +91,7 @@ def tcwy(vectors: Tensor) -> Tensor:
     Note: 4 N M^2 + 7/3 M^3 flops; the backward 6 N M^2 + O(M^3).
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
-    _check_vectors(vectors)
-    return _compact(vectors, vectors.size(-1))
+    return _compact(vectors, _check_vectors(vectors, vectors.size(-1)))
 
 
 @full_precision
@@ -136,7 +137,7 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
     Note: 4 N^2 n + 3 N n^2 flops. Nothing is divided by b.
     Reference: Siems et al., DeltaProduct (2025); UT transform of Joffrain et al. (2006).
     """
-    _check_vectors(keys, "keys", truncated=False)
+    _check_vectors(keys, name="keys", limited=False)
     if betas.ndim < 1 or betas.size(-1) != keys.size(-1):
         raise ValueError(
             fail("betas", f"have one number for each of {keys.size(-1)} keys", tuple(betas.shape))
@@ -247,15 +248,19 @@ def _leading_columns(vectors: Tensor, columns: int) -> Tensor:
     return eye.expand(*vectors.shape[:-2], -1, -1)
 
 
-def _check_vectors(vectors: Tensor, name: str = "vectors", *, truncated: bool = True) -> None:
-    if vectors.ndim < 2 or 0 in vectors.shape[-2:]:
-        raise ValueError(
-            fail(name, "be the columns of a matrix (..., N, L)", f"shape {tuple(vectors.shape)}")
-        )
-    if truncated and vectors.size(-1) > vectors.size(-2):
-        raise ValueError(
-            fail(name, "be at most N columns of length N", f"shape {tuple(vectors.shape)}")
-        )
+def _check_vectors(
+    vectors: Tensor, columns: int | None = None, *, name: str = "vectors", limited: bool = True
+) -> int:
+    """Raise unless these are columns that fit; return how many columns the result has."""
+    shape = tuple(vectors.shape)
+    if vectors.ndim < 2 or 0 in shape[-2:]:
+        raise ValueError(fail(name, "be the columns of a matrix (..., N, L)", f"shape {shape}"))
+    if limited and shape[-1] > shape[-2]:
+        raise ValueError(fail(name, "be at most N columns of length N", f"shape {shape}"))
+    columns = shape[-2] if columns is None else columns
+    if not 1 <= columns <= shape[-2]:
+        raise ValueError(fail("columns", f"lie in [1, {shape[-2]}]", columns))
+    return columns
 
 
 def _check_lengths(lengths: Tensor, name: str = "vectors") -> None:

@@ -1,0 +1,126 @@
+r"""Exponential and Cayley transform of skew matrices, acting on a base point.
+
+A free matrix P of the shape of the base point X0 gives the skew-Hermitian
+
+    A = P X0' - X0 P' = B C',   B = [P, X0],   C = [X0, -P],
+
+of rank 2m. Without base X0 = [I; 0], so that A = P - P' for square P. A tall result never forms an
+n x n matrix: exp(A) X0 = X0 + B phi(C'B) C'X0 with phi(z) = (e^z - 1)/z, and the Cayley transform
+has (I - C'B/2)^{-1} in the place of phi (Sherman-Morrison-Woodbury).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import fail
+from stiefel_opt.functional.precision import full_precision
+from stiefel_opt.linalg import exponential
+
+__all__ = ["cayley_map", "exponential_map"]
+
+
+@full_precision
+def exponential_map(free: Tensor, base: Tensor | None = None) -> Tensor:
+    r"""Return :math:`\exp(P X_0' - X_0 P') X_0`, the exponential map of the canonical metric.
+
+    Args:
+        free: P, any matrices ``(..., n, m)`` with n >= m.
+        base: X0, orthonormal, same shape. Default: the first m columns of I.
+
+    Returns: Matrices with orthonormal columns, ``(..., n, m)``.
+    Raises:
+        ValueError: for wide matrices, or a base of another shape.
+    Note: The exponential of an n x n matrix, or of a 3m x 3m one and four products n x m by m x m
+        where 2m < n.
+    Reference: Lezcano-Casado & Martinez-Rubio (ICML 2019); Edelman, Arias & Smith (SIMAX 1998).
+    """
+    _check(free, base)
+    n, m = free.shape[-2:]
+    if 2 * m >= n:
+        return _apply(_exponential(_skew(free, base)), base, m)
+    left, core, image = _factors(free, base)
+    # The upper right block of exp([[Z, Y], [0, 0]]) is phi(Z) Y.
+    padded = torch.cat([core, image], dim=-1)
+    padded = torch.cat([padded, torch.zeros_like(padded[..., :m, :])], dim=-2)
+    phi = _exponential(padded)[..., : 2 * m, 2 * m :]
+    return _base(free, base) + left @ phi
+
+
+@full_precision
+def cayley_map(free: Tensor, base: Tensor | None = None) -> Tensor:
+    r"""Return :math:`(I - A/2)^{-1} (I + A/2) X_0` for :math:`A = P X_0' - X_0 P'`.
+
+    Args:
+        free: P, any matrices ``(..., n, m)`` with n >= m.
+        base: X0, orthonormal, same shape. Default: the first m columns of I.
+
+    Returns: Matrices with orthonormal columns, ``(..., n, m)``.
+    Raises:
+        ValueError: for wide matrices, or a base of another shape.
+    Note: One LU solve of n x n, or of 2m x 2m and three products n x m by m x m where 2m < n.
+    Reference: Helfrich, Willmott & Ye (ICML 2018); Likhosherstov et al. (AISTATS 2021), Lemma 1.
+    """
+    _check(free, base)
+    n, m = free.shape[-2:]
+    if 2 * m >= n:
+        half = _skew(free, base) / 2
+        eye = torch.eye(n, dtype=free.dtype, device=free.device)
+        square: Tensor = torch.linalg.solve(eye - half, _apply(eye + half, base, m))
+        return square
+    left, core, image = _factors(free, base)
+    eye = torch.eye(2 * m, dtype=free.dtype, device=free.device)
+    solved: Tensor = torch.linalg.solve(eye - core / 2, image)
+    return _base(free, base) + left @ solved
+
+
+def _skew(free: Tensor, base: Tensor | None) -> Tensor:
+    """Return A, n x n."""
+    if base is not None:
+        product = free @ base.mH
+    else:
+        product = torch.nn.functional.pad(free, (0, free.size(-2) - free.size(-1)))
+    return product - product.mH
+
+
+def _apply(matrix: Tensor, base: Tensor | None, columns: int) -> Tensor:
+    return matrix[..., :columns] if base is None else matrix @ base
+
+
+def _exponential(matrix: Tensor) -> Tensor:
+    size = matrix.size(-1)
+    return exponential(matrix.reshape(-1, size, size)).reshape(matrix.shape)
+
+
+def _base(free: Tensor, base: Tensor | None) -> Tensor:
+    if base is not None:
+        return base
+    return torch.eye(*free.shape[-2:], dtype=free.dtype, device=free.device).expand(free.shape)
+
+
+def _factors(free: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return B, C'B and C'X0, with [P/s, X0] and [s X0, -P] for B and C.
+
+    s near |P| makes the blocks s I and P'P/s of C'B equally large.
+    """
+    point = _base(free, base)
+    m = free.size(-1)
+    inner = free[..., :m, :] if base is None else base.mH @ free
+    square = free.mH @ free
+    norm = square.detach().abs().sum(-1, keepdim=True).amax(-2, keepdim=True).sqrt()
+    size = torch.where(norm > 0, norm, 1.0)
+    eye = torch.eye(m, dtype=free.dtype, device=free.device).expand(square.shape)
+    top = torch.cat([inner, size * eye], dim=-1)
+    bottom = torch.cat([-square / size, -inner.mH], dim=-1)
+    left = torch.cat([free / size, point], dim=-1)
+    image = torch.cat([size * eye, -inner.mH], dim=-2)
+    return left, torch.cat([top, bottom], dim=-2), image
+
+
+def _check(free: Tensor, base: Tensor | None) -> None:
+    shape = tuple(free.shape)
+    if free.ndim < 2 or 0 in shape[-2:] or shape[-1] > shape[-2]:
+        raise ValueError(fail("free", "be tall or square matrices (..., n, m)", f"shape {shape}"))
+    if base is not None and base.shape != free.shape:
+        raise ValueError(fail("base", f"have the shape {shape} of free", tuple(base.shape)))
