@@ -1,4 +1,4 @@
-"""Optimizers that keep tagged weights exactly on the Stiefel manifold."""
+"""Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
@@ -14,5 +14,6 @@ from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
+from stiefel_opt.parametrizations import orthogonal as orthogonal
 
 __version__ = "0.1.0"

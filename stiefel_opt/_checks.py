@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Collection
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["check_choice", "check_dtype", "check_flag", "check_range", "fail"]
+__all__ = ["check_choice", "check_dtype", "check_flag", "check_range", "fail", "find_parameter"]
 
 
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
@@ -42,3 +45,24 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise unless matrices of ``dtype`` can be kept orthonormal."""
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(fail(name, "be float32 or float64 to be constrained", dtype, "convert it"))
+
+
+def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
+    """Return the owner, the last part of ``name`` and the parameter itself."""
+    if not isinstance(name, str):
+        raise TypeError(fail("name", "be the name of a parameter", repr(name)))
+    path, _, leaf = name.rpartition(".")
+    owner = dict(module.named_modules(remove_duplicate=False)).get(path)
+    parameter = None if owner is None else owner._parameters.get(leaf)
+    if owner is None or parameter is None:
+        known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
+        near = difflib.get_close_matches(name, known, n=3)
+        shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        listed = f"{hint}its parameters are: {shown}" if known else "it has no parameters"
+        kind = type(module).__name__
+        raise ValueError(fail("name", f"be a parameter of this {kind}", repr(name), listed))
+    if is_lazy(parameter):
+        remedy = "run one batch through the lazy module first"
+        raise ValueError(fail(name, "have a shape", "an uninitialized parameter", remedy))
+    return owner, leaf, parameter

@@ -6,32 +6,21 @@ the tag on the parameter is what optimizers see and can be restored from the rec
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from stiefel_opt._checks import check_dtype, check_flag, fail
+from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.manifold import ManifoldParameter, Stiefel, manifold_of, tag
+from stiefel_opt.manifold import CONVOLUTIONS, ManifoldParameter, Stiefel, manifold_of, tag
 
 __all__ = ["LostTagWarning", "constrain", "param_groups", "readings", "retag"]
 
 RECORDS = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 WATCHED = "_stiefel_watched"  # False once the forward hook has nothing more to say
-
-CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -55,6 +44,9 @@ def constrain(
     project: bool = True,
 ) -> ModuleT:
     r"""Put a parameter of ``module`` on the Stiefel manifold and return the module.
+
+    Choose this with the optimizers of this package where a step should be cheap and follow the
+    geometry; choose :func:`stiefel_opt.orthogonal` where another optimizer should train the weight.
 
     The value becomes the nearest point, ``scale`` times the polar factor of each matrix; matrices
     that are there already stay bit for bit. The parameter object stays the same, so optimizers,
@@ -82,7 +74,7 @@ def constrain(
     if not isinstance(module, nn.Module):
         raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
     check_flag("project", project)
-    owner, leaf, parameter = _find(module, name)
+    owner, leaf, parameter = find_parameter(module, name)
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     reading = Stiefel(heads, rows, flatten, transposed, scale)  # type: ignore[arg-type]
@@ -96,27 +88,6 @@ def constrain(
         owner.register_forward_pre_hook(_warn_if_lost)
     tag(parameter, reading)
     return module
-
-
-def _find(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
-    """Return the owner, the last part of ``name`` and the parameter itself."""
-    if not isinstance(name, str):
-        raise TypeError(fail("name", "be the name of a parameter", repr(name)))
-    path, _, leaf = name.rpartition(".")
-    owner = dict(module.named_modules(remove_duplicate=False)).get(path)
-    parameter = None if owner is None else owner._parameters.get(leaf)
-    if owner is None or parameter is None:
-        known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
-        near = difflib.get_close_matches(name, known, n=3)
-        shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        listed = f"{hint}its parameters are: {shown}" if known else "it has no parameters"
-        kind = type(module).__name__
-        raise ValueError(fail("name", f"be a parameter of this {kind}", repr(name), listed))
-    if is_lazy(parameter):
-        remedy = "run one batch through the lazy module first"
-        raise ValueError(fail(name, "have a shape", "an uninitialized parameter", remedy))
-    return owner, leaf, parameter
 
 
 @torch.no_grad()

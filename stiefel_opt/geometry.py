@@ -99,7 +99,7 @@ def polar_factor(matrices: Tensor) -> Tensor:
         raise ValueError(fail("matrices", "be tall", f"shape {tuple(matrices.shape)}"))
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     point: Tensor = left @ right
-    return 1.5 * point - 0.5 * point @ (point.mT @ point)
+    return 1.5 * point - 0.5 * point @ (point.mH @ point)
 
 
 def random_point(

@@ -18,9 +18,18 @@ from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
 
-__all__ = ["ManifoldParameter", "Stiefel", "manifold_of", "tag"]
+__all__ = ["CONVOLUTIONS", "ManifoldParameter", "Stiefel", "manifold_of", "tag"]
 
 Ranges = tuple[tuple[int, int], ...]
+
+CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 @dataclass(frozen=True)

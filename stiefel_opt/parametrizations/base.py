@@ -1,0 +1,168 @@
+"""What every map shares: reading of the weight, keeping it on registration, strict assignment."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from stiefel_opt._checks import fail
+from stiefel_opt.geometry import gram_error, polar_factor
+from stiefel_opt.manifold import Stiefel
+
+__all__ = ["Parametrization"]
+
+Free = Tensor | tuple[Tensor, ...]
+
+
+class Parametrization(nn.Module):
+    """Free tensors -> a weight of orthonormal matrices, for ``torch.nn.utils.parametrize``.
+
+    A subclass gives :meth:`point` and its inverse :meth:`free`. Called before it is registered, a
+    module maps free tensors to matrices ``(..., n, m)``.
+
+    The first ``right_inverse``, which torch calls on registration, takes the nearest matrix that
+    the map reaches, or a random one where there is no way back. Later ones are assignments
+    (``module.weight = Q``), and an error if Q is not reached.
+
+    Args:
+        manifold: How the weight is read as matrices. Default ``Stiefel()``; no ``rows``.
+        generator: Source of random starts. Default: torch's global one.
+    """
+
+    def __init__(
+        self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        manifold = Stiefel() if manifold is None else manifold
+        if not isinstance(manifold, Stiefel):
+            raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
+        if manifold.rows is not None:
+            raise ValueError(
+                fail("manifold", "have no rows", manifold, "tag the parameter with so.constrain")
+            )
+        self.manifold = manifold
+        self.generator = generator
+        self.shape: torch.Size | None = None
+
+    # ---- what a subclass gives -----------------------------------------------------------------
+
+    def point(self, *free: Tensor) -> Tensor:
+        """Return the orthonormal matrices ``(..., n, m)`` of the free tensors."""
+        raise NotImplementedError
+
+    def free(self, point: Tensor) -> Free | None:
+        """Return free tensors of ``point``, as near as the map gets; None: no way back is known."""
+        raise NotImplementedError
+
+    def reach(self) -> str:
+        """Say what the map reaches, for an error message."""
+        return "orthonormal"
+
+    def start(self, point: Tensor) -> Free:
+        """Return free tensors of a start near ``point``, which is orthonormal."""
+        found = self.free(point)
+        if found is None:
+            raise NotImplementedError
+        return found
+
+    def check(self, n: int, m: int, dtype: torch.dtype) -> None:
+        """Raise unless the map has matrices of this kind."""
+
+    # ---- for torch -----------------------------------------------------------------------------
+
+    @override
+    def forward(self, *free: Tensor) -> Tensor:
+        point = self.point(*free)
+        if self.shape is None:
+            return point
+        if self.manifold.scale != 1.0:
+            point = self.manifold.scale * point
+        return self.manifold.stored(point, self.shape)
+
+    @torch.no_grad()
+    def right_inverse(self, weight: Tensor) -> Free:
+        """Return free tensors of ``weight``: see the class."""
+        matrices = self._read(weight)
+        if self.shape is not None:
+            return self._assigned(matrices, weight.dtype)
+        self.check(matrices.size(-2), matrices.size(-1), weight.dtype)
+        begun = _cast(self.start(_nearest(matrices)), weight.dtype)
+        self.shape, self.generator = weight.shape, None
+        half = weight.dtype in (torch.float16, torch.bfloat16)
+        for name, buffer in self.named_buffers():
+            if buffer.is_floating_point() or buffer.is_complex():
+                kept = _cast_one(buffer, torch.float32 if half else weight.dtype)
+                setattr(self, name, kept)
+        return begun
+
+    def _assigned(self, matrices: Tensor, dtype: torch.dtype) -> Free:
+        """Return free tensors that give ``matrices``, or raise and leave the buffers alone."""
+        tolerance = math.sqrt(torch.finfo(dtype).eps)
+        error = float(gram_error(matrices).max())
+        if not error <= tolerance:
+            value = f"an error of {error:.1e}"
+            scale = self.manifold.scale
+            divided = "" if scale == 1.0 else f"{scale:g} times "
+            condition = f"be {divided}orthonormal to be assigned"
+            raise ValueError(fail("weight", condition, value, "project it first"))
+        name = type(self).__name__
+        before = {key: buffer.clone() for key, buffer in self.named_buffers()}
+        found = self.free(matrices)
+        if found is None:
+            condition = f"be set through the free tensors of {name}"
+            remedy = "there is no way back from one: load a state_dict"
+            raise ValueError(fail("weight", condition, "a matrix", remedy))
+        found = _cast(found, dtype)
+        reached = self.point(*(found if isinstance(found, tuple) else (found,)))
+        distance = float((reached.to(matrices.dtype) - matrices).abs().max())
+        if not distance <= 10 * tolerance:
+            for key, buffer in before.items():
+                self.get_buffer(key).copy_(buffer)
+            condition = f"be {self.reach()} to be assigned to {name}"
+            remedy = "'trivialization' and 'cayley' reach every matrix"
+            raise ValueError(fail("weight", condition, "another matrix", remedy))
+        return found
+
+    def _read(self, weight: Tensor) -> Tensor:
+        """Return the matrices of the weight in double precision, without its scale."""
+        if self.shape is not None and weight.shape != self.shape:
+            raise ValueError(fail("weight", f"have shape {tuple(self.shape)}", tuple(weight.shape)))
+        self.manifold.check(weight.shape, "weight")
+        if not (weight.is_floating_point() or weight.is_complex()):
+            raise TypeError(fail("weight", "have a floating-point dtype", weight.dtype))
+        if weight.is_meta:
+            raise ValueError(fail("weight", "have values", "a meta tensor", "materialise it first"))
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError(
+                fail("weight", "be finite", "infinities or NaN", "initialise it first")
+            )
+        if weight.device.type != "mps":
+            weight = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+        return self.manifold.matrices(weight) / self.manifold.scale
+
+    @override
+    def extra_repr(self) -> str:
+        if self.shape is None:
+            return ""
+        return self.manifold.describe(self.shape)
+
+
+def _nearest(matrices: Tensor) -> Tensor:
+    """Return the polar factors; orthonormal matrices stay as they are."""
+    near = gram_error(matrices) <= 1e-10
+    return matrices if bool(near.all()) else polar_factor(matrices)
+
+
+def _cast(found: Free, dtype: torch.dtype) -> Free:
+    if isinstance(found, tuple):
+        return tuple(_cast_one(tensor, dtype) for tensor in found)
+    return _cast_one(found, dtype)
+
+
+def _cast_one(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex and not tensor.is_complex():
+        dtype = dtype.to_real()
+    return tensor.to(dtype).contiguous()

@@ -1,0 +1,205 @@
+"""Products of Householder reflections as parametrizations: HR, CWY, T-CWY, generalized."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stiefel_opt._checks import fail
+from stiefel_opt.functional.reflections import cwy, generalized_householder, householder, tcwy
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.parametrizations.base import Free, Parametrization
+from stiefel_opt.parametrizations.init import householder_vectors, reflections_of
+
+__all__ = ["CWY", "TCWY", "GeneralizedHouseholder", "Householder"]
+
+
+class CWY(Parametrization):
+    r"""Products of L Householder reflections, compact: :math:`Q = I - V S^{-1} V'`.
+
+    Free: nonzero columns V, ``(..., n, L)``. A square matrix is reached with L = N if its
+    determinant is (-1)^N, with L < N if I - Q has rank at most L and the determinant is (-1)^L; a
+    tall one always. Registration negates the last row of a square matrix with the wrong
+    determinant, and starts at random for L < N. Complex reflections miss the phases of the columns:
+    these are a fixed diagonal factor, set on registration and assignment, so that every complex
+    matrix is reached for L >= m.
+
+    Args:
+        reflections: L. Default: m, the number of columns. A tall matrix needs at least m.
+        manifold, generator: as in :class:`Parametrization`.
+
+    Raises:
+        ValueError: for L > N, or L < m with m < n.
+    Note: 2.5 products of N x N, backward 4.5, for L = N. No factorisation.
+    Reference: Likhosherstov et al. (AISTATS 2021).
+    """
+
+    phases: Tensor | None
+
+    def __init__(
+        self,
+        reflections: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
+        if reflections is not None and (type(reflections) is not int or reflections < 1):
+            raise ValueError(fail("reflections", "be a positive integer", repr(reflections)))
+        self.reflections = reflections
+        self.columns: int | None = None
+        self.register_buffer("phases", None)
+
+    @override
+    def reach(self) -> str:
+        count = self.reflections or "n"
+        return f"a product of {count} reflections (determinant (-1)^{count} if square)"
+
+    @override
+    def check(self, n: int, m: int, dtype: torch.dtype) -> None:
+        count = m if self.reflections is None else self.reflections
+        if count > n:
+            raise ValueError(fail("reflections", f"be at most {n}, the length of a column", count))
+        if count < m < n:
+            raise ValueError(
+                fail("reflections", f"be at least {m}, the columns of a tall matrix", count)
+            )
+        self.reflections, self.columns = count, m
+
+    @override
+    def point(self, *free: Tensor) -> Tensor:
+        (vectors,) = free
+        return self._turned(cwy(vectors, self.columns))
+
+    @override
+    def free(self, point: Tensor) -> Free:
+        m = point.size(-1)
+        count = m if self.reflections is None else self.reflections
+        if count < m:
+            return reflections_of(point, count)
+        vectors = householder_vectors(point)
+        if point.is_complex():
+            overlap = (tcwy(vectors).conj() * point).sum(-2)
+            self._keep(overlap / overlap.abs())
+        if count == m:
+            return vectors
+        # Reflections of the last axis, first to act, leave the leading columns alone.
+        idle = torch.zeros(*point.shape[:-1], count - m, dtype=point.dtype, device=point.device)
+        idle[..., -1, :] = 1
+        return torch.cat([vectors, idle], dim=-1)
+
+    def _turned(self, point: Tensor) -> Tensor:
+        if self.phases is None:
+            return point
+        return point * self.phases.unsqueeze(-2).to(point.dtype)
+
+    def _keep(self, phases: Tensor) -> None:
+        if self.phases is None:
+            self.phases = phases
+        else:
+            self.phases.copy_(phases)
+
+    @override
+    def start(self, point: Tensor) -> Free:
+        n, m = point.shape[-2:]
+        count = m if self.reflections is None else self.reflections
+        if count < m:
+            return _gaussian((*point.shape[:-1], count), point, self.generator)
+        if n == m and not point.is_complex():
+            sign = torch.linalg.slogdet(point).sign
+            wrong = sign * (-1) ** n < 0
+            point = point.clone()
+            point[..., -1, :] *= torch.where(wrong, -1.0, 1.0).unsqueeze(-1)
+        return self.free(point)
+
+
+class Householder(CWY):
+    r"""Products of L Householder reflections, one after the other: the reference for :class:`CWY`.
+
+    Args:
+        reflections, manifold, generator: as in :class:`CWY`, which is the same map and faster.
+    Reference: Mhammedi et al. (ICML 2017).
+    """
+
+    @override
+    def point(self, *free: Tensor) -> Tensor:
+        (vectors,) = free
+        return self._turned(householder(vectors, self.columns))
+
+
+class TCWY(CWY):
+    r"""Truncated CWY, :math:`[I; 0] - V S^{-1} V_1'`: m reflections for m columns, onto St(n, m).
+
+    Free: nonzero columns V, ``(..., n, m)``, as many numbers as the weight has. Every tall matrix
+    is reached, a square one if its determinant is (-1)^n.
+
+    Args:
+        manifold, generator: as in :class:`Parametrization`.
+    Note: 4 n m^2 + 7/3 m^3 flops, the least of all maps here; backward 6 n m^2.
+    Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
+    """
+
+    def __init__(
+        self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
+
+    @override
+    def point(self, *free: Tensor) -> Tensor:
+        (vectors,) = free
+        return self._turned(tcwy(vectors))
+
+
+class GeneralizedHouseholder(Parametrization):
+    r"""Products :math:`H_n \cdots H_1` of :math:`I - b_j k_j k_j' / |k_j|^2`, b in (0, 2).
+
+    Free: keys ``(..., N, n)`` and gates ``(..., n)`` with b = 2 sigmoid(gate). Square matrices of
+    norm at most 1, not orthogonal. There is no way back from a given matrix: registration starts at
+    random (gates near 0, b near 1), assignment is an error.
+
+    Args:
+        reflections: n, the number of factors. Default: N.
+        manifold, generator: as in :class:`Parametrization`.
+    Raises:
+        ValueError: for a weight that is not square.
+    Reference: Siems et al., DeltaProduct (2025).
+    """
+
+    def __init__(
+        self,
+        reflections: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
+        if reflections is not None and (type(reflections) is not int or reflections < 1):
+            raise ValueError(fail("reflections", "be a positive integer", repr(reflections)))
+        self.reflections = reflections
+
+    @override
+    def check(self, n: int, m: int, dtype: torch.dtype) -> None:
+        if n != m:
+            raise ValueError(fail("weight", "be square", f"{n} x {m}"))
+
+    @override
+    def point(self, *free: Tensor) -> Tensor:
+        keys, gates = free
+        return generalized_householder(keys, 2 * torch.sigmoid(gates))
+
+    @override
+    def free(self, point: Tensor) -> Free | None:
+        return None
+
+    @override
+    def start(self, point: Tensor) -> Free:
+        count = self.reflections or point.size(-1)
+        keys = _gaussian((*point.shape[:-1], count), point, self.generator)
+        gates = torch.zeros_like(keys[..., 0, :].real)
+        return keys, gates
+
+
+def _gaussian(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)

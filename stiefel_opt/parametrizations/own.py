@@ -1,0 +1,58 @@
+"""Orthogonal weight normalization as a parametrization."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stiefel_opt._checks import fail
+from stiefel_opt.functional.own import own
+from stiefel_opt.geometry import polar_factor
+from stiefel_opt.parametrizations.base import Free, Parametrization
+
+__all__ = ["OWN"]
+
+
+class OWN(Parametrization):
+    r"""Polar factor of centred columns, :math:`V (V'V)^{-1/2}`: columns that sum to zero.
+
+    Free: V, of the shape of the matrices. Reached are the matrices whose columns sum to zero;
+    registration centres the columns and takes the polar factor.
+
+    Args:
+        manifold, generator: as in :class:`Parametrization`.
+    Raises:
+        ValueError: for a square weight: centred columns are dependent.
+    Note: 4 n m^2 flops and an eigendecomposition of m x m.
+    Reference: Huang et al. (AAAI 2018).
+    """
+
+    @override
+    def reach(self) -> str:
+        return "orthonormal with columns (wide: rows) that sum to zero"
+
+    @override
+    def check(self, n: int, m: int, dtype: torch.dtype) -> None:
+        if n == m:
+            raise ValueError(
+                fail(
+                    "weight",
+                    "not be square: OWN centres the columns, which makes them dependent",
+                    f"{n} x {m}",
+                    "use 'tcwy'",
+                )
+            )
+
+    @override
+    def point(self, *free: Tensor) -> Tensor:
+        (vectors,) = free
+        return own(vectors)
+
+    @override
+    def free(self, point: Tensor) -> Free:
+        return point
+
+    @override
+    def start(self, point: Tensor) -> Free:
+        return polar_factor(point - point.mean(dim=-2, keepdim=True))

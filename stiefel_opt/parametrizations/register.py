@@ -1,0 +1,144 @@
+"""``orthogonal``: put a parametrization on a weight of a module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from stiefel_opt._checks import check_choice, fail, find_parameter
+from stiefel_opt.manifold import CONVOLUTIONS, Stiefel, manifold_of
+from stiefel_opt.parametrizations.base import Parametrization
+from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
+from stiefel_opt.parametrizations.init import helfrich, henaff
+from stiefel_opt.parametrizations.own import OWN
+from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
+from stiefel_opt.parametrizations.unitary import EURNN, URNN
+
+__all__ = ["MAPS", "orthogonal"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+MAPS: Final[Mapping[str, type[Parametrization]]] = MappingProxyType(
+    {
+        "householder": Householder,
+        "cwy": CWY,
+        "tcwy": TCWY,
+        "matrix_exp": MatrixExp,
+        "cayley": ScaledCayley,
+        "trivialization": Trivialization,
+        "own": OWN,
+        "urnn": URNN,
+        "eurnn": EURNN,
+    }
+)
+
+
+def orthogonal(
+    module: ModuleT,
+    name: str = "weight",
+    map: str = "tcwy",  # noqa: A002
+    *,
+    heads: int | None = None,
+    flatten: bool | None = None,
+    transposed: bool = False,
+    scale: float = 1.0,
+    start: str | None = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> ModuleT:
+    r"""Parametrize a weight of ``module`` by free tensors such that it is orthonormal.
+
+    Choose this where any optimizer should train the weight, or where the map itself is wanted;
+    choose :func:`stiefel_opt.constrain` with the optimizers of this package where a step should be
+    cheap, follow the geometry and need no second tensor. One optimizer takes both.
+
+    The weight stays what it is if it is ``scale`` times an orthonormal matrix that the map reaches.
+    Otherwise it becomes the nearest such matrix: the polar factor; for "householder", "cwy", "tcwy"
+    and "matrix_exp" with the last row negated if it is square with the wrong determinant; for "own"
+    of the centred columns. "cwy" and "householder" with ``reflections`` < N, "urnn" and "eurnn"
+    start at random. An assignment, ``module.weight = Q``, is strict: a matrix that is not
+    orthonormal or not reached is an error.
+
+    Args:
+        module: Owner of the weight, or one of its ancestors.
+        name: The parameter, dotted below an ancestor: ``"encoder.weight_hh_l0"``.
+        map: "tcwy", "cwy" (``reflections=``), "householder" (``reflections=``), "matrix_exp",
+            "cayley", "trivialization" (``every=``), "own", "urnn" or "eurnn" (``layers=``).
+        heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`.
+        flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
+            for convolutions.
+        start: "henaff" or "helfrich": random plane rotations in the place of the weight, for square
+            matrices. Default: the weight.
+        generator: Source of random starts. Default: torch's global one.
+        options: Options of the map.
+
+    Returns: The module. Where the map has one free tensor, the parameter object stays the same, as
+        ``module.parametrizations.weight.original``.
+    Raises:
+        ValueError: for an unknown name, map or start, a weight that the map has no matrices for, or
+            one that is tagged by ``constrain``.
+        TypeError: for an unknown option, or a dtype that the map does not have.
+    Note: ``parametrize.cached()`` evaluates the map once for several uses. The free tensors are
+        plain parameters to every optimizer, weight decay included.
+    Reference: Likhosherstov et al. (AISTATS 2021).
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
+    check_choice("map", map, MAPS)
+    owner, leaf, parameter = find_parameter(module, name)
+    if manifold_of(parameter) is not None:
+        raise ValueError(
+            fail(
+                name, "not be tagged", "a parameter that so.constrain put there", "use one of both"
+            )
+        )
+    kind = MAPS[map]
+    if unknown := sorted(set(options) - set(inspect.signature(kind).parameters)):
+        raise TypeError(fail(f"options of {map!r}", "be known", ", ".join(unknown)))
+    if flatten is None:
+        flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
+    manifold = Stiefel(heads, None, flatten, transposed, scale)
+    manifold.check(parameter.shape, name)
+    value = None if start is None else _start(start, map, manifold, parameter, generator)
+    parametrization = kind(manifold=manifold, generator=generator, **options)
+    before = parameter.detach().clone() if value is not None else None
+    try:
+        if value is not None:
+            with torch.no_grad():
+                parameter.copy_(value)
+        parametrize.register_parametrization(owner, leaf, parametrization)
+    except Exception:
+        if before is not None and leaf in owner._parameters:
+            with torch.no_grad():
+                parameter.copy_(before)
+        raise
+    return module
+
+
+def _start(
+    start: str,
+    map_name: str,
+    manifold: Stiefel,
+    parameter: Tensor,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return ``scale`` times random rotations in the shape of the weight."""
+    check_choice("start", start, ("henaff", "helfrich"))
+    matrices = manifold.matrices(parameter)
+    *lead, n, m = matrices.shape
+    if n != m:
+        raise ValueError(fail("start", "be None for matrices that are not square", repr(start)))
+    count = int(torch.Size(lead).numel())
+    if start == "henaff":
+        drawn = [henaff(n, generator=generator) for _ in range(count)]
+    else:
+        through = "cayley" if map_name == "cayley" else "exponential"
+        drawn = [helfrich(n, through=through, generator=generator) for _ in range(count)]
+    points = torch.stack(drawn).reshape(matrices.shape).to(parameter)
+    return manifold.stored(manifold.scale * points, parameter.shape)
