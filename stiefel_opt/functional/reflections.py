@@ -98,8 +98,8 @@ def tcwy(vectors: Tensor) -> Tensor:
 def cwy_factors(vectors: Tensor) -> tuple[Tensor, Tensor]:
     r"""Return U and S of :math:`H(v_1) \cdots H(v_L) = I - U S^{-1} U'`.
 
-    A rollout of rows ``h`` applies Q' as ``h - solve_triangular(S.mH, (h @ U.conj()).mT,
-    upper=False).mT @ U.mT`` and never forms Q.
+    A rollout turns rows ``h`` (every row becomes Q times itself) without forming Q, by
+    ``h - solve_triangular(S, (h @ U.conj()).mT, upper=True).mT @ U.mT``.
 
     Args:
         vectors: Nonzero columns, ``(..., N, L)`` with L <= N.

@@ -1,0 +1,180 @@
+"""The table of maps that `test_maps_*.py` and `test_parametrizations.py` walk through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt.functional import (
+    cayley_map,
+    cwy,
+    eurnn,
+    exponential_map,
+    generalized_householder,
+    householder,
+    own,
+    tcwy,
+    urnn,
+)
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def orthonormal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Orthonormal columns, or rows where the matrices are wide."""
+    wide = shape[-2] < shape[-1]
+    tall = (*shape[:-2], shape[-1], shape[-2]) if wide else shape
+    basis = torch.linalg.qr(gaussian(*tall, seed=seed, dtype=dtype)).Q
+    return basis.mT.contiguous() if wide else basis
+
+
+def with_determinant(square: Tensor, sign: float) -> Tensor:
+    """Negate the first column where the determinant has the other sign."""
+    square = square.clone()
+    square[..., 0] *= (torch.linalg.det(square).sign() * sign).unsqueeze(-1)
+    return square
+
+
+def error_of(point: Tensor) -> float:
+    point = point.detach()
+    gram = point.mH @ point
+    return float((gram - torch.eye(gram.size(-1), dtype=gram.dtype)).abs().max())
+
+
+@dataclass(frozen=True)
+class FunctionCase:
+    """A pure function with free tensors of one shape."""
+
+    name: str
+    function: Callable[..., Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype = torch.float64
+    orthonormal: bool = True
+
+    def free(self, seed: int = 0, lead: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
+        return tuple(
+            gaussian(*lead, *shape, seed=seed + 10 * k, dtype=self.dtype).requires_grad_()
+            for k, shape in enumerate(self.shapes)
+        )
+
+
+def _urnn(phases: Tensor, vectors: Tensor) -> Tensor:
+    permutation = torch.randperm(phases.size(-1), generator=torch.Generator().manual_seed(1))
+    return urnn(phases.real, vectors, permutation)
+
+
+def _eurnn(phases: Tensor, angles: Tensor) -> Tensor:
+    return eurnn(phases.real, angles.real)
+
+
+def _generalized(keys: Tensor, gates: Tensor) -> Tensor:
+    return generalized_householder(keys, 2 * torch.sigmoid(gates.real))
+
+
+C128 = torch.complex128
+FUNCTIONS = {
+    case.name: case
+    for case in (
+        FunctionCase("householder", householder, ((5, 3),)),
+        FunctionCase("householder-complex", householder, ((4, 4),), C128),
+        FunctionCase("cwy-square", cwy, ((5, 5),)),
+        FunctionCase("cwy-few", cwy, ((6, 2),)),
+        FunctionCase("cwy-one", cwy, ((4, 1),)),
+        FunctionCase("cwy-columns", lambda v: cwy(v, 3), ((6, 4),)),
+        FunctionCase("cwy-complex", cwy, ((4, 3),), C128),
+        FunctionCase("tcwy", tcwy, ((7, 3),)),
+        FunctionCase("tcwy-square", tcwy, ((4, 4),)),
+        FunctionCase("tcwy-complex", tcwy, ((5, 2),), C128),
+        FunctionCase("exponential-square", exponential_map, ((4, 4),)),
+        FunctionCase("exponential-tall", exponential_map, ((7, 2),)),
+        FunctionCase("exponential-complex", exponential_map, ((5, 2),), C128),
+        FunctionCase(
+            "exponential-based", lambda p: exponential_map(p, orthonormal(7, 2)), ((7, 2),)
+        ),
+        FunctionCase("cayley-square", cayley_map, ((4, 4),)),
+        FunctionCase("cayley-tall", cayley_map, ((7, 2),)),
+        FunctionCase("cayley-complex", cayley_map, ((5, 2),), C128),
+        FunctionCase("cayley-based", lambda p: cayley_map(p, orthonormal(7, 2)), ((7, 2),)),
+        FunctionCase("own", own, ((6, 3),)),
+        FunctionCase("own-complex", own, ((6, 2),), C128),
+        FunctionCase("urnn", _urnn, ((3, 4), (4, 2)), C128),
+        FunctionCase("eurnn-even", _eurnn, ((4,), (4, 2, 2)), C128),
+        FunctionCase("eurnn-odd", _eurnn, ((5,), (3, 2, 2)), C128),
+        FunctionCase("generalized", _generalized, ((5, 3), (3,)), orthonormal=False),
+        FunctionCase("generalized-many", _generalized, ((3, 5), (5,)), orthonormal=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class MapCase:
+    """A map by name with the shapes of weights (of `nn.Linear`, or a bare parameter) it takes."""
+
+    name: str
+    map: str
+    shape: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    invertible: bool = True
+
+    @property
+    def manifold(self) -> so.Stiefel:
+        keys = ("heads", "flatten", "transposed", "scale")
+        return so.Stiefel(**{key: self.options[key] for key in keys if key in self.options})
+
+    def module(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """A module with a Gaussian weight, not yet parametrized."""
+        module = nn.Module()
+        module.weight = nn.Parameter(gaussian(*self.shape, seed=3, dtype=dtype or self.dtype))
+        return module
+
+    def registered(self, dtype: torch.dtype | None = None, seed: int = 0) -> nn.Module:
+        generator = torch.Generator().manual_seed(seed)
+        return so.orthogonal(
+            self.module(dtype), "weight", self.map, generator=generator, **self.options
+        )
+
+
+def _cases() -> list[MapCase]:
+    cases = []
+    for name in ("householder", "cwy", "tcwy", "matrix_exp", "cayley", "trivialization"):
+        cases += [
+            MapCase(f"{name}-square", name, (5, 5)),
+            MapCase(f"{name}-even", name, (4, 4)),
+            MapCase(f"{name}-tall", name, (9, 3)),
+            MapCase(f"{name}-wide", name, (3, 5)),
+            MapCase(f"{name}-batch", name, (2, 3, 6, 2)),
+            MapCase(f"{name}-batch-square", name, (3, 4, 4)),
+            MapCase(f"{name}-complex", name, (4, 4), dtype=C128),
+            MapCase(f"{name}-complex-tall", name, (6, 2), dtype=C128),
+            MapCase(f"{name}-heads", name, (6, 9), {"heads": 2, "scale": 0.5}),
+            MapCase(f"{name}-one", name, (5, 1)),
+        ]
+    cases += [
+        MapCase("cwy-few", "cwy", (6, 6), {"reflections": 2}),
+        MapCase("cwy-many", "cwy", (6, 2), {"reflections": 5}),
+        MapCase("cwy-few-odd", "householder", (6, 6), {"reflections": 3}),
+        MapCase("cwy-few-batch", "cwy", (2, 5, 5), {"reflections": 4}),
+        MapCase("trivialization-often", "trivialization", (6, 3), {"every": 2}),
+        MapCase("tcwy-conv", "tcwy", (4, 3, 2, 2), {"flatten": True}),
+        MapCase("tcwy-transposed", "tcwy", (9, 6), {"transposed": True, "heads": 2}),
+        MapCase("own-tall", "own", (6, 3)),
+        MapCase("own-wide", "own", (3, 7)),
+        MapCase("own-heads", "own", (6, 9), {"heads": 2, "scale": 2.0}),
+        MapCase("own-complex", "own", (6, 3), dtype=C128),
+        MapCase("urnn", "urnn", (5, 5), dtype=C128, invertible=False),
+        MapCase("urnn-batch", "urnn", (2, 4, 4), dtype=C128, invertible=False),
+        MapCase("eurnn", "eurnn", (4, 4), dtype=C128, invertible=False),
+        MapCase("eurnn-few", "eurnn", (5, 5), {"layers": 2}, dtype=C128, invertible=False),
+    ]
+    return cases
+
+
+MAPS = {case.name: case for case in _cases()}

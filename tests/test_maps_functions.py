@@ -1,0 +1,369 @@
+"""Laws of the pure maps: definition, orthonormality, gradients, batches, precision, errors."""
+
+import functools
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from map_cases import FUNCTIONS, error_of, gaussian, orthonormal
+from torch.autograd import gradcheck, gradgradcheck
+
+from stiefel_opt.functional import (
+    cayley_map,
+    cwy,
+    cwy_factors,
+    eurnn,
+    exponential_map,
+    generalized_householder,
+    householder,
+    own,
+    tcwy,
+    urnn,
+)
+
+SHAPES = [(5, 5), (6, 2), (3, 1), (1, 1), (2, 3, 6, 4), (40, 40)]
+DTYPES = [torch.float64, torch.complex128]
+
+
+def eye(size):
+    return torch.eye(size, dtype=torch.float64)
+
+
+def reflection(vector, beta=2.0):
+    """H(v), written out."""
+    length = vector.abs().square().sum()
+    return eye(len(vector)) - beta * torch.outer(vector, vector.conj()) / length
+
+
+# ---- what every map is ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_columns_are_orthonormal(case):
+    point = case.function(*case.free())
+    if case.orthonormal:
+        assert error_of(point) < 1e-14
+    else:
+        assert torch.linalg.matrix_norm(point, 2) <= 1 + 1e-14
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_gradient(case):
+    assert gradcheck(case.function, case.free())
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_second_derivative(case):
+    assert gradgradcheck(case.function, case.free())
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_batch_is_its_matrices(case):
+    if "based" in case.name:
+        pytest.skip("its base is one matrix")
+    free = case.free(lead=(2, 3))
+    together = case.function(*free)
+    for i, j in np.ndindex(2, 3):
+        alone = case.function(*(tensor[i, j] for tensor in free))
+        torch.testing.assert_close(together[i, j], alone, rtol=1e-13, atol=1e-13)
+
+
+# ---- reflections ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_householder_is_the_product_of_its_reflections(shape, dtype):
+    vectors = gaussian(*shape, dtype=dtype)
+    found = householder(vectors)
+    for index in np.ndindex(shape[:-2]):
+        matrices = [reflection(column).to(dtype) for column in vectors[index].unbind(-1)]
+        expected = functools.reduce(torch.matmul, matrices)
+        torch.testing.assert_close(found[index], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compact_form_is_the_sequential_product_value_and_gradient(shape, dtype):
+    vectors = gaussian(*shape, dtype=dtype).requires_grad_()
+    pairs = [
+        (cwy, householder),
+        (tcwy, lambda v: householder(v)[..., : v.size(-1)]),
+        (lambda v: cwy(v, 1), lambda v: householder(v, 1)),
+    ]
+    for compact, sequential in pairs:
+        found, expected = compact(vectors), sequential(vectors)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        weight = gaussian(*expected.shape, seed=1, dtype=dtype)
+        gradients = [torch.autograd.grad(q, vectors, weight)[0] for q in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_factors_apply_the_product_without_forming_it(shape, dtype):
+    vectors = gaussian(*shape, dtype=dtype)
+    unit, half_gram = cwy_factors(vectors)
+    lengths = torch.linalg.vector_norm(unit, dim=-2)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    torch.testing.assert_close(half_gram, half_gram.triu())
+    torch.testing.assert_close(half_gram + half_gram.mH, unit.mH @ unit, rtol=0, atol=1e-14)
+    rows = gaussian(*shape[:-2], 3, shape[-2], seed=1, dtype=dtype)
+    inner = (rows @ unit.conj()).mT
+    turned = rows - torch.linalg.solve_triangular(half_gram, inner, upper=True).mT @ unit.mT
+    torch.testing.assert_close(turned, rows @ cwy(vectors).mT, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("factor", [1e-12, 1e12])
+def test_lengths_do_not_matter(factor):
+    vectors = gaussian(8, 5, dtype=torch.float32)
+    torch.testing.assert_close(cwy(vectors * factor), cwy(vectors), rtol=0, atol=1e-6)
+    spread = vectors * torch.logspace(-8, 8, 5)
+    torch.testing.assert_close(cwy(spread), cwy(vectors), rtol=0, atol=1e-6)
+
+
+def test_the_gradient_is_orthogonal_to_the_vectors():
+    """Their lengths do not matter, so that no step of a gradient method can shrink them."""
+    vectors = gaussian(9, 4).requires_grad_()
+    (gradient,) = torch.autograd.grad(tcwy(vectors), vectors, gaussian(9, 4, seed=1))
+    assert (gradient * vectors).sum(-2).abs().max() < 1e-14
+
+
+def test_determinant_counts_the_reflections():
+    for count in range(1, 6):
+        determinant = torch.linalg.det(cwy(gaussian(5, count)))
+        assert determinant.item() == pytest.approx((-1) ** count)
+
+
+# ---- generalized products ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "count"), [(5, 3), (3, 7), (4, 1)])
+def test_generalized_product_is_its_factors_first_key_first(beta, dtype, size, count):
+    keys = gaussian(size, count, dtype=dtype)
+    random = 2 * torch.rand(count, dtype=torch.float64)
+    betas = random if beta is None else torch.full((count,), beta, dtype=torch.float64)
+    expected = eye(size).to(dtype)
+    for key, b in zip(keys.unbind(-1), betas, strict=True):
+        expected = reflection(key, b).to(dtype) @ expected
+    found = generalized_householder(keys, betas)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    if beta == 2.0 and count <= size:
+        torch.testing.assert_close(found, cwy(keys.flip(-1)), rtol=0, atol=1e-13)
+
+
+# ---- skew maps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (9, 3), (5, 3), (2, 7, 2), (4, 1)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("based", [False, True])
+def test_skew_maps_are_those_of_the_full_skew_matrix(shape, dtype, based):
+    free = gaussian(*shape, dtype=dtype)
+    base = orthonormal(*shape, seed=2, dtype=dtype) if based else None
+    point = base if based else eye(shape[-2])[:, : shape[-1]].to(dtype).expand(shape)
+    exponential, transform = exponential_map(free, base), cayley_map(free, base)
+    for index in np.ndindex(shape[:-2]):
+        x, p = point[index].numpy(), free[index].numpy()
+        skew = p @ x.conj().T - x @ p.conj().T
+        expected = scipy.linalg.expm(skew) @ x
+        np.testing.assert_allclose(exponential[index].numpy(), expected, atol=1e-13)
+        identity = np.eye(len(skew))
+        expected = np.linalg.solve(identity - skew / 2, (identity + skew / 2) @ x)
+        np.testing.assert_allclose(transform[index].numpy(), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 30.0])
+def test_tall_exponential_stays_orthonormal_for_long_steps(size):
+    assert error_of(exponential_map(gaussian(50, 4) * size)) < 1e-12 * max(1.0, size)
+    assert error_of(exponential_map(torch.zeros(50, 4, dtype=torch.float64))) == 0
+
+
+# ---- OWN, URNN, EURNN ----------------------------------------------------------------------------
+
+
+def test_own_is_the_polar_factor_of_centred_columns():
+    free = gaussian(3, 8, 4)
+    found = own(free)
+    assert found.sum(-2).abs().max() < 1e-14
+    for matrix, point in zip(free, found, strict=True):
+        expected, _ = scipy.linalg.polar((matrix - matrix.mean(0)).numpy())
+        np.testing.assert_allclose(point.numpy(), expected, atol=1e-13)
+
+
+def test_own_has_a_gradient_at_equal_eigenvalues():
+    """Autograd through eigh divides by their difference."""
+    free = orthonormal(6, 3)
+    free = (free - free.mean(0)) @ torch.eye(3, dtype=torch.float64)
+    free = torch.linalg.qr(free).Q.requires_grad_()  # centred, V'V = I
+    assert gradcheck(own, (free,))
+
+
+def test_urnn_is_the_product_of_its_factors():
+    size = 6
+    phases, vectors = gaussian(3, size), gaussian(size, 2, dtype=torch.complex128)
+    permutation = torch.randperm(size)
+    fourier = torch.fft.fft(torch.eye(size, dtype=torch.complex128), dim=0, norm="ortho")
+    d1, d2, d3 = (torch.diag(torch.exp(1j * angle)) for angle in phases)
+    h1, h2 = (reflection(column) for column in vectors.unbind(-1))
+    swap = torch.eye(size, dtype=torch.complex128)[permutation]
+    expected = d3 @ h2 @ fourier.mH @ d2 @ swap @ h1 @ fourier @ d1
+    torch.testing.assert_close(urnn(phases, vectors, permutation), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("size", [2, 5, 6])
+def test_eurnn_is_the_product_of_its_layers(size):
+    phases, angles = gaussian(size), gaussian(4, 2, size // 2, seed=1)
+    expected = torch.diag(torch.exp(1j * phases))
+    for number, (turns, twists) in enumerate(angles):
+        layer = torch.eye(size, dtype=torch.complex128)
+        firsts = range(number % 2, size - 1, 2)
+        for first, turn, twist in zip(firsts, turns, twists, strict=False):
+            factor = torch.exp(1j * twist)
+            block = [[factor * turn.cos(), -turn.sin()], [factor * turn.sin(), turn.cos()]]
+            for row, column in np.ndindex(2, 2):
+                layer[first + row, first + column] = block[row][column]
+        expected = expected @ layer
+    torch.testing.assert_close(eurnn(phases, angles), expected, rtol=0, atol=1e-14)
+
+
+def test_eurnn_moves_in_every_direction_of_the_unitary_group():
+    """The Jacobian has rank N^2; with the phase on the other side of the block it has less."""
+    size = 6
+    start = torch.cat([gaussian(size), gaussian(size * 2 * 3, seed=1)])
+
+    def flat(free):
+        value = eurnn(free[:size], free[size:].reshape(size, 2, 3))
+        return torch.view_as_real(value).flatten()
+
+    jacobian = torch.autograd.functional.jacobian(flat, start)
+    assert torch.linalg.matrix_rank(jacobian) == size * size
+
+
+# ---- precision -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [householder, cwy, tcwy, exponential_map, cayley_map, own])
+def test_half_precision_and_autocast_compute_in_float32(function):
+    half = gaussian(8, 3, dtype=torch.float32).to(torch.bfloat16)
+    found = function(half)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, function(half.float()).to(torch.bfloat16), rtol=0, atol=0)
+    free = half.float().requires_grad_()
+    function(free).square().sum().backward()
+    again = half.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        point = function(again)
+        assert point.dtype == torch.float32
+    point.square().sum().backward()
+    assert torch.equal(point, function(half.float()))
+    torch.testing.assert_close(again.grad, free.grad, rtol=0, atol=0)
+
+
+def test_factors_of_half_precision_vectors_are_float32():
+    unit, half_gram = cwy_factors(gaussian(8, 3, dtype=torch.float32).to(torch.bfloat16))
+    assert unit.dtype == half_gram.dtype == torch.float32
+
+
+@pytest.mark.parametrize("count", [16, 128, 256])
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_float32_error_does_not_grow_with_the_number_of_reflections(count, shift):
+    """One reflection after the other adds a rounding each; the compact form solves once.
+
+    ``shift`` turns all vectors towards one another, so that the Gram matrix is far from I.
+    """
+    vectors = gaussian(256, count, dtype=torch.float32) + shift
+    for function in (cwy, tcwy):
+        assert error_of(function(vectors).double()) < 2.5e-6
+
+
+def test_functional_transforms():
+    vectors = gaussian(4, 6, 3)
+
+    def loss(v):
+        return tcwy(v).pow(3).sum() + cwy(v).pow(3).sum()
+
+    each = torch.vmap(torch.func.grad(loss))(vectors)
+    alone = torch.stack([torch.func.grad(loss)(v) for v in vectors])
+    torch.testing.assert_close(each, alone, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("function", [cwy, tcwy])
+def test_backward_inside_autocast_computes_in_float32(function):
+    vectors = gaussian(8, 3, dtype=torch.float32).requires_grad_()
+    weight = gaussian(*function(vectors).shape, seed=1, dtype=torch.float32)
+    (expected,) = torch.autograd.grad(function(vectors), vectors, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(function(vectors), vectors, weight)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
+def test_compiled_without_graph_break():
+    vectors = gaussian(6, 3).requires_grad_()
+    compiled = torch.compile(lambda v: tcwy(v).pow(3).sum(), backend="aot_eager", fullgraph=True)
+    (found,) = torch.autograd.grad(compiled(vectors), vectors)
+    (expected,) = torch.autograd.grad(tcwy(vectors).pow(3).sum(), vectors)
+    torch.testing.assert_close(found, expected)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: cwy(torch.ones(3, 4)), ValueError, "`vectors` must be at most N columns"),
+        (lambda: tcwy(torch.ones(3, 4)), ValueError, "`vectors` must be at most N columns"),
+        (lambda: householder(torch.ones(3)), ValueError, "`vectors` must be the columns"),
+        (lambda: cwy(torch.ones(3, 0)), ValueError, "`vectors` must be the columns"),
+        (lambda: cwy(torch.ones(3, 2), 4), ValueError, r"`columns` must lie in \[1, 3\], got 4"),
+        (lambda: cwy(torch.eye(3) * torch.tensor([1, 0, 1])), ValueError, "nonzero columns"),
+        (lambda: householder(torch.zeros(3, 1)), ValueError, "nonzero columns"),
+        (lambda: cwy_factors(torch.zeros(3, 1)), ValueError, "nonzero columns"),
+        (
+            lambda: generalized_householder(torch.zeros(3, 1), torch.ones(1)),
+            ValueError,
+            "`keys` must be nonzero columns",
+        ),
+        (
+            lambda: generalized_householder(torch.ones(3, 1), torch.tensor([2.5])),
+            ValueError,
+            r"`betas` must lie in \[0, 2\], got values from 2.5 to 2.5",
+        ),
+        (
+            lambda: generalized_householder(torch.ones(3, 2), torch.ones(3)),
+            ValueError,
+            "`betas` must have one number for each of 2 keys",
+        ),
+        (lambda: exponential_map(torch.ones(2, 3)), ValueError, "`free` must be tall or square"),
+        (
+            lambda: cayley_map(torch.ones(3, 2), torch.eye(3)),
+            ValueError,
+            r"`base` must have the shape \(3, 2\) of free",
+        ),
+        (lambda: own(torch.eye(3)), ValueError, "`free` must have more rows than columns"),
+        (
+            lambda: urnn(torch.ones(3, 4), torch.ones(4, 2), torch.arange(4)),
+            TypeError,
+            "`vectors` must be complex",
+        ),
+        (
+            lambda: urnn(torch.ones(3, 4), torch.zeros(4, 2) * 1j, torch.arange(4)),
+            ValueError,
+            "nonzero columns",
+        ),
+        (
+            lambda: urnn(torch.ones(2, 4), torch.ones(4, 2) * 1j, torch.arange(4)),
+            ValueError,
+            "`phases, vectors, permutation` must be",
+        ),
+        (lambda: eurnn(torch.ones(4), torch.ones(4, 2, 3)), ValueError, "`phases, angles` must"),
+    ],
+)
+def test_wrong_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

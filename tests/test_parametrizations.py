@@ -1,0 +1,496 @@
+"""Laws of the parametrized weights: registration, assignment, training, state, errors."""
+
+import copy
+import io
+
+import pytest
+import torch
+from map_cases import MAPS, MapCase, gaussian, orthonormal, with_determinant
+from torch import nn
+from torch.nn.utils import parametrize
+
+import stiefel_opt as so
+from stiefel_opt.parametrizations import (
+    CWY,
+    EURNN,
+    OWN,
+    TCWY,
+    GeneralizedHouseholder,
+    Householder,
+    MatrixExp,
+    Trivialization,
+    helfrich,
+    henaff,
+    householder_vectors,
+)
+from stiefel_opt.parametrizations import MAPS as NAMES
+
+FORM = TCWY()
+INVERTIBLE = {name: case for name, case in MAPS.items() if case.invertible}
+CASES = pytest.mark.parametrize("case", MAPS.values(), ids=MAPS)
+INVERTIBLE_CASES = pytest.mark.parametrize("case", INVERTIBLE.values(), ids=INVERTIBLE)
+
+
+def move(module, size=0.3, seed=5):
+    """Add noise to all free tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter += size * noise
+
+
+def reachable(case: MapCase):
+    """A weight that is on the manifold, and off the centre of the map."""
+    module = case.registered(seed=7)
+    move(module)
+    return module.weight.detach().clone()
+
+
+def deviation(module, case):
+    return so.orthonormality_error(module.weight, case.manifold).item()
+
+
+# ---- every map -----------------------------------------------------------------------------------
+
+
+def test_every_name_is_in_the_table():
+    assert {case.map for case in MAPS.values()} == set(NAMES)
+
+
+@CASES
+def test_the_weight_is_orthonormal_wherever_the_free_tensors_are(case):
+    module = case.registered()
+    assert module.weight.shape == case.shape
+    assert module.weight.dtype == case.dtype
+    assert deviation(module, case) < 1e-13
+    move(module, 1.0)
+    assert deviation(module, case) < 1e-13
+
+
+@CASES
+def test_training_keeps_it_orthonormal_and_moves_it(case):
+    module = case.registered()
+    before = module.weight.detach().clone()
+    target = gaussian(*case.shape, seed=9, dtype=case.dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = (module.weight - target).abs().square().sum()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert deviation(module, case) < 1e-13
+    assert losses[-1] < losses[0]
+    assert not torch.equal(module.weight, before)
+
+
+@INVERTIBLE_CASES
+def test_registration_keeps_a_weight_that_the_map_reaches(case):
+    if "reflections" in case.options and case.options["reflections"] < case.shape[-1]:
+        pytest.skip("starts at random")
+    weight = reachable(case)
+    module = nn.Module()
+    module.weight = nn.Parameter(weight.clone())
+    so.orthogonal(module, "weight", case.map, **case.options)
+    torch.testing.assert_close(module.weight, weight, rtol=0, atol=1e-12)
+
+
+@INVERTIBLE_CASES
+def test_assignment_is_exact(case):
+    weight = reachable(case)
+    module = case.registered(seed=1)
+    move(module, seed=8)
+    assert (module.weight - weight).abs().max() > 1e-3
+    module.weight = weight
+    torch.testing.assert_close(module.weight, weight, rtol=0, atol=1e-12)
+
+
+@INVERTIBLE_CASES
+def test_assignment_in_float32(case):
+    dtype = torch.complex64 if case.dtype.is_complex else torch.float32
+    module = case.registered(dtype)
+    weight = reachable(case).to(dtype)
+    module.weight = weight
+    torch.testing.assert_close(module.weight, weight, rtol=0, atol=1e-5)
+
+
+@CASES
+def test_assignment_of_what_is_not_orthonormal_is_an_error(case):
+    module = case.registered()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"`weight` must be .*orthonormal to be assigned"):
+        module.weight = 1.1 * module.weight.detach()
+    with pytest.raises(ValueError, match="`weight` must be finite"):
+        module.weight = torch.full(case.shape, torch.nan, dtype=case.dtype)
+    with pytest.raises(ValueError, match="`weight` must have shape"):
+        module.weight = torch.ones(7, 8, dtype=case.dtype)
+    torch.testing.assert_close(module.state_dict(), before)
+
+
+@CASES
+def test_state_dict_copy_and_removal(case):
+    module = case.registered()
+    move(module)
+    weight = module.weight.detach().clone()
+    torch.testing.assert_close(copy.deepcopy(module).weight, weight)
+
+    other = case.registered(seed=2)
+    move(other, seed=11)
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.equal(other.weight, weight)
+
+    parametrize.remove_parametrizations(module, "weight")
+    assert torch.equal(module.weight, weight)
+    assert type(module.weight) is nn.Parameter
+
+
+@CASES
+def test_starts_are_reproducible(case):
+    first, second = case.registered(seed=4), case.registered(seed=4)
+    assert torch.equal(first.weight, second.weight)
+
+
+@CASES
+def test_cached_weight_is_evaluated_once(case):
+    module = case.registered()
+    with parametrize.cached():
+        assert module.weight is module.weight
+
+
+@CASES
+def test_a_new_optimizer_is_not_needed_for_one_free_tensor(case):
+    module = case.module()
+    parameter = module.weight
+    so.orthogonal(module, "weight", case.map, **case.options)
+    if len(list(module.parameters())) == 1:
+        assert module.parametrizations.weight.original is parameter
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"urnn", "eurnn"}))
+def test_bfloat16_weights_and_autocast(name):
+    layer = so.orthogonal(nn.Linear(4, 9, dtype=torch.bfloat16), "weight", name)
+    assert layer.weight.dtype == torch.bfloat16
+    assert so.orthonormality_error(layer.weight) < 0.02
+    layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    assert layer.parametrizations.weight.original.grad.dtype == torch.bfloat16
+    layer = so.orthogonal(nn.Linear(4, 9), "weight", name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer.weight.dtype == torch.float32
+        assert so.orthonormality_error(layer.weight) < 2e-6
+        layer(torch.ones(2, 4)).sum().backward()
+
+
+# ---- reach ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize("name", ["householder", "cwy", "tcwy", "matrix_exp"])
+def test_a_square_weight_of_the_wrong_determinant_loses_the_sign_of_a_row(name, size):
+    right = 1.0 if name == "matrix_exp" else (-1.0) ** size
+    weight = with_determinant(orthonormal(size, size), -right)
+    module = nn.Module()
+    module.weight = nn.Parameter(weight.clone())
+    so.orthogonal(module, map=name)
+    torch.testing.assert_close(module.weight[:-1], weight[:-1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.weight[-1], -weight[-1], rtol=0, atol=1e-12)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match=r"determinant.*to be assigned to .*got another matrix"):
+        module.weight = weight
+    torch.testing.assert_close(module.state_dict(), before)
+
+
+@pytest.mark.parametrize("name", ["cayley", "trivialization"])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_cayley_and_trivialization_reach_both_determinants(name, sign):
+    layer = so.orthogonal(nn.Linear(6, 6, dtype=torch.float64), map=name)
+    for weight in (
+        with_determinant(orthonormal(6, 6, seed=3), sign),
+        sign * torch.eye(6, dtype=torch.float64),
+    ):
+        layer.weight = weight
+        torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "near", [0.0, 1e-30, 1e-16, 1e-9, 1e-4, 1.0], ids=lambda near: f"distance-{near:g}"
+)
+@pytest.mark.parametrize("shape", [(9, 4), (100, 70), (6, 6)])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_vectors_of_any_matrix(near, shape, sign):
+    """Also close to the identity, where q - e_1 would cancel, and for columns -e_j."""
+    noise = gaussian(*shape)
+    point = torch.eye(*shape, dtype=torch.float64)
+    point[:, 0] *= sign
+    basis, triangular = torch.linalg.qr(point + near * noise)
+    point = basis * triangular.diagonal().sign()
+    if shape[0] == shape[1]:
+        point = with_determinant(point, 1.0)
+    vectors = householder_vectors(point)
+    lengths = torch.linalg.vector_norm(vectors, dim=-2)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    torch.testing.assert_close(FORM(vectors), point, rtol=0, atol=1e-13)
+    single = FORM(vectors.float())
+    torch.testing.assert_close(single.double(), point, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("angles", [[0.0, 0.0], [3.14159265358979, 1.0], [3.1415926, -3.1415926]])
+def test_matrix_exp_takes_half_turns_and_repeated_angles(angles):
+    rotation = torch.block_diag(
+        *(torch.tensor([[c, -s], [s, c]]) for c, s in _circle([*angles, angles[1], 0.5]))
+    ).double()
+    basis = orthonormal(8, 8)
+    weight = basis @ rotation @ basis.mT
+    weight = torch.linalg.qr(weight).Q * torch.linalg.qr(weight).R.diagonal().sign()
+    layer = so.orthogonal(nn.Linear(8, 8, dtype=torch.float64), map="matrix_exp")
+    layer.weight = weight
+    torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-6)
+
+
+def _circle(angles):
+    values = torch.tensor(angles, dtype=torch.float64)
+    return zip(values.cos().tolist(), values.sin().tolist(), strict=True)
+
+
+def test_few_reflections_are_found_again_and_others_refused():
+    case = MAPS["cwy-few"]
+    module = case.registered()
+    rotation = with_determinant(orthonormal(6, 6), 1.0)
+    with pytest.raises(ValueError, match=r"a product of 2 reflections.*assigned to CWY"):
+        module.weight = rotation
+    module.weight = torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(module.weight, torch.eye(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["urnn", "eurnn"])
+def test_unitary_products_have_no_way_back(name):
+    module = MAPS[name].registered()
+    with pytest.raises(ValueError, match="`weight` must be set through the free tensors"):
+        module.weight = module.weight.detach()
+
+
+def test_own_refuses_columns_with_a_mean():
+    module = MAPS["own-tall"].registered()
+    with pytest.raises(ValueError, match="that sum to zero to be assigned to OWN"):
+        module.weight = orthonormal(6, 3)
+
+
+def test_trivialization_moves_its_base_and_not_its_point():
+    module = MAPS["trivialization-often"].registered()
+    (map_,) = module.parametrizations.weight
+    original = module.parametrizations.weight.original
+    bases = [map_.base.clone()]
+    for step in range(1, 7):
+        move(module, 0.1, seed=step)
+        with torch.no_grad():
+            expected = module.eval().weight.clone()
+        found = module.train().weight
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+        assert (original.abs().max() == 0) == (step % 2 == 0)
+        bases.append(map_.base.clone())
+    changed = [not torch.equal(*pair) for pair in zip(bases[1:], bases[:-1], strict=True)]
+    assert changed == [False, True] * 3
+
+
+def test_trivialization_with_no_step_in_between_keeps_its_base():
+    module = MAPS["trivialization-often"].registered()
+    move(module)
+    base = module.parametrizations.weight[0].base.clone()
+    total = sum(module.weight.sum() for _ in range(5))
+    total.backward()
+    assert torch.equal(module.parametrizations.weight[0].base, base)
+
+
+def test_generalized_householder_is_a_contraction():
+    layer = nn.Linear(6, 6, bias=False, dtype=torch.float64)
+    parametrize.register_parametrization(layer, "weight", GeneralizedHouseholder(4))
+    assert torch.linalg.matrix_norm(layer.weight, 2) <= 1 + 1e-14
+    layer(torch.ones(6, dtype=torch.float64)).sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in layer.parameters())
+    with pytest.raises(ValueError, match="must be"):
+        layer.weight = torch.eye(6, dtype=torch.float64)
+
+
+def test_modules_map_free_tensors_before_they_are_registered():
+    vectors = gaussian(6, 4)
+    torch.testing.assert_close(Householder()(vectors), CWY()(vectors), rtol=0, atol=1e-14)
+    torch.testing.assert_close(TCWY()(vectors), CWY()(vectors)[:, :4], rtol=0, atol=1e-14)
+    assert OWN()(vectors).shape == MatrixExp()(vectors).shape == (6, 4)
+
+
+# ---- starts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8])
+def test_random_rotations(size, generator):
+    draws = {
+        "henaff": henaff(size, generator=generator, dtype=torch.float64),
+        "exponential": helfrich(size, generator=generator, dtype=torch.float64),
+        "cayley": helfrich(size, through="cayley", generator=generator, dtype=torch.float64),
+    }
+    limits = {"henaff": torch.pi, "exponential": 1.0, "cayley": torch.pi / 2}
+    for name, rotation in draws.items():
+        torch.testing.assert_close(rotation.mT @ rotation, torch.eye(size, dtype=torch.float64))
+        assert torch.linalg.det(rotation).item() == pytest.approx(1.0)
+        angles = torch.atan2(rotation.diagonal(-1)[::2], rotation.diagonal()[: size // 2 * 2 : 2])
+        assert (angles.abs() <= limits[name]).all()
+        assert size < 2 or name == "henaff" or (angles > 0).all()
+
+
+@pytest.mark.parametrize("name", ["cwy", "tcwy", "matrix_exp", "cayley", "trivialization"])
+@pytest.mark.parametrize("start", ["henaff", "helfrich"])
+@pytest.mark.parametrize("size", [6, 7])
+def test_starts_as_in_the_literature(name, start, size):
+    def layer(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return so.orthogonal(nn.Linear(size, size), map=name, start=start, generator=generator)
+
+    weight = layer(0).weight
+    assert so.orthonormality_error(weight) < 1e-5
+    assert torch.equal(weight, layer(0).weight)
+    assert not torch.equal(weight, layer(1).weight)
+    beyond_blocks = weight.detach().clone()
+    for first in range(0, size, 2):
+        beyond_blocks[first : first + 2, first : first + 2] = 0
+    assert beyond_blocks.abs().max() < 1e-5
+
+
+def test_a_start_that_fails_leaves_the_weight():
+    layer = nn.Linear(6, 6)
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match="must not be square"):
+        so.orthogonal(layer, map="own", start="henaff")
+    assert torch.equal(layer.weight, before)
+
+
+# ---- side by side with tagged parameters ---------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parametrized = nn.Linear(8, 8)
+        self.tagged = nn.Linear(8, 6)
+        self.plain = nn.Linear(6, 2)
+        so.orthogonal(self.parametrized, map="cwy")
+        so.constrain(self.tagged)
+
+    def forward(self, x):
+        return self.plain(torch.tanh(self.tagged(torch.tanh(self.parametrized(x)))))
+
+
+@pytest.mark.parametrize("optimizer", [so.StiefelAdam, so.StiefelSGD])
+def test_one_optimizer_trains_parametrized_tagged_and_plain_weights(optimizer, generator):
+    model = Mixed()
+    x = torch.randn(64, 8, generator=generator)
+    y = torch.stack([x[:, 0] * x[:, 1], x[:, 2]], dim=1)
+    rates = {so.StiefelAdam: 1e-2, so.StiefelSGD: 5e-2}
+    stepper = optimizer(so.param_groups(model), lr=rates[optimizer])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = []
+    for _ in range(150):
+        stepper.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        stepper.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert so.orthonormality_error(model.parametrized.weight) < 5e-6
+    assert so.orthonormality_error(model.tagged.weight) < 5e-6
+    assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: so.orthogonal(nn.Linear(3, 3), map="qr"), ValueError, "`map` must be one of"),
+        (lambda: so.orthogonal(nn.Linear(3, 3), "wait"), ValueError, "did you mean weight"),
+        (lambda: so.orthogonal([]), TypeError, "`module` must be a torch.nn.Module"),
+        (lambda: so.orthogonal(nn.Linear(3, 3), "bias"), ValueError, "at least 2 dimensions"),
+        (
+            lambda: so.orthogonal(so.constrain(nn.Linear(3, 3))),
+            ValueError,
+            "`weight` must not be tagged",
+        ),
+        (
+            lambda: so.orthogonal(so.orthogonal(nn.Linear(3, 3))),
+            ValueError,
+            "`name` must be a parameter of this ParametrizedLinear",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), reflections=2),
+            TypeError,
+            "`options of 'tcwy'` must be known, got reflections",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), map="cwy", reflections=4),
+            ValueError,
+            "`reflections` must be at most 3",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 5), map="cwy", reflections=2),
+            ValueError,
+            "`reflections` must be at least 3, the columns of a tall matrix",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), map="cwy", reflections=0),
+            ValueError,
+            "`reflections` must be a positive integer",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), map="own"),
+            ValueError,
+            "`weight` must not be square: OWN",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), map="eurnn"),
+            TypeError,
+            "`weight` must be complex",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 4, dtype=torch.complex64), map="urnn"),
+            ValueError,
+            "`weight` must be square",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 4), start="henaff"),
+            ValueError,
+            "`start` must be None for matrices that are not square",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), start="zeros"),
+            ValueError,
+            "`start` must be one of",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 4), heads=3),
+            ValueError,
+            "`heads of weight` must divide its 4 rows",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3, device="meta")),
+            ValueError,
+            "`weight` must have values",
+        ),
+        (lambda: Trivialization(every=0), ValueError, "`every` must be a positive integer or None"),
+        (lambda: EURNN(layers=0), ValueError, "`layers` must be a positive integer"),
+        (lambda: TCWY(manifold=3), TypeError, "`manifold` must be a Stiefel"),
+        (
+            lambda: TCWY(manifold=so.Stiefel(rows=(0, 2))),
+            ValueError,
+            "`manifold` must have no rows",
+        ),
+        (lambda: henaff(0), ValueError, "`size` must be a positive integer"),
+        (lambda: helfrich(4, through="qr"), ValueError, "`through` must be one of"),
+    ],
+)
+def test_wrong_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
