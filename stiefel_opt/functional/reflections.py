@@ -25,6 +25,8 @@ from stiefel_opt.functional.precision import full_precision, no_autocast, readab
 
 __all__ = ["cwy", "cwy_factors", "generalized_householder", "householder", "tcwy"]
 
+_HALVE = 256  # from this size on a triangle of a product is cheaper than the whole
+
 
 @full_precision
 def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
@@ -159,22 +161,42 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
 
 def _compact(vectors: Tensor, columns: int) -> Tensor:
     """Return the first ``columns`` columns of I - V S^-1 V'."""
-    result: Tensor = _Compact.apply(vectors, columns)[0]  # type: ignore[no-untyped-call]
-    return result
+    batch = vectors.reshape(-1, *vectors.shape[-2:])
+    result: Tensor = _Compact.apply(batch, columns)[0]  # type: ignore[no-untyped-call]
+    return result.reshape(*vectors.shape[:-1], columns)
 
 
 def _solved(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return S and Y = S^-1 V1', V1 the first ``columns`` rows of V."""
-    half_gram = _half_gram(vectors.mH @ vectors)
-    top = vectors.narrow(-2, 0, columns).mH
-    solved: Tensor = torch.linalg.solve_triangular(half_gram, top, upper=True)
-    return half_gram, solved
+    """Return S, its strict lower triangle not to be read, and Y = S^-1 V1'.
+
+    V1 are the first ``columns`` rows of V. Solving from the right is the faster one of the two
+    ways on a CPU, for operands laid out as they are here and below.
+    """
+    half_gram = _upper_product(vectors.mH, vectors)
+    half_gram.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    top = vectors.narrow(-2, 0, columns)
+    solved: Tensor = torch.linalg.solve_triangular(half_gram.mH, top, upper=False, left=False)
+    return half_gram, solved.mH
+
+
+def _upper_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right; of large ones only three quarters, with zeros in the lower left."""
+    size = left.size(-2)
+    if size < _HALVE or len(left) > 1 or torch.is_grad_enabled():
+        return torch.bmm(left, right)
+    half = size // 2
+    result = left.new_empty(1, size, size)
+    torch.mm(left[0, :half], right[0], out=result[0, :half])
+    torch.mm(left[0, half:], right[0, :, half:], out=result[0, half:, half:])
+    result[0, half:, :half] = 0
+    return result
 
 
 class _Compact(torch.autograd.Function):
     r"""Q1 = E - V Y with Y = S^{-1} V_1' and E, V_1 the leading columns of I and rows of V.
 
-    For the gradient G, with :math:`R = S^{-H} V' G` and K = triu(R Y'), its diagonal halved,
+    Batches ``(k, N, L)``. For the gradient G, with :math:`R = S^{-H} V' G` and K = triu(R Y'), its
+    diagonal halved,
 
         dL/dV = V (K + K') - G Y' - [R'; 0],
 
@@ -187,7 +209,8 @@ class _Compact(torch.autograd.Function):
     def forward(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
         half_gram, solved = _solved(vectors, columns)
         _check_lengths(half_gram.diagonal(dim1=-2, dim2=-1).real)
-        result = torch.matmul(vectors, solved).neg_()
+        result = vectors.new_empty(*vectors.shape[:-1], columns)
+        torch.baddbmm(result, vectors, solved, beta=0.0, alpha=-1.0, out=result)
         result.diagonal(dim1=-2, dim2=-1).add_(1)
         return result, half_gram, solved
 
@@ -220,27 +243,28 @@ class _Compact(torch.autograd.Function):
         columns: int,
     ) -> tuple[tuple[Tensor, ...], int]:
         batched = vectors.movedim(in_dims[0], 0) if in_dims[0] is not None else vectors[None]
-        return _Compact.apply(batched, columns), 0  # type: ignore[no-untyped-call]
+        flat = _Compact.apply(batched.flatten(0, -3), columns)  # type: ignore[no-untyped-call]
+        return tuple(part.unflatten(0, batched.shape[:-2]) for part in flat), 0
 
 
 def _pull_back(vectors: Tensor, half_gram: Tensor, solved: Tensor, grad: Tensor) -> Tensor:
     """Return dL/dV of the class above."""
-    back = torch.linalg.solve_triangular(half_gram.mH, vectors.mH @ grad, upper=False)
-    kernel = _half_triangle(back @ solved.mH)
-    result = vectors @ (kernel + kernel.mH) - grad @ solved.mH
-    top = result.narrow(-2, 0, grad.size(-1)) - back.mH
-    rest = result.narrow(-2, grad.size(-1), result.size(-2) - grad.size(-1))
-    return torch.cat([top, rest], dim=-2)
-
-
-def _half_triangle(matrix: Tensor) -> Tensor:
-    """Return the upper triangle with half the diagonal."""
-    return torch.triu(matrix, 1) + torch.diag_embed(matrix.diagonal(dim1=-2, dim2=-1).real / 2)
+    right = torch.bmm(vectors.mH, grad).mH  # G'V in the layout that the solve takes without a copy
+    back = torch.linalg.solve_triangular(half_gram, right, upper=True, left=False)  # R'
+    upper = torch.triu(_upper_product(back.mH, solved.mH))
+    upper.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    result: Tensor = torch.bmm(vectors, upper + upper.mH)
+    if torch.is_grad_enabled():
+        result = torch.baddbmm(result, grad, solved.mH, alpha=-1.0)
+    else:
+        result.baddbmm_(grad, solved.mH, alpha=-1.0)
+    result.narrow(-2, 0, grad.size(-1)).sub_(back)
+    return result
 
 
 def _half_gram(gram: Tensor) -> Tensor:
     """Return S with S + S' = V'V, upper triangular."""
-    return _half_triangle(gram)
+    return torch.triu(gram, 1) + torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) / 2)
 
 
 def _leading_columns(vectors: Tensor, columns: int) -> Tensor:
