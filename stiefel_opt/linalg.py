@@ -369,7 +369,8 @@ def polar_rotation(matrix: Tensor, shrink: Tensor, scale: float | Tensor = 1.0) 
 def exponential(step: Tensor) -> Tensor:
     """Return expm(K) for ``(k, m, m)``, orthogonal for skew K."""
     # For a single matrix torch 2.13 stops the series at an error near 1e-11 in float64.
-    batch = step.expand(2, -1, -1) if step.size(0) == 1 else step
+    alone = step.size(0) == 1 and step.dtype in (torch.float64, torch.complex128)
+    batch = step.expand(2, -1, -1) if alone else step
     rotation: Tensor = torch.linalg.matrix_exp(batch)
     return rotation[: step.size(0)]
 
