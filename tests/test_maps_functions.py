@@ -280,6 +280,19 @@ def test_float32_error_does_not_grow_with_the_number_of_reflections(count, shift
         assert error_of(function(vectors).double()) < 2.5e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [16, 64, 256])
+def test_float32_error_stays_after_a_thousand_steps(count):
+    vectors = gaussian(256, count, dtype=torch.float32).requires_grad_()
+    target = orthonormal(256, 256, seed=1, dtype=torch.float32)
+    optimizer = torch.optim.Adam([vectors], lr=1e-2)
+    for _ in range(1000):
+        optimizer.zero_grad()
+        (cwy(vectors) - target).square().sum().backward()
+        optimizer.step()
+    assert error_of(cwy(vectors).double()) < 1.5e-6
+
+
 def test_functional_transforms():
     vectors = gaussian(4, 6, 3)
 

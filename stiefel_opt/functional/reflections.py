@@ -9,6 +9,11 @@ diagonal from the same Gram matrix keeps its rounding out of the result. Complex
 conjugate transpose. Lengths should lie between 1e-15 and 1e15, as their squares must not under- or
 overflow.
 
+In float32, max abs of Q'Q - I is 1e-7 for L = 16 and 6e-7 for L = N = 256, at a Gaussian start and
+after 1,000 steps of Adam alike. What grows with L is the rounding E of the Gram matrix, which comes
+back as W'EW with W = S^{-1} V'. A diagonal of exactly 1/2 for rounded unit vectors would add to E
+the error of their lengths: twice the error at the vectors of a given matrix.
+
 Reference: Likhosherstov et al., CWY Parametrization (AISTATS 2021, arXiv 2004.08675).
 """
 
