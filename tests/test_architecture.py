@@ -22,7 +22,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "functional": {"linalg", "geometry", "_checks"},
     "optim": {*BASE, "linalg", "functional", "distributed"},
     "parametrizations": {*BASE, "functional"},
-    "nn": {"parametrizations", "functional", "manifold", "_checks"},
+    "nn": {*BASE, "constraints", "parametrizations", "functional"},
     "ot": {"optim", "geometry"},
     "integrations": {"optim", "parametrizations", "manifold"},
     "compat": {"optim", "manifold", "_checks"},

@@ -2,6 +2,7 @@
 
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.functional.descent import descend_
+from stiefel_opt.functional.delta import delta_product
 from stiefel_opt.functional.momentum import adam_, metric_parameter, normal_part, sgd_
 from stiefel_opt.functional.own import own
 from stiefel_opt.functional.reflections import (
@@ -25,6 +26,7 @@ __all__ = [
     "cayley_map",
     "cwy",
     "cwy_factors",
+    "delta_product",
     "eurnn",
     "exponential_map",
     "generalized_householder",

@@ -1,0 +1,174 @@
+r"""Linear recurrences whose transition is a product of generalized Householder factors.
+
+Each token turns and shrinks the state by factors :math:`I - b k k^\top` and writes to it. The
+chunk-wise form replaces the loop over tokens by matrix products: inside a chunk all factors are
+multiplied by one triangular solve (the UT transform), and only the states between chunks remain
+sequential.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import fail
+
+__all__ = ["delta_product"]
+
+_FACTORS = 64  # in a chunk, by default: the triangular solves then stay small and well batched
+
+
+def delta_product(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    strengths: Tensor,
+    *,
+    log_gate: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Run the delta rule with ``h`` generalized Householder factors a token, chunk by chunk.
+
+    Token t first scales the state by its gate, then applies its factors, the first key first,
+
+    .. math::
+        S \leftarrow g_t S, \qquad
+        S \leftarrow (I - b_{tj} k_{tj} k_{tj}^\top) S + b_{tj} k_{tj} v_{tj}^\top,
+        \quad j = 1, \dots, h, \qquad o_t = S^\top q_t .
+
+    For keys of unit length, b in [0, 2] and gates in [0, 1] no transition enlarges the state.
+
+    Args:
+        queries: q, shape ``(..., T, d)``.
+        keys: k, shape ``(..., T, h, d)``; used as they are, so normalise them before.
+        values: v, shape ``(..., T, h, e)``.
+        strengths: b, shape ``(..., T, h)``.
+        log_gate: Logarithms of the gates, shape ``(..., T)``, not positive. Default: no gate.
+        state: S before the first token, shape ``(..., d, e)``. Default: zero.
+        chunk_size: Tokens in a chunk; any number gives the same result up to rounding. Default: as
+            many as have 64 factors.
+
+    Returns:
+        The outputs o, ``(..., T, e)``, and the state after the last token, ``(..., d, e)``.
+
+    Raises:
+        ValueError: for shapes that do not fit, or b outside [0, 2] (looked at on a CPU only).
+
+    Note:
+        With R factors in a chunk about T h (2 R + 3 d)(d + e) multiplications in large products
+        and one triangular solve for all chunks at once, then one product of d x d by d x e for
+        each chunk in turn. Half-precision input is computed in float32, where the state stays.
+        Never divides by b.
+
+    Reference:
+        Siems et al., DeltaProduct (2025), arXiv:2502.10297; Yang et al., Parallelizing linear
+        transformers with the delta rule over sequence length (NeurIPS 2024), section 3.
+    """
+    _check(queries, keys, values, strengths, log_gate, state, chunk_size)
+    with torch.autocast(queries.device.type, enabled=False):
+        result_dtype = values.dtype
+        if result_dtype in (torch.float16, torch.bfloat16):
+            queries, keys, values, strengths = (
+                tensor.float() for tensor in (queries, keys, values, strengths)
+            )
+            log_gate = None if log_gate is None else log_gate.float()
+            state = None if state is None else state.float()
+        length, factors, size = keys.shape[-3:]
+        chunk = min(length, chunk_size or max(1, _FACTORS // factors))
+        chunks = math.ceil(length / chunk)
+        if state is None:
+            state = values.new_zeros(*values.shape[:-3], size, values.size(-1), dtype=keys.dtype)
+
+        def cut(tensor: Tensor, dim: int, inner: int) -> Tensor:
+            """Split dimension ``dim`` of ``T inner`` entries into chunks; pad the last with 0."""
+            missing = (chunks * chunk - length) * inner
+            if missing:
+                widths = [0, 0] * (-dim - 1) + [0, missing]
+                tensor = torch.nn.functional.pad(tensor, widths)
+            return torch.unflatten(tensor, dim, (chunks, chunk * inner))
+
+        # (..., chunks, C, d), (..., chunks, C h, d or e); b = 0 in the padding changes nothing.
+        asked = cut(queries, -2, 1)
+        key = cut(keys.flatten(-3, -2), -2, factors)
+        value = cut(values.flatten(-3, -2), -2, factors)
+        strength = cut(strengths.flatten(-2, -1), -1, factors).unsqueeze(-1)
+
+        overlap, attention = key @ key.mT, asked @ key.mT
+        token = torch.arange(chunk, device=key.device)
+        visible = token.unsqueeze(-1) >= token.repeat_interleave(factors)
+        if log_gate is None:
+            decayed_key = written_key = key
+            last: Tensor | float = 1.0
+            attention = attention * visible
+        else:
+            # Decay since the start of the chunk, and from factor s to factor r > s: both <= 1.
+            since = cut(log_gate, -1, 1).cumsum(-1)
+            each = since.repeat_interleave(factors, dim=-1)
+            # Clamped where r < s, which is masked: exp must not overflow there.
+            overlap = overlap * (each.unsqueeze(-1) - each.unsqueeze(-2)).clamp(max=0.0).exp()
+            decay = (since.unsqueeze(-1) - each.unsqueeze(-2)).clamp(max=0.0).exp()
+            attention = attention * (decay * visible)
+            asked = asked * since.exp().unsqueeze(-1)
+            decayed_key = key * each.exp().unsqueeze(-1)
+            written_key = key * (since[..., -1:] - each).exp().unsqueeze(-1)
+            last = since[..., -1, None, None].exp()
+
+        # What each factor writes, u = fresh - seen @ S, from (I + tril(diag(b) KK', -1)) u =
+        # diag(b) (V - K S).
+        both = torch.cat([value, decayed_key], dim=-1) * strength
+        solved = torch.linalg.solve_triangular(
+            strength * overlap, both, upper=False, unitriangular=True
+        )
+        fresh, seen = solved.split([value.size(-1), size], dim=-1)
+
+        # S <- turn S + push, chunk after chunk.
+        identity = torch.eye(size, dtype=key.dtype, device=key.device)
+        turn = last * identity - written_key.mT @ seen
+        push = written_key.mT @ fresh
+        states = [state]
+        for one_turn, one_push in zip(turn.unbind(-3), push.unbind(-3), strict=True):
+            states.append(one_push + one_turn @ states[-1])
+        before = torch.stack(states[:-1], dim=-3)
+        outputs = asked @ before + attention @ (fresh - seen @ before)
+        outputs = outputs.flatten(-3, -2)[..., :length, :]
+        return outputs.to(result_dtype), states[-1]
+
+
+def _check(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    strengths: Tensor,
+    log_gate: Tensor | None,
+    state: Tensor | None,
+    chunk_size: int | None,
+) -> None:
+    if keys.ndim < 3 or 0 in keys.shape[-3:]:
+        raise ValueError(
+            fail("keys", "have shape (..., T, h, d), none of them 0", f"shape {tuple(keys.shape)}")
+        )
+    *lead, length, factors, size = keys.shape
+    width = values.size(-1) if values.ndim else 0
+    expected = {
+        "queries": (queries, (*lead, length, size)),
+        "values": (values, (*lead, length, factors, width)),
+        "strengths": (strengths, (*lead, length, factors)),
+        "log_gate": (log_gate, (*lead, length)),
+        "state": (state, (*lead, size, width)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            condition = f"have shape {shape} for keys of shape {tuple(keys.shape)}"
+            raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ValueError(fail("chunk_size", "be a positive integer or None", repr(chunk_size)))
+    if strengths.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Reading a number makes an accelerator wait, so there the caller is trusted.
+        low, high = (float(end) for end in strengths.detach().aminmax())
+        if not (low >= 0.0 and high <= 2.0):
+            raise ValueError(
+                fail("strengths", "lie in [0, 2]", f"[{low:g}, {high:g}]", "use 2 sigmoid(...)")
+            )

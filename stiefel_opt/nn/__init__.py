@@ -1,0 +1,5 @@
+"""Modules built on the constraints: recurrent networks, convolutions, attention."""
+
+from stiefel_opt.nn.delta import DeltaProduct
+
+__all__ = ["DeltaProduct"]

@@ -1,0 +1,351 @@
+"""The chunk-wise delta product against its loop, its bounds, and what it can track exactly."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, normalize
+
+from stiefel_opt.functional import delta_product
+from stiefel_opt.nn import DeltaProduct
+
+Inputs = dict[str, Tensor]
+
+# leading dimensions, T, h, d, e, chunk size
+SHAPES = {
+    "heads": ((2, 3), 37, 2, 8, 5, 8),
+    "unbatched": ((), 10, 3, 4, 4, None),
+    "whole-chunks": ((1,), 64, 1, 16, 16, 16),
+    "one-token-chunks": ((2,), 5, 2, 6, 3, 1),
+    "one-token": ((2,), 1, 4, 6, 3, None),
+    "more-factors-than-a-chunk": ((), 3, 70, 5, 2, None),
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+every_gate = pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+every_start = pytest.mark.parametrize("start", [False, True], ids=["from-zero", "from-state"])
+
+
+def inputs(
+    shape: str, gate: bool, start: bool, generator: torch.Generator, dtype=torch.float64
+) -> tuple[Inputs, int | None]:
+    lead, length, factors, size, width, chunk = SHAPES[shape]
+
+    def random(*own: int) -> Tensor:
+        return torch.randn(*lead, *own, generator=generator, dtype=torch.float64)
+
+    found = {
+        "queries": random(length, size),
+        "keys": normalize(random(length, factors, size), dim=-1),
+        "values": random(length, factors, width),
+        "strengths": 2.0 * torch.sigmoid(2.0 * random(length, factors)),
+    }
+    if gate:
+        found["log_gate"] = logsigmoid(random(length))
+    if start:
+        found["state"] = random(size, width)
+    return {name: tensor.to(dtype) for name, tensor in found.items()}, chunk
+
+
+def loop(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    strengths: Tensor,
+    log_gate: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition, one factor matrix I - b k k' after the other."""
+    size, width = keys.size(-1), values.size(-1)
+    identity = torch.eye(size, dtype=keys.dtype)
+    if state is None:
+        state = keys.new_zeros(*keys.shape[:-3], size, width)
+    outputs = []
+    for token in range(keys.size(-3)):
+        if log_gate is not None:
+            state = log_gate[..., token, None, None].exp() * state
+        for j in range(keys.size(-2)):
+            key, value = keys[..., token, j, :, None], values[..., token, j, :, None]
+            strength = strengths[..., token, j, None, None]
+            state = (identity - strength * key @ key.mT) @ state + strength * key @ value.mT
+        outputs.append((state.mT @ queries[..., token, :, None]).squeeze(-1))
+    return torch.stack(outputs, dim=-2), state
+
+
+@every_shape
+@every_gate
+@every_start
+def test_equals_the_loop_with_its_gradients(shape, gate, start, generator):
+    arguments, chunk = inputs(shape, gate, start, generator)
+    leaves = [tensor.requires_grad_() for tensor in arguments.values()]
+    found = delta_product(**arguments, chunk_size=chunk)
+    expected = loop(**arguments)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    weights = [torch.randn(part.shape, generator=generator, dtype=part.dtype) for part in found]
+
+    def gradients(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        loss = sum((part * weight).sum() for part, weight in zip(results, weights, strict=True))
+        return torch.autograd.grad(loss, leaves)
+
+    torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=1e-10)
+
+
+@every_gate
+def test_gradients_of_both_orders(gate, generator):
+    lead, length, factors, size, width = (2,), 5, 2, 3, 2
+
+    def random(*own: int) -> Tensor:
+        return torch.randn(*lead, *own, generator=generator, dtype=torch.float64)
+
+    arguments = [
+        random(length, size),
+        random(length, factors, size),
+        random(length, factors, width),
+    ]
+    arguments += [torch.sigmoid(random(length, factors)), random(size, width)]
+    arguments += [logsigmoid(random(length))] if gate else []
+
+    def function(queries, keys, values, strengths, state, log_gate=None):
+        return delta_product(
+            queries, keys, values, strengths, log_gate=log_gate, state=state, chunk_size=2
+        )
+
+    leaves = [tensor.requires_grad_() for tensor in arguments]
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precisions_stay_close_and_keep_a_float32_state(dtype, generator):
+    arguments, _ = inputs("heads", True, True, generator, dtype)
+    outputs, state = delta_product(**arguments)
+    exact, exact_state = delta_product(**{name: t.double() for name, t in arguments.items()})
+    assert outputs.dtype == dtype
+    assert state.dtype == torch.float32
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(outputs.double(), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state.double(), exact_state, rtol=1e-5, atol=1e-5)
+
+
+def test_extreme_gates_do_not_overflow(generator):
+    arguments, _ = inputs("heads", True, True, generator, torch.float32)
+    arguments["log_gate"] = 40.0 * arguments["log_gate"]  # products below the smallest float32
+    leaves = [tensor.requires_grad_() for tensor in arguments.values()]
+    outputs, state = delta_product(**arguments, chunk_size=37)
+    gradients = torch.autograd.grad(outputs.sum() + state.sum(), leaves)
+    assert all(bool(tensor.isfinite().all()) for tensor in (outputs, state, *gradients))
+
+
+def test_no_transition_enlarges_the_state(generator):
+    arguments, _ = inputs("heads", True, True, generator)
+    arguments["values"] = torch.zeros_like(arguments["values"])
+    start, _, norms = arguments["state"], None, []
+    for token in range(SHAPES["heads"][1]):
+        part = {
+            name: tensor.narrow(2, token, 1) if name != "state" else tensor
+            for name, tensor in arguments.items()
+        }
+        _, arguments["state"] = delta_product(**part)
+        norms.append(torch.linalg.matrix_norm(arguments["state"], ord=2))
+    first = torch.linalg.matrix_norm(start, ord=2)
+    for before, after in itertools.pairwise([first, *norms]):
+        assert bool((after <= before * (1 + 1e-14)).all())
+
+
+def test_writing_adds_at_most_the_length_of_what_is_written(generator):
+    arguments, chunk = inputs("heads", True, True, generator)
+    _, state = delta_product(**arguments, chunk_size=chunk)
+    written = arguments["strengths"] * torch.linalg.vector_norm(arguments["values"], dim=-1)
+    bound = torch.linalg.matrix_norm(arguments["state"], ord=2) + written.sum(dim=(-2, -1))
+    assert bool((torch.linalg.matrix_norm(state, ord=2) <= bound).all())
+
+
+def test_reflections_keep_every_singular_value_over_many_tokens(generator):
+    length, size = 5000, 8
+    keys = normalize(torch.randn(length, 2, size, generator=generator), dim=-1)
+    start = torch.randn(size, size, generator=generator)
+    _, state = delta_product(
+        torch.zeros(length, size),
+        keys,
+        torch.zeros(length, 2, size),
+        torch.full((length, 2), 2.0),
+        state=start,
+    )
+    torch.testing.assert_close(
+        torch.linalg.svdvals(state), torch.linalg.svdvals(start), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(("things", "factors"), [(2, 1), (3, 2), (5, 4)], ids=["Z2", "S3", "S5"])
+def test_factors_track_permutations_of_one_thing_more(things, factors, generator):
+    """A permutation of n things is at most n - 1 transpositions, each one reflection."""
+    length = 300
+    permutations = list(itertools.permutations(range(things)))
+    drawn = torch.randint(len(permutations), (length,), generator=generator)
+    keys = torch.zeros(length, factors, things, dtype=torch.float64)
+    strengths = torch.zeros(length, factors, dtype=torch.float64)
+    tracked, expected = torch.arange(things), []
+    for token, index in enumerate(drawn.tolist()):
+        order, used = list(permutations[index]), 0
+        tracked = tracked[order]
+        expected.append(tracked)
+        arranged = list(range(things))  # sorted towards `order` by swaps
+        for place in range(things):
+            other = arranged.index(order[place])
+            if other != place:
+                arranged[place], arranged[other] = arranged[other], arranged[place]
+                keys[token, used, place], keys[token, used, other] = 0.5**0.5, -(0.5**0.5)
+                strengths[token, used] = 2.0
+                used += 1
+    things_as_state = torch.arange(things, dtype=torch.float64).unsqueeze(-1)
+    values = torch.zeros(length, factors, 1, dtype=torch.float64)
+    found = [
+        delta_product(
+            torch.eye(things, dtype=torch.float64)[place].expand(length, -1),
+            keys,
+            values,
+            strengths,
+            state=things_as_state,
+        )[0]
+        for place in range(things)
+    ]
+    error = torch.cat(found, dim=-1) - torch.stack(expected)
+    assert float(error.abs().max()) < 1e-10
+
+
+# ---- the module --------------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "gate": {"gate": True},
+    "heads": {"num_heads": 3, "bias": True, "chunk_size": 4},
+    "sizes": {"num_heads": 2, "num_factors": 3, "head_dim": 5, "value_dim": 2, "gate": True},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def module(options: dict[str, object]) -> DeltaProduct:
+    return DeltaProduct(12, **options).double()  # type: ignore[arg-type]
+
+
+@every_option
+def test_module_runs_token_by_token_and_without_batch_alike(options, generator):
+    layer = module(options)
+    tokens = torch.randn(2, 9, 12, generator=generator, dtype=torch.float64)
+    outputs, state = layer(tokens)
+    assert outputs.shape == tokens.shape
+    assert state.shape == (2, layer.num_heads, layer.head_dim, layer.value_dim)
+    one_by_one, carried = [], None
+    for token in tokens.unbind(1):
+        output, carried = layer(token.unsqueeze(1), carried)
+        one_by_one.append(output)
+    torch.testing.assert_close(torch.cat(one_by_one, dim=1), outputs)
+    torch.testing.assert_close(carried, state)
+    torch.testing.assert_close(layer(tokens[1]), (outputs[1], state[1]))
+
+
+@every_option
+def test_module_is_causal_and_trains_every_parameter(options, generator):
+    layer = module(options)
+    tokens = torch.randn(2, 9, 12, generator=generator, dtype=torch.float64)
+    changed = tokens.clone()
+    changed[:, 5:] += 1.0
+    assert torch.equal(layer(tokens)[0][:, :5], layer(changed)[0][:, :5])
+    layer(tokens)[0].square().sum().backward()
+    assert all(bool(parameter.grad.any()) for parameter in layer.parameters())
+
+
+def test_module_survives_zero_tokens():
+    layer = DeltaProduct(8, 2, gate=True)
+    tokens = torch.zeros(1, 4, 8, requires_grad=True)
+    outputs, state = layer(tokens)
+    (outputs.sum() + state.sum()).backward()
+    assert bool(tokens.grad.isfinite().all())
+    assert not bool(outputs.any())
+
+
+def test_module_under_autocast_keeps_the_state_in_float32(generator):
+    layer = DeltaProduct(8, 2)
+    tokens = torch.randn(2, 6, 8, generator=generator)
+    exact, exact_state = layer(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs, state = layer(tokens)
+    assert state.dtype == torch.float32
+    torch.testing.assert_close(state, exact_state, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(outputs.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+def test_one_layer_learns_parity_and_keeps_it_on_longer_input(generator):
+    """One factor of strength 2 flips the sign of the state: that is all parity needs."""
+
+    class Parity(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(3, 8)
+            self.recurrence = DeltaProduct(8, num_factors=1)
+            self.readout = nn.Linear(8, 2)
+
+        def forward(self, bits: Tensor) -> Tensor:
+            start = torch.full_like(bits[:, :1], 2)  # a token that may write what is flipped later
+            mixed, _ = self.recurrence(self.embedding(torch.cat([start, bits], dim=1)))
+            return self.readout(mixed[:, 1:])
+
+    torch.manual_seed(1)
+    model = Parity()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(400):
+        bits = torch.randint(2, (64, 16), generator=generator)
+        loss = nn.functional.cross_entropy(model(bits).mT, bits.cumsum(1) % 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    bits = torch.randint(2, (64, 64), generator=generator)
+    right = model(bits).argmax(-1) == bits.cumsum(1) % 2
+    assert float(right.double().mean()) > 0.99
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"strengths": torch.full((4, 2), 2.5)}, r"`strengths` must lie in \[0, 2\], got \[2.5"),
+        ({"strengths": torch.full((4, 2), -0.1)}, r"`strengths` must lie in \[0, 2\]"),
+        ({"strengths": torch.full((4, 2), torch.nan)}, r"`strengths` must lie in \[0, 2\]"),
+        ({"strengths": torch.ones(4)}, r"`strengths` must have shape \(4, 2\)"),
+        ({"queries": torch.ones(4, 5)}, r"`queries` must have shape \(4, 3\)"),
+        ({"values": torch.ones(4, 5)}, r"`values` must have shape \(4, 2, 5\)"),
+        ({"log_gate": torch.zeros(3)}, r"`log_gate` must have shape \(4,\)"),
+        ({"state": torch.zeros(3, 6)}, r"`state` must have shape \(3, 5\)"),
+        ({"keys": torch.zeros(4, 3)}, r"`keys` must have shape \(..., T, h, d\)"),
+        ({"keys": torch.zeros(0, 2, 3)}, r"`keys` must have shape \(..., T, h, d\), none"),
+        ({"chunk_size": 0}, r"`chunk_size` must be a positive integer or None, got 0"),
+    ],
+)
+def test_wrong_input_is_named(change, message):
+    good = {
+        "queries": torch.ones(4, 3),
+        "keys": torch.ones(4, 2, 3),
+        "values": torch.ones(4, 2, 5),
+        "strengths": torch.ones(4, 2),
+    }
+    with pytest.raises(ValueError, match=message):
+        delta_product(**{**good, **change})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 5}, "`num_heads` must divide embed_dim = 12, got 5"),
+        ({"num_factors": 0}, "`num_factors` must be a positive integer, got 0"),
+        ({"head_dim": 2.0}, "`head_dim` must be a positive integer, got 2.0"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        DeltaProduct(12, **options)
+    with pytest.raises(ValueError, match=r"`input` must have shape \(..., T, 12\) with T > 0"):
+        DeltaProduct(12)(torch.zeros(3, 4))
