@@ -1,5 +1,6 @@
 """Modules built on the constraints: recurrent networks, convolutions, attention."""
 
+from stiefel_opt.nn.attention import MultiheadAttention
 from stiefel_opt.nn.delta import DeltaProduct
 
-__all__ = ["DeltaProduct"]
+__all__ = ["DeltaProduct", "MultiheadAttention"]

@@ -1,0 +1,110 @@
+"""Multi-head attention whose query and key weights are orthonormal."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.constraints import constrain
+
+__all__ = ["MultiheadAttention"]
+
+_TRAINABLE = (torch.float32, torch.float64)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    r"""``nn.MultiheadAttention`` with the query and key weights on the Stiefel manifold.
+
+    For embedding width E and H heads of width d = E / H:
+
+    - ``"within"``: each head's weights :math:`W_Q^h, W_K^h` are in St(E, d), so that no head
+      measures the same direction twice;
+    - ``"across"``: the heads side by side, :math:`W_Q, W_K`, are in St(E, E), so that no two heads
+      do either.
+
+    Values, outputs and biases are plain. Train the weights with an optimizer of this package:
+    they are tagged as by :func:`stiefel_opt.constrain`.
+
+    Args:
+        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype: As in ``nn.MultiheadAttention``.
+        constraint: ``"within"``, ``"across"`` or None for none.
+
+    Raises:
+        ValueError: for any other constraint, or heads that do not divide ``embed_dim``.
+
+    Note:
+        Parameters and results are those of ``nn.MultiheadAttention``, so its state_dict loads. The
+        start value, and what is loaded, is replaced by the nearest orthonormal matrices; what is
+        orthonormal already stays bit for bit. A module converted to half precision, for
+        inference, takes what is loaded as it is.
+
+    Reference:
+        Kong, Wang & Tao (ICLR 2023), table 1.
+    """
+
+    constraint: str | None = None  # while the base class draws its start value
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        constraint: Literal["within", "across"] | None = "within",
+    ) -> None:
+        if constraint is not None:
+            check_choice("constraint", constraint, ("within", "across"))
+        if embed_dim % num_heads:
+            raise ValueError(fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads))
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.constraint = constraint
+        self._constrain()
+        self.register_load_state_dict_post_hook(_constrain_loaded)  # type: ignore[no-untyped-call]
+
+    @override
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        self._constrain()
+
+    def _constrain(self) -> None:
+        """Tag the query and key weights, and project what is off the manifold."""
+        if self.constraint is None:
+            return
+        heads = self.num_heads if self.constraint == "within" else 1
+        if self.in_proj_weight is not None:
+            width = self.embed_dim
+            rows = ((0, width), (width, 2 * width))
+            constrain(self, "in_proj_weight", rows=rows, heads=heads)
+        else:
+            constrain(self, "q_proj_weight", heads=heads)
+            constrain(self, "k_proj_weight", heads=heads)
+
+
+def _constrain_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa: ARG001
+    if isinstance(module, MultiheadAttention) and module.out_proj.weight.dtype in _TRAINABLE:
+        module._constrain()
