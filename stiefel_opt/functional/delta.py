@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
+from stiefel_opt.functional.precision import no_autocast, readable
 
 __all__ = ["delta_product"]
 
@@ -68,7 +69,7 @@ def delta_product(
         transformers with the delta rule over sequence length (NeurIPS 2024), section 3.
     """
     _check(queries, keys, values, strengths, log_gate, state, chunk_size)
-    with torch.autocast(queries.device.type, enabled=False):
+    with no_autocast(values):
         result_dtype = values.dtype
         if result_dtype in (torch.float16, torch.bfloat16):
             queries, keys, values, strengths = (
@@ -165,10 +166,9 @@ def _check(
             raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(fail("chunk_size", "be a positive integer or None", repr(chunk_size)))
-    if strengths.device.type == "cpu" and not torch.compiler.is_compiling():
-        # Reading a number makes an accelerator wait, so there the caller is trusted.
-        low, high = (float(end) for end in strengths.detach().aminmax())
-        if not (low >= 0.0 and high <= 2.0):
-            raise ValueError(
-                fail("strengths", "lie in [0, 2]", f"[{low:g}, {high:g}]", "use 2 sigmoid(...)")
-            )
+    found = readable(strengths)  # on an accelerator a look would wait for it
+    if found is not None and not bool(((found >= 0.0) & (found <= 2.0)).all()):
+        low, high = float(found.min()), float(found.max())
+        raise ValueError(
+            fail("strengths", "lie in [0, 2]", f"[{low:g}, {high:g}]", "use 2 sigmoid(...)")
+        )

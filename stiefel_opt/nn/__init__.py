@@ -2,5 +2,6 @@
 
 from stiefel_opt.nn.attention import MultiheadAttention
 from stiefel_opt.nn.delta import DeltaProduct
+from stiefel_opt.nn.rnn import OrthogonalRNN
 
-__all__ = ["DeltaProduct", "MultiheadAttention"]
+__all__ = ["DeltaProduct", "MultiheadAttention", "OrthogonalRNN"]

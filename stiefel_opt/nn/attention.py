@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.constraints import constrain
+from stiefel_opt.nn._transition import keep_on_load
 
 __all__ = ["MultiheadAttention"]
-
-_TRAINABLE = (torch.float32, torch.float64)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -84,7 +83,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         self.constraint = constraint
         self._constrain()
-        self.register_load_state_dict_post_hook(_constrain_loaded)  # type: ignore[no-untyped-call]
+        keep_on_load(self)
 
     @override
     def _reset_parameters(self) -> None:
@@ -103,8 +102,3 @@ class MultiheadAttention(nn.MultiheadAttention):
         else:
             constrain(self, "q_proj_weight", heads=heads)
             constrain(self, "k_proj_weight", heads=heads)
-
-
-def _constrain_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa: ARG001
-    if isinstance(module, MultiheadAttention) and module.out_proj.weight.dtype in _TRAINABLE:
-        module._constrain()

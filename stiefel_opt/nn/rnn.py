@@ -1,0 +1,250 @@
+"""The simple recurrent network with an orthogonal transition."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from typing_extensions import override
+
+from stiefel_opt._checks import check_choice, check_flag, check_range, fail
+from stiefel_opt.functional.precision import no_autocast
+from stiefel_opt.functional.rollout import NONLINEARITIES, rollout
+from stiefel_opt.geometry import random_point
+from stiefel_opt.nn._transition import factors_or_matrix, keep_on_load, set_transition
+
+__all__ = ["OrthogonalRNN"]
+
+
+class OrthogonalRNN(nn.Module):
+    r"""``nn.RNN`` with an orthogonal transition: the state neither explodes nor fades linearly.
+
+    .. math::
+        h_t = \sigma(W_{ih} x_t + b_{ih} + Q h_{t-1} + b_{hh}), \qquad Q^\top Q = I
+
+    Args:
+        input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device,
+            dtype: As in ``nn.RNN``.
+        nonlinearity: ``"tanh"``, ``"relu"``, ``"abs"`` (keeps the norm exactly) or ``"modrelu"``,
+            sign(z) relu(|z| + b) with a learned b for each unit.
+        transition: How Q is kept orthogonal: ``"tagged"`` for an optimizer of this package; the
+            name of a map of :func:`stiefel_opt.orthogonal` for any optimizer; None leaves it free.
+        generator: Source of the random start of Q, uniform among the orthogonal matrices. Default:
+            torch's global one. The other weights start as in ``nn.RNN``.
+        options: Of the transition, such as ``reflections=128`` for ``"cwy"``.
+
+    Raises:
+        ValueError: for unknown names, sizes below 1, and input that does not fit.
+
+    Note:
+        Parameters are called as in ``nn.RNN``, with ``threshold_l0`` and so on for modrelu. The
+        products of the input are formed for all steps at once, and the backward is written by hand,
+        see :func:`stiefel_opt.functional.rollout`. With ``"cwy"`` and L < N reflections a step
+        multiplies by U and S^-1 U' (4 N L flops a row) and Q is never formed; otherwise Q is formed
+        once a call. Packed sequences are padded, so their cost is that of the longest. Under
+        autocast, and for weights in half precision, the recurrence runs in float32.
+
+    Reference:
+        Likhosherstov et al. (AISTATS 2021), section 3.1; Helfrich, Willmott & Ye (ICML 2018).
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        transition: str | None = "cwy",
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
+        for name, value in sizes.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(fail(name, "be a positive integer", repr(value)))
+        flags = {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}
+        for name, flag in flags.items():
+            check_flag(name, flag)
+        check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
+        check_range("dropout", dropout, 0.0, math.nextafter(1.0, 2.0))
+        if dropout and num_layers == 1:
+            warnings.warn("dropout acts between layers, and there is only one", stacklevel=2)
+        self.input_size = input_size
+        self.hidden_size = hidden_size
+        self.num_layers = num_layers
+        self.nonlinearity = nonlinearity
+        self.bias = bias
+        self.batch_first = batch_first
+        self.dropout = float(dropout)
+        self.bidirectional = bidirectional
+        self.transition = transition
+        directions = 2 if bidirectional else 1
+        for layer in range(num_layers):
+            width = input_size if layer == 0 else directions * hidden_size
+            for suffix in self._suffixes(layer):
+                self._build(width, suffix, device, dtype, generator)
+                name = f"weight_hh{suffix}"
+                set_transition(self, name, transition, generator=generator, **options)
+        keep_on_load(self)
+
+    def _build(
+        self,
+        width: int,
+        suffix: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Create the parameters of one direction of one layer, as nn.RNN but for Q."""
+        size, bound = self.hidden_size, self.hidden_size**-0.5
+
+        def uniform(*shape: int) -> nn.Parameter:
+            start = torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound)
+            return nn.Parameter(start)
+
+        setattr(self, f"weight_ih{suffix}", uniform(size, width))
+        start = random_point(size, size, generator=generator, dtype=dtype, device=device)
+        setattr(self, f"weight_hh{suffix}", nn.Parameter(start))
+        if self.bias:
+            setattr(self, f"bias_ih{suffix}", uniform(size))
+            setattr(self, f"bias_hh{suffix}", uniform(size))
+        if self.nonlinearity == "modrelu":
+            threshold = torch.empty(size, device=device, dtype=dtype).uniform_(-0.01, 0.01)
+            setattr(self, f"threshold{suffix}", nn.Parameter(threshold))
+
+    def _suffixes(self, layer: int) -> list[str]:
+        return [f"_l{layer}", f"_l{layer}_reverse"][: 2 if self.bidirectional else 1]
+
+    @overload
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: Tensor | None = None
+    ) -> tuple[PackedSequence, Tensor]: ...
+    @override
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """Return the outputs of the last layer and the last hidden state of every layer.
+
+        Args:
+            input: ``(T, batch, input_size)``, ``(batch, T, input_size)`` with ``batch_first``,
+                ``(T, input_size)`` without batch, or a packed sequence.
+            hx: First hidden state, ``(directions * num_layers, batch, hidden_size)`` or without
+                batch. Default: zero.
+
+        Returns:
+            Outputs like ``input`` with ``directions * hidden_size`` columns, and the last hidden
+            states shaped as ``hx``.
+        """
+        if isinstance(input, PackedSequence):
+            return self._packed(input, hx)
+        if input.ndim not in (2, 3) or input.size(-1) != self.input_size or 0 in input.shape:
+            condition = f"have 2 or 3 dimensions, none of them 0, the last {self.input_size}"
+            raise ValueError(fail("input", condition, f"shape {tuple(input.shape)}"))
+        if input.ndim == 2:
+            start = self._start(input, hx, ()).unsqueeze(1)
+            outputs, last = self._layers(input.unsqueeze(1), start, None)
+            return outputs.squeeze(1), last.squeeze(1)
+        steps = input.transpose(0, 1) if self.batch_first else input
+        outputs, last = self._layers(steps, self._start(input, hx, (steps.size(1),)), None)
+        return (outputs.transpose(0, 1) if self.batch_first else outputs), last
+
+    def _packed(self, given: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
+        if given.data.size(-1) != self.input_size:
+            condition = f"have {self.input_size} columns"
+            raise ValueError(fail("input", condition, f"shape {tuple(given.data.shape)}"))
+        # Longest first, as the data are; the hidden states come and go in the caller's order.
+        steps, lengths = pad_packed_sequence(PackedSequence(given.data, given.batch_sizes))
+        start = self._start(given.data, hx, (len(lengths),))
+        if hx is not None and given.sorted_indices is not None:
+            start = start.index_select(1, given.sorted_indices)
+        outputs, last = self._layers(steps, start, lengths)
+        data = pack_padded_sequence(outputs, lengths).data
+        if given.unsorted_indices is not None:
+            last = last.index_select(1, given.unsorted_indices)
+        packed = (data, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
+        return PackedSequence(*packed), last
+
+    def _start(self, given: Tensor, hx: Tensor | None, batch: tuple[int, ...]) -> Tensor:
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        shape = (count, *batch, self.hidden_size)
+        if hx is None:
+            return torch.zeros(shape, dtype=given.dtype, device=given.device)
+        if tuple(hx.shape) != shape:
+            raise ValueError(fail("hx", f"have shape {shape}", f"shape {tuple(hx.shape)}"))
+        return hx
+
+    def _layers(
+        self, steps: Tensor, start: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run all layers on ``(T, batch, .)``; ``lengths`` says where padding begins."""
+        dtype, last = steps.dtype, []
+        starts = iter(start.unbind())
+        for layer in range(self.num_layers):
+            if layer and self.dropout:
+                steps = nn.functional.dropout(steps, self.dropout, self.training)
+            outputs = []
+            for suffix in self._suffixes(layer):
+                backwards = suffix.endswith("reverse")
+                entering = _reversed(steps, lengths) if backwards else steps
+                hidden = self._direction(entering, next(starts), suffix).to(dtype)
+                last.append(_last(hidden, lengths))
+                outputs.append(_reversed(hidden, lengths) if backwards else hidden)
+            steps = torch.cat(outputs, dim=-1) if self.bidirectional else outputs[0]
+        return steps, torch.stack(last)
+
+    def _direction(self, steps: Tensor, start: Tensor, suffix: str) -> Tensor:
+        bias = None
+        if self.bias:
+            bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}")
+        inputs = nn.functional.linear(steps, getattr(self, f"weight_ih{suffix}"), bias)
+        with no_autocast(steps):
+            transition = factors_or_matrix(self, f"weight_hh{suffix}")
+            dtype = transition[0].dtype
+            threshold = getattr(self, f"threshold{suffix}", None)
+            return rollout(
+                inputs.to(dtype),
+                start.to(dtype),
+                transition if len(transition) == 2 else transition[0],
+                nonlinearity=self.nonlinearity,
+                threshold=None if threshold is None else threshold.to(dtype),
+            )
+
+    @override
+    def extra_repr(self) -> str:
+        return (
+            f"{self.input_size}, {self.hidden_size}, num_layers={self.num_layers}, "
+            f"nonlinearity={self.nonlinearity!r}, transition={self.transition!r}, "
+            f"bias={self.bias}, batch_first={self.batch_first}, dropout={self.dropout}, "
+            f"bidirectional={self.bidirectional}"
+        )
+
+
+def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:
+    """Turn each sequence round within its length; the padding stays where it is."""
+    if lengths is None:
+        return steps.flip(0)
+    time = torch.arange(len(steps)).unsqueeze(-1)
+    order = torch.where(time < lengths, lengths - 1 - time, time).to(steps.device)
+    return steps.gather(0, order.unsqueeze(-1).expand_as(steps))
+
+
+def _last(hidden: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return the hidden state after the last step of each sequence."""
+    if lengths is None:
+        return hidden[-1]
+    final = (lengths - 1).to(hidden.device)[None, :, None]
+    return hidden.gather(0, final.expand(1, -1, hidden.size(-1))).squeeze(0)

@@ -1,0 +1,343 @@
+"""The orthogonal RNN: torch's module with any transition, and the laws of an orthogonal one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+import stiefel_opt as so
+from stiefel_opt.functional.rollout import NONLINEARITIES, rollout
+from stiefel_opt.geometry import random_point
+from stiefel_opt.nn import OrthogonalRNN
+
+INPUT, HIDDEN, STEPS, BATCH = 3, 6, 7, 4
+
+TRANSITIONS: dict[str, dict[str, Any]] = {"tagged": {"transition": "tagged"}}
+every_transition = pytest.mark.parametrize("options", TRANSITIONS.values(), ids=TRANSITIONS)
+every_nonlinearity = pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "relu": {"nonlinearity": "relu", "bias": False},
+    "batch-first": {"batch_first": True},
+    "layers": {"num_layers": 3},
+    "both-ways": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+}
+every_convention = pytest.mark.parametrize("options", CONVENTIONS.values(), ids=CONVENTIONS)
+
+
+def twins(**options: Any) -> tuple[OrthogonalRNN, nn.RNN]:
+    """A network without constraint and torch's with the same weights."""
+    theirs = nn.RNN(INPUT, HIDDEN, **options).double()
+    ours = OrthogonalRNN(INPUT, HIDDEN, transition=None, **options).double()
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def start(module: nn.RNN, generator: torch.Generator, *batch: int) -> Tensor:
+    count = module.num_layers * (2 if module.bidirectional else 1)
+    return torch.randn(count, *batch, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def assert_same_training(ours: nn.Module, theirs: nn.Module, ours_out: Any, theirs_out: Any):
+    """Same results, and same gradients of a loss of both of them."""
+    torch.testing.assert_close(ours_out, theirs_out, rtol=0, atol=1e-12)
+    for out in (ours_out, theirs_out):
+        sum(
+            (part * torch.arange(part.numel()).view_as(part).cos()).sum() for part in out
+        ).backward()
+    named = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, named[name].grad, rtol=0, atol=1e-12)
+
+
+# ---- the conventions of nn.RNN -----------------------------------------------------------------
+
+
+@every_convention
+@pytest.mark.parametrize("given", [True, False], ids=["with-start", "from-zero"])
+def test_results_and_gradients_are_those_of_torch(options, given, generator):
+    ours, theirs = twins(**options)
+    shape = (BATCH, STEPS) if options.get("batch_first") else (STEPS, BATCH)
+    inputs = torch.randn(*shape, INPUT, generator=generator, dtype=torch.float64)
+    hx = start(theirs, generator, BATCH) if given else None
+    assert_same_training(ours, theirs, ours(inputs, hx), theirs(inputs, hx))
+
+
+@every_convention
+def test_without_batch_as_torch(options, generator):
+    ours, theirs = twins(**options)
+    inputs = torch.randn(STEPS, INPUT, generator=generator, dtype=torch.float64)
+    hx = start(theirs, generator)
+    assert_same_training(ours, theirs, ours(inputs, hx), theirs(inputs, hx))
+    torch.testing.assert_close(ours(inputs), theirs(inputs))
+
+
+@every_convention
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pytest.mark.parametrize("given", [True, False], ids=["with-start", "from-zero"])
+def test_packed_sequences_as_torch(options, enforce_sorted, given, generator):
+    ours, theirs = twins(**options)
+    lengths = (7, 5, 5, 1) if enforce_sorted else (2, 7, 1, 4)
+    sequences = [torch.randn(n, INPUT, generator=generator, dtype=torch.float64) for n in lengths]
+    packed = pack_sequence(sequences, enforce_sorted=enforce_sorted)
+    hx = start(theirs, generator, len(lengths)) if given else None
+    found, expected = ours(packed, hx), theirs(packed, hx)
+    assert type(found[0]) is type(expected[0])
+    for mine, yours in zip(found[0][1:], expected[0][1:], strict=True):
+        assert (mine is None and yours is None) or torch.equal(mine, yours)
+    assert_same_training(ours, theirs, (found[0].data, found[1]), (expected[0].data, expected[1]))
+
+
+def test_dropout_between_layers_only_in_training(generator):
+    ours, theirs = twins(num_layers=2, dropout=0.5)
+    inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(ours.eval()(inputs), theirs.eval()(inputs))
+    ours.train()
+    first, second = ours(inputs), ours(inputs)
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[1][0], second[1][0])  # the first layer comes before the dropout
+    always, _ = twins(num_layers=2, dropout=1.0)
+    expected = copy.deepcopy(always)
+    expected.weight_ih_l1.data.zero_()
+    torch.testing.assert_close(always(inputs), expected.eval()(inputs))
+    with pytest.warns(UserWarning, match="dropout acts between layers"):
+        OrthogonalRNN(INPUT, HIDDEN, dropout=0.5, transition=None)
+
+
+def test_parameters_are_called_and_start_as_in_torch():
+    options = {"num_layers": 2, "bidirectional": True}
+    ours = OrthogonalRNN(INPUT, HIDDEN, transition="tagged", **options)
+    theirs = nn.RNN(INPUT, HIDDEN, **options)
+    shapes = {name: p.shape for name, p in ours.named_parameters()}
+    assert shapes == {name: p.shape for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert "weight_hh" in name or float(parameter.abs().max()) <= HIDDEN**-0.5 * (1 + 1e-6)
+
+
+# ---- the loop ----------------------------------------------------------------------------------
+
+
+def plain(inputs, hidden, left, right, nonlinearity, threshold):
+    """The definition, step by step."""
+    function = {
+        "tanh": torch.tanh,
+        "relu": torch.relu,
+        "abs": torch.abs,
+        "modrelu": lambda z: z.sgn() * (z.abs() + threshold).relu(),
+    }[nonlinearity]
+    outputs = []
+    for entering in inputs:
+        turn = left if right is None else torch.eye(len(left)) - right.mT @ left.mT
+        hidden = function(entering + hidden @ turn.mT)
+        outputs.append(hidden)
+    return torch.stack(outputs)
+
+
+def arguments(
+    factors: bool, nonlinearity: str, generator: torch.Generator, dtype=torch.float64, steps=5
+) -> list[Tensor | None]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    left = random(4, 2 if factors else 4)
+    right = random(2, 4) if factors else None
+    threshold = None
+    if nonlinearity == "modrelu":
+        real = torch.float32 if dtype == torch.complex64 else torch.float64
+        threshold = torch.randn(4, generator=generator, dtype=real).requires_grad_()
+    return [random(steps, 3, 4), random(3, 4), left, right, threshold]
+
+
+def ours(inputs, hidden, left, right, threshold, nonlinearity):
+    transition = left if right is None else (left, right)
+    return rollout(inputs, hidden, transition, nonlinearity=nonlinearity, threshold=threshold)
+
+
+@every_nonlinearity
+@pytest.mark.parametrize("factors", [False, True], ids=["matrix", "factors"])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_rollout_equals_its_loop_with_gradients(nonlinearity, factors, steps, generator):
+    given = arguments(factors, nonlinearity, generator, steps=steps)
+    found = ours(*given, nonlinearity)
+    inputs, hidden, left, right, threshold = given
+    expected = plain(inputs, hidden, left, right, nonlinearity, threshold)
+    torch.testing.assert_close(found, expected)
+    leaves = [tensor for tensor in given if tensor is not None]
+    weights = torch.randn(found.shape, generator=generator, dtype=found.dtype)
+    torch.testing.assert_close(
+        torch.autograd.grad((found * weights).sum(), leaves),
+        torch.autograd.grad((expected * weights).sum(), leaves),
+    )
+
+
+@every_nonlinearity
+@pytest.mark.parametrize("factors", [False, True], ids=["matrix", "factors"])
+def test_rollout_has_gradients_of_both_orders(nonlinearity, factors, generator):
+    given = arguments(factors, nonlinearity, generator, steps=3)
+
+    def function(*leaves: Tensor) -> Tensor:
+        rest = iter(leaves)
+        full = [None if tensor is None else 0.5 * next(rest) for tensor in given]
+        return ours(*full, nonlinearity)
+
+    leaves = [tensor for tensor in given if tensor is not None]
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "modrelu"])
+def test_rollout_of_complex_tensors(nonlinearity, generator):
+    given = arguments(False, nonlinearity, generator, torch.complex128, steps=3)
+    inputs, hidden, left, right, threshold = given
+    found = ours(*given, nonlinearity)
+    torch.testing.assert_close(found, plain(inputs, hidden, left, right, nonlinearity, threshold))
+    found.abs().sum().backward()
+    assert bool(left.grad.abs().isfinite().all())
+
+
+def test_gradients_only_where_asked_for(generator):
+    inputs, hidden, left, right, _ = arguments(True, "tanh", generator)
+    found = ours(inputs.detach(), hidden.detach(), left, right.detach(), None, "tanh")
+    found.sum().backward()
+    assert left.grad is not None
+    assert inputs.grad is hidden.grad is right.grad is None
+
+
+# ---- an orthogonal transition ------------------------------------------------------------------
+
+
+@every_transition
+def test_norm_is_kept_without_input(options, generator):
+    """With |.| and nothing entering, every step only turns and folds the state."""
+    module = OrthogonalRNN(INPUT, HIDDEN, nonlinearity="abs", bias=False, **options)
+    first = torch.randn(1, BATCH, HIDDEN, generator=generator)
+    outputs, last = module(torch.zeros(500, BATCH, INPUT), first)
+    norms = torch.linalg.vector_norm(outputs, dim=-1)
+    expected = torch.linalg.vector_norm(first, dim=-1).expand_as(norms)
+    torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
+    assert torch.equal(outputs[-1], last[0])
+
+
+@every_transition
+@every_nonlinearity
+def test_gradient_does_not_grow_backwards(options, nonlinearity, generator):
+    module = OrthogonalRNN(INPUT, HIDDEN, nonlinearity=nonlinearity, **options).double()
+    if nonlinearity == "modrelu":
+        module.threshold_l0.data.abs_().neg_()
+    first = torch.randn(1, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+    first.requires_grad_()
+    inputs = torch.randn(200, BATCH, INPUT, generator=generator, dtype=torch.float64)
+    weights = torch.randn(1, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+    (back,) = torch.autograd.grad((module(inputs, first)[1] * weights).sum(), first)
+    bound = torch.linalg.vector_norm(weights, dim=-1) * (1 + 1e-10)
+    assert bool((torch.linalg.vector_norm(back, dim=-1) <= bound).all())
+
+
+@every_transition
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectional, generator):
+    """Remember the first of eight random numbers."""
+    module = OrthogonalRNN(1, 12, bidirectional=bidirectional, **options)
+    model = nn.ModuleList([module, nn.Linear(24 if bidirectional else 12, 1)])
+    optimizer = so.StiefelAdam(model.parameters(), lr=2e-2)
+    losses = []
+    for _ in range(100):
+        inputs = torch.randn(8, 32, 1, generator=generator)
+        loss = (model[1](model[0](inputs)[0][-1]) - inputs[0]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    for suffix in ("_l0", "_l0_reverse")[: 1 + bidirectional]:
+        weight = getattr(module, f"weight_hh{suffix}").detach()
+        torch.testing.assert_close(weight.mT @ weight, torch.eye(12), rtol=0, atol=1e-5)
+
+
+@every_transition
+def test_copies_and_checkpoints_compute_the_same(options, generator):
+    module = OrthogonalRNN(INPUT, HIDDEN, num_layers=2, **options)
+    inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator)
+    expected = module(inputs)
+    torch.testing.assert_close(copy.deepcopy(module)(inputs), expected, rtol=0, atol=0)
+    other = OrthogonalRNN(INPUT, HIDDEN, num_layers=2, **options)
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(other(inputs), expected, rtol=0, atol=0)
+
+
+@every_transition
+def test_the_start_is_drawn_from_the_generator(options):
+    def weight(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        module = OrthogonalRNN(INPUT, HIDDEN, generator=generator, **options)
+        return module.weight_hh_l0.detach()
+
+    assert torch.equal(weight(1), weight(1))
+    assert not torch.allclose(weight(1), weight(2))
+
+
+@every_transition
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_and_autocast(options, dtype, generator):
+    module = OrthogonalRNN(INPUT, HIDDEN, **options)
+    inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator)
+    expected, _ = module(inputs)
+    outputs, last = copy.deepcopy(module).to(dtype)(inputs.to(dtype))
+    assert outputs.dtype == last.dtype == dtype
+    torch.testing.assert_close(outputs.float(), expected, rtol=5e-2, atol=5e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs, _ = module(inputs)
+    assert outputs.dtype == torch.float32
+    torch.testing.assert_close(outputs, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_state_of_torch_loads_as_its_nearest_point():
+    theirs = nn.RNN(INPUT, HIDDEN)
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged")
+    module.load_state_dict(theirs.state_dict())
+    left, _, right = torch.linalg.svd(theirs.weight_hh_l0.detach())
+    torch.testing.assert_close(module.weight_hh_l0.detach(), left @ right, rtol=1e-4, atol=1e-4)
+    assert torch.equal(module.weight_ih_l0, theirs.weight_ih_l0)
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"nonlinearity": "gelu"}, ValueError, "`nonlinearity` must be one of"),
+        ({"hidden_size": 0}, ValueError, "`hidden_size` must be a positive integer, got 0"),
+        ({"num_layers": 1.0}, ValueError, "`num_layers` must be a positive integer, got 1.0"),
+        ({"batch_first": 1}, TypeError, "`batch_first` must be True or False, got 1"),
+        ({"dropout": 1.5}, ValueError, "`dropout` must be in"),
+        ({"transition": "cwyy"}, ValueError, "`transition` must be one of"),
+    ],
+)
+def test_wrong_options_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        OrthogonalRNN(**{"input_size": INPUT, "hidden_size": HIDDEN, **options})
+
+
+def test_wrong_input_is_named(generator):
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged", generator=generator)
+    for shape in ((STEPS, BATCH, INPUT + 1), (INPUT,), (0, BATCH, INPUT)):
+        with pytest.raises(ValueError, match="`input` must have 2 or 3 dimensions"):
+            module(torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"`hx` must have shape \(1, 4, 6\), got shape \(4, 6\)"):
+        module(torch.zeros(STEPS, BATCH, INPUT), torch.zeros(BATCH, HIDDEN))
+    packed = pack_sequence([torch.zeros(2, INPUT + 1)])
+    with pytest.raises(ValueError, match="`input` must have 3 columns"):
+        module(packed)
+
+
+def test_random_point_is_the_start(generator):
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged", generator=generator)
+    again = random_point(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(module.weight_hh_l0, again)
