@@ -117,7 +117,7 @@ def test_parameters_are_called_and_start_as_in_torch():
     shapes = {name: p.shape for name, p in ours.named_parameters()}
     assert shapes == {name: p.shape for name, p in theirs.named_parameters()}
     for name, parameter in ours.named_parameters():
-        assert "weight_hh" in name or float(parameter.abs().max()) <= HIDDEN**-0.5 * (1 + 1e-6)
+        assert "weight_hh" in name or parameter.abs().max().item() <= HIDDEN**-0.5 * (1 + 1e-6)
 
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectiona
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
     for suffix in ("_l0", "_l0_reverse")[: 1 + bidirectional]:
         weight = getattr(module, f"weight_hh{suffix}").detach()
