@@ -14,7 +14,9 @@ from stiefel_opt.nn import ConvNERU
 
 CHANNELS, HIDDEN = 2, 4
 
-TRANSITIONS: dict[str, dict[str, Any]] = {"tagged": {"transition": "tagged"}}
+TRANSITIONS: dict[str, dict[str, Any]] = {
+    name: {"transition": name} for name in ("tagged", "tcwy", "cwy", "matrix_exp", "cayley", "own")
+}
 every_transition = pytest.mark.parametrize("options", TRANSITIONS.values(), ids=TRANSITIONS)
 every_side = pytest.mark.parametrize("side", [3, 5])
 
@@ -129,7 +131,8 @@ def test_training_lowers_the_loss_and_keeps_the_kernel(options, generator):
     """Predict the next image of a moving dot."""
     module = ConvNERU(1, 8, **options)
     model = nn.ModuleList([module, nn.Conv2d(8, 1, 1)])
-    optimizer = so.StiefelAdam(model.parameters(), lr=2e-2)
+    rule = so.StiefelAdam if options["transition"] == "tagged" else torch.optim.Adam
+    optimizer = rule(model.parameters(), lr=2e-2)
     losses = []
     for _ in range(60):
         places = torch.randint(8, (6, 1), generator=generator) + torch.arange(7)

@@ -17,7 +17,17 @@ from stiefel_opt.nn import OrthogonalRNN
 
 INPUT, HIDDEN, STEPS, BATCH = 3, 6, 7, 4
 
-TRANSITIONS: dict[str, dict[str, Any]] = {"tagged": {"transition": "tagged"}}
+TRANSITIONS: dict[str, dict[str, Any]] = {
+    "tagged": {"transition": "tagged"},
+    "tagged-henaff": {"transition": "tagged", "start": "henaff"},
+    "cwy": {"transition": "cwy"},
+    "cwy-short": {"transition": "cwy", "reflections": 2},
+    "householder": {"transition": "householder", "start": "helfrich"},
+    "tcwy": {"transition": "tcwy"},
+    "matrix_exp": {"transition": "matrix_exp", "start": "henaff"},
+    "cayley": {"transition": "cayley", "start": "helfrich"},
+    "trivialization": {"transition": "trivialization"},
+}
 every_transition = pytest.mark.parametrize("options", TRANSITIONS.values(), ids=TRANSITIONS)
 every_nonlinearity = pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 
@@ -227,7 +237,8 @@ def test_norm_is_kept_without_input(options, generator):
 @every_transition
 @every_nonlinearity
 def test_gradient_does_not_grow_backwards(options, nonlinearity, generator):
-    module = OrthogonalRNN(INPUT, HIDDEN, nonlinearity=nonlinearity, **options).double()
+    options = {"nonlinearity": nonlinearity, "dtype": torch.float64, **options}
+    module = OrthogonalRNN(INPUT, HIDDEN, **options)
     if nonlinearity == "modrelu":
         module.threshold_l0.data.abs_().neg_()
     first = torch.randn(1, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
@@ -245,7 +256,8 @@ def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectiona
     """Remember the first of eight random numbers."""
     module = OrthogonalRNN(1, 12, bidirectional=bidirectional, **options)
     model = nn.ModuleList([module, nn.Linear(24 if bidirectional else 12, 1)])
-    optimizer = so.StiefelAdam(model.parameters(), lr=2e-2)
+    rule = so.StiefelAdam if options["transition"] == "tagged" else torch.optim.Adam
+    optimizer = rule(model.parameters(), lr=2e-2)
     losses = []
     for _ in range(100):
         inputs = torch.randn(8, 32, 1, generator=generator)
@@ -306,6 +318,55 @@ def test_state_of_torch_loads_as_its_nearest_point():
     assert torch.equal(module.weight_ih_l0, theirs.weight_ih_l0)
 
 
+def test_short_products_of_reflections_never_form_the_transition(generator, monkeypatch):
+    options = {"transition": "cwy", "reflections": 2, "nonlinearity": "abs", "num_layers": 2}
+    module = OrthogonalRNN(INPUT, HIDDEN, generator=generator, dtype=torch.float64, **options)
+    weights = [module.weight_hh_l0.detach(), module.weight_hh_l1.detach()]
+    formed = OrthogonalRNN(
+        INPUT, HIDDEN, nonlinearity="abs", num_layers=2, dtype=torch.float64, transition=None
+    )
+    named = dict(module.named_parameters())
+    for name, parameter in formed.named_parameters():
+        transition = weights[int(name[-1])] if "weight_hh" in name else named[name]
+        parameter.data.copy_(transition)
+    inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator, dtype=torch.float64)
+    expected = formed(inputs)
+
+    def forbidden(*_: Any) -> None:
+        pytest.fail("the transition was formed")
+
+    monkeypatch.setattr(type(module.parametrizations.weight_hh_l0[0]), "forward", forbidden)
+    torch.testing.assert_close(module(inputs), expected)
+    module(inputs)[0].sum().backward()
+    assert bool(module.parametrizations.weight_hh_l0.original.grad.any())
+
+
+@pytest.mark.parametrize("transition", ["urnn", "eurnn", "cwy", "matrix_exp"])
+def test_complex_transitions_keep_the_norm_and_train(transition, generator):
+    module = OrthogonalRNN(
+        1, 8, nonlinearity="modrelu", bias=False, dtype=torch.complex64, transition=transition
+    )
+    module.threshold_l0.data.zero_()
+    first = torch.randn(1, BATCH, 8, generator=generator, dtype=torch.complex64)
+    with torch.no_grad():
+        outputs, last = module(torch.zeros(300, BATCH, 1), first)
+    norms = torch.linalg.vector_norm(outputs, dim=-1)
+    expected = torch.linalg.vector_norm(first, dim=-1).expand_as(norms)
+    torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
+    assert last.is_complex()
+    module.threshold_l0.data.fill_(-0.01)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        outputs, _ = module(torch.ones(5, BATCH, 1))
+        loss = (outputs[-1].abs() - 1.0).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
 # ---- errors ------------------------------------------------------------------------------------
 
 
@@ -318,6 +379,16 @@ def test_state_of_torch_loads_as_its_nearest_point():
         ({"batch_first": 1}, TypeError, "`batch_first` must be True or False, got 1"),
         ({"dropout": 1.5}, ValueError, "`dropout` must be in"),
         ({"transition": "cwyy"}, ValueError, "`transition` must be one of"),
+        ({"reflections": 7}, ValueError, "`reflections` must be at most 6"),
+        ({"transition": "own"}, ValueError, "`weight`"),
+        ({"transition": "urnn"}, TypeError, "`weight` must be complex for URNN"),
+        ({"transition": "tagged", "start": "haar"}, ValueError, "`start` must be one of"),
+        ({"transition": None, "reflections": 2}, TypeError, "`options` must be empty"),
+        (
+            {"dtype": torch.complex64, "nonlinearity": "abs"},
+            ValueError,
+            "`nonlinearity` must be modrelu or tanh",
+        ),
     ],
 )
 def test_wrong_options_are_named(options, error, message):

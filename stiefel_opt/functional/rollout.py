@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["NONLINEARITIES", "rollout"]
+__all__ = ["COMPLEX_NONLINEARITIES", "NONLINEARITIES", "rollout"]
 
+COMPLEX_NONLINEARITIES: Final = ("modrelu", "tanh")
 NONLINEARITIES: Final = ("abs", "modrelu", "relu", "tanh")
 
 

@@ -1,4 +1,4 @@
-"""How a module puts one of its weights on the manifold, by a tag or by a map."""
+"""How a recurrent module keeps one of its weights orthonormal: by a tag, by a map, or not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
+from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.constraints import constrain, readings
+from stiefel_opt.functional import cwy_factors
+from stiefel_opt.geometry import random_point
+from stiefel_opt.parametrizations import CWY, MAPS, helfrich, henaff, orthogonal
 
-__all__ = ["TAGGED", "factors_or_matrix", "keep_on_load", "set_transition"]
+__all__ = [
+    "check_transition",
+    "draw_start",
+    "factors_or_matrix",
+    "keep_on_load",
+    "set_transition",
+]
 
 TAGGED: Final = "tagged"
 
@@ -17,22 +28,68 @@ _HALF = (torch.float16, torch.bfloat16)
 _TRAINABLE = (torch.float32, torch.float64)
 
 
-def set_transition(module: nn.Module, name: str, transition: str | None, **options: Any) -> None:
-    """Constrain parameter ``name``: by a tag, by a map, or not at all for None."""
-    options = {key: value for key, value in options.items() if value is not None}
+def check_transition(transition: str | None) -> None:
+    """Raise unless ``transition`` is a map, the tag or None."""
+    if transition is not None:
+        check_choice("transition", transition, [*MAPS, TAGGED])
+
+
+@torch.no_grad()
+def draw_start(weight: Tensor, generator: torch.Generator | None) -> None:
+    """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
+    shape, dtype = (len(weight), weight[0].numel()), weight.dtype
+    if dtype.is_complex:
+        gaussian = torch.randn(shape, generator=generator, dtype=dtype, device=weight.device)
+        unitary, triangular = torch.linalg.qr(gaussian)
+        start = unitary * triangular.diagonal().sgn()
+    else:
+        wide = torch.float32 if dtype in _HALF else dtype
+        start = random_point(*shape, generator=generator, dtype=wide, device=weight.device)
+    weight.copy_(start.view(weight.shape))
+
+
+def set_transition(
+    module: nn.Module,
+    name: str,
+    transition: str | None,
+    *,
+    start: str | None = None,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> None:
+    """Constrain parameter ``name`` of ``module``; ``options`` are those of the map or the tag."""
+    check_transition(transition)
+    if transition not in (None, TAGGED):
+        options |= {"start": start, "generator": generator}
+        orthogonal(module, name, map=transition, **options)
+        return
+    if start is not None:
+        check_choice("start", start, ("helfrich", "henaff"))
+        parameter = module.get_parameter(name)
+        drawn = (henaff if start == "henaff" else helfrich)(len(parameter), generator=generator)
+        with torch.no_grad():
+            parameter.copy_(drawn)
     if transition == TAGGED:
-        options.pop("generator", None)
         constrain(module, name, **options)
+    elif options:
+        raise TypeError(fail("options", "be empty for transition=None", ", ".join(options)))
 
 
 def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | tuple[Tensor]:
-    """Return (A, C) with Q' = I - A C where that is how Q is stored, else (Q,); never in half."""
+    """Return (A, C) with Q' = I - A C for CWY with L < N, else (Q,); never in half precision."""
+    if parametrize.is_parametrized(module, name):
+        listed: Any = module.parametrizations[name]  # type: ignore[index]
+        if len(listed) == 1 and type(listed[0]) is CWY:
+            vectors: Tensor = listed.original
+            if vectors.size(-1) < vectors.size(-2) and not vectors.is_complex():
+                unit, triangle = cwy_factors(vectors)
+                return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
     weight: Tensor = getattr(module, name)
     return (weight.float() if weight.dtype in _HALF else weight,)
 
 
 def keep_on_load(module: nn.Module) -> None:
-    """Let the constrained parameters below ``module`` be projected after ``load_state_dict``."""
+    """Let the tagged parameters below ``module`` be projected after ``load_state_dict``."""
     module.register_load_state_dict_post_hook(_project_loaded)  # type: ignore[no-untyped-call]
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, fail
-from stiefel_opt.geometry import random_point
-from stiefel_opt.nn._transition import keep_on_load, set_transition
+from stiefel_opt.nn._transition import check_transition, draw_start, keep_on_load, set_transition
 
 __all__ = ["ConvNERU"]
 
@@ -46,6 +45,7 @@ class ConvNERU(nn.Module):
     Raises:
         ValueError: for unknown names, sizes below 1, an even ``kernel_size``, and input that does
             not fit.
+        TypeError: for unknown options.
 
     Note:
         Two convolutions a step; those of the input are done for all steps at once. The constrained
@@ -83,6 +83,7 @@ class ConvNERU(nn.Module):
         if kernel_size % 2 == 0:
             raise ValueError(fail("kernel_size", "be odd", kernel_size))
         check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
+        check_transition(transition)
         check_flag("bias", bias)
         check_flag("batch_first", batch_first)
         self.in_channels = in_channels
@@ -111,17 +112,12 @@ class ConvNERU(nn.Module):
             dtype=dtype,
         )
         weight = self.hidden_conv.weight
-        start = random_point(
-            hidden_channels,
-            hidden_channels * kernel_size**2,
-            generator=generator,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        draw_start(weight, generator)
         with torch.no_grad():
-            weight.copy_(start.view_as(weight) / kernel_size)
-        options = {"scale": 1.0 / kernel_size, "generator": generator, **options}
-        set_transition(self.hidden_conv, "weight", transition, **options)
+            weight.div_(kernel_size)
+        if transition is not None:
+            options["scale"] = 1.0 / kernel_size
+        set_transition(self.hidden_conv, "weight", transition, generator=generator, **options)
         keep_on_load(self)
 
     @override

@@ -13,9 +13,14 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
 from stiefel_opt.functional.precision import no_autocast
-from stiefel_opt.functional.rollout import NONLINEARITIES, rollout
-from stiefel_opt.geometry import random_point
-from stiefel_opt.nn._transition import factors_or_matrix, keep_on_load, set_transition
+from stiefel_opt.functional.rollout import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
+from stiefel_opt.nn._transition import (
+    check_transition,
+    draw_start,
+    factors_or_matrix,
+    keep_on_load,
+    set_transition,
+)
 
 __all__ = ["OrthogonalRNN"]
 
@@ -33,12 +38,14 @@ class OrthogonalRNN(nn.Module):
             sign(z) relu(|z| + b) with a learned b for each unit.
         transition: How Q is kept orthogonal: ``"tagged"`` for an optimizer of this package; the
             name of a map of :func:`stiefel_opt.orthogonal` for any optimizer; None leaves it free.
-        generator: Source of the random start of Q, uniform among the orthogonal matrices. Default:
-            torch's global one. The other weights start as in ``nn.RNN``.
+        start: ``"henaff"`` or ``"helfrich"``, random rotations of planes, or None: uniform among
+            the orthogonal matrices. The other weights start as in ``nn.RNN``.
+        generator: Source of the random start of Q. Default: torch's global one.
         options: Of the transition, such as ``reflections=128`` for ``"cwy"``.
 
     Raises:
         ValueError: for unknown names, sizes below 1, and input that does not fit.
+        TypeError: for unknown options, or a dtype that the transition does not have.
 
     Note:
         Parameters are called as in ``nn.RNN``, with ``threshold_l0`` and so on for modrelu. The
@@ -46,7 +53,9 @@ class OrthogonalRNN(nn.Module):
         see :func:`stiefel_opt.functional.rollout`. With ``"cwy"`` and L < N reflections a step
         multiplies by U and S^-1 U' (4 N L flops a row) and Q is never formed; otherwise Q is formed
         once a call. Packed sequences are padded, so their cost is that of the longest. Under
-        autocast, and for weights in half precision, the recurrence runs in float32.
+        autocast, and for weights in half precision, the recurrence runs in float32. A complex
+        ``dtype``, as "urnn" and "eurnn" need, takes tanh and modrelu and leaves the backward to
+        autograd. A state_dict of ``nn.RNN`` loads for "tagged", as its nearest point, and None.
 
     Reference:
         Likhosherstov et al. (AISTATS 2021), section 3.1; Helfrich, Willmott & Ye (ICML 2018).
@@ -66,6 +75,7 @@ class OrthogonalRNN(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         transition: str | None = "cwy",
+        start: str | None = None,
         generator: torch.Generator | None = None,
         **options: Any,
     ) -> None:
@@ -78,6 +88,13 @@ class OrthogonalRNN(nn.Module):
         for name, flag in flags.items():
             check_flag(name, flag)
         check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
+        check_transition(transition)
+        is_complex = (dtype or torch.get_default_dtype()).is_complex
+        if is_complex and nonlinearity not in COMPLEX_NONLINEARITIES:
+            names = " or ".join(COMPLEX_NONLINEARITIES)
+            raise ValueError(
+                fail("nonlinearity", f"be {names} for complex numbers", repr(nonlinearity))
+            )
         check_range("dropout", dropout, 0.0, math.nextafter(1.0, 2.0))
         if dropout and num_layers == 1:
             warnings.warn("dropout acts between layers, and there is only one", stacklevel=2)
@@ -96,7 +113,7 @@ class OrthogonalRNN(nn.Module):
             for suffix in self._suffixes(layer):
                 self._build(width, suffix, device, dtype, generator)
                 name = f"weight_hh{suffix}"
-                set_transition(self, name, transition, generator=generator, **options)
+                set_transition(self, name, transition, start=start, generator=generator, **options)
         keep_on_load(self)
 
     def _build(
@@ -111,17 +128,20 @@ class OrthogonalRNN(nn.Module):
         size, bound = self.hidden_size, self.hidden_size**-0.5
 
         def uniform(*shape: int) -> nn.Parameter:
-            start = torch.empty(shape, device=device, dtype=dtype).uniform_(-bound, bound)
+            start = torch.empty(shape, device=device, dtype=dtype)
+            (torch.view_as_real(start) if start.is_complex() else start).uniform_(-bound, bound)
             return nn.Parameter(start)
 
         setattr(self, f"weight_ih{suffix}", uniform(size, width))
-        start = random_point(size, size, generator=generator, dtype=dtype, device=device)
-        setattr(self, f"weight_hh{suffix}", nn.Parameter(start))
+        transition = uniform(size, size)
+        draw_start(transition, generator)
+        setattr(self, f"weight_hh{suffix}", transition)
         if self.bias:
             setattr(self, f"bias_ih{suffix}", uniform(size))
             setattr(self, f"bias_hh{suffix}", uniform(size))
         if self.nonlinearity == "modrelu":
-            threshold = torch.empty(size, device=device, dtype=dtype).uniform_(-0.01, 0.01)
+            real = (dtype or torch.get_default_dtype()).to_real()
+            threshold = torch.empty(size, device=device, dtype=real).uniform_(-0.01, 0.01)
             setattr(self, f"threshold{suffix}", nn.Parameter(threshold))
 
     def _suffixes(self, layer: int) -> list[str]:
@@ -200,7 +220,8 @@ class OrthogonalRNN(nn.Module):
             for suffix in self._suffixes(layer):
                 backwards = suffix.endswith("reverse")
                 entering = _reversed(steps, lengths) if backwards else steps
-                hidden = self._direction(entering, next(starts), suffix).to(dtype)
+                hidden = self._direction(entering, next(starts), suffix)
+                hidden = hidden if hidden.is_complex() else hidden.to(dtype)
                 last.append(_last(hidden, lengths))
                 outputs.append(_reversed(hidden, lengths) if backwards else hidden)
             steps = torch.cat(outputs, dim=-1) if self.bidirectional else outputs[0]
@@ -210,7 +231,9 @@ class OrthogonalRNN(nn.Module):
         bias = None
         if self.bias:
             bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}")
-        inputs = nn.functional.linear(steps, getattr(self, f"weight_ih{suffix}"), bias)
+        weight = getattr(self, f"weight_ih{suffix}")
+        steps = steps.to(weight.dtype) if weight.is_complex() else steps
+        inputs = nn.functional.linear(steps, weight, bias)
         with no_autocast(steps):
             transition = factors_or_matrix(self, f"weight_hh{suffix}")
             dtype = transition[0].dtype
@@ -220,7 +243,7 @@ class OrthogonalRNN(nn.Module):
                 start.to(dtype),
                 transition if len(transition) == 2 else transition[0],
                 nonlinearity=self.nonlinearity,
-                threshold=None if threshold is None else threshold.to(dtype),
+                threshold=None if threshold is None else threshold.to(dtype.to_real()),
             )
 
     @override
