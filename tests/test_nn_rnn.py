@@ -266,7 +266,8 @@ def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectiona
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert sum(losses[-10:]) < 0.7 * sum(losses[:10])
+    bound = 0.9 if "reflections" in options else 0.4  # few reflections reach little
+    assert sum(losses[-10:]) < bound * sum(losses[:10])
     for suffix in ("_l0", "_l0_reverse")[: 1 + bidirectional]:
         weight = getattr(module, f"weight_hh{suffix}").detach()
         torch.testing.assert_close(weight.mT @ weight, torch.eye(12), rtol=0, atol=1e-5)
