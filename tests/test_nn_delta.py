@@ -277,6 +277,21 @@ def test_module_under_autocast_keeps_the_state_in_float32(generator):
     torch.testing.assert_close(outputs.float(), exact, rtol=5e-2, atol=5e-2)
 
 
+def test_state_does_not_grow_in_bfloat16(generator):
+    """With keys normalised in bfloat16 it would grow by a fifth."""
+    layer = DeltaProduct(8, 1)
+    with torch.no_grad():
+        layer.b_proj.bias.fill_(30.0)  # reflections
+        layer.v_proj.weight.zero_()
+    tokens = torch.randn(2000, 8, generator=generator)
+    start = torch.randn(1, 8, 8, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = layer(tokens, start)
+    torch.testing.assert_close(
+        torch.linalg.svdvals(state), torch.linalg.svdvals(start), rtol=1e-3, atol=1e-3
+    )
+
+
 def test_one_layer_learns_parity_and_keeps_it_on_longer_input(generator):
     """One factor of strength 2 flips the sign of the state: that is all parity needs."""
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import stiefel_opt as so
-from stiefel_opt.functional.rollout import NONLINEARITIES, rollout
+from stiefel_opt.functional.recurrence import NONLINEARITIES, rollout
 from stiefel_opt.geometry import random_point
 from stiefel_opt.nn import OrthogonalRNN
 
@@ -413,3 +413,19 @@ def test_random_point_is_the_start(generator):
     module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged", generator=generator)
     again = random_point(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0))
     assert torch.equal(module.weight_hh_l0, again)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nonlinearity": "sin"}, "`nonlinearity` must be one of"),
+        ({"inputs": torch.zeros(0, 2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
+        ({"inputs": torch.zeros(2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
+        ({"start": torch.zeros(3)}, r"`start` must have shape \(2, 3\), got shape \(3,\)"),
+        ({"inputs": torch.zeros(4, 2, 3, dtype=torch.complex64), "nonlinearity": "relu"}, "one of"),
+    ],
+)
+def test_wrong_input_of_the_rollout_is_named(change, message):
+    good = {"inputs": torch.zeros(4, 2, 3), "start": torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=message):
+        rollout(**{**good, "transition": torch.eye(3), **change})

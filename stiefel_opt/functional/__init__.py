@@ -5,6 +5,7 @@ from stiefel_opt.functional.descent import descend_
 from stiefel_opt.functional.delta import delta_product
 from stiefel_opt.functional.momentum import adam_, metric_parameter, normal_part, sgd_
 from stiefel_opt.functional.own import own
+from stiefel_opt.functional.recurrence import rollout
 from stiefel_opt.functional.reflections import (
     cwy,
     cwy_factors,
@@ -34,6 +35,7 @@ __all__ = [
     "metric_parameter",
     "normal_part",
     "own",
+    "rollout",
     "sgd_",
     "tcwy",
     "urnn",

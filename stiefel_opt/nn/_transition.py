@@ -38,13 +38,14 @@ def check_transition(transition: str | None) -> None:
 def draw_start(weight: Tensor, generator: torch.Generator | None) -> None:
     """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
     shape, dtype = (len(weight), weight[0].numel()), weight.dtype
+    device = weight.device if generator is None else generator.device
     if dtype.is_complex:
-        gaussian = torch.randn(shape, generator=generator, dtype=dtype, device=weight.device)
+        gaussian = torch.randn(shape, generator=generator, dtype=dtype, device=device)
         unitary, triangular = torch.linalg.qr(gaussian)
         start = unitary * triangular.diagonal().sgn()
     else:
         wide = torch.float32 if dtype in _HALF else dtype
-        start = random_point(*shape, generator=generator, dtype=wide, device=weight.device)
+        start = random_point(*shape, generator=generator, dtype=wide, device=device)
     weight.copy_(start.view(weight.shape))
 
 

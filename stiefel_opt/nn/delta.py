@@ -126,6 +126,8 @@ class DeltaProduct(nn.Module):
             )
         )
         log_gate = None if self.g_proj is None else logsigmoid(self.g_proj(input)).mT
+        if values.dtype in (torch.float16, torch.bfloat16):  # lengths must be exact
+            queries, keys, strengths = queries.float(), keys.float(), strengths.float()
         outputs, state = delta_product(
             normalize(queries, dim=-1, eps=_SHORTEST_KEY),
             normalize(keys, dim=-1, eps=_SHORTEST_KEY),

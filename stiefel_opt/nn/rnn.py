@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
 from stiefel_opt.functional.precision import no_autocast
-from stiefel_opt.functional.rollout import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
+from stiefel_opt.functional.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
 from stiefel_opt.nn._transition import (
     check_transition,
     draw_start,

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stiefel_opt._checks import check_choice, fail
+
 __all__ = ["COMPLEX_NONLINEARITIES", "NONLINEARITIES", "rollout"]
 
 COMPLEX_NONLINEARITIES: Final = ("modrelu", "tanh")
@@ -34,7 +36,10 @@ def rollout(
         transition: Q, ``(N, N)``; or factors ``(A, C)`` of shapes ``(N, L)`` and ``(L, N)`` with
             Q' = I - A C, which are multiplied one after the other.
         nonlinearity: ``"tanh"``, ``"relu"``, ``"abs"`` or ``"modrelu"``, sign(z) relu(|z| + b).
-        threshold: b of modrelu, shape ``(N,)``.
+        threshold: b of modrelu, shape ``(N,)``. Default: zero.
+
+    Raises:
+        ValueError: for an unknown nonlinearity, or shapes that do not fit.
 
     Note:
         2 batch N^2 flops a step, or 4 batch N L by factors; the backward twice that. Asking for a
@@ -45,6 +50,14 @@ def rollout(
         modrelu: Arjovsky, Shah & Bengio (ICML 2016), eq. (8); factors: Likhosherstov et al.
         (AISTATS 2021), section 3.1.
     """
+    choices = COMPLEX_NONLINEARITIES if inputs.is_complex() else NONLINEARITIES
+    check_choice("nonlinearity", nonlinearity, choices)
+    if inputs.ndim != 3 or len(inputs) == 0:
+        condition = "have shape (T, batch, N) with T > 0"
+        raise ValueError(fail("inputs", condition, f"shape {tuple(inputs.shape)}"))
+    if start.shape != inputs.shape[1:]:
+        condition = f"have shape {tuple(inputs.shape[1:])}"
+        raise ValueError(fail("start", condition, f"shape {tuple(start.shape)}"))
     left, right = transition if isinstance(transition, tuple) else (transition, None)
     if inputs.is_complex():
         return _by_autograd(inputs, start, left, right, nonlinearity, threshold)
