@@ -208,10 +208,9 @@ def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, An
 
 
 ROWS: dict[str, tuple[Callable[[int, int, torch.device], dict[str, Any]], int]] = {
-    "rnn": (measure_rnn, 64),
-    "rnn-small-batch": (measure_rnn, 16),
     "delta": (measure_delta, 1),
-    "delta-batch": (measure_delta, 8),
+    "rnn-batch-16": (measure_rnn, 16),
+    "rnn-batch-64": (measure_rnn, 64),
 }
 
 
@@ -227,13 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     about = machine(arguments.device)
     print(f"{about['processor']}, {arguments.threads} threads, on {about['device_name']}")
+    settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
     began, results = time.perf_counter(), []
     for name in arguments.rows:
         measure, batch = ROWS[name]
         results.append({"row": name, **measure(batch, arguments.rounds, arguments.device)})
         print(f"\n{results[-1]['table']}", flush=True)
-    settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
-    write_json(arguments.output, {"machine": about, "settings": settings, "results": results})
+        write_json(arguments.output, {"machine": about, "settings": settings, "results": results})
     bars = [(result["row"], bar) for result in results for bar in result["bars"]]
     met = sum(bar["met"] for _, bar in bars)
     minutes = (time.perf_counter() - began) / 60
