@@ -13,7 +13,7 @@ from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
-from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
 from stiefel_opt.parametrizations import orthogonal as orthogonal
+from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
 
 __version__ = "0.1.0"

@@ -18,7 +18,6 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "constraints": BASE,
     "monitor": {*BASE, "constraints"},
     "penalty": {"constraints", "_checks"},
-    "functional": {"linalg", "geometry"},
     "functional": {"linalg", "geometry", "_checks"},
     "optim": {*BASE, "linalg", "functional", "distributed"},
     "parametrizations": {*BASE, "functional"},
