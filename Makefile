@@ -20,7 +20,7 @@ demo: $(READY)
 	$(RUN) examples/orthogonal_vit.py $(DEMO_ARGS)
 
 test: lint
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -30,13 +30,16 @@ lint: $(READY)
 bench: $(READY_FOR_BENCH)
 	$(RUN) benchmarks/step_time.py
 	$(RUN) benchmarks/flows.py
+	$(RUN) benchmarks/flops.py
+	$(RUN) benchmarks/parametrizations.py
+	$(RUN) benchmarks/modules.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet -c constraints.txt -e ".[test,examples]"
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[test,examples,ot]"
 	touch $@
 
 $(READY_FOR_BENCH): $(READY)

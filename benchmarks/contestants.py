@@ -193,23 +193,24 @@ def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
 
 
 def products(row: Row, device: torch.device) -> Iterator[Contestant]:
-    """Six products n x m by m x m for every matrix: as one batch, and one matrix at a time."""
+    """Six products n x m by m x m for every matrix: as one batch, and one parameter at a time."""
     points, gradients = start(row, device)
-    tall = points.reshape(row.matrices, row.n, row.m)
-    small = gradients.reshape(row.matrices, row.n, row.m)[:, : row.m].contiguous()
-    result = torch.empty_like(tall)
+    small = gradients[..., : row.m, :].contiguous()
+    results = torch.empty_like(points)
+    joined = [tensor.flatten(0, 1) for tensor in (points, small, results)]
 
     def six() -> None:
+        tall, factor, result = joined
         for _ in range(6):
-            torch.bmm(tall, small, out=result)
+            torch.bmm(tall, factor, out=result)
 
     yield Contestant(SIX, six)
-    if row.parameters > 1 and not row.heads:
-        pieces = list(zip(tall.unbind(), small.unbind(), result.unbind(), strict=True))
+    if row.parameters > 1:
+        pieces = list(zip(points.unbind(), small.unbind(), results.unbind(), strict=True))
 
         def six_one_by_one() -> None:
             for _ in range(6):
-                for left, right, out in pieces:
-                    torch.mm(left, right, out=out)
+                for tall, factor, result in pieces:
+                    torch.bmm(tall, factor, out=result)
 
         yield Contestant(SIX_SEPARATE, six_one_by_one)

@@ -22,7 +22,7 @@ _BYTES_ELSEWHERE: Final = 2**28
 # Above this a stack is cut so that temporaries stay below three times its parameters.
 _BYTES_WITHOUT_CARE: Final = 2**20
 # On a CPU, joining parameters of at least this size costs more than calling the rule for each.
-_BYTES_ALONE: Final = 2**18
+_BYTES_ALONE: Final = 2**20
 
 
 class Stack:
