@@ -232,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure, batch = ROWS[name]
         results.append({"row": name, **measure(batch, arguments.rounds, arguments.device)})
         print(f"\n{results[-1]['table']}", flush=True)
-        write_json(arguments.output, {"machine": about, "settings": settings, "results": results})
+        tables = {result["row"]: result["table"] for result in results}
+        content = {"machine": about, "settings": settings, "tables": tables, "results": results}
+        write_json(arguments.output, content)
     bars = [(result["row"], bar) for result in results for bar in result["bars"]]
     met = sum(bar["met"] for _, bar in bars)
     minutes = (time.perf_counter() - began) / 60

@@ -309,6 +309,31 @@ def bars(rows: dict[str, dict[str, Any]]) -> Iterator[Bar]:
         yield Bar("the nearest peer over CWY, 512 x 32 x 32", min(peers), 1.0)
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Forward and backward of every square size, one column for each map."""
+    squares = [row for row in rows if row["products"] is not None]
+    lines = []
+    for row in squares:
+        times = {found["name"]: found["both"] for found in row["results"]}
+        known = [times.get(name) for name in SQUARE]
+        lines.append([row["row"], *("-" if t is None else f"{1e3 * t:.3g}" for t in known)])
+    return markdown_table(["ms, forward and backward", *SQUARE], lines)
+
+
+def bar_table(judged: list[Bar]) -> str:
+    """What was asked for beside what was measured."""
+    lines = [
+        [
+            bar.what,
+            "not run" if bar.value is None else f"{bar.value:.2f}",
+            f"{'at least' if bar.least else 'at most'} {bar.limit:g}",
+            "yes" if bar.met else "no",
+        ]
+        for bar in judged
+    ]
+    return markdown_table(["ratio of times, forward and backward", "measured", "bar", "met"], lines)
+
+
 def chart(rows: list[dict[str, Any]], path: Path) -> None:
     """Forward and backward against N, both axes logarithmic, as figure 1c of the CWY paper."""
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
@@ -399,6 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     content = {
         "machine": about,
         "settings": {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads},
+        "tables": {"squares": summary(rows), "bars": bar_table(judged)},
         "bars": [{**vars(bar), "met": bar.met} for bar in judged],
         "rows": rows,
     }
