@@ -147,12 +147,23 @@ def rate_factor(step: int, warmup_steps: int, total_steps: int) -> float:
     return 0.01 + 0.99 * (1 + math.cos(math.pi * progress)) / 2
 
 
+def check_configuration(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run that was started with other settings."""
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            raise ValueError(
+                f"--resume must keep {key} = {theirs.get(key)!r} of {name}, "
+                f"got {value!r}; choose another --output, or drop --resume to start again"
+            )
+
+
 class Trainer:
     """Trains a classifier with warm-up, cosine and label smoothing; a checkpoint after each epoch.
 
     ``configuration`` holds ``epochs``, ``batch_size``, ``warmup`` (epochs), ``smoothing``,
     ``augment``, ``seed`` and whatever else the result depends on: a checkpoint of another
-    configuration is refused. ``orthonormality_error`` is called to be shown and recorded.
+    configuration is refused. ``orthonormality_error`` is called to be shown and recorded,
+    ``penalty`` at each step to be added to the loss that is minimised, not to the one recorded.
     """
 
     def __init__(
@@ -163,10 +174,11 @@ class Trainer:
         configuration: dict[str, Any],
         path: Path,
         orthonormality_error: Callable[[], Tensor],
+        penalty: Callable[[], Tensor] | None = None,
     ) -> None:
         self.model, self.optimizer, self.images = model, optimizer, images
         self.configuration, self.path = configuration, path
-        self.orthonormality_error = orthonormality_error
+        self.orthonormality_error, self.penalty = orthonormality_error, penalty
         self.batch_size: int = configuration["batch_size"]
         self.steps = len(images.train_images) // self.batch_size  # an epoch; the rest is left out
         if self.steps == 0:
@@ -201,13 +213,7 @@ class Trainer:
     def resume(self) -> None:
         """Go on after the last saved epoch, bit for bit as if nothing had happened in between."""
         state = torch.load(self.path, map_location=self.images.mean.device, weights_only=True)
-        theirs = state["configuration"]
-        for key, value in self.configuration.items():
-            if theirs.get(key) != value:
-                raise ValueError(
-                    f"--resume must keep {key} = {theirs.get(key)!r} of {self.path.name}, "
-                    f"got {value!r}; choose another --output, or drop --resume to start again"
-                )
+        check_configuration(self.path.name, state["configuration"], self.configuration)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -223,7 +229,7 @@ class Trainer:
         smoothing = self.configuration["smoothing"]
         loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         self.optimizer.zero_grad()
-        loss.backward()
+        (loss if self.penalty is None else loss + self.penalty()).backward()
         self.optimizer.step()
         self.scheduler.step()
         return loss.detach(), (logits.detach().argmax(1) == labels).sum()

@@ -3,10 +3,12 @@
     python examples/orthogonal_vit.py                  the demo: digits, three methods, two seeds
     python examples/orthogonal_vit.py --preset cpu --data-dir DIR --resume        CIFAR-10, no GPU
     python examples/orthogonal_vit.py --preset paper --data-dir DIR --device cuda --resume
+    python examples/orthogonal_vit.py --table          all 16 rows of the paper's table, on digits
 
 Model, constraints and rates: Kong, Wang & Tao (ICLR 2023), section 3.2 and table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
 together do. One optimizer keeps them so and moves everything else as torch's SGD or Adam would.
+``--table`` takes every flag and preset, finished runs are kept as files and never trained again.
 """
 
 import json
@@ -14,11 +16,13 @@ from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from _common import Trainer, final_table, machine, plot_curves, write_text
+from _common import Trainer, machine, write_text
 from _images import WANTED, Images, load_images
+from _vit_methods import OPTIMIZERS, PLACES, PUBLISHED, Method, build_optimizer, parse_method
+from _vit_results import finished_run, write_results
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -34,17 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
 ALL = [*DEMO, "stiefel-sgd:across"]
-# The published settings; the rates of SGD belong to batches of 128.
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
-    "stiefel-sgd": (so.StiefelSGD, {"lr": 0.15, "momentum": 0.9, "weight_decay": 5e-5}),
-    "stiefel-adam": (so.StiefelAdam, {"lr": 1e-3, "weight_decay": 5e-5}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}),
-    "adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 5e-5}),
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.2}),
-}
 SETTINGS = ["data", "limit", "layers", "width", "heads", "feed_forward", "patch", "batch_size"]
 SETTINGS += ["epochs", "warmup", "smoothing", "augment"]
-PLACES = {"within": " within heads", "across": " across heads", "none": ""}
 
 
 class Attention(nn.Module):
@@ -116,37 +111,6 @@ class VisionTransformer(nn.Module):
         return self.classifier(self.norm(class_token[:, 0]))
 
 
-class Method(NamedTuple):
-    """One row of the final table."""
-
-    optimizer: str
-    constraint: str
-    lr: float
-    title: str
-
-
-def parse_method(text: str, rate: float | None = None, batch_size: int = 128) -> Method:
-    """Parse ``OPTIMIZER[:CONSTRAINT[:RATE]]``; the default rate of SGD grows with the batch."""
-    optimizer, constraint, own_rate = (*text.split(":"), "", "")[:3]
-    stiefel = optimizer.startswith("stiefel")
-    constraint = constraint or ("within" if stiefel else "none")
-    if optimizer not in OPTIMIZERS or constraint not in PLACES or text.count(":") > 2:
-        raise ValueError(
-            f"a method must be OPTIMIZER:CONSTRAINT[:LEARNING_RATE], got {text!r}; "
-            f"optimizers: {', '.join(OPTIMIZERS)}; constraints: {', '.join(PLACES)}"
-        )
-    if constraint != "none" and not stiefel:
-        raise ValueError(
-            f"{optimizer} must have the constraint none, got {constraint!r}: it would leave the "
-            "manifold; use stiefel-sgd or stiefel-adam"
-        )
-    kind, arguments = OPTIMIZERS[optimizer]
-    default = arguments["lr"] * (batch_size / 128 if "momentum" in arguments else 1)
-    lr = float(own_rate) if own_rate else rate or default
-    suffix = "" if lr == default else f" at rate {lr:g}"
-    return Method(optimizer, constraint, lr, kind.__name__ + PLACES[constraint] + suffix)
-
-
 def constrain_attention(model: VisionTransformer, constraint: str) -> None:
     """Put the query and key weights on the Stiefel manifold, per head or as whole matrices."""
     for block in model.blocks:
@@ -159,15 +123,6 @@ def constrain_attention(model: VisionTransformer, constraint: str) -> None:
             so.constrain(attention.k, "weight")
 
 
-def build_optimizer(method: Method, model: nn.Module) -> torch.optim.Optimizer:
-    """One optimizer for the whole model; the Stiefel ones find the constrained weights."""
-    optimizer, arguments = OPTIMIZERS[method.optimizer]
-    options: dict[str, Any] = {**arguments, "lr": method.lr}
-    if method.optimizer.startswith("stiefel") and method.constraint == "none":
-        options["stiefel"] = False  # on purpose: then it is torch's SGD or Adam
-    return optimizer(model.parameters(), **options)
-
-
 @torch.no_grad()
 def orthonormality_error(model: VisionTransformer, constraint: str) -> Tensor:
     """Largest |W W' - I| of the queries and keys (of each head where nothing is constrained)."""
@@ -178,19 +133,36 @@ def orthonormality_error(model: VisionTransformer, constraint: str) -> Tensor:
 
 
 def build_trainer(options: Namespace, images: Images, method: Method, seed: int) -> Trainer:
-    """Everything one run needs; runs of one seed share initial weights and order of the images."""
+    """Everything one run needs; runs of one seed share initial weights and order of the images.
+
+    With a penalty the run starts from the same orthonormal weights as one that is constrained.
+    """
     torch.manual_seed(seed)  # initial weights; all later draws come from the trainer's generator
     model = VisionTransformer(options, images)
     constrain_attention(model, method.constraint)
     model.to(options.device)
+    soft = OPTIMIZERS[method.optimizer].penalty
     return Trainer(
         model,
         build_optimizer(method, model),
         images,
-        {key: getattr(options, key) for key in SETTINGS} | method._asdict() | {"seed": seed},
-        options.output / "checkpoints" / f"{method.title} seed {seed}.pt".replace(" ", "-"),
+        configuration(options, method, seed),
+        options.output / "checkpoints" / f"{file_stem(method, seed)}.pt",
         partial(orthonormality_error, model, method.constraint),
+        partial(so.orthonormality_penalty, model, options.penalty) if soft else None,
     )
+
+
+def configuration(options: Namespace, method: Method, seed: int) -> dict[str, Any]:
+    """Whatever the result of a run depends on."""
+    settings = {key: getattr(options, key) for key in SETTINGS}
+    settings["penalty"] = options.penalty if OPTIMIZERS[method.optimizer].penalty else None
+    return settings | method._asdict() | {"seed": seed}
+
+
+def file_stem(method: Method, seed: int) -> str:
+    """Name of the files of one run."""
+    return f"{method.title} seed {seed}".replace(" ", "-")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
@@ -206,11 +178,13 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only the first LIMIT training images")
-    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE]", help="runs to compare")
+    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]")
+    add("--table", action="store_true", help="all 16 of the paper, resumed, with its results")
     add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="of all methods; None: published, SGD's times batch / 128")
-    add("--seeds", type=int, nargs="+", default=[2], help="one number: how many; several: these")
+    add("--penalty", type=float, default=1e-6, help="weight for penalty-sgd and penalty-adam")
+    add("--seeds", type=int, nargs="+", default=[2], help="one: how many (--table: 3), or which")
     add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
@@ -227,9 +201,14 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--resume", action="store_true", help="continue unfinished runs, skip finished ones")
     options, _ = parser.parse_known_args(argv)
     preset = "smoke" if options.smoke else options.preset
-    parser.set_defaults(output=Path("runs/orthogonal_vit") / preset, **PRESETS[preset])
+    folder, usual = preset, DEMO if preset == "demo" else ALL
+    if options.table:
+        folder, usual = f"{preset}-table", list(PUBLISHED)
+        parser.set_defaults(seeds=[3])
+    parser.set_defaults(output=Path("runs/orthogonal_vit") / folder, **PRESETS[preset])
     options = parser.parse_args(argv)
-    names = options.methods or (DEMO if preset == "demo" else ALL)
+    options.resume |= options.table
+    names = options.methods or usual
     if options.optimizer or options.constraint:
         names = [f"{options.optimizer or 'stiefel-adam'}:{options.constraint or ''}"]
     if len(options.seeds) == 1:
@@ -242,25 +221,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     if not options.seeds or options.epochs < 1:
         parser.error("--seeds and --epochs must be at least 1, got 0")
     return options
-
-
-def write_results(options: Namespace, records: Sequence[dict[str, Any]]) -> None:
-    """Write table (text, Markdown), results (JSON) and plot of the finished runs."""
-    histories: dict[str, list[Any]] = {}
-    for record in records:
-        histories.setdefault(record["title"], []).append(record["history"])
-    title = (
-        f"{options.data}: ViT of {options.layers} layers x {options.width}, {options.heads} heads, "
-        f"{options.epochs} epochs, seeds {', '.join(map(str, options.seeds))}"
-    )
-    table, winner = final_table(histories)
-    text = f"{title}\n\n{table}\n\n{winner}\n"
-    results = {"title": title, "winner": winner, "machine": machine(), "tables": [text]}
-    results["runs"] = records
-    write_text(options.output / "table.txt", text)
-    write_text(options.output / "table.md", f"## {text}")
-    write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
-    plot_curves(options.output / "curves.png", title, histories)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -286,13 +246,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     records: list[dict[str, Any]] = []
     for seed, method in runs:
-        trainer = build_trainer(options, images, method, seed)
-        if options.resume and trainer.path.exists():
-            trainer.resume()
-        trainer.train(f"seed {seed}, {method.title}")
-        records.append(trainer.configuration | {"history": trainer.history})
-        write_results(options, records)
-    print(f"\n{(options.output / 'table.txt').read_text()}\nPlot: {options.output / 'curves.png'}")
+        path = options.output / "runs" / f"{file_stem(method, seed)}.json"
+        record = None
+        if options.resume:
+            record = finished_run(path, configuration(options, method, seed))
+        else:
+            path.unlink(missing_ok=True)
+        records.append(record or train(options, images, method, seed, path))
+        if record is None or len(records) == len(runs):
+            write_results(options, records)
+    plot = options.output / ("table.png" if options.table else "curves.png")
+    print(f"\n{(options.output / 'table.txt').read_text()}\nPlot: {plot}")
+
+
+def train(
+    options: Namespace, images: Images, method: Method, seed: int, path: Path
+) -> dict[str, Any]:
+    """Train to the end, from the checkpoint if asked to, and keep the record of the run."""
+    trainer = build_trainer(options, images, method, seed)
+    if options.resume and trainer.path.exists():
+        trainer.resume()
+    trainer.train(f"seed {seed}, {method.title}")
+    record = trainer.configuration | {"history": trainer.history, "machine": machine()}
+    write_text(path, json.dumps(record, indent=1) + "\n")
+    if options.table:
+        trainer.path.unlink()  # of many runs they would fill a disk, and nothing reads them
+    return record
 
 
 if __name__ == "__main__":

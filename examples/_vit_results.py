@@ -1,0 +1,147 @@
+"""What the orthogonal vision transformer leaves behind: finished runs, tables, plots."""
+
+import json
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _common import (
+    COLOURS,
+    atomic,
+    check_configuration,
+    final_table,
+    machine,
+    markdown_table,
+    plot_curves,
+    require,
+    write_text,
+)
+from _vit_methods import PLACES, PUBLISHED
+
+Record = dict[str, Any]  # the configuration of a finished run, and its history
+
+HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Orthonormality", "Images/s"]
+HEADER += ["Published CIFAR-10 %", "CIFAR-100 %"]
+
+
+def finished_run(path: Path, configuration: Record) -> Record | None:
+    """The record of a run that is over, or None; a run of another configuration is refused."""
+    if not path.exists():
+        return None
+    record: Record = json.loads(path.read_text())
+    check_configuration(path.name, record, configuration)
+    return record
+
+
+def by_title(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The runs of each method, over the seeds."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record["title"], []).append(record)
+    return groups
+
+
+def published(record: Record) -> tuple[str, str]:
+    """Test errors of this method in the paper, or dashes."""
+    return PUBLISHED.get(f"{record['optimizer']}:{record['constraint']}", ("-", "-"))
+
+
+def published_table(records: Sequence[Record]) -> str:
+    """Mean and spread of the test error after the last epoch, beside the paper's."""
+    rows = []
+    for title, runs in by_title(records).items():
+        errors = [run["history"][-1]["test_error"] for run in runs]
+        speed = statistics.median(e["images_per_second"] for run in runs for e in run["history"])
+        orthonormality = max(run["history"][-1]["orthonormality_error"] for run in runs)
+        rows.append(
+            [
+                title,
+                f"{statistics.fmean(errors):.2f}",
+                f"{statistics.stdev(errors):.2f}" if len(errors) > 1 else "-",
+                f"{min(errors):.2f} to {max(errors):.2f}",
+                str(len(errors)),
+                f"{orthonormality:.1e}",
+                f"{speed:.0f}",
+                *published(runs[0]),
+            ]
+        )
+    return markdown_table(HEADER, rows)
+
+
+def plot_table(path: Path, title: str, records: Sequence[Record]) -> None:
+    """One line a method: test error of each seed and the mean, the published ones, |W W' - I|."""
+    require("matplotlib").use("Agg")
+    from matplotlib import pyplot
+
+    groups = by_title(records)
+    figure, axes = pyplot.subplots(
+        1, 3, figsize=(12, 1.6 + 0.3 * len(groups)), layout="constrained", sharey=True
+    )
+    for place, runs in enumerate(groups.values()):
+        colour = COLOURS[list(PLACES).index(runs[0]["constraint"])]
+        last = [run["history"][-1] for run in runs]
+        errors = [epoch["test_error"] for epoch in last]
+        axes[0].plot(errors, [place] * len(errors), "o", color=colour, alpha=0.5, markersize=5)
+        axes[0].plot(statistics.fmean(errors), place, "|", color=colour, markersize=16, mew=2)
+        for text, marker in zip(published(runs[0]), ("o", "s"), strict=True):
+            mean, _, deviation = text.partition(" ± ")
+            if deviation:
+                style = {"fmt": marker, "color": colour, "capsize": 3, "markersize": 5}
+                axes[1].errorbar(float(mean), place, xerr=float(deviation), **style)
+        worst = max(epoch["orthonormality_error"] for epoch in last)
+        if worst > 0 and math.isfinite(worst):  # a logarithm shows neither 0 nor a diverged run
+            axes[2].plot(worst, place, "D", color=colour, markersize=5)
+    axes[0].set_yticks(range(len(groups)), list(groups))
+    axes[0].set(title="This run: every seed, mean", xlabel="test error (%)", xscale="log")
+    axes[1].set(title="Published: CIFAR-10 (circles), CIFAR-100", xlabel="test error (%)")
+    axes[2].set(title="Orthonormality", xlabel="max |W W' - I|, worst seed", xscale="log")
+    axes[0].xaxis.set_major_formatter("{x:g}")
+    axes[0].xaxis.set_minor_formatter("{x:g}")
+    axes[0].tick_params(axis="x", which="minor", labelsize=7)
+    axes[0].invert_yaxis()
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    with atomic(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+    pyplot.close(figure)
+
+
+def summary(record: Record) -> Record:
+    """A run without its history but for the test errors and the last epoch: 48 runs fit a file."""
+    names = ["optimizer", "constraint", "lr", "constrained_lr", "title", "seed"]
+    errors = [round(epoch["test_error"], 3) for epoch in record["history"]]
+    return {
+        **{name: record[name] for name in names},
+        "last_epoch": record["history"][-1],
+        "test_errors": " ".join(f"{error:g}" for error in errors),
+    }
+
+
+def write_results(options: Namespace, records: Sequence[Record]) -> None:
+    """Write table (text, Markdown), results (JSON) and plots of the finished runs."""
+    histories = {name: [run["history"] for run in runs] for name, runs in by_title(records).items()}
+    title = (
+        f"{options.data}: ViT of {options.layers} layers x {options.width}, {options.heads} heads, "
+        f"{options.epochs} epochs, seeds {', '.join(map(str, options.seeds))}"
+    )
+    table, winner = final_table(histories)
+    results: Record = {"title": title, "winner": winner, "machine": machine()}
+    if options.table:
+        table = published_table(records)
+        results["settings"] = {
+            key: value
+            for key, value in records[0].items()
+            if key not in summary(records[0]) and key not in ("history", "machine")
+        }
+        plot_table(options.output / "table.png", title, records)
+    text = f"{title}\n\n{table}\n\n{winner}\n"
+    results["tables"] = [text]
+    results["runs"] = [summary(record) for record in records] if options.table else list(records)
+    write_text(options.output / "table.txt", text)
+    write_text(options.output / "table.md", f"## {text}")
+    write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
+    plot_curves(options.output / "curves.png", title, histories)
