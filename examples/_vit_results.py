@@ -95,12 +95,9 @@ def plot_table(path: Path, title: str, records: Sequence[Record]) -> None:
         if worst > 0 and math.isfinite(worst):  # a logarithm shows neither 0 nor a diverged run
             axes[2].plot(worst, place, "D", color=colour, markersize=5)
     axes[0].set_yticks(range(len(groups)), list(groups))
-    axes[0].set(title="This run: every seed, mean", xlabel="test error (%)", xscale="log")
-    axes[1].set(title="Published: CIFAR-10 (circles), CIFAR-100", xlabel="test error (%)")
+    axes[0].set(title="This run: every seed, mean", xlabel="test error (%)")
+    axes[1].set(title="Published", xlabel="test error (%); circles CIFAR-10, squares CIFAR-100")
     axes[2].set(title="Orthonormality", xlabel="max |W W' - I|, worst seed", xscale="log")
-    axes[0].xaxis.set_major_formatter("{x:g}")
-    axes[0].xaxis.set_minor_formatter("{x:g}")
-    axes[0].tick_params(axis="x", which="minor", labelsize=7)
     axes[0].invert_yaxis()
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -121,7 +118,7 @@ def summary(record: Record) -> Record:
     }
 
 
-def write_results(options: Namespace, records: Sequence[Record]) -> None:
+def write_results(options: Namespace, records: Sequence[Record], plots: bool) -> None:
     """Write table (text, Markdown), results (JSON) and plots of the finished runs."""
     histories = {name: [run["history"] for run in runs] for name, runs in by_title(records).items()}
     title = (
@@ -137,11 +134,17 @@ def write_results(options: Namespace, records: Sequence[Record]) -> None:
             for key, value in records[0].items()
             if key not in summary(records[0]) and key not in ("history", "machine")
         }
-        plot_table(options.output / "table.png", title, records)
     text = f"{title}\n\n{table}\n\n{winner}\n"
     results["tables"] = [text]
     results["runs"] = [summary(record) for record in records] if options.table else list(records)
     write_text(options.output / "table.txt", text)
     write_text(options.output / "table.md", f"## {text}")
     write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
-    plot_curves(options.output / "curves.png", title, histories)
+    if plots and not options.table:
+        plot_curves(options.output / "curves.png", title, histories)
+    elif plots:
+        plot_table(options.output / "table.png", title, records)
+        for place in {record["constraint"]: None for record in records}:
+            names = {record["title"] for record in records if record["constraint"] == place}
+            few = {name: runs for name, runs in histories.items() if name in names}
+            plot_curves(options.output / f"curves-{place}.png", title, few)

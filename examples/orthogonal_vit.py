@@ -178,8 +178,9 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only the first LIMIT training images")
-    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]")
-    add("--table", action="store_true", help="all 16 of the paper, resumed, with its results")
+    form = "OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]"
+    add("--methods", nargs="+", metavar=form, help="runs to compare")
+    add("--table", action="store_true", help="all 16 of the paper, beside its results; resumes")
     add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="of all methods; None: published, SGD's times batch / 128")
@@ -254,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             path.unlink(missing_ok=True)
         records.append(record or train(options, images, method, seed, path))
         if record is None or len(records) == len(runs):
-            write_results(options, records)
+            seed_done = method is options.methods[-1]  # many plots of a table take long to draw
+            write_results(options, records, plots=seed_done or not options.table)
     plot = options.output / ("table.png" if options.table else "curves.png")
     print(f"\n{(options.output / 'table.txt').read_text()}\nPlot: {plot}")
 

@@ -25,8 +25,11 @@ sys.path.insert(0, str(EXAMPLES))
 
 import _common  # noqa: E402
 import _images  # noqa: E402
+import _vit_methods  # noqa: E402
 import orthogonal_vit  # noqa: E402
 
+SPEED = "images_per_second"
+OTHERS = ["momentumless:within", "cayley-adam:within", "penalty-sgd:within"]
 METHODS = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within", "stiefel-sgd:across"]
 
 
@@ -120,7 +123,7 @@ def test_the_demo_reaches_95_per_cent_with_every_method(tmp_path) -> None:
         assert run["history"][-1]["test_error"] <= 5.0, run["title"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *OTHERS])
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(method, tmp_path, monkeypatch) -> None:
     flags = ["--smoke", "--methods", method, "--epochs", "3", "--augment", "crop-flip"]
     orthogonal_vit.main([*flags, "--output", str(tmp_path / "whole")])
@@ -188,6 +191,8 @@ def test_resume_refuses_another_configuration(tmp_path) -> None:
         (["--methods", "adam:within"], "it would leave the manifold"),
         (["--methods", "lion"], "a method must be OPTIMIZER:CONSTRAINT"),
         (["--optimizer", "adamw", "--constraint", "across"], "use stiefel-sgd or stiefel-adam"),
+        (["--methods", "penalty-sgd:none"], "use within or across"),
+        (["--methods", "cayley-sgd:within:1:1:1"], "a method must be OPTIMIZER:CONSTRAINT"),
         (["--seeds", "0"], "must be at least 1, got 0"),
     ],
 )
@@ -201,6 +206,128 @@ def test_wrong_flags_are_explained(flags, message, capsys) -> None:
 def test_sizes_that_do_not_fit_are_explained(flags, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"--(heads|batch-size) must"):
         orthogonal_vit.main(["--smoke", *flags, "--output", str(tmp_path)])
+
+
+# -------------------------------------------------------------------------------- the paper's table
+
+
+def last_epochs(folder: Path) -> dict[str, dict[str, float]]:
+    """What the last epoch of each finished run gave, less its seconds."""
+    found = {}
+    for path in (folder / "runs").glob("*.json"):
+        last = json.loads(path.read_text())["history"][-1]
+        found[path.name] = {k: v for k, v in last.items() if k not in ("seconds", SPEED)}
+    return found
+
+
+def test_the_whole_table_by_one_command(tmp_path, capsys) -> None:
+    flags = ["--smoke", "--table", "--limit", "64", "--epochs", "1"]
+    orthogonal_vit.main([*flags, "--output", str(tmp_path)])
+    assert f"Plot: {tmp_path / 'table.png'}" in capsys.readouterr().out
+    for name in ("table", "curves-within", "curves-across", "curves-none"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = [line for line in results["tables"][0].splitlines() if " ± " in line]
+    assert len(rows) == len(results["runs"]) == len(_vit_methods.PUBLISHED) == 16
+    for row, run in zip(rows, results["runs"], strict=True):
+        published = _vit_methods.PUBLISHED[f"{run['optimizer']}:{run['constraint']}"]
+        assert [cell.strip() for cell in row.split("|")][-3:-1] == list(published)
+        assert f"{run['last_epoch']['test_error']:.2f}" in row
+        kept = run["last_epoch"]["orthonormality_error"] < 1e-5
+        assert kept == _vit_methods.OPTIMIZERS[run["optimizer"]].exact
+
+
+def test_a_table_resumes_run_by_run_without_being_asked_to(tmp_path, monkeypatch) -> None:
+    flags = ["--smoke", "--table", "--limit", "64", "--epochs", "2", "--methods"]
+    flags += ["stiefel-sgd", "cayley-adam", "penalty-sgd:across", "--output"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    orthogonal_vit.main([*flags, str(whole)])
+    save, epochs = _common.Trainer.save, iter(range(100))
+
+    def interrupted(trainer: _common.Trainer) -> None:
+        save(trainer)
+        if next(epochs) == 4:  # the first epoch of the third run
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_common.Trainer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        orthogonal_vit.main([*flags, str(parts)])
+    assert len(last_epochs(parts)) == 2
+    assert len(checkpoints(parts)) == 1
+    orthogonal_vit.main([*flags, str(parts)])
+    assert next(epochs) == 6, "no epoch may be trained twice"
+    assert last_epochs(parts) == last_epochs(whole)
+    assert not checkpoints(parts)
+    assert not list(parts.rglob("*.tmp*"))
+    with pytest.raises(
+        ValueError, match=r"must keep limit = 64 of StiefelSGD-within.*json, got 96"
+    ):
+        orthogonal_vit.main([*flags, str(parts), "--limit", "96"])
+
+
+def test_the_table_has_three_seeds_and_takes_other_flags() -> None:
+    options = orthogonal_vit.parse_arguments(["--table", "--preset", "cpu", "--width", "96"])
+    assert [len(options.methods), options.seeds, options.width] == [16, [0, 1, 2], 96]
+    assert options.output == Path("runs/orthogonal_vit/cpu-table")
+    assert orthogonal_vit.parse_arguments(["--table", "--seeds", "4", "7"]).seeds == [4, 7]
+    (method,) = orthogonal_vit.parse_arguments(["--table", "--methods", "cayley-sgd"]).methods
+    assert method.constraint == "within"
+
+
+def test_start_again_without_resume(tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", "sgd", "--epochs", "1", "--limit", "64", "--output"]
+    orthogonal_vit.main([*flags, str(tmp_path)])
+    orthogonal_vit.main([*flags, str(tmp_path), "--batch-size", "16"])
+    assert json.loads((tmp_path / "runs" / "SGD-seed-0.json").read_text())["batch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "constrained"),
+    [
+        ("stiefel-sgd", {"lr": 0.15, "momentum": 0.9}, {"lr": 0.15, "momentum": 0.9}),
+        ("cayley-sgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 1.0, "momentum": 0.9}),
+        ("momentumless", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}),
+        ("rgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.9}),
+        ("stiefel-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("cayley-adam", {"lr": 1e-2, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("penalty-sgd", {"lr": 0.1, "momentum": 0.9}, None),
+        ("penalty-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, None),
+        ("adamw", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.2}, None),
+    ],
+)
+def test_both_kinds_of_weights_get_the_published_settings(name, plain, constrained) -> None:
+    options = orthogonal_vit.parse_arguments(["--preset", "smoke", "--patch", "8"])
+    method = orthogonal_vit.parse_method(name)
+    model = orthogonal_vit.VisionTransformer(options, cifar_like())
+    orthogonal_vit.constrain_attention(model, method.constraint)
+    optimizer = orthogonal_vit.build_optimizer(method, model)
+    kinds = {bool(group.get("stiefel")): group for group in optimizer.param_groups}
+    assert len(kinds) == len(optimizer.param_groups) == (1 if constrained is None else 2)
+    for tagged, expected in ((False, plain), (True, constrained or {})):
+        for key, value in ({"weight_decay": 5e-5} | expected if expected else {}).items():
+            assert kinds[tagged][key] == pytest.approx(value), (tagged, key)
+
+
+def test_one_rate_keeps_the_ratio_and_two_replace_it() -> None:
+    def parsed(text: str, batch_size: int = 128) -> tuple[float, float, str]:
+        return orthogonal_vit.parse_method(text, None, batch_size)[2:]
+
+    assert parsed("cayley-sgd", 64) == (0.05, 0.5, "CayleySGD within heads")
+    assert parsed("cayley-sgd:across:0.2") == (0.2, 2.0, "CayleySGD across heads at rate 0.2")
+    title = "CayleySGD within heads at rates 0.2 and 0.3"
+    assert parsed("cayley-sgd:within:0.2:0.3") == (0.2, 0.3, title)
+
+
+def test_the_penalty_pulls_towards_the_manifold(tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", "penalty-sgd", "--constraint", "within", "--output"]
+    errors = {}
+    for weight in ("1e-6", "0.1"):
+        orthogonal_vit.main([*flags, str(tmp_path / weight), "--penalty", weight])
+        (errors[weight],) = last_epochs(tmp_path / weight).values()
+    weak, strong = (error["orthonormality_error"] for error in errors.values())
+    assert weak > 3 * strong > 1e-5
+    with pytest.raises(ValueError, match=r"must keep penalty = 0\.1 of"):
+        orthogonal_vit.main([*flags, str(tmp_path / "0.1"), "--penalty", "1", "--resume"])
 
 
 # ------------------------------------------------------------------------------------------- pieces
