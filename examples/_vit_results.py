@@ -133,7 +133,7 @@ def write_results(options: Namespace, records: Sequence[Record], plots: bool) ->
             key: value
             for key, value in records[0].items()
             if key not in summary(records[0]) and key not in ("history", "machine")
-        }
+        } | {"penalty": options.penalty}
     text = f"{title}\n\n{table}\n\n{winner}\n"
     results["tables"] = [text]
     results["runs"] = [summary(record) for record in records] if options.table else list(records)
