@@ -3,7 +3,13 @@
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
 from stiefel_opt.constraints import param_groups as param_groups
+from stiefel_opt.constraints import project_ as project_
 from stiefel_opt.constraints import retag as retag
+from stiefel_opt.integrations import clip_grad_norm_ as clip_grad_norm_
+from stiefel_opt.integrations import constrain_attention as constrain_attention
+from stiefel_opt.integrations import from_geoopt as from_geoopt
+from stiefel_opt.integrations import from_geotorch as from_geotorch
+from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
 from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
 from stiefel_opt.manifold import Stiefel as Stiefel
 from stiefel_opt.monitor import orthonormality_error as orthonormality_error

@@ -17,7 +17,7 @@ from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.manifold import CONVOLUTIONS, ManifoldParameter, Stiefel, manifold_of, tag
 
-__all__ = ["LostTagWarning", "constrain", "param_groups", "readings", "retag"]
+__all__ = ["LostTagWarning", "constrain", "param_groups", "project_", "readings", "retag"]
 
 RECORDS = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 WATCHED = "_stiefel_watched"  # False once the forward hook has nothing more to say
@@ -90,12 +90,40 @@ def constrain(
     return module
 
 
+def project_(model: ModuleT) -> ModuleT:
+    """Replace in place every constrained matrix of ``model`` by the nearest point; return it.
+
+    For values that came from elsewhere: a checkpoint in bfloat16, averaged or merged weights,
+    weights that have drifted. Matrices that are orthonormal up to rounding stay bit for bit, and so
+    do plain rows. Parameters in half precision are projected in float32 and rounded; those on the
+    meta device are skipped. The momentum of an optimizer is not touched: the next step takes the
+    part of it that is tangent at the new point.
+
+    Raises:
+        ValueError: for values that are not finite, naming the parameter, or if nothing in the model
+            is constrained.
+        TypeError: if ``model`` is not a module.
+
+    Note: One singular value decomposition for each matrix that is off, and a host sync.
+    """
+    found = [(name, *item) for name, item in readings(model).items() if item[1] is not None]
+    if not found:
+        kind, remedy = type(model).__name__, "call so.constrain first"
+        raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
+    for name, parameter, reading in found:
+        if reading is not None and not parameter.is_meta:
+            _project(parameter, reading, name)
+    return model
+
+
 @torch.no_grad()
 def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
     """Replace in place every matrix that is off the manifold by the nearest point."""
     pending = []
     for index, part in enumerate(reading.parts(parameter)):
         matrices = reading.matrices(part, index)
+        if matrices.dtype in (torch.float16, torch.bfloat16):  # no decomposition exists for them
+            matrices = matrices.float()
         if not bool(torch.isfinite(matrices).all()):
             raise ValueError(
                 fail(
@@ -105,7 +133,7 @@ def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
                     "initialise it first",
                 )
             )
-        tolerance = orthonormality_tolerance(matrices.dtype, matrices.size(-2))
+        tolerance = orthonormality_tolerance(parameter.dtype, matrices.size(-2))
         off = gram_error(matrices / reading.scale) > tolerance
         if bool(off.any()):
             nearest = matrices.clone()

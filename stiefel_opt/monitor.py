@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from stiefel_opt.constraints import readings
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.manifold import Stiefel, manifold_of
 
-__all__ = ["Report", "orthonormality_error", "report"]
+__all__ = ["Report", "orthonormality_error", "report", "table"]
 
 
 @torch.no_grad()
@@ -96,17 +96,22 @@ class Report:
             error += "" if line.tagged else "  tag lost: so.retag(model)"
             shape = " x ".join(map(str, line.shape))
             cells.append((line.name, shape, line.reading, error))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        table.insert(1, "-" * max(map(len, table)))
-        return "\n".join(table)
+        return table(cells)
 
     @override
     def __repr__(self) -> str:
         return str(self)
+
+
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """Return rows of text in columns, the first one underlined."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(lines)
 
 
 @torch.no_grad()

@@ -1,0 +1,291 @@
+"""Find the attention modules of a model by their attributes, and constrain their projections."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from stiefel_opt._checks import check_choice, check_dtype, fail
+from stiefel_opt.constraints import constrain
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.monitor import table
+from stiefel_opt.nn import MultiheadAttention
+
+__all__ = ["AttentionReport", "constrain_attention"]
+
+# Attribute names of the linear layers, each with the projections it holds, side by side.
+# Layouts that mix the heads of queries, keys and values (``query_key_value``, ``qkv_proj``) are
+# missing on purpose: their order of rows differs between models of the same attribute name.
+LAYOUTS: Final[tuple[tuple[tuple[str, str], ...], ...]] = (
+    (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")),  # LLaMA, CLIP, BART, GPT-J
+    (("query", "q"), ("key", "k"), ("value", "v")),  # BERT, ViT
+    (("query_proj", "q"), ("key_proj", "k"), ("value_proj", "v")),  # DeBERTa
+    (("to_q", "q"), ("to_k", "k"), ("to_v", "v")),  # diffusers
+    (("q_lin", "q"), ("k_lin", "k"), ("v_lin", "v")),  # DistilBERT
+    (("c_q", "q"), ("c_k", "k"), ("c_v", "v")),  # nanochat
+    (("wq", "q"), ("wk", "k"), ("wv", "v")),  # LLaMA as first released
+    (("q", "q"), ("k", "k"), ("v", "v")),  # T5
+    (("q_attn", "q"), ("c_attn", "kv")),  # GPT-2, looking at another sequence
+    (("to_q", "q"), ("to_kv", "kv")),  # lucidrains, looking at another sequence
+    (("q", "q"), ("kv", "kv")),  # timm, pooling and reduced keys
+    (("qkv", "qkv"),),  # timm
+    (("to_qkv", "qkv"),),  # lucidrains
+    (("c_attn", "qkv"),),  # GPT-2
+    (("Wqkv", "qkv"),),  # ModernBERT
+)
+HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+KEY_HEADS: Final = (
+    "num_key_value_heads",
+    "num_kv_heads",
+    "num_heads_kv",
+    "n_kv_heads",
+    "n_kv_head",
+)
+ATTENTION_WORDS: Final = ("attention", "attn")
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight found: its name below the module, its projections, and the rows of each."""
+
+    name: str
+    projections: str
+    sizes: tuple[int, ...]
+    transposed: bool
+
+
+class _UnreadableError(Exception):
+    """Says why a module that looks like attention cannot be read."""
+
+
+@dataclass(frozen=True)
+class AttentionReport:
+    """What :func:`constrain_attention` did; printing it shows a table.
+
+    Attributes:
+        constraint: ``"within"`` or ``"across"``.
+        which: The constrained projections, a part of ``"qkv"``.
+        lines: ``(parameter, class of the module, reading in words)`` for each constrained weight.
+        skipped: ``(module, reason)`` for what looks like attention and was left alone.
+    """
+
+    constraint: str
+    which: str
+    lines: tuple[tuple[str, str, str], ...]
+    skipped: tuple[tuple[str, str], ...]
+
+    @override
+    def __str__(self) -> str:
+        text = f"{self.which} constrained {self.constraint} heads\n"
+        text += table([("parameter", "module", "reading"), *self.lines])
+        if self.skipped:
+            text += "\nleft alone:\n" + _listed(self.skipped)
+        return text
+
+
+def constrain_attention(
+    model: nn.Module, constraint: Literal["within", "across"] = "within", which: str = "qk"
+) -> AttentionReport:
+    r"""Put the query and key weights of every attention module in ``model`` on the manifold.
+
+    With H heads of width d and weights that map E features:
+
+    - ``"within"``: each head's weights are in St(E, d), so that no head measures the same
+      direction twice;
+    - ``"across"``: the heads side by side are in St(E, H d), so that no two heads do either.
+
+    Found by their attributes, without importing the packages: ``nn.MultiheadAttention`` of torch
+    and of this package (also inside ``nn.TransformerEncoderLayer``), timm (``qkv``), transformers
+    (``q_proj``/``query``/``q`` and so on, and the transposed ``c_attn`` of GPT-2), lucidrains
+    (``to_qkv``). Grouped keys have fewer heads than queries; their number follows from the shapes.
+
+    Args:
+        model: A model, or one attention module.
+        constraint: ``"within"`` or ``"across"``. Default: ``"within"``.
+        which: The projections to constrain, of ``"q"``, ``"k"`` and ``"v"``. Default: ``"qk"``.
+
+    Returns: What was done, and which modules look like attention but were left alone.
+    Raises:
+        ValueError: for another constraint or ``which``, or if no module can be read; it lists what
+            was found. Nothing is changed then.
+        TypeError: for weights other than float32 and float64.
+
+    Note: Values become the nearest point, as by :func:`stiefel_opt.constrain`. Where H d > E the
+        weights of "across" are tall, and their columns are orthonormal: the report says so.
+    Reference: Kong, Wang & Tao (ICLR 2023), table 1.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    check_choice("constraint", constraint, ("within", "across"))
+    if not isinstance(which, str) or which not in ("q", "k", "v", "qk", "qv", "kv", "qkv"):
+        raise ValueError(fail("which", "be one or more of 'q', 'k', 'v', in this order", which))
+    plans: list[tuple[str, nn.Module, list[tuple[str, Stiefel]]]] = []
+    skipped: dict[str, str] = {}
+    for path, module in model.named_modules():
+        try:
+            plan = _plan(module, constraint, which)
+        except _UnreadableError as reason:
+            skipped[path] = f"{type(module).__name__}: {reason}"
+            continue
+        if plan:
+            plans.append((path, module, plan))
+    found = [path for path, _, _ in plans]
+    for path in list(skipped):  # a wrapper around one that was read, or a part of it
+        if any(_below(other, path) or _below(path, other) for other in found):
+            del skipped[path]
+    if not plans:
+        raise ValueError(
+            fail(
+                "model",
+                "contain an attention module that can be read",
+                f"a {type(model).__name__}",
+                _remedy(model, skipped),
+            )
+        )
+    for path, module, plan in plans:
+        for name, reading in plan:
+            _check(module.get_parameter(name), reading, _joined(path, name))
+    lines = []
+    for path, module, plan in plans:
+        if isinstance(module, MultiheadAttention):
+            module.constraint = constraint
+        for name, reading in plan:
+            constrain(module, name, **reading.as_dict())
+            words = reading.describe(module.get_parameter(name).shape)
+            lines.append((_joined(path, name), type(module).__name__, words))
+    return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
+
+
+def _plan(module: nn.Module, constraint: str, which: str) -> list[tuple[str, Stiefel]]:
+    """Return (parameter, reading) for each weight of an attention module, nothing for others."""
+    weights = _torch_weights(module, which) or _linear_weights(module)
+    if not weights:
+        return []
+    wanted = [weight for weight in weights if set(weight.projections) & set(which)]
+    missing = set(which) - set("".join(weight.projections for weight in weights))
+    if missing:
+        raise _UnreadableError(f"it has no linear layer for {sorted(missing)}")
+    stated = _number(module, KEY_HEADS)
+    fused = any(len(weight.projections) == 3 for weight in weights)
+    if fused and stated not in (None, _number(module, HEADS)):
+        raise _UnreadableError(f"one weight holds queries and the keys of {stated} heads")
+    heads = dict.fromkeys("qkv", 1)
+    if constraint == "within":
+        heads = _heads(module, weights)
+    return [(weight.name, _reading(weight, heads, which)) for weight in wanted]
+
+
+def _torch_weights(module: nn.Module, which: str) -> list[_Weight]:
+    """Return the weights of torch's own attention."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return []
+    if isinstance(module, MultiheadAttention) and which != "qk":
+        raise _UnreadableError("it constrains 'qk' itself; take torch's module for other weights")
+    width = module.embed_dim
+    if module.in_proj_weight is not None:
+        return [_Weight("in_proj_weight", "qkv", (width,) * 3, False)]
+    return [_Weight(f"{letter}_proj_weight", letter, (width,), False) for letter in "qkv"]
+
+
+def _linear_weights(module: nn.Module) -> list[_Weight]:
+    """Return the weights of the first of ``LAYOUTS`` that fits."""
+    children = dict(module.named_children())
+    for layout in LAYOUTS:
+        present = [(name, letters) for name, letters in layout if name in children]
+        if len(present) == len(layout) or (len(layout) == 3 and len(present) == 2):
+            if present[0][1][0] != "q" or "k" not in "".join(letters for _, letters in present):
+                continue
+            return [_linear_weight(children[name], name, letters) for name, letters in present]
+    if any(word in type(module).__name__.lower() for word in ATTENTION_WORDS):
+        names = [*children, *(name for name, _ in module.named_parameters(recurse=False))]
+        if names:
+            raise _UnreadableError(f"its parts are {', '.join(names)}")
+    return []
+
+
+def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
+    weight = layer._parameters.get("weight")
+    kind = type(layer).__name__
+    transposed = kind == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
+    if weight is None or weight.ndim != 2 or not (isinstance(layer, nn.Linear) or transposed):
+        raise _UnreadableError(f"{name} is a {kind}, not a linear layer with a plain weight")
+    row_count = weight.size(1 if transposed else 0)
+    if row_count % len(letters):
+        raise _UnreadableError(f"{name} has {row_count} outputs, not {len(letters)} equal parts")
+    sizes = (row_count // len(letters),) * len(letters)
+    return _Weight(f"{name}.weight", letters, sizes, transposed)
+
+
+def _heads(module: nn.Module, weights: Sequence[_Weight]) -> dict[str, int]:
+    """Return the number of heads of each projection."""
+    heads = _number(module, HEADS)
+    if heads is None:
+        raise _UnreadableError(f"neither it nor its config has one of {', '.join(HEADS)}")
+    sizes: dict[str, int] = {}
+    for weight in weights:
+        sizes.update(zip(weight.projections, weight.sizes, strict=True))
+    width, rest = divmod(sizes["q"], heads)  # queries and keys meet in products of this width
+    if rest or sizes["k"] % width:
+        shown = f"queries of {sizes['q']} and keys of {sizes['k']}"
+        raise _UnreadableError(f"{heads} heads do not divide {shown}")
+    key_heads = sizes["k"] // width
+    if "v" in sizes and sizes["v"] % key_heads:
+        raise _UnreadableError(f"{key_heads} heads do not divide values of {sizes['v']}")
+    return {"q": heads, "k": key_heads, "v": key_heads}
+
+
+def _number(module: nn.Module, names: Sequence[str]) -> int | None:
+    """Return the first attribute of the module or its config that is a positive integer."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in names:
+            value: Any = getattr(owner, name, None)
+            if type(value) is int and value > 0:
+                return value
+    return None
+
+
+def _reading(weight: _Weight, heads: dict[str, int], which: str) -> Stiefel:
+    counts, ranges, start = [], [], 0
+    for letter, size in zip(weight.projections, weight.sizes, strict=True):
+        if letter in which:
+            counts.append(heads[letter])
+            ranges.append((start, start + size))
+        start += size
+    if len(counts) == len(weight.sizes) and len(set(counts)) == 1:  # equal blocks, no row is plain
+        return Stiefel(heads=sum(counts), transposed=weight.transposed)
+    return Stiefel(tuple(counts), tuple(ranges), transposed=weight.transposed)
+
+
+def _check(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
+    """Raise for what :func:`constrain` would refuse, before anything has changed."""
+    reading.check(parameter.shape, name)
+    check_dtype(name, parameter.dtype)
+    if not (parameter.is_meta or bool(torch.isfinite(parameter).all())):
+        raise ValueError(fail(name, "be finite to be projected", "NaN or inf", "initialise it"))
+
+
+def _below(path: str, ancestor: str) -> bool:
+    return path == ancestor or not ancestor or path.startswith(ancestor + ".")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _listed(skipped: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"  {path or 'the model itself'}: {reason}" for path, reason in skipped)
+
+
+def _remedy(model: nn.Module, skipped: dict[str, str]) -> str:
+    advice = "name the weights yourself with so.constrain(model, name, heads=...)"
+    if skipped:
+        shown = list(skipped.items())
+        more = f"\n  and {len(shown) - 12} more" if len(shown) > 12 else ""
+        return f"{advice}. Modules that look like attention:\n{_listed(shown[:12])}{more}"
+    kinds = sorted({type(module).__name__ for module in model.modules()})
+    return f"{advice}. Its modules are: {', '.join(kinds[:30])}"

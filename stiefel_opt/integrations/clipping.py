@@ -1,0 +1,86 @@
+"""Gradient clipping by the norm of the Riemannian gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt.geometry import project_tangent
+from stiefel_opt.manifold import Stiefel, manifold_of
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, error_if_nonfinite: bool = False
+) -> Tensor:
+    r"""Scale all gradients by one factor so that their Riemannian norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, but of a tagged parameter only the part of the gradient
+    counts that is tangent to the manifold,
+    :math:`|G - X\,\mathrm{sym}(X^\top G)|_F`: the rest never moves the parameter, however large it
+    is, and would shrink the steps of all others. Plain parameters, and plain rows, count in full.
+
+    This is the one function here that writes to ``p.grad``: it multiplies by the factor in place,
+    and does not project. Call it between ``backward()`` and ``step()``; with a ``GradScaler``,
+    after ``unscale_``.
+
+    Args:
+        parameters: Parameters, tagged and plain; those without gradient are skipped.
+        max_norm: Largest norm, > 0.
+        error_if_nonfinite: Raise where the norm is not finite, before anything is scaled; waits
+            for the device.
+
+    Returns: The norm before clipping, a 0-dim tensor.
+    Raises:
+        ValueError: for max_norm <= 0, or a norm that is not finite, if asked.
+        TypeError: for sparse gradients of constrained parameters.
+
+    Note: Two products of n x m by m x m for each constrained parameter; no host sync.
+    """
+    if not isinstance(max_norm, Tensor):
+        check_range("max_norm", max_norm, 0.0, open_low=True)
+    check_flag("error_if_nonfinite", error_if_nonfinite)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    active = [parameter for parameter in listed if parameter.grad is not None]
+    if not active:
+        return torch.tensor(0.0)
+    norms = [norm for parameter in active for norm in _norms(parameter)]
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise ValueError(
+            fail(
+                "norm of the gradients",
+                "be finite",
+                float(total),
+                "look for the first parameter with a bad gradient, or skip the step",
+            )
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as in torch
+    for parameter in active:
+        grad: Tensor = parameter.grad  # type: ignore[assignment]
+        grad.mul_(factor.to(grad.device))
+    return total
+
+
+def _norms(parameter: Tensor) -> list[Tensor]:
+    """Return the norm of each part of a gradient that moves its parameter."""
+    grad: Tensor = parameter.grad  # type: ignore[assignment]
+    reading = manifold_of(parameter)
+    if not isinstance(reading, Stiefel):
+        values = grad.coalesce().values() if grad.is_sparse else grad
+        return [torch.linalg.vector_norm(values)]
+    if grad.layout is not torch.strided:
+        raise TypeError(fail("grad of a constrained parameter", "be dense", grad.layout))
+    norms = [torch.linalg.vector_norm(part) for part in reading.plain_parts(grad)]
+    pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
+    for index, (point, vector) in enumerate(pairs):
+        point = reading.matrices(point, index) / reading.scale
+        tangent = project_tangent(point, reading.matrices(vector, index))
+        norms.append(torch.linalg.vector_norm(tangent))
+    return norms

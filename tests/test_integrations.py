@@ -1,0 +1,303 @@
+"""Migration from other packages, projection, and clipping by the Riemannian norm."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import stiefel_opt as so
+
+# ---- migration ---------------------------------------------------------------------------------
+
+
+def torch_orthogonal(layer):
+    return parametrizations.orthogonal(layer)
+
+
+def geotorch_orthogonal(layer):
+    geotorch = pytest.importorskip("geotorch")
+    geotorch.orthogonal(layer, "weight")
+    return layer
+
+
+SOURCES = {
+    "torch": (torch_orthogonal, so.from_torch_orthogonal),
+    "geotorch": (geotorch_orthogonal, so.from_geotorch),
+}
+every_source = pytest.mark.parametrize("source", SOURCES)
+
+
+@every_source
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parametrized_weights_keep_their_values_and_train_on(source, dtype, generator):
+    orthogonal, convert = SOURCES[source]
+    layers = [nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 7), nn.Conv2d(2, 4, 3)]
+    model = nn.Sequential(*(orthogonal(layer.to(dtype)) for layer in layers), nn.Linear(7, 2))
+    x = torch.randn(6, 5, generator=generator, dtype=dtype)
+    model[:3](x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # so that the value is not the start value
+    values = [layer.weight.detach().clone() for layer in model[:4]]
+    originals = [layer.parametrizations.weight.original for layer in model[:4]]
+    outputs = model[:3](x).detach()
+    assert convert(model) is model
+    for layer, value, original in zip(model[:4], values, originals, strict=True):
+        assert layer.weight is original
+        assert layer.weight.manifold == so.Stiefel()  # of a convolution, too
+        assert layer.weight.grad is None
+        tolerance = 100 * torch.finfo(dtype).eps
+        torch.testing.assert_close(layer.weight.detach(), value, rtol=0, atol=tolerance)
+    assert [type(layer) for layer in model[:4]] == [type(layer) for layer in layers]
+    assert list(model[0].state_dict()) == ["bias", "weight"]
+    torch.testing.assert_close(model[:3](x).detach(), outputs)
+    opt = so.StiefelSGD(model.parameters(), lr=0.1)
+    before = so.report(model)
+    model[:3](x).square().sum().backward()
+    opt.step()
+    assert len(before.lines) == 4
+    assert not torch.equal(model[1].weight, values[1])
+    assert so.orthonormality_error(model) < 200 * torch.finfo(dtype).eps
+
+
+@every_source
+def test_a_weight_below_a_further_parametrization_is_refused(source):
+    orthogonal, convert = SOURCES[source]
+    model = nn.Sequential(orthogonal(nn.Linear(4, 4)), orthogonal(nn.Linear(4, 4)))
+    torch.nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    keys = list(model.state_dict())
+    with pytest.raises(ValueError, match=r"`1.weight` must have .* as its only parametrization"):
+        convert(model)
+    assert list(model.state_dict()) == keys
+
+
+def test_other_constraints_of_geotorch_stay():
+    model = nn.Sequential(geotorch_orthogonal(nn.Linear(4, 3)), nn.Linear(3, 3))
+    pytest.importorskip("geotorch").skew(model[1], "weight")
+    so.from_geotorch(model)
+    weight = model[1].weight
+    torch.testing.assert_close(weight, -weight.mT)
+    assert type(model[0].weight) is so.ManifoldParameter
+
+
+def geoopt_model():
+    geoopt = pytest.importorskip("geoopt")
+    model = nn.Module()
+    model.tall = geoopt.ManifoldParameter(torch.randn(6, 3), manifold=geoopt.Stiefel())
+    model.batch = geoopt.ManifoldParameter(
+        torch.randn(2, 5, 2), manifold=geoopt.EuclideanStiefelExact()
+    )
+    model.free = geoopt.ManifoldParameter(torch.randn(3, 3), manifold=geoopt.Euclidean())
+    model.again = model.tall
+    with torch.no_grad():
+        model.tall.proj_()
+        model.batch.proj_()
+    return model
+
+
+def test_parameters_of_geoopt_stay_the_same_objects():
+    model = geoopt_model()
+    objects = dict(model.named_parameters(remove_duplicate=False))
+    values = {name: parameter.detach().clone() for name, parameter in objects.items()}
+    assert so.from_geoopt(model) is model
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert parameter is objects[name]
+        torch.testing.assert_close(parameter.data, torch.Tensor(values[name]), rtol=0, atol=1e-6)
+    assert type(model.free) is nn.Parameter
+    assert not hasattr(model.free, "manifold")
+    assert model.again is model.tall
+    assert model.tall.manifold == model.batch.manifold == so.Stiefel()
+    opt = so.StiefelAdam(model.parameters(), lr=0.1)
+    sum((p * torch.randn(p.shape)).sum() for p in model.parameters()).backward()
+    opt.step()
+    assert so.orthonormality_error(model) < 1e-5
+    assert torch.equal(copy.deepcopy(model).tall, model.tall)
+
+
+def test_other_manifolds_of_geoopt_are_refused():
+    geoopt = pytest.importorskip("geoopt")
+    model = geoopt_model()
+    model.ball = geoopt.ManifoldParameter(torch.zeros(3), manifold=geoopt.PoincareBall())
+    with pytest.raises(ValueError, match="`ball` must be on a Stiefel manifold to be converted"):
+        so.from_geoopt(model)
+    assert type(model.tall) is geoopt.ManifoldParameter
+
+
+@pytest.mark.parametrize(
+    ("convert", "wanted"),
+    [
+        (so.from_torch_orthogonal, "a weight of torch.nn.utils.parametrizations.orthogonal"),
+        (so.from_geotorch, "a weight of geotorch.orthogonal"),
+        (so.from_geoopt, "a geoopt.ManifoldParameter on a Stiefel manifold"),
+        (so.project_, "a constrained parameter"),
+    ],
+)
+def test_nothing_to_do_is_an_error(convert, wanted):
+    with pytest.raises(ValueError, match=f"`model` must have {wanted}, got a Linear of none"):
+        convert(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module, got list"):
+        convert([])
+
+
+# ---- projection --------------------------------------------------------------------------------
+
+
+def constrained_model():
+    return nn.Sequential(
+        so.constrain(nn.Linear(6, 4)),
+        so.constrain(nn.Linear(4, 8), heads=2, scale=2.0),
+        so.constrain(nn.Linear(8, 10), rows=((0, 4), (5, 7))),
+        so.constrain(nn.Conv2d(2, 3, 2)),
+        nn.Linear(3, 2),
+    )
+
+
+def test_project_leaves_good_values_and_plain_ones_bit_for_bit():
+    model = constrained_model()
+    before = copy.deepcopy(model.state_dict())
+    assert so.project_(model) is model
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_project_gives_the_nearest_points_and_spares_plain_rows():
+    model = constrained_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    before = copy.deepcopy(model)
+    objects = list(model.parameters())
+    so.project_(model)
+    assert all(p is q for p, q in zip(model.parameters(), objects, strict=True))
+    left, _, right = torch.linalg.svd(before[0].weight, full_matrices=False)
+    torch.testing.assert_close(model[0].weight, left @ right)
+    left, _, right = torch.linalg.svd(before[1].weight[:4], full_matrices=False)
+    torch.testing.assert_close(model[1].weight[:4], 2 * left @ right)
+    plain = [4, 7, 8, 9]
+    assert torch.equal(model[2].weight[plain], before[2].weight[plain])
+    assert torch.equal(model[4].weight, before[4].weight)
+    assert so.orthonormality_error(model) < 1e-5
+
+
+def test_values_that_went_through_bfloat16():
+    model = constrained_model()
+    saved = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    fresh = constrained_model()
+    fresh.load_state_dict(saved)
+    assert so.orthonormality_error(fresh) > 1e-4
+    so.project_(fresh)
+    assert so.orthonormality_error(fresh) < 1e-5
+    torch.testing.assert_close(fresh[0].weight, model[0].weight, rtol=0, atol=1e-2)
+
+
+def test_half_precision_is_projected_in_float32_and_rounded():
+    model = constrained_model().bfloat16()
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    so.project_(model)
+    assert model[0].weight.dtype is torch.bfloat16
+    assert so.orthonormality_error(model) < 2e-2
+
+
+def test_meta_is_skipped_and_nan_is_named():
+    with torch.device("meta"):
+        model = so.constrain(nn.Linear(3, 3))
+    assert so.project_(model).weight.is_meta
+    model = constrained_model()
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.nan
+    with pytest.raises(ValueError, match=r"`1.weight` must be finite to be projected"):
+        so.project_(model)
+
+
+# ---- clipping ----------------------------------------------------------------------------------
+
+
+def filled(model: nn.Module, generator: torch.Generator) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model
+
+
+def tangent_norm(point: Tensor, grad: Tensor) -> Tensor:
+    """By a basis of the tangent space: the gradient minus its part along X S, S symmetric."""
+    X, G = (point, grad) if point.size(0) >= point.size(1) else (point.T, grad.T)
+    overlap = X.T @ G
+    return (G - X @ (overlap + overlap.T) / 2).norm()
+
+
+def expected_norm(model: nn.Sequential) -> Tensor:
+    first, heads, rows, conv = (layer.weight.detach() for layer in model[:4])
+    grads = [layer.weight.grad for layer in model]
+    norms = [tangent_norm(first, grads[0])]
+    norms += [tangent_norm(heads[i : i + 4] / 2, grads[1][i : i + 4]) for i in (0, 4)]
+    norms += [tangent_norm(rows[i:j], grads[2][i:j]) for i, j in ((0, 4), (5, 7))]
+    norms += [grads[2][[4, 7, 8, 9]].norm()]
+    norms += [tangent_norm(conv.flatten(1), grads[3].flatten(1)), grads[4].norm()]
+    norms += [layer.bias.grad.norm() for layer in model]
+    return torch.stack(norms).norm()
+
+
+def test_norm_is_that_of_the_tangent_parts_and_all_gradients_get_one_factor(generator):
+    model = filled(constrained_model().double(), generator)
+    expected = expected_norm(model)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    objects = [parameter.grad for parameter in model.parameters()]
+    found = so.clip_grad_norm_(model.parameters(), 0.5)
+    torch.testing.assert_close(found, expected)
+    for parameter, grad, old in zip(model.parameters(), objects, before, strict=True):
+        assert parameter.grad is grad
+        torch.testing.assert_close(grad, old * (0.5 / (expected + 1e-6)))
+    torch.testing.assert_close(expected_norm(model), torch.tensor(0.5).double())
+
+
+def test_gradients_below_the_bound_keep_their_bits(generator):
+    model = filled(constrained_model(), generator)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    so.clip_grad_norm_(model.parameters(), 1e6)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, old)
+
+
+def test_the_normal_part_does_not_count(generator):
+    weight = so.constrain(nn.Linear(4, 6, bias=False)).weight
+    symmetric = torch.randn(4, 4, generator=generator)
+    weight.grad = weight.detach() @ (symmetric + symmetric.T) * 1e3
+    assert so.clip_grad_norm_(weight, 1.0) < 1e-2
+    assert torch.nn.utils.get_total_norm([weight.grad]) > 1e3
+
+
+def test_plain_parameters_are_clipped_as_by_torch(generator):
+    ours, theirs = filled(nn.Linear(5, 3), generator), nn.Linear(5, 3)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    found = so.clip_grad_norm_(ours.parameters(), 0.1)
+    torch.testing.assert_close(found, nn.utils.clip_grad_norm_(theirs.parameters(), 0.1))
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_sparse_plain_gradients_and_missing_ones():
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    unused = so.constrain(nn.Linear(3, 3)).weight
+    found = so.clip_grad_norm_([unused, *table.parameters()], 1.0)
+    torch.testing.assert_close(found, torch.tensor(12.0).sqrt())
+    assert unused.grad is None
+    torch.testing.assert_close(table.weight.grad.to_dense().norm(), torch.tensor(1.0))
+    assert so.clip_grad_norm_([unused], 1.0) == 0
+
+
+def test_bad_norms():
+    weight = so.constrain(nn.Linear(3, 3)).weight
+    weight.grad = torch.full((3, 3), math.inf)
+    with pytest.raises(ValueError, match="`norm of the gradients` must be finite"):
+        so.clip_grad_norm_(weight, 1.0, error_if_nonfinite=True)
+    assert weight.grad.isinf().all()
+    assert not so.clip_grad_norm_(weight, 1.0).isfinite()
+    with pytest.raises(ValueError, match=r"`max_norm` must be in \(0, inf\), got 0"):
+        so.clip_grad_norm_(weight, 0)

@@ -1,0 +1,290 @@
+"""Attention modules found by their attributes, and constrained.
+
+The attention modules are written out with the attribute names of the packages that they stand for;
+each says how a head's weights are cut out of what is stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt.nn import MultiheadAttention
+
+WIDTH, HEADS, KEY_HEADS, SIZE = 12, 4, 2, 3  # SIZE: the width of a head
+
+
+def gram_error(matrix: Tensor) -> float:
+    tall = matrix if matrix.size(0) >= matrix.size(1) else matrix.mT
+    return float((tall.mT @ tall - torch.eye(tall.size(1), dtype=tall.dtype)).abs().max())
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+class Conv1D(nn.Module):
+    """A linear layer that stores its weight (in, out), as in GPT-2."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+
+class Holder(nn.Module):
+    def __init__(self, layers: dict[str, nn.Module], **attributes) -> None:
+        super().__init__()
+        for name, value in {**layers, **attributes}.items():
+            setattr(self, name, value)
+
+
+class TimmAttention(Holder):
+    """One weight, queries over keys over values, a head's rows next to each other."""
+
+    def __init__(self) -> None:
+        layers = {"qkv": nn.Linear(WIDTH, 3 * WIDTH), "proj": nn.Linear(WIDTH, WIDTH)}
+        super().__init__(layers, num_heads=HEADS)
+
+
+class LucidrainsAttention(Holder):
+    def __init__(self) -> None:
+        super().__init__({"to_qkv": nn.Linear(WIDTH, 3 * WIDTH, bias=False)}, heads=HEADS)
+
+
+class BertSelfAttention(Holder):
+    def __init__(self) -> None:
+        names = ("query", "key", "value")
+        layers = {name: nn.Linear(WIDTH, WIDTH) for name in names}
+        super().__init__(layers, num_attention_heads=HEADS)
+
+
+class LlamaAttention(Holder):
+    """Fewer heads of keys and values than of queries; the numbers are in the config."""
+
+    def __init__(self) -> None:
+        layers = {
+            "q_proj": nn.Linear(WIDTH, HEADS * SIZE),
+            "k_proj": nn.Linear(WIDTH, KEY_HEADS * SIZE),
+            "v_proj": nn.Linear(WIDTH, KEY_HEADS * SIZE),
+            "o_proj": nn.Linear(HEADS * SIZE, WIDTH),
+        }
+        config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS)
+        super().__init__(layers, config=config)
+
+
+class GPT2Attention(Holder):
+    def __init__(self) -> None:
+        layers = {"c_attn": Conv1D(3 * WIDTH, WIDTH), "c_proj": Conv1D(WIDTH, WIDTH)}
+        super().__init__(layers, num_heads=HEADS)
+
+
+class GPT2CrossAttention(Holder):
+    def __init__(self) -> None:
+        layers = {"c_attn": Conv1D(2 * WIDTH, WIDTH), "q_attn": Conv1D(WIDTH, WIDTH)}
+        super().__init__(layers, num_heads=HEADS)
+
+
+class CrossAttention(Holder):
+    def __init__(self) -> None:
+        layers = {"to_q": nn.Linear(WIDTH, WIDTH), "to_kv": nn.Linear(WIDTH, 2 * WIDTH)}
+        super().__init__(layers, heads=HEADS)
+
+
+def thirds(weight: Tensor) -> dict[str, Tensor]:
+    return dict(zip("qkv", weight.chunk(3), strict=True))
+
+
+def torch_weights(m: nn.MultiheadAttention) -> dict[str, Tensor]:
+    if m.in_proj_weight is not None:
+        return thirds(m.in_proj_weight)
+    return {"q": m.q_proj_weight, "k": m.k_proj_weight, "v": m.v_proj_weight}
+
+
+# how to make the module, and (out, in) weights of its queries, keys and values
+MODULES = {
+    "torch": (lambda: nn.MultiheadAttention(WIDTH, HEADS), torch_weights),
+    "torch-narrow": (lambda: nn.MultiheadAttention(WIDTH, HEADS, kdim=7, vdim=5), torch_weights),
+    "torch-layer": (
+        lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 8),
+        lambda m: torch_weights(m.self_attn),
+    ),
+    "timm": (TimmAttention, lambda m: thirds(m.qkv.weight)),
+    "lucidrains": (LucidrainsAttention, lambda m: thirds(m.to_qkv.weight)),
+    "bert": (
+        BertSelfAttention,
+        lambda m: {"q": m.query.weight, "k": m.key.weight, "v": m.value.weight},
+    ),
+    "llama": (
+        LlamaAttention,
+        lambda m: {"q": m.q_proj.weight, "k": m.k_proj.weight, "v": m.v_proj.weight},
+    ),
+    "gpt2": (GPT2Attention, lambda m: thirds(m.c_attn.weight.T)),
+    "gpt2-cross": (
+        GPT2CrossAttention,
+        lambda m: {
+            "q": m.q_attn.weight.T,
+            "k": m.c_attn.weight.T[:WIDTH],
+            "v": m.c_attn.weight.T[WIDTH:],
+        },
+    ),
+    "cross": (
+        CrossAttention,
+        lambda m: {
+            "q": m.to_q.weight,
+            "k": m.to_kv.weight[:WIDTH],
+            "v": m.to_kv.weight[WIDTH:],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("which", ["q", "k", "qk", "kv", "qkv"])
+@pytest.mark.parametrize("constraint", ["within", "across"])
+@pytest.mark.parametrize("name", MODULES)
+def test_what_was_asked_for_is_orthonormal_and_the_rest_is_untouched(name, constraint, which):
+    make, weights = MODULES[name]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Sequential(make()))
+    before = copy.deepcopy(model)
+    found = so.constrain_attention(model, constraint, which)
+    for module, old in ((model[1], before[1]), (model[2][0], before[2][0])):
+        for letter, weight in weights(module).items():
+            if letter not in which:
+                assert torch.equal(weight, weights(old)[letter])
+                continue
+            for block in weight.split(SIZE if constraint == "within" else len(weight)):
+                assert gram_error(block.detach()) < 1e-5
+    tagged = {n for n, p in model.named_parameters() if isinstance(p, so.ManifoldParameter)}
+    assert {line[0] for line in found.lines} == tagged
+    assert found.skipped == ()
+    for n, p in model.named_parameters():
+        assert n in tagged or torch.equal(p, before.get_parameter(n))
+    assert str(found).count("\n") == 2 + len(tagged)
+
+
+@pytest.mark.parametrize("constraint", ["within", "across"])
+@pytest.mark.parametrize("name", MODULES)
+def test_training_keeps_it_so(name, constraint):
+    make, weights = MODULES[name]
+    model = make()
+    so.constrain_attention(model, constraint)
+    optimizer = so.StiefelAdam(model.parameters(), lr=0.1)
+    target = {letter: torch.randn(w.shape) for letter, w in weights(model).items()}
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = sum((w - target[letter]).square().sum() for letter, w in weights(model).items())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert so.orthonormality_error(model) < 1e-5
+
+
+@pytest.mark.parametrize("constraint", ["within", "across"])
+def test_torch_and_ours_become_the_same(constraint):
+    theirs = nn.MultiheadAttention(WIDTH, HEADS)
+    ours = MultiheadAttention(WIDTH, HEADS, constraint=None)
+    ours.load_state_dict(theirs.state_dict())
+    so.constrain_attention(theirs, constraint)
+    so.constrain_attention(ours, constraint)
+    assert torch.equal(ours.in_proj_weight, theirs.in_proj_weight)
+    assert ours.in_proj_weight.manifold == theirs.in_proj_weight.manifold
+    direct = MultiheadAttention(WIDTH, HEADS, constraint=constraint)
+    assert direct.in_proj_weight.manifold == theirs.in_proj_weight.manifold
+    assert ours.constraint == constraint  # so that resetting its parameters projects again
+    ours._reset_parameters()
+    assert so.orthonormality_error(ours) < 1e-5
+
+
+def test_grouped_heads_follow_from_the_shapes():
+    model = LlamaAttention()
+    so.constrain_attention(model, which="qkv")
+    assert model.q_proj.weight.manifold == so.Stiefel(heads=HEADS)
+    assert model.k_proj.weight.manifold == so.Stiefel(heads=KEY_HEADS)
+    assert model.v_proj.weight.manifold == so.Stiefel(heads=KEY_HEADS)
+
+
+def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
+    class FalconAttention(Holder):
+        pass
+
+    unknown = FalconAttention({"query_key_value": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS)
+    model = nn.Sequential(unknown, TimmAttention())
+    before = unknown.query_key_value.weight.detach().clone()
+    found = so.constrain_attention(model)
+    assert [line[0] for line in found.lines] == ["1.qkv.weight"]
+    assert found.skipped == (("0", "FalconAttention: its parts are query_key_value"),)
+    assert "left alone:\n  0: FalconAttention: its parts are query_key_value" in str(found)
+    assert torch.equal(unknown.query_key_value.weight, before)
+
+
+def grouped_in_one_weight():
+    module = TimmAttention()
+    module.config = SimpleNamespace(num_key_value_heads=KEY_HEADS)
+    return module
+
+
+def without_heads():
+    module = BertSelfAttention()
+    del module.num_attention_heads
+    return module
+
+
+def wrapped():
+    module = BertSelfAttention()
+    module.key = nn.Sequential(module.key)
+    return module
+
+
+def in_half():
+    return TimmAttention().to(torch.bfloat16)
+
+
+def not_finite():
+    model = nn.Sequential(TimmAttention(), TimmAttention())
+    with torch.no_grad():
+        model[1].qkv.weight[0, 0] = math.nan
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "message"),
+    [
+        (lambda: nn.Linear(3, 3), {}, ValueError, "`model` must contain an attention.*are: Linear"),
+        (
+            grouped_in_one_weight,
+            {"constraint": "across"},
+            ValueError,
+            "the model itself: TimmAttention: one weight holds queries and the keys of 2 heads",
+        ),
+        (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
+        (wrapped, {}, ValueError, "key is a Sequential, not a linear layer"),
+        (in_half, {}, TypeError, "`qkv.weight` must be float32 or float64"),
+        (not_finite, {}, ValueError, "`1.qkv.weight` must be finite"),
+        (TimmAttention, {"constraint": "inside"}, ValueError, "`constraint` must be one of"),
+        (TimmAttention, {"which": "qq"}, ValueError, "`which` must be one or more"),
+        (
+            lambda: MultiheadAttention(WIDTH, HEADS),
+            {"which": "v"},
+            ValueError,
+            "it constrains 'qk' itself",
+        ),
+        (lambda: None, {}, TypeError, "`model` must be a torch.nn.Module, got NoneType"),
+    ],
+)
+def test_what_cannot_be_constrained_is_refused_and_unchanged(make, arguments, error, message):
+    model = make()
+    before = copy.deepcopy(model.state_dict()) if model is not None else {}
+    with pytest.raises(error, match=message):
+        so.constrain_attention(model, **arguments)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value) or not value.isfinite().all()
+    if model is not None and type(model) is not MultiheadAttention:
+        assert not any(isinstance(p, so.ManifoldParameter) for p in model.parameters())
