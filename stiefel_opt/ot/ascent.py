@@ -1,0 +1,241 @@
+"""One ascent from one starting point: transport, gradient, step, and when to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stiefel_opt._checks import fail
+from stiefel_opt.geometry import gram_error, project_tangent
+from stiefel_opt.manifold import ManifoldParameter
+from stiefel_opt.optim.momentum import StiefelSGD
+from stiefel_opt.ot.clouds import Clouds
+from stiefel_opt.ot.sinkhorn import EntropicTransport
+
+__all__ = ["Ascent", "Iteration", "OptimizerFactory"]
+
+OptimizerFactory = Callable[[list[Tensor]], Optimizer]
+
+# L1 errors of the marginals, and the products with the kernel that may be spent on them.
+_FINAL_ERROR, _FINAL_PASSES = 1e-8, 100_000
+_ACCEPTED_ERROR = 1e-6
+_LARGEST_ERROR, _ERROR_BY_GRADIENT, _PASSES = 1e-3, 0.05, 2000
+
+# Default steps, in units of one over the transport cost; the objective's weight in its mean.
+_FIRST_STEP, _SMALLEST_STEP, _LARGEST_STEP, _NO_STEP = 0.5, 1e-3, 100.0, 1e-10
+_MEMORY = 0.85
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What is known of one projection on the way.
+
+    Attributes:
+        objective: Dual value: a lower bound of the objective, and equal to it once the marginals
+            are right.
+        marginal_error: L1 error of the marginals of the plan.
+        gradient: Riemannian over Euclidean norm of the gradient.
+        seconds: Since the start from this starting point.
+    """
+
+    objective: float
+    marginal_error: float
+    gradient: float
+    seconds: float
+
+
+class Ascent:
+    """Maximises the entropic transport cost over the projection, from ``start``.
+
+    Attributes:
+        point: The projection U, a constrained parameter ``(d, k)``.
+        cost: Transport cost of the plan under it.
+        tangent: Riemannian gradient of the objective.
+        relative: Its norm over that of the Euclidean gradient.
+        objective: Largest dual value so far.
+        log: One entry for each projection.
+    """
+
+    def __init__(
+        self,
+        clouds: Clouds,
+        transport: EntropicTransport,
+        start: Tensor,
+        tol: float,
+        sinkhorn_iterations: int | None,
+    ) -> None:
+        self.clouds, self.transport = clouds, transport
+        self.point = ManifoldParameter(start)
+        self.tol, self.sinkhorn_iterations = tol, sinkhorn_iterations
+        self.cost, self.relative, self.objective = 0.0, 1.0, -float("inf")
+        self.tangent = torch.zeros_like(start)
+        self.log: list[Iteration] = []
+        self._best = (start, transport.f, transport.g)
+
+    def run(
+        self, optimizer: OptimizerFactory | None, max_iter: int, advance: Callable[[], object]
+    ) -> None:
+        """Step until the gradient is small, no step rises, or ``max_iter``; then keep the best."""
+        began = time.perf_counter()
+        x, y = self._projected()
+        self.transport.anneal(x, y)
+        self.transport.solve(x, y, tolerance=_LARGEST_ERROR, iterations=None, limit=_PASSES)
+        self.differentiate()
+        rule = _ScaledSteps(self) if optimizer is None else _GivenSteps(self, optimizer)
+        for number in range(max_iter + 1):
+            stationary = self._is_stationary()
+            transport = self.transport
+            if stationary or transport.objective > self.objective:
+                self.objective = transport.objective
+                self._best = (self.point.detach().clone(), transport.f, transport.g)
+            seconds = time.perf_counter() - began
+            self.log.append(Iteration(transport.objective, transport.error, self.relative, seconds))
+            if stationary or number == max_iter or not rule.step():
+                return
+            self.differentiate()
+            advance()
+
+    def finish(self) -> None:
+        """Return to the best projection and converge its plan; raise if that is impossible."""
+        point, self.transport.f, self.transport.g = self._best
+        with torch.no_grad():
+            self.point.copy_(point)
+        self._converge(_FINAL_PASSES)
+        if not self.transport.error <= _ACCEPTED_ERROR:
+            error = f"marginals off by {self.transport.error:.1e} after {_FINAL_PASSES} products"
+            raise RuntimeError(
+                fail("reg", "be large enough to converge the plan", self.transport.reg, error)
+            )
+
+    def solve(self) -> None:
+        """Transport between the projected clouds, as well as the gradient deserves."""
+        self.transport.solve(
+            *self._projected(),
+            tolerance=max(min(_LARGEST_ERROR, _ERROR_BY_GRADIENT * self.relative), _FINAL_ERROR),
+            iterations=self.sinkhorn_iterations,
+            limit=_PASSES,
+        )
+
+    def differentiate(self) -> None:
+        """Cost and gradient 2 [X'(r * XU - plan YU) + Y'(b * YU - plan' XU)], r the row sums.
+
+        For the plan held fixed this is 2 V U with V the second moment of x_i - y_j, and the
+        derivative of the dual value at any potentials.
+        """
+        clouds, transport = self.clouds, self.transport
+        x, y = self._projected()
+        to_y, to_x = transport.transported(x, y)
+        rows, columns = transport.rows[:, None] * x - to_y, clouds.b[:, None] * y - to_x
+        self.cost = float((x * rows).sum() + (y * columns).sum())
+        gradient = 2 * (clouds.x.T @ rows + clouds.y.T @ columns)
+        self.tangent = project_tangent(self.point.detach(), gradient)
+        norm = float(torch.linalg.vector_norm(gradient))
+        self.relative = float(torch.linalg.vector_norm(self.tangent)) / norm if norm > 0 else 0.0
+        self.point.grad = -gradient
+
+    def _projected(self) -> tuple[Tensor, Tensor]:
+        point = self.point.detach()
+        return self.clouds.x @ point, self.clouds.y @ point
+
+    def _converge(self, limit: int) -> None:
+        self.transport.solve(
+            *self._projected(), tolerance=_FINAL_ERROR, iterations=None, limit=limit
+        )
+        self.differentiate()
+
+    def _is_stationary(self) -> bool:
+        """Say whether the gradient is small enough, with a converged plan if so."""
+        if self.relative <= self.tol and self.transport.error > _FINAL_ERROR:
+            self._converge(_PASSES)
+        return self.relative <= self.tol
+
+
+class _GivenSteps:
+    """The caller's optimizer."""
+
+    def __init__(self, ascent: Ascent, factory: OptimizerFactory) -> None:
+        self.ascent = ascent
+        self.optimizer = factory([ascent.point])
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                fail(
+                    "optimizer",
+                    "return a torch.optim.Optimizer",
+                    type(self.optimizer).__name__,
+                    "for instance `lambda params: StiefelAdam(params, lr=0.1)`",
+                )
+            )
+
+    def step(self) -> bool:
+        self.optimizer.step()
+        error = float(gram_error(self.ascent.point.detach()))
+        if not error < 1e-6:
+            raise ValueError(
+                fail(
+                    "optimizer",
+                    "keep the projection orthonormal",
+                    f"|U'U - I| = {error:.1e} from {type(self.optimizer).__name__}",
+                    "take an optimizer for orthonormal parameters, or a smaller lr",
+                )
+            )
+        self.ascent.solve()
+        return True
+
+
+class _ScaledSteps:
+    """StiefelSGD without momentum, its rate from the last two gradients.
+
+    Barzilai & Borwein's two rates in turn; a step counts if the dual value is above a running mean
+    of its former values (Zhang & Hager 2004), else it is repeated with a quarter of the rate.
+    """
+
+    def __init__(self, ascent: Ascent) -> None:
+        self.ascent = ascent
+        self.lr = _FIRST_STEP / ascent.cost if ascent.cost > 0 else 1.0
+        self.optimizer = StiefelSGD([ascent.point], lr=self.lr, momentum=0.0)
+        self.former: tuple[Tensor, Tensor] | None = None
+        self.mean, self.weight = ascent.transport.objective, 1.0
+        self.long = False
+
+    def step(self) -> bool:
+        """Take one step that rises enough; False if there is none, with the old point restored."""
+        ascent, transport = self.ascent, self.ascent.transport
+        point, tangent = ascent.point.detach().clone(), ascent.tangent
+        potentials = transport.f, transport.g
+        objective = transport.objective
+        lr = self._rate(point, tangent)
+        self.former = point, tangent
+        rise = 1e-4 * float(tangent.square().sum())
+        while True:
+            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.step()
+            ascent.solve()
+            if transport.objective >= self.mean + lr * rise - 1e-12 * abs(objective):
+                break
+            lr /= 4
+            with torch.no_grad():
+                ascent.point.copy_(point)
+            transport.f, transport.g = potentials
+            if lr * ascent.cost < _NO_STEP:
+                return False
+        weight = _MEMORY * self.weight + 1
+        self.mean += (transport.objective - self.mean) / weight
+        self.weight, self.lr = weight, lr
+        return True
+
+    def _rate(self, point: Tensor, tangent: Tensor) -> float:
+        if self.former is None:
+            return self.lr
+        moved, change = point - self.former[0], tangent - self.former[1]
+        self.long = not self.long
+        if self.long:
+            lr = float(moved.square().sum() / (moved * change).sum().abs())
+        else:
+            lr = float((moved * change).sum().abs() / change.square().sum())
+        cost = self.ascent.cost
+        return min(max(lr, _SMALLEST_STEP / cost), _LARGEST_STEP / cost)

@@ -1,0 +1,128 @@
+"""RGAS and RAGAS of Lin et al. (2020), as torch optimizers for one projection."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from stiefel_opt._checks import check_range, fail
+from stiefel_opt.geometry import project_tangent
+
+__all__ = ["RAGAS", "RGAS"]
+
+
+class _Ascent(Optimizer):
+    """U <- qf(U + lr D) with a direction D that a subclass chooses."""
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        check_range("lr", self.param_groups[-1]["lr"], 0.0)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.ndim != 2 or parameter.size(0) < parameter.size(1):
+                raise ValueError(
+                    fail("params", "be tall matrices", f"shape {tuple(parameter.shape)}")
+                )
+
+    @abstractmethod
+    def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the tangent vector to move along, from the descending Riemannian gradient."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient; ``closure`` as in torch."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for point in group["params"]:
+                if point.grad is None:
+                    continue
+                gradient = project_tangent(point, point.grad)
+                moved = point - group["lr"] * self._direction(point, gradient, group)
+                orthonormal, triangular = torch.linalg.qr(moved)
+                point.copy_(torch.where(triangular.diagonal() < 0, -orthonormal, orthonormal))
+        return loss
+
+
+class RGAS(_Ascent):
+    r"""Riemannian gradient ascent with Sinkhorn: :math:`U \leftarrow \mathrm{qf}(U - \eta\,\xi)`.
+
+    :math:`\xi` is the tangent part of the gradient of what is minimised, and qf the orthogonal
+    factor with positive diagonal of R. Pass it to :func:`projection_robust_wasserstein` as
+    ``optimizer=lambda params: RGAS(params, lr=...)``.
+
+    Args:
+        params: Matrices ``(d, k)`` with orthonormal columns, d >= k.
+        lr: Step length; it scales with the inverse of squared distances.
+
+    Reference:
+        Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
+        optimization (NeurIPS 2020), Algorithm 1.
+    """
+
+    def __init__(self, params: ParamsT, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @override
+    def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        return gradient
+
+
+class RAGAS(_Ascent):
+    r"""RGAS with rows and columns of the gradient scaled by running second moments.
+
+    With p, q the running maxima of exponential averages of the mean squares of the rows and the
+    columns of :math:`\xi`, step t moves along the tangent part of
+    :math:`\mathrm{Diag}(p)^{-1/4}\,\xi\,\mathrm{Diag}(q)^{-1/4}` by :math:`\eta / \sqrt{t}`.
+
+    Args:
+        params: Matrices ``(d, k)`` with orthonormal columns, d >= k.
+        lr: Step length of the first step.
+        beta: Decay of the averages.
+        floor: Smallest value of p and q.
+
+    Note:
+        The factor :math:`1 / \sqrt{t}` is that of the released code.
+
+    Reference:
+        Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
+        optimization (NeurIPS 2020), Algorithm 2.
+    """
+
+    def __init__(self, params: ParamsT, lr: float, beta: float = 0.8, floor: float = 1e-6) -> None:
+        check_range("beta", beta, 0.0, 1.0)
+        check_range("floor", floor, 0.0, open_low=True)
+        super().__init__(params, {"lr": lr, "beta": beta, "floor": floor})
+
+    @override
+    def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[point]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for dim, name in ((1, "rows"), (0, "columns")):
+                state[f"mean_{name}"] = torch.zeros_like(gradient.mean(dim))
+                state[f"largest_{name}"] = torch.full_like(gradient.mean(dim), group["floor"])
+        state["step"] += 1
+        squares = gradient.square()
+        for dim, name in ((1, "rows"), (0, "columns")):
+            state[f"mean_{name}"].lerp_(squares.mean(dim), 1 - group["beta"])
+            torch.maximum(
+                state[f"largest_{name}"], state[f"mean_{name}"], out=state[f"largest_{name}"]
+            )
+        scaled = gradient * state["largest_rows"].pow(-0.25)[:, None]
+        scaled *= state["largest_columns"].pow(-0.25)
+        return project_tangent(point, scaled) / float(state["step"]) ** 0.5

@@ -1,0 +1,192 @@
+"""Reading weighted clouds: numpy or torch in, centred float64 tensors inside, the same kind out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import fail
+from stiefel_opt.geometry import gram_error
+
+__all__ = ["Clouds", "check_integer", "read_clouds", "read_projection"]
+
+_WEIGHT_TOLERANCE = 1e-5  # float32 weights of some thousand points sum to one that well
+_SMALLEST_WEIGHT = 1e-30  # below it, a point is left out of the plan
+
+
+@dataclass(frozen=True)
+class Clouds:
+    """Two weighted clouds without their weightless points, moved so that both centre near zero.
+
+    Attributes:
+        x, y: ``(n, d)`` and ``(m, d)``, float64.
+        a, b: Positive weights, ``(n,)`` and ``(m,)``, summing to one.
+        in_x, in_y: Indices of these points among all points.
+        sizes: How many points there are in all.
+        left_x, left_y: The weightless points, moved alike.
+        model: The first cloud as it was given, for the kind of the results.
+    """
+
+    x: Tensor
+    y: Tensor
+    a: Tensor
+    b: Tensor
+    in_x: Tensor
+    in_y: Tensor
+    sizes: tuple[int, int]
+    left_x: Tensor
+    left_y: Tensor
+    model: Any
+
+    @property
+    def dimension(self) -> int:
+        return self.x.size(1)
+
+    def in_kind(self, values: Tensor) -> Any:
+        """Return ``values`` as the first cloud was given: numpy or torch, its dtype."""
+        if isinstance(self.model, Tensor):
+            return values.to(self.model.dtype if self.model.is_floating_point() else torch.float64)
+        floating = np.issubdtype(self.model.dtype, np.floating)
+        return values.cpu().numpy().astype(self.model.dtype if floating else float, copy=False)
+
+    def full_plan(self, plan: Tensor) -> Tensor:
+        """Return a plan between the points with weight as one between all points."""
+        if plan.shape == self.sizes:
+            return plan
+        whole = plan.new_zeros(self.sizes)
+        whole[self.in_x[:, None], self.in_y] = plan
+        return whole
+
+    def full_potentials(
+        self, f: Tensor, g: Tensor, projection: Tensor, reg: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return potentials of all points: those without weight get what a weight would give."""
+        whole_f, whole_g = f.new_empty(self.sizes[0]), g.new_empty(self.sizes[1])
+        whole_f[self.in_x], whole_g[self.in_y] = f, g
+        x, y = self.x @ projection, self.y @ projection
+        for whole, index, left, other, weights, potential in (
+            (whole_f, self.in_x, self.left_x, y, self.b, g),
+            (whole_g, self.in_y, self.left_y, x, self.a, f),
+        ):
+            missing = torch.ones_like(whole, dtype=torch.bool)
+            missing[index] = False
+            exponent = (potential - torch.cdist(left @ projection, other).square()) / reg
+            whole[missing] = -reg * torch.logsumexp(exponent + weights.log(), 1)
+        return whole_f, whole_g
+
+
+def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
+    """Check and read two clouds and their weights; None stands for equal weights."""
+    first, second = _read_array("x", x, 2), _read_array("y", y, 2)
+    if isinstance(x, Tensor) != isinstance(y, Tensor):
+        raise TypeError(fail("y", f"be a {type(x).__name__} like `x`", type(y).__name__))
+    if first.device != second.device:
+        raise ValueError(fail("y", f"be on {first.device} like `x`", f"one on {second.device}"))
+    if first.size(1) != second.size(1):
+        raise ValueError(
+            fail(
+                "y",
+                f"have {first.size(1)} columns like `x`",
+                f"shape {tuple(second.shape)}",
+                "rows are points",
+            )
+        )
+    left, in_x = _read_weights("a", a, first, "x")
+    right, in_y = _read_weights("b", b, second, "y")
+    centre = (left @ first[in_x] + right @ second[in_y]) / 2
+    first, second = first - centre, second - centre
+    return Clouds(
+        x=first[in_x],
+        y=second[in_y],
+        a=left,
+        b=right,
+        in_x=in_x,
+        in_y=in_y,
+        sizes=(len(first), len(second)),
+        left_x=_without(first, in_x),
+        left_y=_without(second, in_y),
+        model=x,
+    )
+
+
+def read_projection(name: str, projection: Any, dimension: int, k: int | None = None) -> Tensor:
+    """Check and read a projection: tall, orthonormal columns, as many rows as the clouds' columns.
+
+    ``k`` is the wanted number of columns; None accepts any.
+    """
+    point = _read_array(name, projection, 2)
+    rows, columns = point.shape
+    if rows != dimension or columns != (k or columns) or columns > rows:
+        wanted = f"({dimension}, {'k' if k is None else k})"
+        raise ValueError(fail(name, f"have shape {wanted}", f"shape {tuple(point.shape)}"))
+    error = float(gram_error(point))
+    if error > 1e-4:
+        raise ValueError(
+            fail(name, "have orthonormal columns", f"|U'U - I| = {error:.1e}", "take a Q factor")
+        )
+    return point
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return ``value``, an integer in [low, high], or raise."""
+    interval = f"at least {low}" if high is None else f"in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(fail(name, f"be an integer {interval}", repr(value)))
+    if value < low or (high is not None and value > high):
+        raise ValueError(fail(name, f"be {interval}", value))
+    return int(value)
+
+
+def _read_array(name: str, values: Any, dims: int) -> Tensor:
+    """Return ``values`` as a float64 tensor of ``dims`` dimensions; raise unless finite."""
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "fiu":
+            raise TypeError(fail(name, "hold real numbers", values.dtype))
+        tensor = torch.from_numpy(values.astype(np.float64))
+    elif isinstance(values, Tensor):
+        if values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(fail(name, "hold real numbers", values.dtype))
+        tensor = values.detach().to(torch.float64, copy=True)
+    else:
+        raise TypeError(fail(name, "be a numpy array or a tensor", type(values).__name__))
+    if tensor.ndim != dims or 0 in tensor.shape:
+        shape = "(points, dimension)" if dims == 2 else "(points,)"
+        raise ValueError(
+            fail(name, f"have shape {shape}, not empty", f"shape {tuple(tensor.shape)}")
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(fail(name, "be finite", "NaN or inf", "remove such points"))
+    return tensor
+
+
+def _read_weights(name: str, weights: Any, cloud: Tensor, of: str) -> tuple[Tensor, Tensor]:
+    """Return the positive weights of a cloud, summing to one, and their indices."""
+    count = len(cloud)
+    if weights is None:
+        equal = cloud.new_full((count,), 1.0 / count)
+        return equal, torch.arange(count, device=cloud.device)
+    values = _read_array(name, weights, 1).to(cloud.device)
+    if len(values) != count:
+        raise ValueError(
+            fail(name, f"have one weight for each of the {count} points of `{of}`", len(values))
+        )
+    smallest, total = float(values.min()), float(values.sum())
+    if smallest < 0:
+        raise ValueError(fail(name, "not be negative", f"a weight of {smallest:g}"))
+    if abs(total - 1) > _WEIGHT_TOLERANCE:
+        raise ValueError(
+            fail(name, "sum to one", f"a sum of {total:.9g}", f"divide it by `{name}.sum()`")
+        )
+    kept = torch.nonzero(values > _SMALLEST_WEIGHT).squeeze(1)
+    values = values[kept]
+    return values / values.sum(), kept
+
+
+def _without(points: Tensor, index: Tensor) -> Tensor:
+    left = torch.ones(len(points), dtype=torch.bool, device=points.device)
+    left[index] = False
+    return points[left]

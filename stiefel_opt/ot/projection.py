@@ -1,0 +1,217 @@
+"""Projection-robust Wasserstein distance: the projection under which transport costs most."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt.geometry import random_point
+from stiefel_opt.ot.ascent import Ascent, Iteration, OptimizerFactory
+from stiefel_opt.ot.clouds import Clouds, check_integer, read_clouds, read_projection
+from stiefel_opt.ot.sinkhorn import EntropicTransport
+
+__all__ = ["PRWResult", "projection_robust_wasserstein"]
+
+
+@dataclass(frozen=True)
+class PRWResult:
+    r"""What :func:`projection_robust_wasserstein` found; arrays are of the kind of the clouds.
+
+    Attributes:
+        value: Cost :math:`\langle \pi, C_U \rangle` of the converged plan, without the entropy.
+        objective: value + reg KL(plan || ab'), the quantity that is maximised.
+        projection: U, ``(d, k)`` with orthonormal columns; any rotation U Q is as good.
+        plan: ``(n, m)``, with row sums a and column sums b.
+        potentials: f and g with :math:`\pi_{ij} = a_i b_j e^{(f_i + g_j - C_{ij}) / reg}`.
+        converged: Whether the relative gradient fell to ``tol``. The plan is converged always.
+        gradient: Riemannian over Euclidean norm of the gradient.
+        marginal_error: L1 error of the marginals of the plan.
+        log: The iterations from the best starting point.
+        objectives: Where each starting point ended.
+    """
+
+    value: float
+    objective: float
+    projection: Any
+    plan: Any
+    potentials: tuple[Any, Any]
+    converged: bool
+    gradient: float
+    marginal_error: float
+    log: list[Iteration]
+    objectives: list[float]
+
+
+def projection_robust_wasserstein(
+    x: Any,
+    y: Any,
+    a: Any = None,
+    b: Any = None,
+    *,
+    k: int = 2,
+    reg: float,
+    optimizer: OptimizerFactory | None = None,
+    max_iter: int = 500,
+    tol: float = 1e-4,
+    restarts: int = 1,
+    init: Any = None,
+    seed: int | None = None,
+    sinkhorn_iterations: int | None = None,
+    progress: bool = False,
+) -> PRWResult:
+    r"""Find the k-dimensional projection under which entropic transport from x to y costs most.
+
+    .. math::
+        \max_{U \in \mathrm{St}(d, k)} \min_{\pi \in \Pi(a, b)} \sum_{ij} \pi_{ij}
+        |U^\top (x_i - y_j)|^2 + \mathrm{reg}\, \mathrm{KL}(\pi \,\|\, a b^\top)
+
+    Args:
+        x: First cloud, ``(n, d)``, a numpy array or a tensor; the result is of its kind and dtype,
+            computed in float64 on its device.
+        y: Second cloud, ``(m, d)``.
+        a: Weights of the first cloud, ``(n,)``, not negative, summing to one. Default: equal.
+        b: Weights of the second cloud, ``(m,)``. Default: equal.
+        k: Dimension of the projection, 1 to d.
+        reg: Regularization, in units of squared distance.
+        optimizer: Makes the optimizer of the projection from a list of parameters, for instance
+            ``lambda params: StiefelAdam(params, lr=0.1)``; the gradient is that of minus the
+            objective. Default: :class:`StiefelSGD` without momentum, its rate 0.5 / cost at first
+            and set by the last two gradients (Barzilai & Borwein) from then on, shortened where
+            the objective falls below a running mean.
+        max_iter: Most steps from one starting point.
+        tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one.
+        restarts: Starting points; the best end is returned.
+        init: First starting point, ``(d, k)`` with orthonormal columns. Default: the leading
+            eigenvectors of the second moment of x_i - y_j under independent weights.
+        seed: For the other starting points, which are random. Default: another one at each call.
+        sinkhorn_iterations: That many Sinkhorn iterations after a step instead of as many as the
+            gradient asks for. What is returned is converged all the same.
+        progress: Show a bar; needs tqdm.
+
+    Returns: See :class:`PRWResult`.
+    Raises:
+        ValueError, TypeError: for clouds, weights or options that cannot be used, naming them, and
+            for an optimizer that leaves the manifold.
+        RuntimeError: if the plan under the final projection cannot be converged.
+
+    Note:
+        An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
+        with a vector, mostly 5 to 30; nothing of size d x d. One n x m array is kept, the later
+        plan.
+
+    Reference:
+        Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
+    """
+    clouds = read_clouds(x, y, a, b)
+    k = check_integer("k", k, 1, clouds.dimension)
+    check_range("reg", reg, 0.0, open_low=True)
+    check_integer("max_iter", max_iter, 0)
+    check_range("tol", tol, 0.0)
+    check_integer("restarts", restarts, 1)
+    if sinkhorn_iterations is not None:
+        check_integer("sinkhorn_iterations", sinkhorn_iterations, 1)
+    check_flag("progress", progress)
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
+    starts = _starting_points(clouds, k, restarts, init, seed)
+    transport = EntropicTransport(clouds.a, clouds.b, reg)
+    ascents = []
+    with _ProgressBar(max_iter * restarts, progress) as bar:
+        for start in starts:
+            ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations)
+            ascent.run(optimizer, max_iter, bar.update)
+            ascents.append(ascent)
+    best = max(ascents, key=lambda ascent: ascent.objective)
+    return _result(clouds, best, [ascent.objective for ascent in ascents])
+
+
+def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
+    """Converge the plan of the best ascent and return everything in the kind of the clouds."""
+    best.finish()
+    transport = best.transport
+    point = best.point.detach()
+    f, g = clouds.full_potentials(transport.f, transport.g, point, transport.reg)
+    entropic = float(transport.rows @ transport.f + clouds.b @ transport.g)
+    return PRWResult(
+        value=best.cost,
+        objective=entropic,
+        projection=clouds.in_kind(point),
+        plan=clouds.in_kind(clouds.full_plan(transport.plan())),
+        potentials=(clouds.in_kind(f), clouds.in_kind(g)),
+        converged=best.relative <= best.tol,
+        gradient=best.relative,
+        marginal_error=transport.error,
+        log=best.log,
+        objectives=objectives,
+    )
+
+
+def _starting_points(
+    clouds: Clouds, k: int, restarts: int, init: Any, seed: int | None
+) -> list[Tensor]:
+    device = clouds.x.device
+    if init is None:
+        first = _leading_directions(clouds, k)
+    else:
+        first = read_projection("init", init, clouds.dimension, k).to(device)
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(check_integer("seed", seed, 0))
+    shape = clouds.dimension, k
+    others = [
+        random_point(*shape, generator=generator, dtype=torch.float64) for _ in range(restarts - 1)
+    ]
+    return [first, *(other.to(device) for other in others)]
+
+
+def _leading_directions(clouds: Clouds, k: int) -> Tensor:
+    """Return the k leading eigenvectors of the second moment of x_i - y_j, i and j independent."""
+    x, y, a, b = clouds.x, clouds.y, clouds.a, clouds.b
+    left, right = a @ x, b @ y
+    rows = torch.cat(
+        (a.sqrt()[:, None] * (x - left), b.sqrt()[:, None] * (y - right), (left - right)[None])
+    )
+    if k <= len(rows) < clouds.dimension:  # wide: cheaper, and nothing of size d x d
+        return torch.linalg.svd(rows, full_matrices=False).Vh[:k].T.contiguous()
+    return torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -k:].contiguous()
+
+
+class _ProgressBar:
+    """tqdm's bar, or nothing."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._bar: Any = None
+        if not shown:
+            return
+        try:
+            tqdm = importlib.import_module("tqdm")
+        except ImportError as error:
+            raise ImportError(
+                f"tqdm must be installed, got {error}; run: pip install 'stiefel-opt[ot]'"
+            ) from error
+        self._bar = tqdm.tqdm(total=total, unit="step")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self) -> None:
+        if self._bar is not None:
+            self._bar.update()

@@ -1,0 +1,225 @@
+r"""Entropic transport between two weighted clouds of a few dimensions, solved again and again.
+
+The plan is :math:`\pi_{ij} = a_i b_j \exp((f_i + g_j - |x_i - y_j|^2) / \epsilon)` and the dual
+
+.. math:: D(f, g) = \langle a, f \rangle + \langle b, g \rangle + \epsilon (1 - \textstyle\sum \pi)
+
+is a lower bound of the entropic cost for every f and g, converged or not. What is kept between two
+solutions are the potentials f and g, never their exponentials: those drift apart without limit
+while only their product matters.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["EntropicTransport"]
+
+# exp(100) times itself is far from overflow, and an entry that underflowed in the kernel stays
+# negligible after scaling by it.
+_SAFE_EXPONENT = 100.0
+_ANNEALING_FACTOR = 4.0
+_ANNEALING_ERROR = 0.1
+_ANNEALING_PASSES = 200
+_CONJUGATE_GRADIENT_LIMIT = 60
+
+
+class EntropicTransport:
+    """Potentials, scalings and one n x m kernel, kept from one projection to the next.
+
+    Args:
+        a: Positive weights of the first cloud, ``(n,)``, float64, summing to one.
+        b: Positive weights of the second cloud, ``(m,)``.
+        reg: Regularization, in units of squared distance.
+
+    Attributes:
+        f, g: Potentials, ``(n,)`` and ``(m,)``, centred so that <a, f> = <b, g>.
+        kernel: ``(n, m)``, the only array of this size; the plan is
+            ``(a * u)[:, None] * kernel * (b * v)``.
+        rows: Row sums of the plan, ``(n,)``; its column sums are b, to rounding.
+        error: |rows - a|_1.
+        objective: The dual value, at most the entropic cost.
+        passes: Products of the kernel with a vector so far.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, reg: float) -> None:
+        self.a, self.b, self.reg = a, b, reg
+        self.f, self.g = torch.zeros_like(a), torch.zeros_like(b)
+        self.kernel = a.new_empty(a.numel(), b.numel())
+        self.u, self.v, self.rows = torch.ones_like(a), torch.ones_like(b), a
+        self.error = math.inf
+        self.objective = -math.inf
+        self.passes = 0
+        self._one = a.new_ones(1)
+
+    def anneal(self, x: Tensor, y: Tensor) -> None:
+        """Find rough potentials from nothing, by regularizations that fall to the wanted one."""
+        self.f.zero_()
+        self.g.zero_()
+        largest = float((x.square().sum(1).mean() + y.square().sum(1).mean()).clamp_min(self.reg))
+        for power in range(math.ceil(math.log(largest / self.reg, _ANNEALING_FACTOR)), 0, -1):
+            reg = self.reg * _ANNEALING_FACTOR**power
+            self._solve(x, y, reg, _ANNEALING_ERROR, _ANNEALING_PASSES, newton=True)
+
+    def solve(
+        self, x: Tensor, y: Tensor, *, tolerance: float, iterations: int | None, limit: int
+    ) -> None:
+        """Continue from the potentials at hand until the marginal error is below ``tolerance``.
+
+        Args:
+            x: Projected first cloud, ``(n, k)``.
+            y: Projected second cloud, ``(m, k)``.
+            tolerance: Bound on the L1 error of the row sums.
+            iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
+            limit: Most products with the kernel; what is missing then shows in ``error``.
+        """
+        if iterations is None:
+            self._solve(x, y, self.reg, tolerance, limit, newton=True)
+        else:
+            self._solve(x, y, self.reg, 0.0, 2 * iterations + 2, newton=False)
+
+    def transported(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return plan @ y and plan' @ x, without forming the plan."""
+        row, column = (self.a * self.u)[:, None], (self.b * self.v)[:, None]
+        return row * (self.kernel @ (column * y)), column * (self.kernel.T @ (row * x))
+
+    def plan(self) -> Tensor:
+        """Turn the kernel into the plan, in place; the next solution builds its own."""
+        return self.kernel.mul_((self.a * self.u)[:, None]).mul_(self.b * self.v)
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _solve(
+        self, x: Tensor, y: Tensor, reg: float, tolerance: float, limit: int, *, newton: bool
+    ) -> None:
+        last = self.passes + limit
+        while True:
+            self._build(x, y, reg)
+            within = self._balance(reg, tolerance, last, newton)
+            self._absorb(reg)
+            if within:
+                return
+
+    def _build(self, x: Tensor, y: Tensor, reg: float) -> None:
+        """Write exp((f + g - C) / reg) into the kernel: one product of inner size k + 2, one exp.
+
+        Where the potentials do not fit the cost yet, they are first replaced by the largest ones
+        with f + g <= C: then the largest entry of each row and of each column is one, and nothing
+        can overflow or vanish.
+        """
+        self._write_exponent(x, y, reg)
+        if float(self.kernel.amax()) < _SAFE_EXPONENT:
+            self.kernel.exp_()
+            columns, rows = self.a @ self.kernel, self.kernel @ self.b
+            self.passes += 2
+            smallest = float(torch.minimum(columns.amin(), rows.amin()))
+            if smallest > math.exp(-_SAFE_EXPONENT):
+                self.u = torch.ones_like(self.a)
+                self.v = columns.reciprocal_()
+                return
+            self._write_exponent(x, y, reg)
+        top = self.kernel.amax(1)
+        self.f = self.f.sub(top, alpha=reg)
+        top = self.kernel.sub_(top[:, None]).amax(0)
+        self.g = self.g.sub(top, alpha=reg)
+        self.kernel.sub_(top).exp_()
+        self.u = torch.ones_like(self.a)
+        self.v = (self.a @ self.kernel).reciprocal_()
+        self.passes += 1
+
+    def _write_exponent(self, x: Tensor, y: Tensor, reg: float) -> None:
+        one = self._one
+        left = torch.cat(
+            (x * (2 / reg), ((self.f - x.square().sum(1)) / reg)[:, None], one.expand(len(x), 1)), 1
+        )
+        right = torch.cat(
+            (y, one.expand(len(y), 1), ((self.g - y.square().sum(1)) / reg)[:, None]), 1
+        )
+        torch.mm(left, right.T, out=self.kernel)
+
+    def _balance(self, reg: float, tolerance: float, last: int, newton: bool) -> bool:
+        """Scale rows and columns until ``tolerance`` or ``last``; False if the scalings run off.
+
+        Sinkhorn's iteration while it halves the error, Newton's on f alone otherwise: its Hessian
+        diag(rows) - plan diag(1/b) plan' needs two products with the kernel per conjugate gradient.
+        """
+        previous = math.inf
+        while True:
+            image = self.kernel @ (self.b * self.v)
+            self.passes += 1
+            ratio = self.u * image
+            self.rows = self.a * ratio
+            self.error = float((self.rows - self.a).abs().sum())
+            if self.error <= tolerance or self.passes >= last:
+                return True
+            slow = self.error > 0.5 * previous
+            previous = self.error
+            if not (newton and slow and self._newton_step(last)):
+                self.u = image.reciprocal_()
+                self.v = self._column_scaling(self.u)
+            largest = torch.maximum(self.u.log().abs().amax(), self.v.log().abs().amax())
+            if not float(largest) < _SAFE_EXPONENT:
+                if not math.isfinite(float(largest)):
+                    self.u, self.v = torch.ones_like(self.u), torch.ones_like(self.v)
+                return False
+
+    def _column_scaling(self, u: Tensor) -> Tensor:
+        """Return v that gives the plan the column sums b."""
+        self.passes += 1
+        return ((self.a * u) @ self.kernel).reciprocal_()
+
+    def _newton_step(self, last: int) -> bool:
+        """Ascend the dual as a function of f alone, g eliminated; False if it did not rise."""
+        residual = self.a - self.rows
+        direction = self._newton_direction(residual, last)
+        slope = float(residual @ direction)
+        value = self._value(self.u, self.v)
+        step = min(1.0, 20.0 / max(float(direction.abs().amax()), 1e-300))
+        for _ in range(6):
+            u = self.u * (step * direction).exp_()
+            v = self._column_scaling(u)
+            if self._value(u, v) >= value + 1e-4 * step * slope - 1e-14 * abs(value):
+                self.u, self.v = u, v
+                return True
+            step *= 0.3
+        return False
+
+    def _value(self, u: Tensor, v: Tensor) -> float:
+        """Return the dual over reg, up to a constant, where the columns are right."""
+        return float(self.a @ u.log() + self.b @ v.log())
+
+    def _newton_direction(self, residual: Tensor, last: int) -> Tensor:
+        """Solve (diag(rows) - plan diag(1/b) plan') d = a - rows by conjugate gradients."""
+        row, column = self.a * self.u, self.b * self.v.square()
+        accuracy = min(0.1, self.error) ** 2
+        solution = torch.zeros_like(residual)
+        scaled = residual / self.rows
+        search, size = scaled.clone(), float(residual @ scaled)
+        goal = accuracy * size
+        for _ in range(_CONJUGATE_GRADIENT_LIMIT):
+            image = self.kernel @ (column * ((row * search) @ self.kernel))
+            image = torch.addcmul(self.rows * search, row, image, value=-1)
+            self.passes += 2
+            curvature = float(search @ image)
+            if curvature <= 0:  # rounding: the Hessian is only semidefinite
+                break
+            solution.add_(search, alpha=size / curvature)
+            residual = residual.sub(image, alpha=size / curvature)
+            scaled = residual / self.rows
+            former, size = size, float(residual @ scaled)
+            if size <= goal or self.passes >= last:
+                break
+            search = torch.add(scaled, search, alpha=size / former)
+        return solution
+
+    def _absorb(self, reg: float) -> None:
+        """Move the scalings into the potentials, with f and g centred against each other."""
+        f = self.f.add(self.u.log(), alpha=reg)
+        g = self.g.add(self.v.log(), alpha=reg)
+        left, right = self.a @ f, self.b @ g
+        shift = (left - right) / 2
+        self.f, self.g = f - shift, g + shift
+        self.objective = float(left + right)
