@@ -82,9 +82,9 @@ class Ascent:
     ) -> None:
         """Step until the gradient is small, no step rises, or ``max_iter``; then keep the best."""
         began = time.perf_counter()
-        x, y = self._projected()
-        self.transport.anneal(x, y)
-        self.transport.solve(x, y, tolerance=_LARGEST_ERROR, iterations=None, limit=_PASSES)
+        self._project()
+        self.transport.anneal(self._x, self._y)
+        self._solve(_LARGEST_ERROR, None, _PASSES)
         self.differentiate()
         rule = _ScaledSteps(self) if optimizer is None else _GivenSteps(self, optimizer)
         for number in range(max_iter + 1):
@@ -105,6 +105,7 @@ class Ascent:
         point, self.transport.f, self.transport.g = self._best
         with torch.no_grad():
             self.point.copy_(point)
+        self._project()
         self._converge(_FINAL_PASSES)
         if not self.transport.error <= _ACCEPTED_ERROR:
             error = f"marginals off by {self.transport.error:.1e} after {_FINAL_PASSES} products"
@@ -114,12 +115,9 @@ class Ascent:
 
     def solve(self) -> None:
         """Transport between the projected clouds, as well as the gradient deserves."""
-        self.transport.solve(
-            *self._projected(),
-            tolerance=max(min(_LARGEST_ERROR, _ERROR_BY_GRADIENT * self.relative), _FINAL_ERROR),
-            iterations=self.sinkhorn_iterations,
-            limit=_PASSES,
-        )
+        self._project()
+        tolerance = max(min(_LARGEST_ERROR, _ERROR_BY_GRADIENT * self.relative), _FINAL_ERROR)
+        self._solve(tolerance, self.sinkhorn_iterations, _PASSES)
 
     def differentiate(self) -> None:
         """Cost and gradient 2 [X'(r * XU - plan YU) + Y'(b * YU - plan' XU)], r the row sums.
@@ -128,24 +126,27 @@ class Ascent:
         derivative of the dual value at any potentials.
         """
         clouds, transport = self.clouds, self.transport
-        x, y = self._projected()
+        x, y = self._x, self._y
         to_y, to_x = transport.transported(x, y)
         rows, columns = transport.rows[:, None] * x - to_y, clouds.b[:, None] * y - to_x
         self.cost = float((x * rows).sum() + (y * columns).sum())
-        gradient = 2 * (clouds.x.T @ rows + clouds.y.T @ columns)
+        gradient = 2 * (rows.T @ clouds.x + columns.T @ clouds.y).T
         self.tangent = project_tangent(self.point.detach(), gradient)
         norm = float(torch.linalg.vector_norm(gradient))
         self.relative = float(torch.linalg.vector_norm(self.tangent)) / norm if norm > 0 else 0.0
         self.point.grad = -gradient
 
-    def _projected(self) -> tuple[Tensor, Tensor]:
+    def _project(self) -> None:
         point = self.point.detach()
-        return self.clouds.x @ point, self.clouds.y @ point
+        self._x, self._y = (point.T @ self.clouds.x.T).T, (point.T @ self.clouds.y.T).T
+
+    def _solve(self, tolerance: float, iterations: int | None, limit: int) -> None:
+        self.transport.solve(
+            self._x, self._y, tolerance=tolerance, iterations=iterations, limit=limit
+        )
 
     def _converge(self, limit: int) -> None:
-        self.transport.solve(
-            *self._projected(), tolerance=_FINAL_ERROR, iterations=None, limit=limit
-        )
+        self._solve(_FINAL_ERROR, None, limit)
         self.differentiate()
 
     def _is_stationary(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, overload
@@ -125,4 +126,4 @@ class RAGAS(_Ascent):
             )
         scaled = gradient * state["largest_rows"].pow(-0.25)[:, None]
         scaled *= state["largest_columns"].pow(-0.25)
-        return project_tangent(point, scaled) / float(state["step"]) ** 0.5
+        return project_tangent(point, scaled) / math.sqrt(float(state["step"]))

@@ -181,8 +181,10 @@ def _leading_directions(clouds: Clouds, k: int) -> Tensor:
         (a.sqrt()[:, None] * (x - left), b.sqrt()[:, None] * (y - right), (left - right)[None])
     )
     if k <= len(rows) < clouds.dimension:  # wide: cheaper, and nothing of size d x d
-        return torch.linalg.svd(rows, full_matrices=False).Vh[:k].T.contiguous()
-    return torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -k:].contiguous()
+        directions: Tensor = torch.linalg.svd(rows, full_matrices=False).Vh[:k].T
+    else:
+        directions = torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -k:]
+    return directions.contiguous()
 
 
 class _ProgressBar:
