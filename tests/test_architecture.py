@@ -28,6 +28,12 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
 }
 PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizations")
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}
+    "nn": {"parametrizations", "functional", "manifold", "_checks"},
+    "ot": {"optim", *BASE},
+    "integrations": {"optim", "parametrizations", "manifold"},
+    "compat": {"optim"},
+}
+THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 
 def python_files(folder: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import torch
@@ -51,7 +52,9 @@ def projected_wasserstein(
         ) from error
     cost = torch.cdist(clouds.x @ point, clouds.y @ point).square().cpu().numpy()
     weights = clouds.a.cpu().numpy(), clouds.b.cpu().numpy()
-    plan, log = transport.emd(*weights, cost, numItermax=max_iter, log=True)
+    with warnings.catch_warnings():  # what it warns of is an error here
+        warnings.simplefilter("ignore")
+        plan, log = transport.emd(*weights, cost, numItermax=max_iter, log=True)
     if log["result_code"] != 1:  # POT's code for an optimal plan
         raise RuntimeError(fail("max_iter", "be enough pivots", max_iter, f"POT: {log['warning']}"))
     return float((plan * cost).sum())

@@ -62,12 +62,15 @@ class EntropicTransport:
         largest = float((x.square().sum(1).mean() + y.square().sum(1).mean()).clamp_min(self.reg))
         for power in range(math.ceil(math.log(largest / self.reg, _ANNEALING_FACTOR)), 0, -1):
             reg = self.reg * _ANNEALING_FACTOR**power
-            self._solve(x, y, reg, _ANNEALING_ERROR, _ANNEALING_PASSES, newton=True)
+            self._build(x, y, reg)
+            self._balance(x, y, reg, _ANNEALING_ERROR, self.passes + _ANNEALING_PASSES, newton=True)
 
     def solve(
         self, x: Tensor, y: Tensor, *, tolerance: float, iterations: int | None, limit: int
     ) -> None:
         """Continue from the potentials at hand until the marginal error is below ``tolerance``.
+
+        Potentials of a projection that is too far away to help are found anew by annealing.
 
         Args:
             x: Projected first cloud, ``(n, k)``.
@@ -76,10 +79,14 @@ class EntropicTransport:
             iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
             limit: Most products with the kernel; what is missing then shows in ``error``.
         """
-        if iterations is None:
-            self._solve(x, y, self.reg, tolerance, limit, newton=True)
-        else:
-            self._solve(x, y, self.reg, 0.0, 2 * iterations + 2, newton=False)
+        fits = self._build(x, y, self.reg)
+        if iterations is not None:
+            self._balance(x, y, self.reg, 0.0, self.passes + 2 * iterations, newton=False)
+            return
+        if not fits:
+            self.anneal(x, y)
+            self._build(x, y, self.reg)
+        self._balance(x, y, self.reg, tolerance, self.passes + limit, newton=True)
 
     def transported(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return plan @ y and plan' @ x, without forming the plan."""
@@ -94,34 +101,22 @@ class EntropicTransport:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _solve(
-        self, x: Tensor, y: Tensor, reg: float, tolerance: float, limit: int, *, newton: bool
-    ) -> None:
-        last = self.passes + limit
-        while True:
-            self._build(x, y, reg)
-            within = self._balance(tolerance, last, newton)
-            self._absorb(reg)
-            if within:
-                return
-
-    def _build(self, x: Tensor, y: Tensor, reg: float) -> None:
+    def _build(self, x: Tensor, y: Tensor, reg: float) -> bool:
         """Write exp((f + g - C) / reg) into the kernel: one product of inner size k + 2, one exp.
 
-        Where the potentials do not fit the cost yet, they are first replaced by the largest ones
-        with f + g <= C: then the largest entry of each row and of each column is one, and nothing
-        can overflow or vanish.
+        Returns: Whether the potentials fit the cost. If not, they have been replaced by the largest
+            ones with f + g <= C: then the largest entry of each row and of each column is one, and
+            nothing can overflow or vanish.
         """
         self._write_exponent(x, y, reg)
         if float(self.kernel.amax()) < _SAFE_EXPONENT:
             self.kernel.exp_()
             columns, rows = self.a @ self.kernel, self.kernel @ self.b
-            self.passes += 2
             smallest = float(torch.minimum(columns.amin(), rows.amin()))
             if smallest > math.exp(-_SAFE_EXPONENT):
                 self.u = torch.ones_like(self.a)
                 self.v = columns.reciprocal_()
-                return
+                return True
             self._write_exponent(x, y, reg)
         top = self.kernel.amax(1)
         self.f = self.f.sub(top, alpha=reg)
@@ -130,7 +125,7 @@ class EntropicTransport:
         self.kernel.sub_(top).exp_()
         self.u = torch.ones_like(self.a)
         self.v = (self.a @ self.kernel).reciprocal_()
-        self.passes += 1
+        return False
 
     def _write_exponent(self, x: Tensor, y: Tensor, reg: float) -> None:
         one = self._one
@@ -142,8 +137,10 @@ class EntropicTransport:
         )
         torch.mm(left, right.T, out=self.kernel)
 
-    def _balance(self, tolerance: float, last: int, newton: bool) -> bool:
-        """Scale rows and columns until ``tolerance`` or ``last``; False if the scalings run off.
+    def _balance(
+        self, x: Tensor, y: Tensor, reg: float, tolerance: float, last: int, *, newton: bool
+    ) -> None:
+        """Scale rows and columns until ``tolerance`` or until ``last`` products have been taken.
 
         Sinkhorn's iteration while it halves the error, Newton's on f alone otherwise: its Hessian
         diag(rows) - plan diag(1/b) plan' needs two products with the kernel per conjugate gradient.
@@ -151,22 +148,22 @@ class EntropicTransport:
         previous = math.inf
         while True:
             image = self.kernel @ (self.b * self.v)
-            self.passes += 1
-            ratio = self.u * image
-            self.rows = self.a * ratio
+            self.rows = self.a * self.u * image
             self.error = float((self.rows - self.a).abs().sum())
             if self.error <= tolerance or self.passes >= last:
-                return True
+                break
             slow = self.error > 0.5 * previous
             previous = self.error
             if not (newton and slow and self._newton_step(last)):
                 self.u = image.reciprocal_()
                 self.v = self._column_scaling(self.u)
-            largest = torch.maximum(self.u.log().abs().amax(), self.v.log().abs().amax())
-            if not float(largest) < _SAFE_EXPONENT:
-                if not math.isfinite(float(largest)):
-                    self.u, self.v = torch.ones_like(self.u), torch.ones_like(self.v)
-                return False
+                self.passes += 1
+            largest = float(torch.maximum(self.u.log().abs().amax(), self.v.log().abs().amax()))
+            if not largest < _SAFE_EXPONENT:
+                if math.isfinite(largest):
+                    self._absorb(reg)
+                self._build(x, y, reg)
+        self._absorb(reg)
 
     def _column_scaling(self, u: Tensor) -> Tensor:
         """Return v that gives the plan the column sums b."""
