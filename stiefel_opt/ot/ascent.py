@@ -22,7 +22,7 @@ __all__ = ["Ascent", "Iteration", "OptimizerFactory"]
 OptimizerFactory = Callable[[list[Tensor]], Optimizer]
 
 # L1 errors of the marginals, and the products with the kernel that may be spent on them.
-_FINAL_ERROR, _FINAL_PASSES = 1e-8, 100_000
+_FINAL_ERROR, _FINAL_PASSES = 1e-8, 20_000
 _ACCEPTED_ERROR = 1e-6
 _LARGEST_ERROR, _ERROR_BY_GRADIENT, _PASSES = 1e-3, 0.05, 2000
 
@@ -222,7 +222,7 @@ class _ScaledSteps:
             with torch.no_grad():
                 ascent.point.copy_(point)
             transport.f, transport.g = potentials
-            if lr * ascent.cost < _NO_STEP:
+            if not lr * ascent.cost > _NO_STEP:
                 return False
         weight = _MEMORY * self.weight + 1
         self.mean += (transport.objective - self.mean) / weight
@@ -233,10 +233,12 @@ class _ScaledSteps:
         if self.former is None:
             return self.lr
         moved, change = point - self.former[0], tangent - self.former[1]
+        across = abs(float((moved * change).sum()))
         self.long = not self.long
+        above, below = across, float(change.square().sum())
         if self.long:
-            lr = float(moved.square().sum() / (moved * change).sum().abs())
-        else:
-            lr = float((moved * change).sum().abs() / change.square().sum())
+            above, below = float(moved.square().sum()), across
         cost = self.ascent.cost
-        return min(max(lr, _SMALLEST_STEP / cost), _LARGEST_STEP / cost)
+        if not (above > 0 and below > 0 and cost > 0):  # a step that rounding swallowed
+            return self.lr
+        return min(max(above / below, _SMALLEST_STEP / cost), _LARGEST_STEP / cost)
