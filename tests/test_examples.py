@@ -27,6 +27,7 @@ import _common  # noqa: E402
 import _images  # noqa: E402
 import _vit_methods  # noqa: E402
 import orthogonal_vit  # noqa: E402
+import prw  # noqa: E402
 
 SPEED = "images_per_second"
 OTHERS = ["momentumless:within", "cayley-adam:within", "penalty-sgd:within"]
@@ -328,6 +329,52 @@ def test_the_penalty_pulls_towards_the_manifold(tmp_path) -> None:
     assert weak > 3 * strong > 1e-5
     with pytest.raises(ValueError, match=r"must keep penalty = 0\.1 of"):
         orthogonal_vit.main([*flags, str(tmp_path / "0.1"), "--penalty", "1", "--resume"])
+def small_clouds(data: str, folder: Path) -> list[str]:
+    """Files as `examples/prw.py` reads them, with three clouds of few points."""
+    generator = np.random.default_rng(0)
+    clouds = generator.standard_normal((3, 12, 5)) + np.arange(3)[:, None, None]
+    if data == "mnist":
+        arrays = {f"digit_{i}": cloud for i, cloud in enumerate(clouds)}
+        names = ["0", "1", "2"]
+    else:
+        names = ["Ham", "JC", "Oth"]
+        arrays = {f"{name}_x": cloud for name, cloud in zip(names, clouds, strict=True)}
+        arrays |= {f"{name}_w": generator.dirichlet(np.ones(12)) for name in names}
+    np.savez(folder / prw.FILES[data], **arrays)
+    return names
+
+
+def test_prw_smoke_finds_the_planted_subspace_and_draws_it(tmp_path, capsys) -> None:
+    assert prw.main(["--smoke", "--output", str(tmp_path)]) == 0
+    assert f"Plot: {tmp_path / 'pair.png'}" in capsys.readouterr().out
+    assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "results.json").read_text())["result"]
+    assert result["converged"]
+    assert max(result["principal_angles"]) < 0.2  # 200 points; 3,000 are the default
+
+
+@pytest.mark.parametrize("data", ["mnist", "shakespeare"])
+def test_prw_measures_all_pairs_of_a_file(data, tmp_path, capsys) -> None:
+    names = small_clouds(data, tmp_path)
+    flags = ["--data", data, "--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert prw.main(flags) == 0
+    result = json.loads((tmp_path / "out" / "results.json").read_text())["result"]
+    assert result["names"] == names
+    assert result["pairs"] == result["converged"] == 3
+    distances = np.array(result["distances"])
+    assert (distances == distances.T).all()
+    assert (distances[~np.eye(3, dtype=bool)] > 0).all()
+    assert (tmp_path / "out" / "distances.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_prw_says_which_file_is_missing(tmp_path) -> None:
+    for flags in (["--data-dir", str(tmp_path)], []):
+        with pytest.raises(SystemExit, match=r"must be a folder with shakespeare_w2v.npz"):
+            prw.main(["--data", "shakespeare", *flags])
+    for flags in (["--dimension", "1"], ["--points", "0"]):
+        with pytest.raises(SystemExit, match=f"{flags[0]} must be at least"):
+            prw.main(flags)
 
 
 # ------------------------------------------------------------------------------------------- pieces

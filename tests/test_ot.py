@@ -204,7 +204,7 @@ def test_clouds_at_one_place() -> None:
 def test_log_never_exceeds_the_objective_and_best_start_wins() -> None:
     case = PROBLEMS["unequal sizes and weights"]
     result = case.solve(restarts=3, seed=3)
-    assert result.objective >= max(entry.objective for entry in result.log) - 1e-7
+    assert result.objective >= max(entry.objective for entry in result.log) - 1e-9
     assert len(result.objectives) == 3
     assert result.objective == pytest.approx(max(result.objectives), rel=1e-8)
     again = case.solve(restarts=3, seed=3)
@@ -224,7 +224,7 @@ def test_one_sinkhorn_iteration_a_step_ends_converged_at_the_same_place(case: Pr
     start = case.point()
     few = case.solve(sinkhorn_iterations=1, init=start, max_iter=5, tol=0.0)
     assert few.marginal_error <= 1e-8
-    assert few.objective >= max(entry.objective for entry in few.log) - 1e-7
+    assert few.objective >= max(entry.objective for entry in few.log) - 1e-9
 
 
 # ---- invariances ----
@@ -320,7 +320,7 @@ def test_no_step_is_too_long(lr: float, iterations: int | None) -> None:
         )
         assert result.marginal_error <= 1e-8
         assert all(math.isfinite(entry.objective) for entry in result.log)
-        assert result.objective >= max(entry.objective for entry in result.log) - 1e-7
+        assert result.objective >= max(entry.objective for entry in result.log) - 1e-9
 
 
 def test_far_apart_clouds_with_an_outlier(rng: np.random.Generator) -> None:

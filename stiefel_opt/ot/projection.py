@@ -26,7 +26,8 @@ class PRWResult:
 
     Attributes:
         value: Cost :math:`\langle \pi, C_U \rangle` of the converged plan, without the entropy.
-        objective: value + reg KL(plan || ab'), the quantity that is maximised.
+        objective: value + reg KL(plan || ab'), the quantity that is maximised; from the potentials,
+            so that what is left of the marginal error enters by its square.
         projection: U, ``(d, k)`` with orthonormal columns; any rotation U Q is as good.
         plan: ``(n, m)``, with row sums a and column sums b.
         potentials: f and g with :math:`\pi_{ij} = a_i b_j e^{(f_i + g_j - C_{ij}) / reg}`.
@@ -138,10 +139,9 @@ def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
     transport = best.transport
     point = best.point.detach()
     f, g = clouds.full_potentials(transport.f, transport.g, point, transport.reg)
-    entropic = float(transport.rows @ transport.f + clouds.b @ transport.g)
     return PRWResult(
         value=best.cost,
-        objective=entropic,
+        objective=transport.objective,
         projection=clouds.in_kind(point),
         plan=clouds.in_kind(clouds.full_plan(transport.plan())),
         potentials=(clouds.in_kind(f), clouds.in_kind(g)),
