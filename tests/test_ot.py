@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 from scipy.special import rel_entr
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 from stiefel_opt.geometry import random_point
@@ -225,6 +226,31 @@ def test_one_sinkhorn_iteration_a_step_ends_converged_at_the_same_place(case: Pr
     few = case.solve(sinkhorn_iterations=1, init=start, max_iter=5, tol=0.0)
     assert few.marginal_error <= 1e-8
     assert few.objective >= max(entry.objective for entry in few.log) - 1e-9
+
+
+class Watch(TorchDispatchMode):
+    """Records the shape and the storage of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[tuple[int, ...], set[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                place = tensor.untyped_storage().data_ptr()
+                self.storages.setdefault(tuple(tensor.shape), set()).add(place)
+        return result
+
+
+def test_one_array_of_the_size_of_the_plan_and_none_of_dimension_squared() -> None:
+    case = problem(30, 40, 25, 2, 0.3)
+    with Watch() as watch:
+        case.solve(init=case.point(), max_iter=5, restarts=2)
+    assert len(watch.storages[30, 40]) == 1
+    assert (40, 30) not in watch.storages or watch.storages[40, 30] == watch.storages[30, 40]
+    assert (25, 25) not in watch.storages
 
 
 # ---- invariances ----

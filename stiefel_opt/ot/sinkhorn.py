@@ -42,7 +42,7 @@ class EntropicTransport:
         rows: Row sums of the plan, ``(n,)``; its column sums are b, to rounding.
         error: |rows - a|_1.
         objective: The dual value, at most the entropic cost.
-        passes: Products of the kernel with a vector so far.
+        passes: Products of the kernel with a vector so far, as limits count them.
     """
 
     def __init__(self, a: Tensor, b: Tensor, reg: float) -> None:
