@@ -22,17 +22,11 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "optim": {*BASE, "linalg", "functional", "distributed"},
     "parametrizations": {*BASE, "functional"},
     "nn": {*BASE, "constraints", "parametrizations", "functional"},
-    "ot": {"optim", "geometry"},
+    "ot": {"optim", *BASE},
     "integrations": {*BASE, "constraints", "monitor", "nn"},
     "compat": {"optim", "manifold", "_checks"},
 }
 PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizations")
-THIRD_PARTY = {"torch", "numpy", "typing_extensions"}
-    "nn": {"parametrizations", "functional", "manifold", "_checks"},
-    "ot": {"optim", *BASE},
-    "integrations": {"optim", "parametrizations", "manifold"},
-    "compat": {"optim"},
-}
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 

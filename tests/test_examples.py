@@ -329,6 +329,8 @@ def test_the_penalty_pulls_towards_the_manifold(tmp_path) -> None:
     assert weak > 3 * strong > 1e-5
     with pytest.raises(ValueError, match=r"must keep penalty = 0\.1 of"):
         orthogonal_vit.main([*flags, str(tmp_path / "0.1"), "--penalty", "1", "--resume"])
+
+
 def small_clouds(data: str, folder: Path) -> list[str]:
     """Files as `examples/prw.py` reads them, with three clouds of few points."""
     generator = np.random.default_rng(0)
