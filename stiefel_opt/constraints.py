@@ -134,7 +134,7 @@ def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
                 )
             )
         tolerance = orthonormality_tolerance(parameter.dtype, matrices.size(-2))
-        off = gram_error(matrices / reading.scale) > tolerance
+        off = ~(gram_error(matrices / reading.scale) <= tolerance)  # overflows count
         if bool(off.any()):
             nearest = matrices.clone()
             nearest[off] = reading.scale * polar_factor(matrices[off])

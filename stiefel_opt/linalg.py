@@ -37,6 +37,12 @@ _INVERSE_ROOT = (1.0, -1.0 / 2.0, 3.0 / 8.0, -5.0 / 16.0, 35.0 / 128.0, -63.0 / 
 _ROOT = (1.0, 1.0 / 2.0, -1.0 / 8.0, 1.0 / 16.0, -5.0 / 128.0, 7.0 / 256.0)
 _DEGREE = 3
 
+# Where calls cost more than arithmetic (numbers in all), up to where sums of squares bound
+# eigenvalues best (m), and from where norms of rows should need no temporary (m).
+_FEW = 1024
+_MEDIUM = 64
+_LARGE = 256
+
 
 def sym(matrix: Tensor) -> Tensor:
     """Return (A + A') / 2."""
@@ -46,11 +52,6 @@ def sym(matrix: Tensor) -> Tensor:
 def skew(matrix: Tensor) -> Tensor:
     """Return (A - A') / 2."""
     return (matrix - matrix.mT) / 2
-
-
-_FEW = 1024  # numbers in all
-_MEDIUM = 64  # m
-_LARGE = 256  # m
 
 
 def gram(left: Tensor, right: Tensor) -> Tensor:
@@ -203,7 +204,9 @@ def _polynomial(
     """Return c0 I + c1 E + c2 E^2 + ... for E = scale M and the powers of M at hand."""
     matrix = powers[0]
     if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree
-        identity = _identity(matrix.size(-1), matrix.dtype, matrix.device)
+        plain = type(matrix) is Tensor  # a fake tensor must not stay in the cache
+        make = _identity if plain else _identity.__wrapped__
+        identity = make(matrix.size(-1), matrix.dtype, matrix.device)
         result = identity if matrix.size(0) == 1 else identity.expand(matrix.shape)
         factor = coefficients[-1] * scale
         for coefficient in coefficients[-2:0:-1]:
@@ -235,7 +238,6 @@ class _Plan(NamedTuple):
     degree: int
     iterations: int
     shrink: list[float]
-    root: list[float]
     bend: list[float]
 
 
@@ -269,7 +271,6 @@ def _plan_for(limit: float, dtype: torch.dtype, size: int) -> _Plan:
         degree,
         _iterations(inverse_root, radius, degree, tolerance),
         shrink,
-        _shifted(_economized(_ROOT, degree, radius), centre, centre**0.5),
         _shifted(_economized(_reciprocal(divisor), degree, radius), centre, 1.0),
     )
 

@@ -107,7 +107,7 @@ class Stiefel:
                     name,
                     "have at least 2 dimensions to be constrained",
                     f"shape {size}",
-                    "leave it untagged",
+                    "leave it untagged, and out of groups with stiefel=True",
                 )
             )
         if math.prod(size) == 0:
@@ -260,7 +260,9 @@ def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
         raise ValueError(
             fail("heads", f"have one number for each of the {number} ranges of rows", heads)
         )
-    return values[0] if len(set(values)) == 1 else values
+    if len(set(values)) > 1:
+        return values
+    return None if values[0] == 1 else values[0]  # one head is none
 
 
 class ManifoldParameter(nn.Parameter):

@@ -46,7 +46,7 @@ class Moves(NamedTuple):
         inverse_root: R.
         bend: R (I + R)^(-1), if asked for.
         step: eta, shortened where it saturates.
-        limit: A bound on eta^2 W, or the largest that is possible.
+        limit: A bound on K'K and eta^2 W, or the largest that is possible.
     """
 
     frame: Tensor
@@ -87,19 +87,24 @@ def isometric_moves(
     if isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(squares, math.inf)
-    if not (limit <= _SATURATION**2 and _is_short(skew, lr, limit)):
+    # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
+    short = math.sqrt(skew.size(-1)) * limit <= _SATURATION**2
+    if not (short and _is_short(skew, lr, limit if polar else math.inf)):
         normal = squares[-count:] * (lr * lr)
         shorter = (_SATURATION**2 / infinity_norm(normal)).clamp(max=1.0)
         normal, step = normal * shorter, lr * shorter.sqrt()
         turn = _shortened(skew, lr)
         own = [squares[:count] * (turn * turn)] if polar else []
-        squares, scale, limit = torch.cat([*own, normal]), 1.0, _SATURATION**2
+        squares, scale = torch.cat([*own, normal]), 1.0
+        limit = largest_bound(squares, _SATURATION**2)
     found = roots(squares, limit, scale=scale, bend=count if bend else 0)
     shrink = found.shrink[count:] if polar else found.shrink
     if polar:
         frame = polar_rotation(skew, found.shrink[:count], turn)
     else:
-        frame = _without_identity(skew * turn, rotation)
+        kept = skew * turn
+        frame = _without_identity(kept, rotation)
+        limit = max(limit, largest_bound(torch.bmm(kept.mT, kept), limit))
     frame = after(frame, shrink)
     inverse_root = add_to_diagonal_(shrink, 1.0)
     if root is not None:

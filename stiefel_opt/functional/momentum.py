@@ -56,6 +56,8 @@ __all__ = [
     "sgd_",
 ]
 
+# Below it eps may vanish beside nothing, and the diagonal of p is zero.
+_LEAST_EPS: Final = 1e-30
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 TRANSPORTS: Final = ("isometric", "published")
 ROTATIONS: Final = ("polar", "euler", "cayley", "expm")
@@ -386,7 +388,7 @@ def _precondition(
     """
     denominator = torch.sqrt(second, out=out)
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
-    if eps == 0:
+    if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
     return torch.div(first, denominator, out=denominator)
 

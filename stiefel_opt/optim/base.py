@@ -251,9 +251,10 @@ class StiefelOptimizer(Optimizer):
             point, grad = batch.point(), batch.grad()
             if manifold.scale != 1.0:
                 point = point / manifold.scale
-            correct = due
+            # without a force nothing moves, not even by a correction
+            correct = due and not (on_cpu and not bool(grad.any()))
             if stack.fresh or (due and on_cpu):  # writes through ``.data`` show only here
-                point, correct = self._settle(point, batch, due)
+                point, correct = self._settle(point, batch, correct)
             new_point = self._move(group, point, grad, batch, lr / manifold.scale, correct)
             if frozen:
                 continue  # the parameter keeps its bits, also where X C would differ in the last
@@ -268,7 +269,8 @@ class StiefelOptimizer(Optimizer):
         """Project matrices that are off the manifold; say whether U must be projected as well."""
         error = gram_error(point)
         tolerance = orthonormality_tolerance(point.dtype, point.size(-2))
-        off = (error > 10 * tolerance) & error.isfinite()
+        # X'X may overflow where X does not
+        off = ~(error <= 10 * tolerance) & point.isfinite().all(dim=-1).all(dim=-1)
         if bool(off.any()):
             point = point.clone()
             point[off] = polar_factor(point[off])
@@ -308,6 +310,9 @@ class StiefelOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._gathered, self._known_states = {}, []
+        for kept in self.state.values():  # as torch: old checkpoints count in integers
+            if "step" in kept and not isinstance(kept["step"], Tensor):
+                kept["step"] = torch.tensor(float(kept["step"]))
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

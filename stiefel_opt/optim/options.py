@@ -33,7 +33,7 @@ def check_common(group: Group) -> None:
                 "differentiable",
                 "be False",
                 group["differentiable"],
-                "differentiate through stiefel_opt.functional or a parametrization instead",
+                "differentiate through a parametrization, stiefel_opt.orthogonal, instead",
             )
         )
     for name in ("foreach", "fused"):

@@ -24,6 +24,8 @@ def reading(parameter: Tensor, group: Group) -> Stiefel | None:
         return None
     if key is True:
         return manifold_of(parameter) or Stiefel()
+    if isinstance(key, Stiefel):  # put there by hand
+        return key
     return Stiefel.from_dict(key)
 
 

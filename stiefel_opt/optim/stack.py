@@ -189,6 +189,7 @@ class Batch:
         self.state = {name: tensor[start:stop] for name, tensor in state.items()}
         self.deferred = True
         self._window: Tensor | None = None  # on the matrices of a single parameter
+        self._strides: tuple[int, ...] = ()  # of that parameter
 
     def step_number(self) -> float | Tensor:
         """Return the number of this step: one for all, or ``(k, 1, 1)``."""
@@ -200,11 +201,11 @@ class Batch:
     def point(self) -> Tensor:
         """Return the matrices of the parameters."""
         window = self._window
-        if window is not None and _aliases(window, self._parameters[0]):
+        if window is not None and self._fits(window):
             return window
         matrices = self._read(self._parameters)
         if self._single and self._whole and _aliases(matrices, self._parameters[0]):
-            self._window = matrices
+            self._window, self._strides = matrices, self._parameters[0].stride()
         return matrices
 
     def grad(self) -> Tensor:
@@ -214,7 +215,7 @@ class Batch:
     def write(self, matrices: Tensor) -> None:
         """Put new ``matrices`` into the parameters."""
         manifold, index, targets = self._stack.manifold, self._index, self._parameters
-        if self._window is not None and _aliases(self._window, targets[0]):
+        if self._window is not None and self._fits(self._window):
             self._window.copy_(matrices)
             return
         if self._single:
@@ -232,6 +233,11 @@ class Batch:
             torch.unbind_copy(stored, out=targets)
         else:
             torch._foreach_copy_(targets, list(stored.unbind()))
+
+    def _fits(self, window: Tensor) -> bool:
+        """Say whether the window still shows the parameter, whose ``.data`` may be another."""
+        parameter = self._parameters[0]
+        return _aliases(window, parameter) and parameter.stride() == self._strides
 
     def _read(self, tensors: list[Tensor]) -> Tensor:
         manifold, index = self._stack.manifold, self._index

@@ -43,6 +43,7 @@ class VelocityOptimizer(StiefelOptimizer):
             return skews[0], normals[0]
         return tuple(skews), tuple(normals)
 
+    @torch.no_grad()
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
 

@@ -1,0 +1,133 @@
+"""Corners where a step could go wrong quietly: long turns, batch-mates, replaced data, overflow."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import stiefel_opt as so
+from stiefel_opt.linalg import roots
+
+RULES = [so.StiefelSGD, so.StiefelAdam]
+
+
+def orthonormal(shape, generator, dtype=torch.float64):
+    return torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype))[0]
+
+
+@pytest.mark.parametrize("rotation", ["polar", "cayley", "expm"])
+@pytest.mark.parametrize("lr", [1.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_force_within_the_span_turns_exactly(rotation, lr, dtype, generator):
+    """|eta Z| is long here while U is nearly zero: each has to be saturated by itself."""
+    start = orthonormal((64, 16), generator, dtype)
+    target = start @ orthonormal((16, 16), generator, dtype)
+    weight = so.ManifoldParameter(start)
+    optimizer = so.StiefelSGD([weight], lr=lr, rotation=rotation)
+    for _ in range(100):
+        weight.grad = weight.detach() - target
+        optimizer.step()
+        assert so.orthonormality_error(weight) < 100 * 64 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("count", "n", "m", "lr"), [(4, 17, 16, 0.2), (40, 9, 8, 0.2), (6, 64, 16, 0.3)]
+)
+def test_a_trajectory_does_not_depend_on_batch_mates(rule, count, n, m, lr, generator):
+    start = orthonormal((count, n, m), generator)
+    together = so.ManifoldParameter(start.clone())
+    apart = [so.ManifoldParameter(matrix.clone()) for matrix in start]
+    joint = rule([together], lr=lr)
+    single = rule([{"params": [matrix]} for matrix in apart], lr=lr)
+    for _ in range(4):
+        together.grad = torch.randn(together.shape, generator=generator, dtype=torch.float64)
+        for matrix, grad in zip(apart, together.grad, strict=True):
+            matrix.grad = grad.clone()
+        joint.step()
+        single.step()
+    assert (together.detach() - torch.stack([p.detach() for p in apart])).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_transposed_data_is_another_point(rule, generator):
+    first = so.ManifoldParameter(orthonormal((4, 4), generator))
+    second = so.ManifoldParameter(first.detach().clone())
+    optimizers = rule([first], lr=0.1), rule([second], lr=0.1)
+    for step in range(6):
+        if step == 3:
+            first.data = first.data.mT
+            second.data = second.data.mT.clone()
+        grad = torch.randn((4, 4), generator=generator, dtype=torch.float64)
+        for weight, optimizer in zip((first, second), optimizers, strict=True):
+            weight.grad = grad.clone()
+            optimizer.step()
+    torch.testing.assert_close(first.detach(), second.detach(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-45, 1e-44, 1e-38])
+def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
+    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    optimizer = so.StiefelAdam([weight], lr=0.1, eps=eps)
+    for _ in range(5):
+        weight.grad = torch.randn((7, 3), generator=generator)
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [(9, 4), (3, 4, 4), (2, 30, 40)])
+def test_without_a_force_nothing_moves(rule, shape, generator):
+    weight = so.ManifoldParameter(torch.randn(shape, generator=generator))
+    optimizer = rule([weight], lr=0.1)
+    weight.grad = torch.zeros(shape)
+    optimizer.step()  # projects the start
+    settled = weight.detach().clone()
+    for _ in range(20):
+        optimizer.step()
+    assert torch.equal(weight, settled)
+
+
+def test_one_head_is_no_head():
+    assert so.Stiefel(heads=1) == so.Stiefel()
+    assert so.Stiefel(rows=((0, 4), (4, 8)), heads=(1, 1)) == so.Stiefel(rows=((0, 4), (4, 8)))
+
+
+def test_huge_values_are_projected(generator):
+    layer = nn.Linear(4, 9)
+    layer.weight.data.mul_(1e20)
+    assert so.orthonormality_error(so.constrain(layer).weight) < 1e-5
+    weight = so.ManifoldParameter(1e30 * torch.randn((9, 4), generator=generator))
+    weight.grad = torch.randn((9, 4), generator=generator)
+    so.StiefelSGD([weight], lr=0.1).step()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+def test_old_checkpoints_count_steps_in_integers(generator):
+    weights = [nn.Parameter(torch.randn((3, 2), generator=generator)) for _ in range(2)]
+    optimizers = [so.StiefelAdam([weights[0]], stiefel=False), torch.optim.Adam([weights[1]])]
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.data.fill_(0.5)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["step"] = 1
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+    assert torch.equal(*weights)
+
+
+def test_a_fake_step_leaves_no_trace():
+    with FakeTensorMode():
+        roots(torch.zeros(1, 3, 3), 0.1)
+    assert roots(torch.zeros(1, 3, 3), 0.1).shrink.abs().max() < 1e-7
+
+
+def test_a_velocity_is_a_number_not_a_graph(generator):
+    weight = so.ManifoldParameter(orthonormal((5, 2), generator))
+    optimizer = so.StiefelSGD([weight])
+    optimizer.set_velocity(weight, torch.zeros(2, 2), torch.ones(5, 2, requires_grad=True).double())
+    assert not optimizer.state[weight]["momentum_normal"].requires_grad
