@@ -12,6 +12,8 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["check_choice", "check_dtype", "check_flag", "check_range", "fail", "find_parameter"]
 
+CONSTRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
 
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
     """Return the text of an error in the grammar above; the caller raises it."""
@@ -43,8 +45,9 @@ def check_flag(name: str, value: object) -> None:
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise unless matrices of ``dtype`` can be kept orthonormal."""
-    if dtype not in (torch.float32, torch.float64):
-        raise TypeError(fail(name, "be float32 or float64 to be constrained", dtype, "convert it"))
+    if dtype not in CONSTRAINABLE:
+        listed = ", ".join(str(known).removeprefix("torch.") for known in CONSTRAINABLE)
+        raise TypeError(fail(name, f"be one of {listed} to be constrained", dtype, "convert it"))
 
 
 def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import CONVOLUTIONS, ManifoldParameter, Stiefel, manifold_of, tag
 
 __all__ = ["LostTagWarning", "constrain", "param_groups", "project_", "readings", "retag"]
@@ -64,7 +64,7 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, or a value that cannot be read so or is not finite.
-        TypeError: for dtypes other than float32 and float64.
+        TypeError: for a dtype that has no fraction, or is neither half, float32 nor float64.
 
     Note:
         Parameters on the meta device are recorded and tagged, not projected. Where torch replaces
@@ -121,9 +121,7 @@ def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
     """Replace in place every matrix that is off the manifold by the nearest point."""
     pending = []
     for index, part in enumerate(reading.parts(parameter)):
-        matrices = reading.matrices(part, index)
-        if matrices.dtype in (torch.float16, torch.bfloat16):  # no decomposition exists for them
-            matrices = matrices.float()
+        matrices = widened(reading.matrices(part, index))
         if not bool(torch.isfinite(matrices).all()):
             raise ValueError(
                 fail(

@@ -21,19 +21,31 @@ __all__ = [
     "project_tangent",
     "random_point",
     "riemannian_gradient",
+    "widened",
 ]
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
     """Return ``10 sqrt(n) eps``: below it, max abs of X'X - I counts as rounding.
 
-    Each entry of X'X is a sum of n products, whose rounding grows like sqrt(n) eps.
+    Each entry of X'X is a sum of n products, whose rounding grows like sqrt(n) eps. In half
+    precision it is 2 eps: X'X is summed in float32, and rounding X changes an entry by up to eps.
     """
+    if dtype in _HALF:
+        return 2.0 * torch.finfo(dtype).eps
     return 10.0 * math.sqrt(n) * torch.finfo(dtype).eps
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, in float32 if it is of half precision."""
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def gram_error(point: Tensor) -> Tensor:
     """Return max abs of X'X - I for each matrix, shape ``(...)``: how far X is from orthonormal."""
+    point = widened(point)
     gram = point.mH @ point
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
     error: Tensor = gram.abs().amax(dim=(-2, -1))
@@ -97,9 +109,10 @@ def polar_factor(matrices: Tensor) -> Tensor:
     """
     if matrices.size(-2) < matrices.size(-1):
         raise ValueError(fail("matrices", "be tall", f"shape {tuple(matrices.shape)}"))
-    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    left, _, right = torch.linalg.svd(widened(matrices), full_matrices=False)
     point: Tensor = left @ right
-    return 1.5 * point - 0.5 * point @ (point.mH @ point)
+    point = 1.5 * point - 0.5 * point @ (point.mH @ point)
+    return point.to(matrices.dtype)
 
 
 def random_point(
@@ -111,7 +124,8 @@ def random_point(
     """Return uniformly (Haar) distributed orthonormal matrices of ``shape``.
 
     The last two dimensions are a matrix: tall ones get orthonormal columns, wide ones orthonormal
-    rows. The Q factor of a Gaussian matrix is uniform once the diagonal of R is positive.
+    rows. The Q factor of a Gaussian matrix is uniform once the diagonal of R is positive. Complex
+    ones are uniform among the complex matrices with X'X = I, X' the conjugate transpose.
 
     Args:
         shape: At least two positive sizes.
@@ -130,7 +144,7 @@ def random_point(
     wide = shape[-2] < shape[-1]
     tall = (*shape[:-2], shape[-1], shape[-2]) if wide else shape
     gaussian = torch.randn(tall, generator=generator, dtype=dtype, device=device)
-    orthonormal, triangular = torch.linalg.qr(gaussian)
-    negative = torch.diagonal(triangular, dim1=-2, dim2=-1).unsqueeze(-2) < 0
-    orthonormal = torch.where(negative, -orthonormal, orthonormal)
+    orthonormal, triangular = torch.linalg.qr(widened(gaussian))
+    phase = torch.sgn(torch.diagonal(triangular, dim1=-2, dim2=-1)).unsqueeze(-2)
+    orthonormal = torch.where(phase == 0, orthonormal, orthonormal * phase).to(gaussian.dtype)
     return orthonormal.mT.contiguous() if wide else orthonormal.contiguous()

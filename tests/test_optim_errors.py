@@ -136,11 +136,14 @@ PARAMETERS = {
     "integer": (
         lambda: tagged(3, 2, dtype=torch.int64),
         TypeError,
-        "must be float32 or float64 to be constrained, got torch.int64; convert it",
+        "must be one of float32, float64, .* to be constrained, got torch.int64; convert it",
     ),
     "complex": (lambda: tagged(3, 2, dtype=torch.complex64), TypeError, "got torch.complex64"),
-    "half": (lambda: tagged(3, 2, dtype=torch.float16), TypeError, "got torch.float16; convert it"),
-    "bfloat16": (lambda: tagged(3, 2, dtype=torch.bfloat16), TypeError, "got torch.bfloat16"),
+    "float8": (
+        lambda: tagged(3, 2, dtype=torch.float8_e4m3fn),
+        TypeError,
+        "got torch.float8_e4m3fn; convert it",
+    ),
     "empty": (lambda: tagged(0, 3), ValueError, r"must not be empty, got shape \(0, 3\); leave it"),
     "NaN": (lambda: not_finite(math.nan), ValueError, "must be finite, got NaN or inf; initialise"),
     "inf": (lambda: not_finite(math.inf), ValueError, "must be finite, got NaN or inf; initialise"),

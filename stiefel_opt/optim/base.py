@@ -16,6 +16,7 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.optim.master import keep_precision
 from stiefel_opt.optim.plain import step_rows
 from stiefel_opt.optim.readings import (
     Group,
@@ -229,7 +230,7 @@ class StiefelOptimizer(Optimizer):
             for manifold, members in work.equals
         ]
         for stack in work.stacks:
-            stack.grads = [p.grad for p in stack.parameters]  # type: ignore[misc]
+            stack.grads = [p.grad for p in stack.shown]  # type: ignore[misc]
 
     def _init_state(self, parameter: Tensor, manifold: Stiefel, group: Group) -> State:
         """Return the state of a constrained parameter, with what is missing made."""
@@ -293,7 +294,8 @@ class StiefelOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, here or from torch's own optimizer.
 
-        The readings of this optimizer's parameters stay as they are.
+        The readings of this optimizer's parameters stay as they are, and the state of constrained
+        half-precision ones stays in float32.
 
         Raises:
             ValueError: if a parameter was saved under another reading, naming it.
@@ -304,7 +306,13 @@ class StiefelOptimizer(Optimizer):
             saved["stiefel"] = group["stiefel"]
             for name in self.defaults:  # a checkpoint of torch lacks our options
                 saved.setdefault(name, group[name])
-        super().load_state_dict({**state_dict, "param_groups": saved_groups})
+        final: dict[str, Any] = {}  # as other hooks leave it
+        handle = self.register_load_state_dict_pre_hook(lambda _, found: final.update(found))
+        try:
+            super().load_state_dict({**state_dict, "param_groups": saved_groups})
+        finally:
+            handle.remove()
+        keep_precision(self.state, self.param_groups, final)
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -93,10 +93,11 @@ def step_rows(
     """Move the plain rows of parameters that are constrained in part, by ``rule``."""
     split = stack.manifold.plain_parts
     parameters = [part for p in stack.parameters for part in split(p)]
-    grads = [part for grad in stack.grads for part in split(grad)]
+    grads = [part.to(parameters[0].dtype) for grad in stack.grads for part in split(grad)]
     states = []
     for state, parameter in zip(stack.states, stack.parameters, strict=True):
-        rows = {n: split(t) for n, t in state.items() if t.shape == parameter.shape}
+        own = {n: t for n, t in state.items() if t is not parameter}  # a master is no state here
+        rows = {n: split(t) for n, t in own.items() if t.shape == parameter.shape}
         for index in range(len(split(parameter))):
             states.append({n: parts[index] for n, parts in rows.items()})
             states[-1]["step"] = state["step"] - 1  # torch counts this step itself

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.manifold import Stiefel, tall
+from stiefel_opt.optim.master import MASTER, follow_
 from stiefel_opt.optim.state import State, is_small
 
 __all__ = ["Batch", "Stack"]
@@ -28,6 +29,8 @@ _BYTES_ALONE: Final = 2**20
 class Stack:
     """Parameters of one shape, dtype, device and reading, and their state.
 
+    Half-precision parameters are only what a step shows; in it their masters stand for them.
+
     The state of all of them lies in one tensor for each name: one batch of matrices in memory.
     ``optimizer.state`` holds windows on it, shaped like the parameter and with storages of their
     own, so that saving one parameter's state writes only its bytes. A reading that leaves rows
@@ -42,7 +45,12 @@ class Stack:
     def __init__(self, parameters: list[Tensor], manifold: Stiefel, states: list[State]) -> None:
         if parameters[0].device.type == "cpu":
             _settle_allocator()
-        self.parameters = parameters
+        self.shown = parameters  # what the user sees
+        self.masters = None  # half-precision parameters round what moves: (count, *shape)
+        if MASTER in states[0]:
+            self.masters = _stacked([state[MASTER] for state in states], states, MASTER)
+            parameters = [state[MASTER] for state in states]
+        self.parameters = parameters  # what moves
         self.manifold = manifold
         self.states = states
         self.grads: list[Tensor] = []
@@ -60,6 +68,8 @@ class Stack:
 
     def advance(self) -> None:
         """Count a step."""
+        if self.masters is not None:
+            follow_(self.masters, self.shown)
         self.steps.add_(1)
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
@@ -81,6 +91,8 @@ class Stack:
         for window, copy in self._apart:
             window.copy_(copy.view(window.shape))
         self.grads = []
+        if written and self.masters is not None:
+            torch._foreach_copy_(self.shown, self.parameters)
         if written:
             self.versions = self._versions()
 
@@ -91,8 +103,8 @@ class Stack:
 
     def _versions(self) -> list[int]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        versions = [parameter._version for parameter in self.parameters]
-        return versions + [parameter.data_ptr() for parameter in self.parameters]
+        versions = [parameter._version for parameter in self.shown]
+        return versions + [parameter.data_ptr() for parameter in self.shown]
 
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
@@ -109,7 +121,7 @@ class Stack:
     def _range_state(self, index: int) -> State:
         """Return the state of one range of rows as flat batches, and put windows into states."""
         flat = {}
-        for name in [name for name in self.states[0] if name != "step"]:
+        for name in [name for name in self.states[0] if name not in ("step", MASTER)]:
             tensors = [state[name] for state in self.states]
             if is_small(name):
                 base, _, suffix = name.partition(".")
@@ -210,7 +222,8 @@ class Batch:
 
     def grad(self) -> Tensor:
         """Return the matrices of their gradients."""
-        return self._read(self._stack.grads[self._members])
+        grad = self._read(self._stack.grads[self._members])
+        return grad if self._stack.masters is None else grad.float()
 
     def write(self, matrices: Tensor) -> None:
         """Put new ``matrices`` into the parameters."""

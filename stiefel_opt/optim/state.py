@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import fail
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.master import HALF, MASTER, state_dtype
 
 __all__ = ["State", "StateNames", "complete_state", "is_small", "state_shapes"]
 
@@ -55,12 +56,17 @@ def complete_state(
         expected.update(dict.fromkeys(names.tall, parameter.shape))
     if manifold.rows is not None:
         expected.update(dict.fromkeys(names.rows, parameter.shape))
+    if parameter.dtype in HALF:
+        expected[MASTER] = parameter.shape
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    dtype = state_dtype(parameter.dtype)
     for name, shape in expected.items():
-        if name not in state:
-            state[name] = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+        if name not in state and name == MASTER:
+            state[name] = parameter.detach().to(dtype)
+        elif name not in state:
+            state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
             if name.startswith("deferred_factor"):
                 state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
         elif state[name].shape != shape:

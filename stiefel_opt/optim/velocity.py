@@ -11,6 +11,7 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.linalg import gram
 from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.master import point_of
 from stiefel_opt.optim.readings import reading
 from stiefel_opt.optim.stack import Batch
 
@@ -80,7 +81,7 @@ class VelocityOptimizer(StiefelOptimizer):
         if make:
             state = self._init_state(parameter, manifold, group)
         found = []
-        for index, part in enumerate(manifold.parts(parameter.detach())):
+        for index, part in enumerate(manifold.parts(point_of(parameter, state))):
             point = manifold.matrices(part, index) / manifold.scale
             window = None
             if "momentum_normal" in state and point.size(-2) > point.size(-1):
