@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "no_autocast", "readable"]
+__all__ = ["exact_products", "full_precision", "no_autocast", "readable"]
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
+_MKLDNN: Any = torch.backends.mkldnn
+_BACKENDS: Any = (torch.backends.cuda.matmul, _MKLDNN.matmul)
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -23,6 +25,39 @@ def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def exact_products(tensor: Tensor) -> Iterator[None]:
+    """Within it products of tensors like this one keep all digits of their dtype.
+
+    Neither autocast nor ``torch.set_float32_matmul_precision`` (TF32, bfloat16) acts; X'X = I would
+    hold to 1e-3 only.
+    """
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by the newer names, for some backends only
+        legacy = None
+    if torch.compiler.is_compiling() or legacy == "highest":
+        with no_autocast(tensor):
+            yield
+        return
+    earlier = [] if legacy else [backend.fp32_precision for backend in _BACKENDS]
+    try:
+        if legacy:
+            torch.set_float32_matmul_precision("highest")
+        else:
+            for backend in _BACKENDS:
+                backend.fp32_precision = "ieee"
+        with no_autocast(tensor):
+            yield
+    finally:
+        if legacy:
+            torch.set_float32_matmul_precision(legacy)
+        for backend, value in zip(_BACKENDS, earlier, strict=False):
+            backend.fp32_precision = "none"  # what a more general setting says
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
 
 
 def full_precision(function: MapT) -> MapT:

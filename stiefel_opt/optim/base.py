@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.master import keep_precision
@@ -172,7 +173,8 @@ class StiefelOptimizer(Optimizer):
             if work.plain:
                 self._step_plain(group, work.plain)
             for stack in work.stacks:
-                self._step_stack(group, stack)
+                with exact_products(stack.parameters[0]):
+                    self._step_stack(group, stack)
         self._known_states = list(self.state.values())
         return loss
 

@@ -1,0 +1,182 @@
+"""Autocast, GradScaler and low matmul precision around float32 parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    assert_same,
+    assert_same_training,
+    backward,
+    constrained,
+    every_optimizer,
+    model,
+    optimizer,
+    snapshot,
+    train,
+)
+from torch import nn
+
+import stiefel_opt as so
+
+BACKENDS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+
+def scaled_backward(net: nn.Module, scaler: torch.amp.GradScaler, step: int, factor: float) -> None:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(5, 8, generator=generator)
+    net.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = factor * net(x).float().square().mean()
+    scaler.scale(loss).backward()
+
+
+# ---- autocast and GradScaler ---------------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("overflow", [0, 3])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_an_overflow_leaves_no_trace(name, overflow, unscale):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    other, other_opt = copy.deepcopy((net, opt))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    twin = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    for step in range(6):
+        if step == overflow:
+            scaled_backward(net, scaler, step, float("inf"))
+            before = snapshot(net, opt)
+            if unscale:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            after = snapshot(net, opt)
+            assert_same(after[1:], before[1:])
+            for (value, _, state), (old, _, old_state) in zip(after[0], before[0], strict=True):
+                assert_same((value, state), (old, old_state))
+            scaler.update()
+            assert scaler.get_scale() == 2.0**9
+            scaler.update(2.0**10)
+        for one, own, training in ((scaler, opt, net), (twin, other_opt, other)):
+            scaled_backward(training, one, step, 1.0)
+            if unscale:
+                one.unscale_(own)
+            one.step(own)
+            one.update()
+    assert_same_training((net, opt), (other, other_opt))
+    assert so.orthonormality_error(net) < 5e-6
+
+
+@every_optimizer
+def test_a_step_inside_autocast_is_a_step_outside(name):
+    net = model()
+    opt = optimizer(name, net.parameters())
+    other, other_opt = copy.deepcopy((net, opt))
+    for step in range(3):
+        backward(net, step)
+        backward(other, step)
+        opt.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            other_opt.step()
+    assert_same_training((net, opt), (other, other_opt))
+
+
+# ---- matmul precision ----------------------------------------------------------------------------
+
+
+def legacy(value: str) -> None:
+    torch.set_float32_matmul_precision(value)
+
+
+def every_backend(value: str) -> None:
+    torch.backends.fp32_precision = value
+
+
+def cuda_only(value: str) -> None:
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+@pytest.fixture
+def restored():
+    """Go back to how torch starts: legacy names say highest, the newer ones inherit."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision = "none"
+    for backend in BACKENDS:
+        backend.fp32_precision = "none"
+
+
+def settings() -> list[str]:
+    found = [backend.fp32_precision for backend in BACKENDS]
+    with contextlib.suppress(RuntimeError):
+        found.append(torch.get_float32_matmul_precision())
+    return found
+
+
+LOW = [(legacy, "high"), (legacy, "medium"), (every_backend, "tf32"), (cuda_only, "tf32")]
+
+
+@pytest.mark.parametrize(("choose", "value"), LOW)
+@pytest.mark.usefixtures("restored")
+def test_the_choice_is_suspended_in_a_step_and_then_back(choose, value, monkeypatch):
+    net = model()
+    opt = optimizer("sgd", net.parameters())
+    choose(value)
+    before = settings()
+    assert "tf32" in before
+    seen = []
+    move = type(opt)._move
+
+    def spy(self, *arguments):
+        seen.append(settings())
+        return move(self, *arguments)
+
+    monkeypatch.setattr(type(opt), "_move", spy)
+    backward(net, 0)
+    opt.step()
+    assert seen
+    assert all(found[:2] == ["ieee", "ieee"] for found in seen)
+    assert settings() == before
+
+    def fails(*_):
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(type(opt), "_move", fails)
+    with pytest.raises(RuntimeError, match="stop"):
+        opt.step()
+    assert settings() == before
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_setting_for_all_backends_is_still_inherited_after_a_step():
+    net = model()
+    opt = optimizer("sgd", net.parameters())
+    torch.backends.fp32_precision = "tf32"
+    assert settings() == ["tf32", "tf32"]
+    train(net, opt, 0, 1)
+    torch.backends.fp32_precision = "ieee"
+    assert settings()[:2] == ["ieee", "ieee"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "rgd", "cayley-sgd"])
+@pytest.mark.usefixtures("restored")
+def test_errors_stay_at_float32_rounding(name, precision, device):
+    """On a CPU a choice without hardware for it changes nothing; the laws are the same."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no accelerator")
+    torch.set_float32_matmul_precision(precision)
+    params = [so.ManifoldParameter(torch.eye(n, m).to(device)) for n, m in ((64, 16), (24, 24))]
+    opt = optimizer(name, params)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
+        opt.step()
+    assert max(float(so.orthonormality_error(p)) for p in params) < 5e-6
+    assert all(p.dtype == torch.float32 for p in constrained(nn.ParameterList(params)).values())
