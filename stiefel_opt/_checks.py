@@ -12,7 +12,14 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["check_choice", "check_dtype", "check_flag", "check_range", "fail", "find_parameter"]
 
-CONSTRAINABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+CONSTRAINABLE = (
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.bfloat16,
+    torch.float16,
+)
 
 
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:

@@ -64,7 +64,7 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, or a value that cannot be read so or is not finite.
-        TypeError: for a dtype that has no fraction, or is neither half, float32 nor float64.
+        TypeError: for a dtype that has no fraction, or less than float16.
 
     Note:
         Parameters on the meta device are recorded and tagged, not projected. Where torch replaces

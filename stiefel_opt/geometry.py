@@ -1,7 +1,8 @@
 r"""The Stiefel manifold itself, on batches ``(..., n, m)`` of tall matrices, n >= m.
 
 :math:`\mathrm{St}(n, m) = \{X : X^\top X = I\}`; the tangent space at X is
-:math:`\{\xi : X^\top \xi + \xi^\top X = 0\}`. Everything here broadcasts over leading dimensions.
+:math:`\{\xi : X^\top \xi + \xi^\top X = 0\}`. For complex matrices every transpose is conjugate.
+Everything here broadcasts over leading dimensions.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def project_tangent(point: Tensor, vector: Tensor) -> Tensor:
     Note:
         Two products of size n x m by m x m.
     """
-    return vector - point @ sym(point.mT @ vector)
+    return vector - point @ sym(point.mH @ vector)
 
 
 def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tensor:
@@ -86,7 +87,7 @@ def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tenso
     """
     if not a < 1:
         raise ValueError(fail("a", "be below 1", a))
-    product = point.mT @ grad
+    product = point.mH @ grad
     return grad + point @ (skew(product) / (1 - a) - product)
 
 

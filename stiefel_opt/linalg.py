@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "Roots",
+    "absolute_square",
     "add_product",
     "add_product_",
     "add_to_diagonal_",
@@ -45,18 +46,25 @@ _LARGE = 256
 
 
 def sym(matrix: Tensor) -> Tensor:
-    """Return (A + A') / 2."""
-    return (matrix + matrix.mT) / 2
+    """Return (A + A') / 2; A' is the conjugate transpose, here and everywhere."""
+    return (matrix + matrix.mH) / 2
 
 
 def skew(matrix: Tensor) -> Tensor:
     """Return (A - A') / 2."""
-    return (matrix - matrix.mT) / 2
+    return (matrix - matrix.mH) / 2
+
+
+def absolute_square(tensor: Tensor) -> Tensor:
+    """Return |a|^2 of every entry, real."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).square().sum(dim=-1)
+    return tensor.square()
 
 
 def gram(left: Tensor, right: Tensor) -> Tensor:
     """Return left' right, small, for two tall batches ``(k, n, m)``."""
-    return torch.bmm(left.mT, right)
+    return torch.bmm(left.mH, right)
 
 
 def product(tall: Tensor, small: Tensor) -> Tensor:
@@ -98,10 +106,10 @@ def infinity_norm(matrix: Tensor) -> Tensor:
 def largest_bound(matrix: Tensor, cap: float) -> float:
     """Return a bound on the eigenvalues of a batch where reading it is free (CPU), else ``cap``.
 
-    Symmetric positive semidefinite matrices only. With the mean c and the deviation s of the
-    eigenvalues, both from sums of entries, none exceeds c + s sqrt(m - 1); for large m the largest
-    infinity norm is sharper. For a few numbers, where calls cost more than the products that a
-    sharper bound saves, m times the largest entry.
+    Positive semidefinite matrices only, symmetric or Hermitian. With the mean c and the deviation s
+    of the eigenvalues, both from sums of entries, none exceeds c + s sqrt(m - 1); for large m the
+    largest infinity norm is sharper. For a few numbers, where calls cost more than the products
+    that a sharper bound saves, m times the largest entry.
 
     Reference: Wolkowicz & Styan (1980), Bounds for eigenvalues using traces, Theorem 2.1.
     """
@@ -109,10 +117,10 @@ def largest_bound(matrix: Tensor, cap: float) -> float:
         return cap
     size = matrix.size(-1)
     if matrix.numel() <= _FEW:
-        return size * float(matrix.max())
+        return size * float(matrix.real.max())
     if size > _MEDIUM:
         return float(infinity_norm(matrix).max())
-    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+    mean = matrix.diagonal(dim1=-2, dim2=-1).real.mean(dim=-1)
     square = torch.linalg.vector_norm(matrix.flatten(1), dim=-1).square_().div_(size)
     deviation = square.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0).sqrt_()
     # 1 % for the rounding of the difference

@@ -3,7 +3,7 @@
 One matrix at a time, every momentum materialised, every root from LAPACK, nothing rearranged. The
 letters are those of Kong, Wang & Tao (ICLR 2023): X is n x m with X'X = I, G the gradient,
 Z (m x m, skew) and U (n x m, X'U = 0) the rescaled momenta, eta the learning rate, mu the momentum,
-a the metric parameter.
+a the metric parameter. ' is the transpose, of complex matrices the conjugate one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def polar_factor(matrix: Matrix) -> Matrix:
 
 def orthonormality_error(matrix: Matrix) -> float:
     """The largest entry of |X'X - I|."""
-    return float(np.abs(matrix.T @ matrix - np.eye(matrix.shape[1])).max())
+    return float(np.abs(matrix.conj().T @ matrix - np.eye(matrix.shape[1])).max())
 
 
 def inverse_root(matrix: Matrix) -> Matrix:
     """A^(-1/2) of a symmetric positive definite A."""
     values, vectors = np.linalg.eigh(matrix)
-    return (vectors / np.sqrt(values)) @ vectors.T
+    return (vectors / np.sqrt(values)) @ vectors.conj().T
 
 
 def rot(skew: Matrix) -> Matrix:
@@ -50,7 +50,8 @@ def cayley(skew: Matrix) -> Matrix:
 def expm(skew: Matrix) -> Matrix:
     """exp(K) = V exp(-i w) V* from the eigenvalues w of the Hermitian matrix iK."""
     values, vectors = np.linalg.eigh(1j * skew)
-    return ((vectors * np.exp(-1j * values)) @ vectors.conj().T).real
+    rotation = (vectors * np.exp(-1j * values)) @ vectors.conj().T
+    return rotation if np.iscomplexobj(skew) else rotation.real
 
 
 def infinity_norm(matrix: Matrix) -> float:
@@ -84,10 +85,10 @@ class StiefelReference:
         transport: str = "isometric",
         rotation: str = "polar",
     ) -> None:
-        self.X = np.array(point, dtype=np.float64)
+        self.X = np.array(point)
         self.n, self.m = self.X.shape
-        self.Z = np.zeros((self.m, self.m))
-        self.U = np.zeros((self.n, self.m))
+        self.Z = np.zeros((self.m, self.m), dtype=self.X.dtype)
+        self.U = np.zeros_like(self.X)
         self.steps = 0
         self.lr = lr
         self.maximize = maximize
@@ -100,8 +101,8 @@ class StiefelReference:
         """The projected point with f = (1-b)/2 (X'G - G'X) and g = (I - XX')G at that point."""
         grad = -grad if self.maximize else grad
         X = self.X if orthonormality_error(self.X) < 1e-13 * self.n else polar_factor(self.X)
-        S = X.T @ grad
-        f = (1 - self.b) / 2 * (S - S.T)  # one product, so that the diagonal is exactly zero
+        S = X.conj().T @ grad
+        f = (1 - self.b) / 2 * (S - S.conj().T)  # one product, so that the diagonal is exactly zero
         g = grad - X @ S
         return X, f, g
 
@@ -134,10 +135,10 @@ class StiefelReference:
             self.X = polar_factor(Xh)
             return
         if self.transport == "published":
-            self.X = polar_factor(Xh + eta * V @ (Xh.T @ Xh))
-            self.U = U - eta * Xh @ (V.T @ U)
+            self.X = polar_factor(Xh + eta * V @ (Xh.conj().T @ Xh))
+            self.U = U - eta * Xh @ (V.conj().T @ U)
             return
-        W = V.T @ V
+        W = V.conj().T @ V
         bound = np.sqrt(infinity_norm(eta**2 * W))
         if bound > SATURATION_BOUND:
             eta *= SATURATION_BOUND / bound
@@ -147,7 +148,7 @@ class StiefelReference:
         if V is U:
             self.U = (U - eta * Xh @ W) @ R
         else:
-            C = V.T @ U
+            C = V.conj().T @ U
             inner = np.linalg.solve(identity + R, C)
             self.U = U - eta**2 * V @ R @ R @ inner - eta * Xh @ R @ C
 
@@ -200,8 +201,8 @@ class AdamReference(StiefelReference):
         self.betas = betas
         self.eps = eps
         self.amsgrad = amsgrad
-        self.p, self.p_max = np.zeros_like(self.Z), np.zeros_like(self.Z)
-        self.q, self.q_max = np.zeros_like(self.U), np.zeros_like(self.U)
+        self.p, self.p_max = np.zeros(self.Z.shape), np.zeros(self.Z.shape)
+        self.q, self.q_max = np.zeros(self.U.shape), np.zeros(self.U.shape)
 
     def precondition(self, first: Matrix, second: Matrix, steps: int) -> Matrix:
         """(M/c1) / (sqrt(v/c2) + eps) with the bias corrections of `steps`; zero before step 1."""
@@ -221,13 +222,13 @@ class AdamReference(StiefelReference):
         Z = beta1 * self.Z - (1 - beta1) * f
 
         self.steps += 1
-        self.p = beta2 * self.p + (1 - beta2) * f**2
-        self.q = beta2 * self.q + (1 - beta2) * g**2
+        self.p = beta2 * self.p + (1 - beta2) * np.abs(f) ** 2
+        self.q = beta2 * self.q + (1 - beta2) * np.abs(g) ** 2
         self.p_max, self.q_max = np.maximum(self.p_max, self.p), np.maximum(self.q_max, self.q)
         p, q = (self.p_max, self.q_max) if self.amsgrad else (self.p, self.q)
 
         direction = self.precondition(U, q, self.steps)
-        V = direction - X @ (X.T @ direction)
+        V = direction - X @ (X.conj().T @ direction)
         self.move(X, U, self.precondition(Z, p, self.steps), V)
         self.Z = Z
 
@@ -240,16 +241,16 @@ def momentum_dynamics(
     X. = XY + V,  Y. = -gamma Y - f,  V. = -gamma V + kappa VY - X V'V - g.
     """
     b = metric / (metric - 1)
-    f = (1 - b) / 2 * (X.T @ grad - grad.T @ X)
-    g = grad - X @ (X.T @ grad)
-    return X @ Y + V, -friction * Y - f, -friction * V + kappa * V @ Y - X @ (V.T @ V) - g
+    f = (1 - b) / 2 * (X.conj().T @ grad - grad.conj().T @ X)
+    g = grad - X @ (X.conj().T @ grad)
+    return X @ Y + V, -friction * Y - f, -friction * V + kappa * V @ Y - X @ (V.conj().T @ V) - g
 
 
 def canonical_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
     """[X Q] exp(t [[Y, -R'], [R, 0]]) [I; 0] with V = QR (Edelman, Arias & Smith, 1998, 2.42)."""
     m = X.shape[1]
     Q, R = np.linalg.qr(V)
-    generator = np.block([[Y, -R.T], [R, np.zeros((m, m))]])
+    generator = np.block([[Y, -R.conj().T], [R, np.zeros((m, m))]])
     return np.hstack([X, Q]) @ general_expm(time * generator)[:, :m]
 
 
@@ -257,5 +258,5 @@ def euclidean_geodesic(X: Matrix, Y: Matrix, V: Matrix, time: float) -> Matrix:
     """[X X.] exp(t [[Y, -S], [I, Y]]) [I; 0] exp(-tY), S = X.'X. (Edelman, Arias & Smith, 2.7)."""
     m = X.shape[1]
     velocity = X @ Y + V
-    generator = np.block([[Y, -velocity.T @ velocity], [np.eye(m), Y]])
+    generator = np.block([[Y, -velocity.conj().T @ velocity], [np.eye(m), Y]])
     return np.hstack([X, velocity]) @ general_expm(time * generator)[:, :m] @ expm(-time * Y)

@@ -12,7 +12,7 @@ from reference import METRICS, Matrix, orthonormality_error, polar_factor
 
 
 def sym(matrix: Matrix) -> Matrix:
-    return (matrix + matrix.T) / 2
+    return (matrix + matrix.conj().T) / 2
 
 
 def dense_cayley(generator: Matrix, point: Matrix) -> Matrix:
@@ -23,20 +23,20 @@ def dense_cayley(generator: Matrix, point: Matrix) -> Matrix:
 
 def low_rank_cayley(left: Matrix, right: Matrix, point: Matrix) -> Matrix:
     """cay(-BC') X = X - B (I + C'B/2)^(-1) C'X (Likhosherstov et al., Lemma 1)."""
-    system = np.eye(left.shape[1]) + right.T @ left / 2
-    return point - left @ np.linalg.solve(system, right.T @ point)
+    system = np.eye(left.shape[1]) + right.conj().T @ left / 2
+    return point - left @ np.linalg.solve(system, right.conj().T @ point)
 
 
 def generator_of(point: Matrix, tangent: Matrix) -> Matrix:
     """The skew W with WX = xi: P xi X' - X xi'P, P = I - XX'/2."""
-    projected = tangent - point @ (point.T @ tangent) / 2
-    return projected @ point.T - point @ projected.T
+    projected = tangent - point @ (point.conj().T @ tangent) / 2
+    return projected @ point.conj().T - point @ projected.conj().T
 
 
 def positive_qr(matrix: Matrix) -> Matrix:
     """The Q factor for which the diagonal of R is positive."""
     orthonormal, upper = np.linalg.qr(matrix)
-    return orthonormal * np.sign(np.diag(upper))
+    return orthonormal * (np.diag(upper) / np.abs(np.diag(upper)))
 
 
 def retract(point: Matrix, tangent: Matrix, retraction: str) -> Matrix:
@@ -51,8 +51,8 @@ def gradient(point: Matrix, grad: Matrix, a: float) -> Matrix:
 
     A_C and A_E differ in the part within the span of X, which the metric divides by 2 (1 - a).
     """
-    canonical = (grad @ point.T - point @ grad.T) @ point
-    return canonical - (1 - 1 / (2 * (1 - a))) * point @ (point.T @ canonical)
+    canonical = (grad @ point.conj().T - point @ grad.conj().T) @ point
+    return canonical - (1 - 1 / (2 * (1 - a))) * point @ (point.conj().T @ canonical)
 
 
 class DescentReference:
@@ -73,7 +73,7 @@ class DescentReference:
         metric: str | float = "canonical",
         retraction: str = "cayley",
     ) -> None:
-        self.X = np.array(point, dtype=np.float64)
+        self.X = np.array(point)
         self.n, self.m = self.X.shape
         self.M = np.zeros_like(self.X)
         self.a = METRICS[metric] if isinstance(metric, str) else metric
@@ -83,11 +83,11 @@ class DescentReference:
 
     @property
     def Z(self) -> Matrix:  # noqa: N802
-        return -self.X.T @ self.M
+        return -self.X.conj().T @ self.M
 
     @property
     def U(self) -> Matrix:  # noqa: N802
-        return self.X @ (self.X.T @ self.M) - self.M
+        return self.X @ (self.X.conj().T @ self.M) - self.M
 
     def step(self, grad: Matrix) -> None:
         X = self.X if orthonormality_error(self.X) < 1e-13 * self.n else polar_factor(self.X)
@@ -95,7 +95,7 @@ class DescentReference:
         self.M = self.momentum * self.M + force
         direction = force + self.momentum * self.M if self.nesterov else self.M
         self.X = self.move(X, direction)
-        self.M = self.M - self.X @ sym(self.X.T @ self.M)
+        self.M = self.M - self.X @ sym(self.X.conj().T @ self.M)
         self.steps += 1
 
     def force(self, force: Matrix) -> Matrix:
@@ -126,13 +126,13 @@ class CayleySGDReference(DescentReference):
         force = self.force(self.sign * grad)  # not projected: W does that
         self.M = self.momentum * self.M + force
         self.X = self.move(X, force + self.momentum * self.M if self.nesterov else self.M)
-        self.M = self.M - X @ sym(X.T @ self.M)  # W X, which the next W projects
-        self.M = self.M - self.X @ sym(self.X.T @ self.M)
+        self.M = self.M - X @ sym(X.conj().T @ self.M)  # W X, which the next W projects
+        self.M = self.M - self.X @ sym(self.X.conj().T @ self.M)
         self.steps += 1
 
     def move(self, X: Matrix, direction: Matrix) -> Matrix:
-        What = direction @ X.T - X @ (X.T @ direction @ X.T) / 2
-        W = What - What.T
+        What = direction @ X.conj().T - X @ (X.conj().T @ direction @ X.conj().T) / 2
+        W = What - What.conj().T
         alpha = min(self.lr, 1 / (np.linalg.norm(W) + 1e-8))
         if self.exact:
             return dense_cayley(-alpha * W, X)
@@ -163,11 +163,11 @@ class CayleyAdamReference(CayleySGDReference):
         X = self.X if orthonormality_error(self.X) < 1e-13 * self.n else polar_factor(self.X)
         self.steps += 1
         self.M = b1 * self.M + (1 - b1) * self.sign * grad
-        self.v = b2 * self.v + (1 - b2) * float(np.sum(grad**2))
+        self.v = b2 * self.v + (1 - b2) * float(np.sum(np.abs(grad) ** 2))
         self.v_max = max(self.v, self.v_max)
         v = self.v_max if self.amsgrad else self.v
         r = np.sqrt(v / (1 - b2**self.steps) + self.eps)
         scale = (1 - b1**self.steps) * r
         self.X = self.move(X, self.M / scale)
-        self.M = self.M - X @ sym(X.T @ self.M)  # scale W X
-        self.M = self.M - self.X @ sym(self.X.T @ self.M)
+        self.M = self.M - X @ sym(X.conj().T @ self.M)  # scale W X
+        self.M = self.M - self.X @ sym(self.X.conj().T @ self.M)

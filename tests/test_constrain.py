@@ -272,7 +272,6 @@ NAN = torch.tensor([[1.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
             TypeError,
             "`weight` must be one of float32, float64, .* to be constrained, got torch.int32",
         ),
-        (nn.Linear(2, 2, dtype=torch.complex64), {}, TypeError, "got torch.complex64"),
     ],
 )
 def test_bad_input_gets_one_clear_error_and_changes_nothing(module, arguments, error, message):

@@ -138,7 +138,6 @@ PARAMETERS = {
         TypeError,
         "must be one of float32, float64, .* to be constrained, got torch.int64; convert it",
     ),
-    "complex": (lambda: tagged(3, 2, dtype=torch.complex64), TypeError, "got torch.complex64"),
     "float8": (
         lambda: tagged(3, 2, dtype=torch.float8_e4m3fn),
         TypeError,

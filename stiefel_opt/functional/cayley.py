@@ -27,7 +27,15 @@ from torch import Tensor
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, subtract
 from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
 from stiefel_opt.functional.momentum import bias_correction
-from stiefel_opt.linalg import add_product_, add_to_diagonal_, cayley, gram, product, roots
+from stiefel_opt.linalg import (
+    absolute_square,
+    add_product_,
+    add_to_diagonal_,
+    cayley,
+    gram,
+    product,
+    roots,
+)
 
 __all__ = ["cayley_adam_", "cayley_sgd_"]
 
@@ -74,7 +82,7 @@ def cayley_sgd_(
     point, inner = measure(point, grad, normal, correct, row_sum)
     force = -force
     inner = inner * force
-    turn = (inner - inner.mT) / 2
+    turn = (inner - inner.mH) / 2
     skew.mul_(momentum).add_(turn)
     ahead, direction = skew, normal
     if nesterov:
@@ -125,17 +133,17 @@ def cayley_adam_(
     Reference: Li, Li & Todorovic (2020), Algorithm 2.
     """
     beta1, beta2 = betas
-    size = sum_rows(row_sum, grad.square().sum(dim=(-2, -1), keepdim=True))
+    size = sum_rows(row_sum, absolute_square(grad).sum(dim=(-2, -1), keepdim=True))
     square.mul_(beta2).add_(size, alpha=1 - beta2)
     if max_square is not None:
         square = torch.maximum(max_square, square, out=max_square)
     point, inner = measure(point, grad, normal, correct, row_sum)
     force = -force
     inner = inner * force
-    skew.mul_(beta1).add_(inner - inner.mT, alpha=(1 - beta1) / 2)
+    skew.mul_(beta1).add_(inner - inner.mH, alpha=(1 - beta1) / 2)
     if normal is not None:
         normal.mul_(beta1).add_(subtract(grad, point, inner, force), alpha=1 - beta1)
-    correction1, correction2 = (bias_correction(beta, step, point.dtype) for beta in betas)
+    correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0
     new_point = _transform(point, skew, normal, lr, divisor, steps, exact, row_sum)
@@ -154,11 +162,11 @@ def _transform(
     row_sum: RowSum | None,
 ) -> Tensor:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
-    size = turn.square().sum(dim=(-2, -1), keepdim=True)
+    size = absolute_square(turn).sum(dim=(-2, -1), keepdim=True)
     own = None
     if normal is not None:
         own = sum_rows(row_sum, gram(normal, normal))
-        size = size + 2 * own.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
+        size = size + 2 * own.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[..., None, None]
     norm = size.sqrt() / divisor
     alpha = torch.clamp(1 / (norm + _TINY), max=lr)
     step = alpha / divisor
@@ -171,9 +179,9 @@ def _transform(
     reach = 1.0 if point.device.type != "cpu" else float((alpha * norm).max())
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(turn, own, step / 2, steps)
-    square = torch.bmm(turned.mT, turned)
+    square = torch.bmm(turned.mH, turned)
     if own is not None:
-        square.baddbmm_(along.mT, torch.bmm(own, along))
+        square.baddbmm_(along.mH, torch.bmm(own, along))
     low, high = (1 - error) ** 2, (1 + error) ** 2
     excess = add_to_diagonal_(square.div_(low), -1.0)
     root = roots(excess, high / low - 1).inverse_root.mul_(low**-0.5)

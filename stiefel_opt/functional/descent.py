@@ -95,7 +95,7 @@ def descend_(
     point, inner = measure(point, grad, normal, correct, row_sum)
     force = -force
     inner = inner * force
-    turn = (inner - inner.mT) / (2 * (1 - metric_parameter(metric)))
+    turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
     if skew is None:
         square = row_sum is None and point.size(-2) == point.size(-1)
         # V for the Cayley map, XT + V for the others: one product either way.
@@ -153,7 +153,7 @@ def carry_(
     """M <- M - X+ sym(X+'M) for M = XT + V, in place; ``normal`` is None for square matrices."""
     moved = product(point, skew) if normal is None else add_product_(normal, point, skew)
     inner = sum_rows(row_sum, gram(new_point, moved))
-    torch.sub(inner, inner.mT, out=skew).mul_(0.5)
+    torch.sub(inner, inner.mH, out=skew).mul_(0.5)
     if normal is not None:
         add_product_(normal, new_point, inner, alpha=-1.0)
 
@@ -187,7 +187,7 @@ def _retract(
     row_sum: RowSum | None,
 ) -> Tensor:
     """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
-    size = torch.bmm(turn.mT, turn)
+    size = torch.bmm(turn.mH, turn)
     if direction is None:
         step, limit = _shorten(step, size)
         new_point = product(point, _turn(turn, size, step, limit, retraction))

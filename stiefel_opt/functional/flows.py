@@ -80,7 +80,7 @@ def isometric_moves(
     count = skew.size(0)
     polar = rotation in ("polar", "euler")
     if polar:
-        torch.bmm(skew.mT, skew, out=squares[:count])  # -Z^2: its bound is the sharper one
+        torch.bmm(skew.mH, skew, out=squares[:count])  # -Z^2: its bound is the sharper one
     else:
         squares = squares[count:]
     step, turn, scale, limit = lr, lr, 1.0, math.inf
@@ -121,7 +121,7 @@ def turn_square(compute: Callable[[], Tensor], lr: Scalar, rotation: str) -> Ten
     skew = compute()
     if rotation not in ("polar", "euler"):
         return _without_identity(skew * _shortened(skew, lr), rotation)
-    square = torch.bmm(skew.mT, skew)
+    square = torch.bmm(skew.mH, skew)
     turn, scale, limit = lr, 1.0, math.inf
     if isinstance(lr, float):
         scale = lr * lr
@@ -140,7 +140,7 @@ def published_turn(skew: Tensor, lr: Scalar, rotation: str) -> tuple[Tensor, Ten
     step = skew * lr
     if rotation in ("cayley", "expm"):
         return _without_identity(step, rotation), None
-    square = torch.bmm(step.mT, step)
+    square = torch.bmm(step.mH, step)
     if rotation == "euler":
         return step, add_to_diagonal_(square, 1.0)
     limit = min(largest_bound(square, math.inf), _PUBLISHED_CAP)
@@ -210,7 +210,7 @@ def sums(
     """Return A'B for each pair, summed over all rows in one call; the first goes into ``out``."""
     if row_sum is None:
         (left, right), *others = pairs
-        first = torch.bmm(left.mT, right, out=out)
+        first = torch.bmm(left.mH, right, out=out)
         return [first, *(gram(left, right) for left, right in others)]
     packed = row_sum(torch.cat([gram(left, right) for left, right in pairs], dim=-1))
     first, *rest = torch.split(packed, pairs[0][0].size(-1), dim=-1)

@@ -13,8 +13,9 @@ learning rate, mu the momentum, a < 1 the parameter of the metric tr(D1'(I - a X
 with rot(K) = (I + K)(I - K^2)^(-1/2). The published flows differ in phi_2 and phi_3; their printed
 signs and coefficient are corrected here. Functions ending in ``_`` update the momenta in place and
 return the new point; ``point`` and ``grad`` are only read. All batches are ``(k, n, m)`` with
-n >= m, or ``(k, m, m)``. Sums over rows go through ``row_sum``, once a stage with the matrices
-packed side by side, so that rows may live on several processes.
+n >= m, or ``(k, m, m)``; for complex ones ' is the conjugate transpose. Sums over rows go through
+``row_sum``, once a stage with the matrices packed side by side, so that rows may live on several
+processes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from stiefel_opt.functional.flows import (
     sums,
     turn_square,
 )
-from stiefel_opt.linalg import add_product, add_product_, add_to_diagonal_, product
+from stiefel_opt.linalg import absolute_square, add_product, add_product_, add_to_diagonal_, product
 
 __all__ = [
     "METRICS",
@@ -231,7 +232,7 @@ def adam_(
             before = step - 1.0
             number = _at_least_one(before)
             earlier = _precondition(skew, square, number, betas, eps)
-            earlier_lr = lr * _gain(betas, number, point.dtype) * (before > 0)
+            earlier_lr = lr * _gain(betas, number, square.dtype) * (before > 0)
         matrix = coupling(earlier, beta1, earlier_lr, a, transport)
     skew.lerp_(torque, 1 - beta1)
     square = _second_moment_(square_skew, max_square_skew, torque, beta2)
@@ -241,10 +242,10 @@ def adam_(
         if point.size(0) > 1:  # a single matrix cannot be cut into batches that need less memory
             kept = again()
             again = partial(_itself, kept)
-        lr = lr * _gain(betas, step, point.dtype)
+        lr = lr * _gain(betas, step, square_skew.dtype)
         return _turn_point(point, again, lr, rotation, correct, row_sum)
     preconditioned = _precondition(skew, square, step, betas, eps, out=torque)
-    lr = lr * _gain(betas, step, point.dtype)
+    lr = lr * _gain(betas, step, square_skew.dtype)
 
     inner = mended(mending, _times(inner, force))
     force_normal = _subtract_(product(point, inner), grad, force)  # -g
@@ -284,11 +285,11 @@ def _momentum_of_square_(
         return torque.add_(skew, alpha=momentum)
     factor = force / (2 * (1 - a))
     if row_sum is None and isinstance(factor, float):
-        half = torch.baddbmm(skew, grad.mT, point, beta=momentum / 2, alpha=factor)
+        half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
     else:
         half = sums(row_sum, (grad, point))[0] * factor
         half.add_(skew, alpha=momentum / 2)
-    return torch.sub(half, half.mT, out=skew)  # mu Z - f, as Z itself is skew
+    return torch.sub(half, half.mH, out=skew)  # mu Z - f, as Z itself is skew
 
 
 def _turn_point(
@@ -323,7 +324,7 @@ def _measure(
 
 def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
     """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
-    return _times(inner.mT - inner, force / (2 * (1 - a)))
+    return _times(inner.mH - inner, force / (2 * (1 - a)))
 
 
 def _times(matrix: Tensor, factor: Scalar) -> Tensor:
@@ -386,11 +387,14 @@ def _precondition(
 
     0/0 counts as 0. The factor gamma of :func:`_gain` is left to the learning rate.
     """
-    denominator = torch.sqrt(second, out=out)
+    if first.is_complex():  # the denominator is real
+        denominator, result = torch.sqrt(second), out
+    else:
+        denominator = result = torch.sqrt(second, out=out)
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
-    return torch.div(first, denominator, out=denominator)
+    return torch.div(first, denominator, out=result)
 
 
 def _gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
@@ -407,8 +411,11 @@ def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
 
 
 def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2: float) -> Tensor:
-    """square <- b2 square + (1 - b2) value^2; return what divides: it, or its running maximum."""
-    square.mul_(beta2).addcmul_(value, value, value=1 - beta2)
+    """square <- b2 square + (1 - b2) |value|^2; return what divides: it, or its running maximum."""
+    if value.is_complex():
+        square.mul_(beta2).add_(absolute_square(value), alpha=1 - beta2)
+    else:
+        square.mul_(beta2).addcmul_(value, value, value=1 - beta2)
     return square if largest is None else torch.maximum(largest, square, out=largest)
 
 

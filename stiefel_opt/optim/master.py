@@ -21,8 +21,13 @@ HALF: Final = (torch.bfloat16, torch.float16)
 MASTER: Final = "master"
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the state of a constrained parameter of ``dtype``."""
+def state_dtype(dtype: torch.dtype, name: str = "") -> torch.dtype:
+    """Return the dtype of the state ``name`` of a constrained parameter of ``dtype``.
+
+    The second moment of a complex number is that of its absolute value.
+    """
+    if dtype.is_complex and "exp_avg_sq" in name:
+        return dtype.to_real()
     return torch.float32 if dtype in HALF else dtype
 
 

@@ -135,6 +135,8 @@ class Stack:
                     flat[name] = _flat(window)
                     if not _aliases(flat[name], window):
                         self._apart.append((window, flat[name]))
+                    if "exp_avg_sq" in name:  # torch keeps those of complex rows in complex numbers
+                        flat[name] = flat[name].real
         return flat
 
     def _tall_state(self, tensors: list[Tensor], name: str) -> Tensor:

@@ -61,11 +61,12 @@ def complete_state(
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    dtype = state_dtype(parameter.dtype)
     for name, shape in expected.items():
         if name not in state and name == MASTER:
-            state[name] = parameter.detach().to(dtype)
+            state[name] = parameter.detach().to(state_dtype(parameter.dtype))
         elif name not in state:
+            shared = manifold.rows is not None and shape == parameter.shape  # by torch's own rule
+            dtype = state_dtype(parameter.dtype, "" if shared else name)
             state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
             if name.startswith("deferred_factor"):
                 state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)

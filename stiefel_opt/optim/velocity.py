@@ -56,10 +56,10 @@ class VelocityOptimizer(StiefelOptimizer):
         for (suffix, point, state, window), (new_skew, new_normal) in zip(
             ranges, values, strict=True
         ):
-            state["momentum_skew" + suffix].copy_((new_skew - new_skew.mT) / 2)
+            state["momentum_skew" + suffix].copy_((new_skew - new_skew.mH) / 2)
             if window is None:
                 continue
-            window.copy_(new_normal - point @ (point.mT @ new_normal))
+            window.copy_(new_normal - point @ (point.mH @ new_normal))
             if "deferred_shift" + suffix in state:
                 state["deferred_shift" + suffix].zero_()
                 state["deferred_factor" + suffix].zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
