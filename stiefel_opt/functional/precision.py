@@ -27,9 +27,8 @@ def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def exact_products(tensor: Tensor) -> Iterator[None]:
-    """Within it products of tensors like this one keep all digits of their dtype.
+def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which products of tensors like this one keep all digits of their dtype.
 
     Neither autocast nor ``torch.set_float32_matmul_precision`` (TF32, bfloat16) acts; X'X = I would
     hold to 1e-3 only.
@@ -38,10 +37,14 @@ def exact_products(tensor: Tensor) -> Iterator[None]:
         legacy = torch.get_float32_matmul_precision()
     except RuntimeError:  # set by the newer names, for some backends only
         legacy = None
-    if torch.compiler.is_compiling() or legacy == "highest":
-        with no_autocast(tensor):
-            yield
-        return
+    if legacy == "highest" or torch.compiler.is_compiling():
+        return no_autocast(tensor)
+    return _suspended(tensor, legacy)
+
+
+@contextlib.contextmanager
+def _suspended(tensor: Tensor, legacy: str | None) -> Iterator[None]:
+    """Set the precision of products to the highest, by the older name if that was used."""
     earlier = [] if legacy else [backend.fp32_precision for backend in _BACKENDS]
     try:
         if legacy:
