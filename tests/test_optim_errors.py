@@ -42,7 +42,7 @@ ALL = [
     (
         {"differentiable": True},
         ValueError,
-        "`differentiable` must be False, got True; .*functional",
+        "`differentiable` must be False, got True; .*orthogonal",
     ),
     ({"stiefel": "yes"}, TypeError, "`stiefel` must be None, True, False or a Stiefel, got 'yes'"),
     ({"stiefel": {"heads": 0}}, ValueError, "`heads` must be at least 1, got 0"),
