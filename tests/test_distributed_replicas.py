@@ -1,0 +1,114 @@
+"""Replicated models on real processes: DistributedDataParallel and ZeroRedundancyOptimizer."""
+
+import copy
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from contract import OPTIMIZERS, model
+from processes import assert_equal_on_all, run
+from torch.nn.parallel import DistributedDataParallel
+
+import stiefel_opt as so
+
+RANKS = 2
+STEPS = 20
+
+
+def batch(step):
+    """Inputs and targets of a step for all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4 * RANKS, 8, generator=generator, dtype=torch.float64)
+
+
+def loss_of(net, x):
+    return (net(x) - x[:, :2]).square().mean()
+
+
+def shares(x, pieces):
+    """What this rank takes of a step, in ``pieces`` parts of equal size."""
+    return x.chunk(RANKS)[dist.get_rank()].chunk(pieces)
+
+
+def same_as_alone(net, alone):
+    for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
+    assert so.orthonormality_error(net) < 1e-14
+    assert_equal_on_all(list(net.parameters()))
+
+
+def train_replicas(name, pieces):
+    """Accumulate ``pieces`` backward passes a step, all but the last without communication."""
+    rule, options = OPTIMIZERS[name]
+    net = model().double()
+    alone = copy.deepcopy(net)
+    replica = DistributedDataParallel(net)
+    opt, alone_opt = rule(net.parameters(), **options), rule(alone.parameters(), **options)
+    for step in range(STEPS):
+        opt.zero_grad()
+        alone_opt.zero_grad()
+        parts = shares(batch(step), pieces)
+        for number, part in enumerate(parts, start=1):
+            with nullcontext() if number == pieces else replica.no_sync():
+                (loss_of(replica, part) / pieces).backward()
+        loss_of(alone, batch(step)).backward()
+        opt.step()
+        alone_opt.step()
+    same_as_alone(net, alone)
+
+
+def test_replicas_train_as_one_process():
+    run(train_replicas, RANKS, *((name, 1) for name in OPTIMIZERS))
+
+
+def test_accumulated_gradients_train_as_one_process():
+    run(train_replicas, RANKS, ("sgd", 2), ("adam", 2))
+
+
+def keep_bits(name):
+    rule, options = OPTIMIZERS[name]
+    net = model()
+    replica = DistributedDataParallel(net)
+    opt = rule(net.parameters(), **options)
+    for step in range(200):
+        opt.zero_grad()
+        loss_of(replica, shares(batch(step).float(), 1)[0]).backward()
+        opt.step()
+        if step % 40 == 39:
+            state = [t for kept in opt.state.values() for t in kept.values()]
+            assert_equal_on_all([*net.parameters(), *state])
+
+
+def test_replicas_stay_equal_to_the_bit():
+    run(keep_bits, RANKS, ("sgd",), ("adam",))
+
+
+def share_state(name):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
+    rule, options = OPTIMIZERS[name]
+    net = model().double()
+    alone = copy.deepcopy(net)
+    replica = DistributedDataParallel(net)
+    opt = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=rule, **options)
+    alone_opt = rule(alone.parameters(), **options)
+    for step in range(STEPS):
+        opt.zero_grad()
+        alone_opt.zero_grad()
+        loss_of(replica, shares(batch(step), 1)[0]).backward()
+        loss_of(alone, batch(step)).backward()
+        opt.step()
+        alone_opt.step()
+    same_as_alone(net, alone)
+    kept = {id(p) for p in net.parameters()} & {id(p) for p in opt.optim.state}
+    assert 0 < len(kept) < len(list(net.parameters()))
+    opt.consolidate_state_dict(to=0)
+    if dist.get_rank() == 0:
+        whole = opt.state_dict()["state"]
+        for index, state in alone_opt.state_dict()["state"].items():
+            for key, value in state.items():
+                torch.testing.assert_close(whole[index][key], value, rtol=0, atol=1e-10)
+
+
+def test_sharing_the_state_of_the_optimizer_trains_as_one_process():
+    run(share_state, RANKS, *((name,) for name in OPTIMIZERS))
