@@ -8,6 +8,7 @@ Everything here broadcasts over leading dimensions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -44,10 +45,15 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
-def gram_error(point: Tensor) -> Tensor:
-    """Return max abs of X'X - I for each matrix, shape ``(...)``: how far X is from orthonormal."""
+def gram_error(point: Tensor, row_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return max abs of X'X - I for each matrix, shape ``(...)``: how far X is from orthonormal.
+
+    ``row_sum`` adds up what the processes that share the rows have.
+    """
     point = widened(point)
     gram = point.mH @ point
+    if row_sum is not None:
+        gram = row_sum(gram)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
     error: Tensor = gram.abs().amax(dim=(-2, -1))
     return error

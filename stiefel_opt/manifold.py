@@ -150,10 +150,13 @@ class Stiefel:
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return tuple(tensor.narrow(dim, low, high - low) for low, high in gaps if high > low)
 
-    def matrices(self, part: Tensor, index: int = 0, *, stacked: bool = False) -> Tensor:
+    def matrices(
+        self, part: Tensor, index: int = 0, *, stacked: bool = False, wide: bool | None = None
+    ) -> Tensor:
         """Read range ``index`` as tall matrices ``(..., n, m)``: a view where strides allow.
 
-        With ``stacked`` the first dimension of ``part`` counts parameters.
+        With ``stacked`` the first dimension of ``part`` counts parameters. ``wide`` says which way
+        a shard is turned, of which its own shape tells nothing.
         """
         if self.flatten:
             part = part.flatten(2 if stacked else 1)
@@ -162,19 +165,33 @@ class Stiefel:
         heads = self._heads_of(index)
         if heads > 1:
             part = torch.unflatten(part, -2, (heads, part.size(-2) // heads))
-        return tall(part)
+        if wide is None:
+            return tall(part)
+        return part.mT if wide else part
 
     def stored(
-        self, matrices: Tensor, shape: torch.Size, index: int = 0, *, stacked: bool = False
+        self,
+        matrices: Tensor,
+        shape: torch.Size,
+        index: int = 0,
+        *,
+        stacked: bool = False,
+        wide: bool | None = None,
     ) -> Tensor:
         """Undo :meth:`matrices` for a part of ``shape``."""
-        if self.is_wide(shape[1:] if stacked else shape, index):
+        if self.is_wide(shape[1:] if stacked else shape, index) if wide is None else wide:
             matrices = matrices.mT
         if self._heads_of(index) > 1:
             matrices = matrices.flatten(-3, -2)
         if self.transposed:
             matrices = matrices.mT
         return matrices.reshape(shape)
+
+    def dimensions(self, ndim: int) -> tuple[int, tuple[int, ...]]:
+        """Return which dimension of a stored tensor counts rows, and which together columns."""
+        if self.flatten:
+            return 0, tuple(range(1, ndim))
+        return (ndim - 1, (ndim - 2,)) if self.transposed else (ndim - 2, (ndim - 1,))
 
     def is_wide(self, shape: torch.Size, index: int = 0) -> bool:
         """Say whether the matrices of range ``index``, all rows of ``shape``, are wide."""
@@ -214,7 +231,7 @@ class Stiefel:
         return self.heads[index] if isinstance(self.heads, tuple) else self.heads or 1
 
     def _row_dim(self, tensor: Tensor) -> int:
-        return 0 if self.flatten else tensor.ndim - (1 if self.transposed else 2)
+        return self.dimensions(tensor.ndim)[0]
 
     def _size(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
         if self.flatten:

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,6 +34,7 @@ from stiefel_opt.optim.refusals import (
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
+from stiefel_opt.optim.shards import Shards, shards_of
 from stiefel_opt.optim.stack import Batch, Stack
 from stiefel_opt.optim.state import State, StateNames, complete_state
 
@@ -52,7 +54,7 @@ class Gathered:
     stiefel: Any
     names: StateNames
     plain: list[Tensor] = field(default_factory=list)
-    equals: list[tuple[Stiefel, list[Tensor]]] = field(default_factory=list)
+    equals: list[tuple[Stiefel, list[Tensor], Shards | None]] = field(default_factory=list)
     stacks: list[Stack] = field(default_factory=list)  # one for each of ``equals``, once built
 
     def fits(self, active: list[Tensor], stiefel: Any, names: StateNames) -> bool:
@@ -186,15 +188,20 @@ class StiefelOptimizer(Optimizer):
         if work is not None and work.fits(active, group["stiefel"], names):
             return work
         work = Gathered(active, list(map(manifold_of, active)), group["stiefel"], names)
-        equals: dict[Any, tuple[Stiefel, list[Tensor]]] = {}
+        equals: dict[Any, tuple[Stiefel, list[Tensor], Shards | None]] = {}
         for parameter in active:
             manifold = reading(parameter, group)
             if manifold is None:
                 work.plain.append(parameter)
                 continue
             alone = id(parameter) if manifold.rows is not None else None
-            key = (parameter.shape, parameter.dtype, parameter.device, manifold, alone)
-            equals.setdefault(key, (manifold, []))[1].append(parameter)
+            layout = None
+            if isinstance(parameter, DTensor):
+                layout = (parameter.device_mesh, tuple(parameter.placements))
+            key = (parameter.shape, parameter.dtype, parameter.device, manifold, alone, layout)
+            if key not in equals:
+                equals[key] = (manifold, [], shards_of(parameter, manifold))
+            equals[key][1].append(parameter)
         work.equals = list(equals.values())
         self._gathered[number] = work
         return work
@@ -208,7 +215,7 @@ class StiefelOptimizer(Optimizer):
                 refuse_sparse(parameter, groups)
             if plain_grad.shape != parameter.shape:
                 refuse_gradient(parameter, groups)
-        for index, (_, members) in enumerate(work.equals):
+        for index, (_, members, shards) in enumerate(work.equals):
             shape, dtype = members[0].shape, members[0].dtype
             grads: list[Tensor] = [p.grad for p in members]  # type: ignore[misc]
             for parameter, grad in zip(members, grads, strict=True):
@@ -218,27 +225,36 @@ class StiefelOptimizer(Optimizer):
                     refuse_gradient(parameter, groups)
             stack = work.stacks[index] if work.stacks else None
             if stack is not None:
-                stack.grads = grads
+                stack.take(grads)
             if stack is None or not stack.untouched():
                 for parameter in members:
-                    check_finite(parameter, groups)
+                    check_finite(parameter, groups, shards)
 
     def _init_group(self, group: Group, work: Gathered) -> None:
         """Make the state that is still missing, and stack it."""
         if len(work.stacks) == len(work.equals):
             return
         work.stacks = [
-            Stack(members, manifold, [self._init_state(p, manifold, group) for p in members])
-            for manifold, members in work.equals
+            Stack(
+                members,
+                manifold,
+                [self._init_state(p, manifold, group, shards) for p in members],
+                shards,
+            )
+            for manifold, members, shards in work.equals
         ]
         for stack in work.stacks:
-            stack.grads = [p.grad for p in stack.shown]  # type: ignore[misc]
+            stack.take([p.grad for p in stack.owners])  # type: ignore[misc]
 
-    def _init_state(self, parameter: Tensor, manifold: Stiefel, group: Group) -> State:
+    def _init_state(
+        self, parameter: Tensor, manifold: Stiefel, group: Group, shards: Shards | None = None
+    ) -> State:
         """Return the state of a constrained parameter, with what is missing made."""
         names, groups = self._state_names(group), self.param_groups
         state: State = self.state[parameter]
-        return complete_state(state, names, parameter, manifold, lambda: name_of(parameter, groups))
+        return complete_state(
+            state, names, parameter, manifold, lambda: name_of(parameter, groups), shards
+        )
 
     def _step_stack(self, group: Group, stack: Stack) -> None:
         """Move all parameters of a stack."""
@@ -255,8 +271,10 @@ class StiefelOptimizer(Optimizer):
             if manifold.scale != 1.0:
                 point = point / manifold.scale
             # without a force nothing moves, not even by a correction
-            correct = due and not (on_cpu and not bool(grad.any()))
-            if stack.fresh or (due and on_cpu):  # writes through ``.data`` show only here
+            still = on_cpu and due and stack.row_sum is None and not bool(grad.any())
+            correct = due and not still
+            # Writes through ``.data`` show only here; rows that are shared are not added up for it.
+            if stack.fresh or (due and on_cpu and stack.row_sum is None):
                 point, correct = self._settle(point, batch, correct)
             new_point = self._move(group, point, grad, batch, lr / manifold.scale, correct)
             if frozen:
@@ -270,13 +288,20 @@ class StiefelOptimizer(Optimizer):
 
     def _settle(self, point: Tensor, batch: Batch, due: bool) -> tuple[Tensor, bool]:
         """Project matrices that are off the manifold; say whether U must be projected as well."""
-        error = gram_error(point)
-        tolerance = orthonormality_tolerance(point.dtype, point.size(-2))
+        row_sum = batch.row_sum
+        error = gram_error(point, row_sum)
+        tolerance = orthonormality_tolerance(point.dtype, batch.row_count)
         # X'X may overflow where X does not
-        off = ~(error <= 10 * tolerance) & point.isfinite().all(dim=-1).all(dim=-1)
+        off = ~(error <= 10 * tolerance)
+        if row_sum is None:
+            off &= point.isfinite().all(dim=-1).all(dim=-1)
         if bool(off.any()):
             point = point.clone()
-            point[off] = polar_factor(point[off])
+            found = point[off]
+            if row_sum is None:
+                point[off] = polar_factor(found)
+            else:
+                point[off] = row_sum.with_all_rows(polar_factor, found)
             return point, True
         return point, due or bool((error > tolerance).any()) or self._is_stale(point, batch)
 

@@ -120,6 +120,7 @@ class CayleySGD(VelocityOptimizer):
             steps=group["steps"],
             exact=group["exact"],
             correct=correct,
+            row_sum=batch.row_sum,
         )
 
     @override
@@ -239,6 +240,7 @@ class CayleyAdam(VelocityOptimizer):
             steps=group["steps"],
             exact=group["exact"],
             correct=correct,
+            row_sum=batch.row_sum,
         )
 
     @override

@@ -123,6 +123,7 @@ class ProjectedRGD(VelocityOptimizer):
             metric=group["metric"],
             retraction=group["retraction"],
             correct=correct,
+            row_sum=batch.row_sum,
         )
 
     @override

@@ -15,14 +15,13 @@ from stiefel_opt.functional.momentum import (
     normal_part,
     sgd_,
 )
-from stiefel_opt.linalg import gram
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.options import check_adam, check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
 from stiefel_opt.optim.stack import Batch
 from stiefel_opt.optim.state import StateNames
-from stiefel_opt.optim.velocity import VelocityOptimizer, exceeds_rounding
+from stiefel_opt.optim.velocity import VelocityOptimizer, exceeds_rounding, measure_overlap
 
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
@@ -156,6 +155,7 @@ class StiefelSGD(VelocityOptimizer):
             transport=group["transport"],
             rotation=group["rotation"],
             correct=correct,
+            row_sum=batch.row_sum,
         )
 
     @override
@@ -163,8 +163,9 @@ class StiefelSGD(VelocityOptimizer):
         normal = batch.state.get("momentum_normal")
         if normal is None:
             return False
-        overlap = torch.bmm(gram(point, normal), batch.state["deferred_factor"])
-        return exceeds_rounding(overlap - batch.state["deferred_shift"], normal)
+        overlap, size = measure_overlap(point, normal, batch.row_sum)
+        overlap = torch.bmm(overlap, batch.state["deferred_factor"])
+        return exceeds_rounding(overlap - batch.state["deferred_shift"], size)
 
     @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
@@ -292,6 +293,7 @@ class StiefelAdam(VelocityOptimizer):
             transport=group["transport"],
             rotation=group["rotation"],
             correct=correct,
+            row_sum=batch.row_sum,
         )
 
     @override

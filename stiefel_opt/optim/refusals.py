@@ -7,10 +7,12 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from stiefel_opt._checks import check_dtype, fail
 from stiefel_opt.manifold import manifold_of
 from stiefel_opt.optim.readings import Group, label, name_of, reading
+from stiefel_opt.optim.shards import Shards
 
 __all__ = [
     "check_finite",
@@ -38,7 +40,8 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
         if manifold is not None:
             manifold.check(parameter.shape, called)
             check_dtype(called, parameter.dtype)
-            if not (parameter.is_meta or bool(torch.isfinite(parameter).all())):
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if not (parameter.is_meta or bool(torch.isfinite(own).all())):
                 raise ValueError(
                     fail(called, "be finite", "NaN or inf", "initialise it before optimizing")
                 )
@@ -60,9 +63,11 @@ def warn_if_nothing_is_constrained(optimizer: str, groups: list[Group]) -> None:
         )
 
 
-def check_finite(parameter: Tensor, groups: list[Group]) -> None:
-    """Raise for a value that cannot be projected."""
-    if not bool(torch.isfinite(parameter).all()):
+def check_finite(parameter: Tensor, groups: list[Group], shards: Shards | None = None) -> None:
+    """Raise for a value that cannot be projected, on every process that has some of its rows."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    bad = not bool(torch.isfinite(own).all())
+    if bad if shards is None else shards.any(bad):
         raise ValueError(
             fail(
                 name_of(parameter, groups),

@@ -9,9 +9,11 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from stiefel_opt.manifold import Stiefel, tall
+from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.master import MASTER, follow_
+from stiefel_opt.optim.shards import Shards
 from stiefel_opt.optim.state import State, is_small
 
 __all__ = ["Batch", "Stack"]
@@ -40,18 +42,35 @@ class Stack:
         parameters: The parameters.
         manifold: How each is read.
         states: ``optimizer.state[p]`` for each; their tensors are replaced by windows.
+        shards: How the parameters are shared out over processes. What is stacked is then our part
+            of parameters, gradients and state.
     """
 
-    def __init__(self, parameters: list[Tensor], manifold: Stiefel, states: list[State]) -> None:
+    def __init__(
+        self,
+        parameters: list[Tensor],
+        manifold: Stiefel,
+        states: list[State],
+        shards: Shards | None = None,
+    ) -> None:
         if parameters[0].device.type == "cpu":
             _settle_allocator()
-        self.shown = parameters  # what the user sees
+        self.owners = parameters  # what the user sees
         self.masters = None  # half-precision parameters round what moves: (count, *shape)
         if MASTER in states[0]:
             self.masters = _stacked([state[MASTER] for state in states], states, MASTER)
             parameters = [state[MASTER] for state in states]
         self.parameters = parameters  # what moves
+        self.sizes = [size for size, _ in _sizes(manifold, parameters[0].shape)]  # of all rows
+        self.wide = [wide for _, wide in _sizes(manifold, parameters[0].shape)]
         self.manifold = manifold
+        self.shards = shards
+        self.row_sum = None if shards is None else shards.row_sum
+        shown = states
+        if shards is not None:
+            self.manifold = manifold = shards.manifold
+            self.parameters = parameters = [shards.local(parameter) for parameter in parameters]
+            states = [{name: _own(tensor) for name, tensor in state.items()} for state in shown]
         self.states = states
         self.grads: list[Tensor] = []
         self.versions: list[int] | None = None  # of the parameters after our last write
@@ -62,15 +81,30 @@ class Stack:
         self.batches: list[Batch] = []
         for index in range(len(manifold.parts(parameters[0]))):
             self.batches.extend(self._cut(index, self._range_state(index)))
-        self._windows = {name: [state[name] for state in states] for name in states[0]}
+        if shards is not None:
+            for state, others in zip(shown, states, strict=True):
+                for name, window in others.items():
+                    state[name] = shards.like(window, state[name])
+        self._windows = {name: [state[name] for state in shown] for name in shown[0]}
+        self._shown = shown
 
     # ---- one step ------------------------------------------------------------------------------
+
+    def take(self, grads: list[Tensor]) -> None:
+        """Set the gradients of this step."""
+        self.grads = grads
+        if self.shards is not None:
+            self.grads = [self.shards.local(grad) for grad in grads]
 
     def advance(self) -> None:
         """Count a step."""
         if self.masters is not None:
-            follow_(self.masters, self.shown)
+            follow_(self.masters, self.owners)
         self.steps.add_(1)
+        if self.shards is not None:
+            self.parameters = [self.shards.local(parameter) for parameter in self.owners]
+            for batch in self.batches:
+                batch.renew()
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
         if self.steps.device.type == "cpu":
@@ -91,26 +125,33 @@ class Stack:
         for window, copy in self._apart:
             window.copy_(copy.view(window.shape))
         self.grads = []
-        if written and self.masters is not None:
-            torch._foreach_copy_(self.shown, self.parameters)
-        if written:
-            self.versions = self._versions()
+        if not written:
+            return
+        if self.masters is not None:
+            torch._foreach_copy_(self.owners, self.parameters)
+        if self.shards is not None:
+            for owner, parameter in zip(self.owners, self.parameters, strict=True):
+                self.shards.write(owner, parameter)
+        self.versions = self._versions()
 
     def untouched(self) -> bool:
         """Say whether nobody wrote to the parameters since our last write, and remember it."""
         self.fresh = self.versions != self._versions()
+        if self.shards is not None and not self.shards.alike:
+            self.fresh = self.shards.any(self.fresh)  # a process without rows sees no change
         return not self.fresh
 
     def _versions(self) -> list[int]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        versions = [parameter._version for parameter in self.shown]
-        return versions + [parameter.data_ptr() for parameter in self.shown]
+        tensors = list(map(_own, self.owners)) if self.shards is not None else self.owners
+        versions = [tensor._version for tensor in tensors]
+        return versions + [tensor.data_ptr() for tensor in tensors]
 
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
         try:
             return all(
-                all(map(operator.is_, map(operator.itemgetter(name), self.states), windows))
+                all(map(operator.is_, map(operator.itemgetter(name), self._shown), windows))
                 for name, windows in self._windows.items()
             )
         except KeyError:
@@ -128,10 +169,11 @@ class Stack:
                 if int(suffix or 0) == index:
                     flat[base] = _flat(_stacked(tensors, self.states, name))
             elif self.manifold.rows is None:
-                flat[name] = _flat(tall(self._tall_state(tensors, name)))
+                whole = self._tall_state(tensors, name)
+                flat[name] = _flat(whole.mT if self.wide[index] else whole)
             else:
-                window = self.manifold.matrices(self.manifold.parts(tensors[0])[index], index)
-                if window.size(-2) > window.size(-1):
+                window = self.matrices(self.manifold.parts(tensors[0])[index], index)
+                if self.sizes[index][0] > self.sizes[index][1]:
                     flat[name] = _flat(window)
                     if not _aliases(flat[name], window):
                         self._apart.append((window, flat[name]))
@@ -142,18 +184,26 @@ class Stack:
     def _tall_state(self, tensors: list[Tensor], name: str) -> Tensor:
         """Lay tall state out as (count, ..., heads, rows, columns), the order of its matrices."""
         manifold, shape = self.manifold, tensors[0].shape
-        matrices = [manifold.matrices(tensor) for tensor in tensors]
-        wide = manifold.is_wide(shape)
+        matrices = [self.matrices(tensor) for tensor in tensors]
+        wide = self.wide[0]
         whole = torch.stack([matrix.mT if wide else matrix for matrix in matrices])
         for state, window in zip(self.states, _windows(whole), strict=True):
-            state[name] = manifold.stored(window.mT if wide else window, shape)
+            state[name] = manifold.stored(window.mT if wide else window, shape, wide=wide)
         return whole
+
+    def matrices(self, part: Tensor, index: int = 0, *, stacked: bool = False) -> Tensor:
+        """Read range ``index`` as tall matrices ``(..., n, m)``, or as our rows of such."""
+        return self.manifold.matrices(part, index, stacked=stacked, wide=self.wide[index])
 
     def _cut(self, index: int, flat: State) -> list[Batch]:
         """Cut a range into batches: some whole parameters, or some matrices of a single one."""
         part = self.manifold.parts(self.parameters[0])[index]
-        lead = self.manifold.matrices(part, index).shape[:-2]
+        lead = self.matrices(part, index).shape[:-2]
         count, each = len(self.parameters), lead.numel()
+        if self.row_sum is not None:  # one sum for all, and as many on every process
+            return [Batch(self, index, slice(0, count), slice(0, each), flat)]
+        if part.numel() == 0:
+            return []
         on_cpu = part.device.type == "cpu"
         size = part.numel() * part.element_size()
         if on_cpu and count > 1 and size >= _BYTES_ALONE:
@@ -167,8 +217,7 @@ class Stack:
 
     def _length(self, index: int, size: int, count: int, on_cpu: bool) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
-        part = self.manifold.parts(self.parameters[0])[index]
-        n, m = self.manifold.matrices(part, index).shape[-2:]
+        n, m = self.sizes[index]
         pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
         if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
             joined = len(self.parameters) > 1
@@ -184,6 +233,8 @@ class Batch:
     Attributes:
         state: ``(k, n, m)`` or ``(k, m, m)`` for each name.
         deferred: Whether the normal momentum may be one that still has to be put together.
+        row_sum: Sum over the processes that share the rows; None: all rows are here.
+        row_count: n of the whole matrices.
     """
 
     def __init__(
@@ -192,8 +243,10 @@ class Batch:
         self._stack, self._index = stack, index
         self._members = members
         self._parameters = stack.parameters[members]
+        self.row_sum = stack.row_sum
+        self.row_count = stack.sizes[index][0]
         part = stack.manifold.parts(self._parameters[0])[index]
-        self._lead = stack.manifold.matrices(part, index).shape[:-2]
+        self._lead = stack.matrices(part, index).shape[:-2]
         self._each = self._lead.numel()
         self._single = len(self._parameters) == 1
         self._share = share  # of the matrices of a single parameter
@@ -204,6 +257,10 @@ class Batch:
         self.deferred = True
         self._window: Tensor | None = None  # on the matrices of a single parameter
         self._strides: tuple[int, ...] = ()  # of that parameter
+
+    def renew(self) -> None:
+        """Take the parameters of the stack, which are other tensors now."""
+        self._parameters = self._stack.parameters[self._members]
 
     def step_number(self) -> float | Tensor:
         """Return the number of this step: one for all, or ``(k, 1, 1)``."""
@@ -235,15 +292,19 @@ class Batch:
             return
         if self._single:
             part = manifold.parts(targets[0])[index]
-            whole = manifold.matrices(part, index)
+            whole = self._stack.matrices(part, index)
             target = _flat(whole)
             (target if self._whole else target[self._share]).copy_(matrices)
             if not _aliases(target, part):  # channels_last, or batches of rows: a copy was read
-                part.copy_(manifold.stored(target.view(whole.shape), part.shape, index))
+                back = manifold.stored(
+                    target.view(whole.shape), part.shape, index, wide=self._stack.wide[index]
+                )
+                part.copy_(back)
             return
         count = len(targets)
         batch = matrices.reshape(count, *self._lead, *matrices.shape[1:])
-        stored = manifold.stored(batch, torch.Size((count, *targets[0].shape)), stacked=True)
+        shape = torch.Size((count, *targets[0].shape))
+        stored = manifold.stored(batch, shape, stacked=True, wide=self._stack.wide[index])
         if stored.device.type == "cpu":
             torch.unbind_copy(stored, out=targets)
         else:
@@ -255,13 +316,27 @@ class Batch:
         return _aliases(window, parameter) and parameter.stride() == self._strides
 
     def _read(self, tensors: list[Tensor]) -> Tensor:
-        manifold, index = self._stack.manifold, self._index
+        stack, index = self._stack, self._index
         if self._single:
-            part = manifold.parts(tensors[0])[index]
-            matrices = _flat(manifold.matrices(part, index))
+            part = stack.manifold.parts(tensors[0])[index]
+            matrices = _flat(stack.matrices(part, index))
             return matrices if self._whole else matrices[self._share]
         joined = torch.cat(tensors).reshape(len(tensors), *tensors[0].shape)
-        return _flat(manifold.matrices(joined, index, stacked=True))
+        return _flat(stack.matrices(joined, index, stacked=True))
+
+
+def _sizes(manifold: Stiefel, shape: torch.Size) -> list[tuple[tuple[int, int], bool]]:
+    """Return for each range of rows n and m of its matrices, and whether they are wide."""
+    found = []
+    for index, part in enumerate(manifold.parts(torch.empty(shape, device="meta"))):
+        n, m = manifold.matrices(part, index).shape[-2:]
+        found.append(((n, m), manifold.is_wide(part.shape, index)))
+    return found
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return our part of a tensor, which may be all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _slices(count: int, length: int) -> list[slice]:

@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import zeros as sharded_zeros
 
 from stiefel_opt._checks import fail
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.master import HALF, MASTER, state_dtype
+from stiefel_opt.optim.shards import Shards, placed
 
 __all__ = ["State", "StateNames", "complete_state", "is_small", "state_shapes"]
 
@@ -30,7 +33,12 @@ class StateNames(NamedTuple):
 
 
 def complete_state(
-    state: State, names: StateNames, parameter: Tensor, manifold: Stiefel, called: Callable[[], str]
+    state: State,
+    names: StateNames,
+    parameter: Tensor,
+    manifold: Stiefel,
+    called: Callable[[], str],
+    shards: Shards | None = None,
 ) -> State:
     """Make in ``state`` what is missing, and drop what the rule does not keep.
 
@@ -40,9 +48,11 @@ def complete_state(
         parameter: The parameter.
         manifold: How it is read.
         called: Gives what a message calls it.
+        shards: How it is shared out; its state is shared out alike.
 
     Raises:
         ValueError: for state of another shape.
+        TypeError: for half precision that is sharded.
     """
     ranges, needs_tall = state_shapes(manifold, parameter.shape)
     expected = {}
@@ -57,6 +67,15 @@ def complete_state(
     if manifold.rows is not None:
         expected.update(dict.fromkeys(names.rows, parameter.shape))
     if parameter.dtype in HALF:
+        if shards is not None:
+            raise TypeError(
+                fail(
+                    called(),
+                    "be float32 or wider to be sharded",
+                    parameter.dtype,
+                    "shard a float32 model with a mixed-precision policy",
+                )
+            )
         expected[MASTER] = parameter.shape
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
@@ -67,9 +86,11 @@ def complete_state(
         elif name not in state:
             shared = manifold.rows is not None and shape == parameter.shape  # by torch's own rule
             dtype = state_dtype(parameter.dtype, "" if shared else name)
-            state[name] = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            state[name] = _zeros(name, shape, dtype, parameter, shards)
             if name.startswith("deferred_factor"):
-                state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+                made = state[name]
+                own = made.to_local() if isinstance(made, DTensor) else made
+                own.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         elif state[name].shape != shape:
             raise ValueError(
                 fail(
@@ -79,9 +100,25 @@ def complete_state(
                     "load the state of a parameter of the same shape and reading",
                 )
             )
+        if shards is not None and (placements := _placements(name, shards)) is not None:
+            state[name] = placed(state[name], shards.mesh, placements)
     for name in state.keys() - expected.keys() - {"step"}:
         del state[name]
     return state
+
+
+def _placements(name: str, shards: Shards) -> tuple[Placement, ...] | None:
+    return shards.small if is_small(name) else shards.working
+
+
+def _zeros(
+    name: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
+) -> Tensor:
+    """Return state of zeros; m x m sums over rows are no DTensor, the same everywhere."""
+    placements = None if shards is None else _placements(name, shards)
+    if shards is None or placements is None:
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    return sharded_zeros(shape, dtype=dtype, device_mesh=shards.mesh, placements=placements)
 
 
 def state_shapes(

@@ -9,13 +9,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.functional.flows import RowSum
 from stiefel_opt.linalg import gram
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.master import point_of
 from stiefel_opt.optim.readings import reading
 from stiefel_opt.optim.stack import Batch
 
-__all__ = ["VelocityOptimizer", "exceeds_rounding"]
+__all__ = ["VelocityOptimizer", "exceeds_rounding", "measure_overlap"]
 
 
 class VelocityOptimizer(StiefelOptimizer):
@@ -24,7 +25,9 @@ class VelocityOptimizer(StiefelOptimizer):
     @override
     def _is_stale(self, point: Tensor, batch: Batch) -> bool:
         normal = batch.state.get("momentum_normal")
-        return normal is not None and exceeds_rounding(gram(point, normal), normal)
+        if normal is None:
+            return False
+        return exceeds_rounding(*measure_overlap(point, normal, batch.row_sum))
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -102,7 +105,16 @@ class VelocityOptimizer(StiefelOptimizer):
         return window @ state["deferred_factor" + suffix] - deferred
 
 
-def exceeds_rounding(overlap: Tensor, normal: Tensor) -> bool:
-    """Say whether X'U is more than rounding can explain."""
-    size = torch.linalg.vector_norm(normal, dim=-2).amax()
-    return bool(overlap.abs().amax() > 1e3 * torch.finfo(normal.dtype).eps * size)
+def measure_overlap(point: Tensor, normal: Tensor, row_sum: RowSum | None) -> tuple[Tensor, Tensor]:
+    """Return X'U and the length of the longest column of U, from one sum over rows."""
+    overlap = gram(point, normal)
+    if row_sum is None:
+        return overlap, torch.linalg.vector_norm(normal, dim=-2).amax()
+    squares = normal.square().sum(dim=-2, keepdim=True)
+    packed = row_sum(torch.cat([overlap, squares], dim=-2))
+    return packed[:, :-1], packed[:, -1].amax().sqrt()
+
+
+def exceeds_rounding(overlap: Tensor, size: Tensor) -> bool:
+    """Say whether X'U is more than rounding can explain for U of this size."""
+    return bool(overlap.abs().amax() > 1e3 * torch.finfo(overlap.dtype).eps * size)

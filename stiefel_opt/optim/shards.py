@@ -1,0 +1,188 @@
+"""How the parameters of a stack are shared out over processes (DTensor), and who must talk to whom.
+
+A step works on local shards. What that takes depends on the sharded dimension:
+
+- batch dimensions, and heads that no border cuts: each process has whole matrices, nothing is sent;
+- the long one, rows of tall matrices and columns of wide ones: sums of m x m over the processes;
+- the short one, or heads and ranges of rows cut by borders: point and gradient are redistributed
+  to the first of these two that the reading allows, by one all-to-all each, and the new point comes
+  back by another: 3 n m / processes numbers sent by each, where a gather would receive n m. State
+  stays in the working layout and is never sent. Gloo has no all-to-all, and DTensor gathers there.
+  Where the reading allows neither (tall heads, mixed ranges) every process gets everything and
+  takes the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from stiefel_opt.distributed import RowSums
+from stiefel_opt.manifold import Stiefel
+
+__all__ = ["Shards", "placed", "shards_of"]
+
+_WHOLE, _ROWS = "whole matrices", "rows of matrices"
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """The layout of one kind of sharded parameter.
+
+    Attributes:
+        mesh, stored: Where the parameters live.
+        working: The placements that a step works in, those of tall state.
+        small: The placements of m x m state; None where every process has all of it.
+        manifold: How a local shard is read.
+        wide: Whether the matrices of each range of rows are wide.
+        row_sum: Sum over the processes that share rows; None: matrices are whole.
+        alike: Whether every process has some of each parameter.
+    """
+
+    mesh: DeviceMesh
+    stored: tuple[Placement, ...]
+    working: tuple[Placement, ...]
+    small: tuple[Placement, ...] | None
+    manifold: Stiefel
+    wide: tuple[bool, ...]
+    row_sum: RowSums | None
+    alike: bool
+
+    def local(self, tensor: Any) -> Tensor:
+        """Return our shard of a parameter or gradient, in the working layout."""
+        if tuple(tensor.placements) != self.working:
+            tensor = tensor.redistribute(self.mesh, self.working)
+        shard: Tensor = tensor.to_local()
+        return shard
+
+    def write(self, parameter: Any, shard: Tensor) -> None:
+        """Put a shard in the working layout into a parameter that is stored in another."""
+        if self.working != self.stored:
+            whole = self._whole(shard, parameter, self.working)
+            moved = whole.redistribute(self.mesh, self.stored)
+            parameter.to_local().copy_(moved.to_local())
+
+    def like(self, shard: Tensor, tensor: Tensor) -> Tensor:
+        """Return ``shard`` as what ``tensor`` is: a part of a DTensor, or all there is."""
+        if not isinstance(tensor, DTensor):
+            return shard
+        return self._whole(shard, tensor, tensor.placements)
+
+    def _whole(self, shard: Tensor, like: Tensor, placements: Sequence[Placement]) -> DTensor:
+        shape, stride = like.shape, like.stride()
+        return DTensor.from_local(
+            shard, self.mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def any(self, flag: bool) -> bool:
+        """Say whether ``flag`` holds in any of the processes that share rows."""
+        if self.row_sum is None:
+            return flag
+        count = torch.full((1,), float(flag), device=self.mesh.device_type)
+        return bool(self.row_sum(count) > 0)
+
+
+def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
+    """Return how a parameter is shared out; None for one that is not a DTensor."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh, stored, shape = parameter.device_mesh, tuple(parameter.placements), parameter.shape
+    working = _working_placements(stored, manifold, shape, mesh)
+    kinds = [_kind(p, manifold, shape, mesh.size(i)) for i, p in enumerate(working)]
+    shared = [index for index, kind in enumerate(kinds) if kind == _ROWS]
+    small: list[Placement] = []
+    local_manifold = manifold
+    row_dim = manifold.dimensions(len(shape))[0]
+    for index, (placement, kind) in enumerate(zip(working, kinds, strict=True)):
+        if not isinstance(placement, Shard) or kind == _ROWS:
+            small.append(Replicate())
+        elif placement.dim == row_dim:  # whole heads
+            small.append(Shard(len(shape) - 2))
+            heads: int = manifold.heads  # type: ignore[assignment]
+            size, place = mesh.size(index), mesh.get_local_rank(index)
+            each = -(-heads // size)
+            mine = max(1, min(each, heads - each * place))
+            local_manifold = replace(manifold, heads=mine)
+        else:
+            small.append(placement)
+    model = torch.empty(shape, device="meta")
+    return Shards(
+        mesh,
+        stored,
+        working,
+        tuple(small) if any(isinstance(p, Shard) for p in small) else None,
+        local_manifold,
+        tuple(manifold.is_wide(part.shape, i) for i, part in enumerate(manifold.parts(model))),
+        RowSums(mesh, shared) if shared else None,
+        all(_fills(p, shape, mesh.size(i)) for i, p in enumerate(stored)),
+    )
+
+
+def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return a state tensor in this layout; one that is no DTensor is the same everywhere."""
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return tensor.redistribute(mesh, placements)
+
+
+def _working_placements(
+    stored: tuple[Placement, ...], manifold: Stiefel, shape: torch.Size, mesh: DeviceMesh
+) -> tuple[Placement, ...]:
+    """Return the layout in which a step can work, the nearest to ``stored``."""
+    replicated = (Replicate(),) * mesh.ndim
+    sharded = [i for i, placement in enumerate(stored) if not isinstance(placement, Replicate)]
+    row_dim, column_dims = manifold.dimensions(len(shape))
+    on_rows = [i for i in sharded if getattr(stored[i], "dim", None) == row_dim]
+    kinds = [_kind(stored[i], manifold, shape, mesh.size(i)) for i in sharded]
+    # Heads that are shared out along two dimensions of a mesh lie in no simple order.
+    if None not in kinds and (len(on_rows) < 2 or (manifold.heads or 1) == 1):
+        return stored
+    if len(sharded) != 1:
+        return replicated
+    (index,) = sharded
+    size = mesh.size(index)
+    even = [
+        d for d in range(len(shape)) if d not in (row_dim, *column_dims) and not shape[d] % size
+    ]
+    candidates = [Shard(dim) for dim in (*even, row_dim, *column_dims[:1])]
+    for wanted in (_WHOLE, _ROWS):
+        for candidate in candidates:
+            if _kind(candidate, manifold, shape, size) == wanted:
+                return (*replicated[:index], candidate, *replicated[index + 1 :])
+    return replicated
+
+
+def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int) -> str | None:
+    """Say what a process gets of a tensor cut in ``size``; None: what no step can work on."""
+    if isinstance(placement, Replicate):
+        return _WHOLE
+    dim = getattr(placement, "dim", None)
+    if dim is None:  # Partial
+        return None
+    row_dim, column_dims = manifold.dimensions(len(shape))
+    model = torch.empty(shape, device="meta")
+    wide = [manifold.is_wide(part.shape, i) for i, part in enumerate(manifold.parts(model))]
+    if dim in column_dims:
+        return _ROWS if all(wide) else None
+    if dim != row_dim:
+        return _WHOLE
+    if manifold.rows is not None:
+        return None
+    heads: int = manifold.heads or 1  # type: ignore[assignment]
+    if heads == 1:
+        return None if wide[0] else _ROWS
+    length = -(-shape[dim] // size)
+    whole = type(placement) is Shard and length % (shape[dim] // heads) == 0
+    return _WHOLE if whole else None
+
+
+def _fills(placement: Placement, shape: torch.Size, size: int) -> bool:
+    """Say whether no process is left without a part."""
+    dim = getattr(placement, "dim", None)
+    return dim is None or -(-shape[dim] // size) * (size - 1) < shape[dim]
