@@ -336,3 +336,16 @@ def test_a_float32_point_that_is_rounded_stays_where_it_is(dtype, generator):
     so.constrain(layer)
     assert torch.equal(layer.weight, before)
     assert random_point(64, 256, dtype=dtype, generator=generator).dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_model_may_be_cast_between_steps(name):
+    layer = so.constrain(nn.Linear(8, 8))
+    opt = optimizer(name, [layer.weight])
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.to(dtype)
+        for _ in range(9):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            opt.step()
+    assert torch.equal(layer.weight, master_of(opt, layer.weight).to(torch.bfloat16))
+    assert so.orthonormality_error(master_of(opt, layer.weight)) < FLOAT32_ROUNDING

@@ -56,6 +56,7 @@ class Stack:
         if parameters[0].device.type == "cpu":
             _settle_allocator()
         self.owners = parameters  # what the user sees
+        self._dtype = parameters[0].dtype  # model.to(dtype) may change it
         self.masters = None  # half-precision parameters round what moves: (count, *shape)
         if MASTER in states[0]:
             self.masters = _stacked([state[MASTER] for state in states], states, MASTER)
@@ -150,7 +151,7 @@ class Stack:
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
         try:
-            return all(
+            return self.owners[0].dtype is self._dtype and all(
                 all(map(operator.is_, map(operator.itemgetter(name), self._shown), windows))
                 for name, windows in self._windows.items()
             )
