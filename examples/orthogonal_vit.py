@@ -271,8 +271,8 @@ def train(
     trainer.train(f"seed {seed}, {method.title}")
     record = trainer.configuration | {"history": trainer.history, "machine": machine()}
     write_text(path, json.dumps(record, indent=1) + "\n")
-    if options.table:
-        trainer.path.unlink()  # of many runs they would fill a disk, and nothing reads them
+    if options.table:  # the checkpoints of many runs would fill a disk, and nothing reads them
+        trainer.path.unlink(missing_ok=True)
     return record
 
 
