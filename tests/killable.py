@@ -25,14 +25,13 @@ def run(name: str, steps: int, folder: str) -> None:
     torch.set_num_threads(1)
     path = Path(folder) / "checkpoint.pt"
     net = model()
-    opt = optimizer(name, net.parameters())
+    opt = optimizer(name, net.parameters(), lr=0.005)
     first = 0
     if path.exists():
         saved = torch.load(path, weights_only=True)
         net.load_state_dict(saved["model"])
         opt.load_state_dict(saved["optimizer"])
         first = saved["step"]
-    (Path(folder) / "begun").touch()
     for step in range(first, steps):
         backward(net, step)
         opt.step()
@@ -42,3 +41,4 @@ def run(name: str, steps: int, folder: str) -> None:
             "optimizer": opt.state_dict(),
         }
         save(checkpoint, path)
+        (Path(folder) / "begun").touch()

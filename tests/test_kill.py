@@ -56,12 +56,12 @@ def check(name: str, steps: int, kills: int, longest: float, tmp_path: Path) -> 
     undisturbed.mkdir()
     killed.mkdir()
     expected = finish(name, steps, undisturbed)
+    assert all(value.isfinite().all() for value in expected["model"].values())
     reached = set()
     for _ in range(kills):
         kill_at_random(name, steps, killed, longest)
-        if (killed / "checkpoint.pt").exists():
-            reached.add(load(killed)["step"])
-    assert len(reached) > kills // 4  # it was killed at several places in the middle
+        reached.add(load(killed)["step"])
+    assert len(reached) == kills  # each time further on
     assert max(reached) < steps
     found = finish(name, steps, killed)
     assert_same(found["model"], expected["model"])
@@ -69,7 +69,7 @@ def check(name: str, steps: int, kills: int, longest: float, tmp_path: Path) -> 
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    check("adam", steps=60, kills=3, longest=0.1, tmp_path=tmp_path)
+    check("adam", steps=80, kills=2, longest=0.1, tmp_path=tmp_path)
 
 
 @pytest.mark.slow
