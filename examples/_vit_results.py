@@ -103,7 +103,7 @@ def plot_table(path: Path, title: str, records: Sequence[Record]) -> None:
         axis.grid(alpha=0.3)
     figure.suptitle(title)
     with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+        figure.savefig(temporary, dpi=90)
     pyplot.close(figure)
 
 
