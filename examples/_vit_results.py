@@ -96,7 +96,7 @@ def plot_table(path: Path, title: str, records: Sequence[Record]) -> None:
             axes[2].plot(worst, place, "D", color=colour, markersize=5)
     axes[0].set_yticks(range(len(groups)), list(groups))
     axes[0].set(title="This run: every seed, mean", xlabel="test error (%)")
-    axes[1].set(title="Published", xlabel="test error (%); circles CIFAR-10, squares CIFAR-100")
+    axes[1].set(title="Published", xlabel="circles CIFAR-10, squares CIFAR-100 (%)")
     axes[2].set(title="Orthonormality", xlabel="max |W W' - I|, worst seed", xscale="log")
     axes[0].invert_yaxis()
     for axis in axes:
