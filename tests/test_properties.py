@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -295,6 +296,30 @@ def test_two_optimizers_in_two_threads_do_not_meet(name):
 
 
 # ---- memory and drift --------------------------------------------------------------------------
+
+
+def peak_bytes(opt: torch.optim.Optimizer) -> int:
+    """The largest amount of memory that a step holds on top of what was there before."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
+        opt.step()
+    recorded = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in recorded if e.name() == "[memory]"]
+    held = list(itertools.accumulate(size for _, size in sorted(changes)))
+    return max(held, default=0)
+
+
+@every_optimizer
+def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
+    n, m = 4000, 10
+    parameter = so.ManifoldParameter(torch.linalg.qr(torch.randn(n, m))[0])
+    opt = optimizer(name, [parameter])
+    for _ in range(2):
+        parameter.grad = torch.randn(n, m)
+        opt.step()
+    parameter.grad = torch.randn(n, m)
+    size = 4 * n * m
+    assert size / 4 < peak_bytes(opt) < 8 * size
 
 
 @pytest.mark.slow
