@@ -243,10 +243,6 @@ def wrapped():
     return module
 
 
-def in_half():
-    return TimmAttention().to(torch.bfloat16)
-
-
 def not_finite():
     model = nn.Sequential(TimmAttention(), TimmAttention())
     with torch.no_grad():
@@ -266,7 +262,6 @@ def not_finite():
         ),
         (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
         (wrapped, {}, ValueError, "key is a Sequential, not a linear layer"),
-        (in_half, {}, TypeError, "`qkv.weight` must be float32 or float64"),
         (not_finite, {}, ValueError, "`1.qkv.weight` must be finite"),
         (TimmAttention, {"constraint": "inside"}, ValueError, "`constraint` must be one of"),
         (TimmAttention, {"which": "qq"}, ValueError, "`which` must be one or more"),

@@ -279,7 +279,10 @@ def test_two_optimizers_in_two_threads_do_not_meet(name):
     barrier = threading.Barrier(2, timeout=60)
     prepared = {seed: model(seed) for seed in (0, 1)}
 
+    count = torch.get_num_threads()  # a sum depends on it, and each thread has its own
+
     def together(seed: int) -> None:
+        torch.set_num_threads(count)
         net = prepared[seed]
         opt = optimizer(name, net.parameters())
         barrier.wait()
