@@ -129,7 +129,9 @@ def test_plan_has_its_marginals_and_is_given_by_the_potentials(case: Problem) ->
 
 
 @every_problem
-def test_gradient_is_minus_twice_the_second_moment_times_the_projection(case: Problem) -> None:
+def test_gradient_is_the_tangent_part_of_minus_twice_the_second_moment_times_u(
+    case: Problem,
+) -> None:
     seen = []
 
     def factory(params: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -141,6 +143,7 @@ def test_gradient_is_minus_twice_the_second_moment_times_the_projection(case: Pr
     difference = case.x[:, None] - case.y
     moment = np.einsum("ij,ijp,ijq->pq", result.plan, difference, difference)
     expected = -2 * moment @ point
+    expected -= point @ (point.T @ expected)
     np.testing.assert_allclose(seen[0].grad.numpy(), expected, rtol=0, atol=1e-5)
 
 
@@ -175,6 +178,39 @@ def test_end_is_stationary_and_no_small_move_is_better(case: Problem) -> None:
         move = 0.02 * rng.standard_normal(result.projection.shape)
         near = np.linalg.qr(result.projection + move)[0]
         assert case.solve(init=near, max_iter=0).objective <= result.objective + 1e-9
+
+
+def test_long_steps_near_the_maximum_do_not_feed_the_rounding() -> None:
+    case = PROBLEMS["unequal sizes and weights"]
+    best = case.solve(tol=1e-7)
+    seen = []
+
+    def factory(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        optimizer = so.StiefelSGD(params, lr=30 / best.value, momentum=0.0)
+
+        def watch(*_: Any) -> None:
+            point = params[0].detach()
+            seen.append(float((point.T @ point - torch.eye(2)).abs().max()))
+
+        optimizer.register_step_post_hook(watch)
+        return optimizer
+
+    case.solve(init=best.projection, optimizer=factory, max_iter=7, tol=0.0)
+    assert max(seen) < 1e-13
+
+
+def test_small_defects_of_an_optimizer_are_taken_out() -> None:
+    case = PROBLEMS["equal"]
+
+    def factory(params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        optimizer = so.StiefelSGD(params, lr=0.02)
+        optimizer.register_step_post_hook(lambda *_: params[0].detach().mul_(1 + 1e-5))
+        return optimizer
+
+    result = case.solve(optimizer=factory, max_iter=100)
+    np.testing.assert_allclose(result.projection.T @ result.projection, np.eye(2), atol=1e-12)
+    best = case.solve(tol=1e-6).objective
+    assert best * (1 - 1e-4) < result.objective < best * (1 + 1e-9)
 
 
 def test_two_points_are_projected_on_the_line_between_them(rng: np.random.Generator) -> None:

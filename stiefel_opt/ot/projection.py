@@ -82,10 +82,10 @@ def projection_robust_wasserstein(
         k: Dimension of the projection, 1 to d.
         reg: Regularization, in units of squared distance.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
-            ``lambda params: StiefelAdam(params, lr=0.1)``; the gradient is that of minus the
-            objective. Default: :class:`StiefelSGD` without momentum, its rate 0.5 / cost at first
-            and set by the last two gradients (Barzilai & Borwein) from then on, shortened where
-            the objective falls below a running mean.
+            ``lambda params: StiefelAdam(params, lr=0.1)``; it is given the tangent part of the
+            gradient of minus the objective. Default: :class:`StiefelSGD` without momentum, its
+            rate 0.5 / cost at first and set by the last two gradients (Barzilai & Borwein) from
+            then on, shortened where the objective falls below a running mean.
         max_iter: Most steps from one starting point.
         tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one.
         restarts: Starting points; the best end is returned.
