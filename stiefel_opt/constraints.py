@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
@@ -64,7 +65,8 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, or a value that cannot be read so or is not finite.
-        TypeError: for a dtype that has no fraction, or less than float16.
+        TypeError: for a dtype that has no fraction, or less than float16, and for values that should
+            be projected and are sharded already.
 
     Note:
         Parameters on the meta device are recorded and tagged, not projected. Where torch replaces
@@ -80,6 +82,11 @@ def constrain(
     reading = Stiefel(heads, rows, flatten, transposed, scale)  # type: ignore[arg-type]
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
+    if project and isinstance(parameter, DTensor):
+        remedy = (
+            "call so.constrain before fully_shard, or let the first step project: project=False"
+        )
+        raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
     if project and not parameter.is_meta:
         _project(parameter, reading, name)
     owner.__dict__.setdefault(RECORDS, {})[leaf] = reading

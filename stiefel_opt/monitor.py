@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
@@ -32,7 +33,8 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
 
     Note:
         Evaluated in float64 (on mps in float32) on the device of ``x``, so that the answer is the
-        error of the matrices and not of this sum.
+        error of the matrices and not of this sum. A sharded parameter is gathered for it, one at a
+        time: every process must call.
     """
     if isinstance(x, nn.Module):
         if manifold is not None:
@@ -62,8 +64,11 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     precise = torch.complex128 if tensor.is_complex() else torch.float64
     if tensor.device.type == "mps":
         precise = torch.complex64 if tensor.is_complex() else torch.float32
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     errors = []
-    for index, part in enumerate(reading.parts(tensor.detach())):
+    for index, part in enumerate(reading.parts(tensor)):
         point = reading.matrices(part, index).to(precise) / reading.scale
         errors.append(gram_error(point).amax())
     return torch.stack(errors).amax()

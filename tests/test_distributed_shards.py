@@ -206,6 +206,14 @@ def train_model(name, placement):
         loss = step_of(net, opt, step, whole=False)
         assert abs(loss - expected) < 1e-10, f"{name}, step {step}: {loss}, {expected}"
     net.reshard()
+    assert so.orthonormality_error(net) < 1e-14
+    for tall, other in ((alone.up.weight, net.up.weight), (alone.q.weight, net.q.weight)):
+        for mine, theirs in zip(opt.velocity(other), alone_opt.velocity(tall), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    with pytest.raises(TypeError, match="not be sharded to be projected"):
+        so.constrain(net.up)
+    with pytest.raises(TypeError, match="not be sharded to set its velocity"):
+        opt.set_velocity(net.up.weight, *opt.velocity(net.up.weight))
     for (key, p), q in zip(alone.named_parameters(), net.parameters(), strict=True):
         assert isinstance(q, DTensor)
         worst = float((q.detach().full_tensor() - p.detach()).abs().max())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
@@ -35,7 +36,7 @@ class VelocityOptimizer(StiefelOptimizer):
         Z, skew, has shape ``(..., m, m)``; U, normal to the point, ``(..., n, m)``, with the batch
         and head dimensions of the reading in front. U is zero for square matrices. For a reading
         with several ranges of rows each of the two is a tuple, one tensor for each range. Before
-        the first step both are zero.
+        the first step both are zero. A sharded parameter is gathered: every process must call.
         """
         skews, normals = [], []
         for suffix, point, state, window in self._ranges(parameter):
@@ -52,7 +53,12 @@ class VelocityOptimizer(StiefelOptimizer):
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
 
         Of Z the skew part is taken, of U the part that is normal to the point.
+
+        Raises:
+            TypeError: for sharded parameters, whose momentum can only be read.
         """
+        if isinstance(parameter, DTensor):
+            raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
         several = isinstance(skew, tuple)
         values = zip(skew, normal, strict=True) if several else ((skew, normal),)
         ranges = self._ranges(parameter, make=True)
@@ -83,8 +89,11 @@ class VelocityOptimizer(StiefelOptimizer):
         state = self.state.get(parameter, {})
         if make:
             state = self._init_state(parameter, manifold, group)
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):
+            whole, state = _gathered(whole), {name: _gathered(t) for name, t in state.items()}
         found = []
-        for index, part in enumerate(manifold.parts(point_of(parameter, state))):
+        for index, part in enumerate(manifold.parts(point_of(whole, state))):
             point = manifold.matrices(part, index) / manifold.scale
             window = None
             if "momentum_normal" in state and point.size(-2) > point.size(-1):
@@ -103,6 +112,10 @@ class VelocityOptimizer(StiefelOptimizer):
             return window.clone()
         deferred = point @ state["deferred_shift" + suffix]
         return window @ state["deferred_factor" + suffix] - deferred
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def measure_overlap(point: Tensor, normal: Tensor, row_sum: RowSum | None) -> tuple[Tensor, Tensor]:
