@@ -12,7 +12,7 @@ float64). "moved B" is what a process hands to redistributions, for which DTenso
 by all-to-all, as on accelerators, (p - 1) / p of it is sent.
 
 The model prices a step at other sizes with the counts of these runs: the payload of the sums, its
-latency for each hop of a ring, and the products at a stated speed. Links and speeds are printed
+latency for each hop of a tree, and the products at a stated speed. Links and speeds are printed
 with it; it is arithmetic, not a measurement.
 """
 
