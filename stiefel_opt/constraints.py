@@ -65,8 +65,8 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, or a value that cannot be read so or is not finite.
-        TypeError: for a dtype that has no fraction, or less than float16, and for values that should
-            be projected and are sharded already.
+        TypeError: for a dtype that has no fraction, or less than float16, and for values that
+            should be projected and are sharded already.
 
     Note:
         Parameters on the meta device are recorded and tagged, not projected. Where torch replaces
