@@ -194,10 +194,13 @@ class StiefelOptimizer(Optimizer):
         return loss
 
     def _step_traced(self) -> None:
-        """The same for ``torch.compile``: what the last eager step gathered, nothing is looked at.
-        """
+        """The same for ``torch.compile``: on what the last eager step gathered."""
         for number, group in enumerate(self.param_groups):
-            work = self._gathered[number]
+            work = self._gathered.get(number)
+            if work is None:
+                raise RuntimeError(
+                    "`step` must have made its state, got none; run one step before compiling it"
+                )
             if work.plain:
                 self._step_plain(group, work.plain)
             for stack in work.stacks:
@@ -328,7 +331,7 @@ class StiefelOptimizer(Optimizer):
         # without a force nothing moves, not even by a correction
         correct = due and not (looks and not bool(grad.any()))
         # Writes through ``.data`` show only here; rows that are shared are not added up for it.
-        if stack.fresh or looks:
+        if looks or (stack.fresh and not torch.compiler.is_compiling()):
             point, correct = self._settle(point, batch, correct)
         new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
         if isinstance(lr, Tensor):
