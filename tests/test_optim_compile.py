@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import stiefel_opt as so
 
-
 # Tracing takes its time: two by default, the others by name.
 compiled_optimizers = pytest.mark.parametrize(
     "name",
