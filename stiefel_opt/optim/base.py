@@ -365,8 +365,13 @@ class StiefelOptimizer(Optimizer):
                 else:
                     tensors += 1
                     matrices += manifold.count(parameter.shape)
+        constrained = f"{_counted(matrices, 'matrix', 'matrices')} in {_counted(tensors)}"
         header = (
-            f"{matrices} matrices in {tensors} parameters are constrained, and weight decay does "
-            f"not touch them; {plain} parameters are plain."
+            f"Constrained: {constrained}; weight decay does not touch them. "
+            f"Plain: {_counted(plain)}."
         )
         return f"{super().__repr__()}\n{header}"
+
+
+def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:
+    return f"{number} {one if number == 1 else several}"
