@@ -106,6 +106,10 @@ def project_(model: ModuleT) -> ModuleT:
     meta device are skipped. The momentum of an optimizer is not touched: the next step takes the
     part of it that is tangent at the new point.
 
+    Args:
+        model: A model with constrained parameters.
+
+    Returns: The model.
     Raises:
         ValueError: for values that are not finite, naming the parameter, or if nothing in the model
             is constrained.
@@ -217,8 +221,13 @@ def retag(model: ModuleT) -> ModuleT:
     Needed where torch has replaced parameters; values are not touched. Call it before the
     optimizer is built, since an optimizer holds the parameters themselves.
 
+    Args:
+        model: A model, of which :func:`constrain` recorded what it did.
+
+    Returns: The model.
     Raises:
         ValueError: if a record no longer fits its parameter, or two disagree about a tied one.
+        TypeError: if ``model`` is not a module.
     """
     for parameter, reading in readings(model).values():
         if reading is not None:
@@ -247,13 +256,15 @@ def param_groups(
 
     Args:
         model: The model.
-        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``.
-        plain: Options of the plain group.
-        names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does.
+        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``. Default: none.
+        plain: Options of the plain group. Default: none.
+        names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does. Default: no.
         common: Options of all groups; ``stiefel`` and ``plain`` override them.
 
+    Returns: The groups, the plain one first; empty ones are left out.
     Raises:
         ValueError: as :func:`retag`, or if an option is called ``params`` or ``stiefel``.
+        TypeError: if ``model`` is not a module, or options are no dict.
     """
     check_flag("names", names)
     options = {"common": common, "stiefel": stiefel or {}, "plain": plain or {}}
