@@ -26,10 +26,13 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_inherit_docstrings = False
 napoleon_numpy_docstring = False
+napoleon_use_param = False  # keeps arguments that share a description together
 napoleon_custom_sections = ["Reference"]
 
 SECTION = re.compile(r"^(Returns|Raises|Note|Reference): *(\S.*)?$")
+MARKUP = re.compile(r"[|*]|(?<=\w)_(?=\W|$)|(?<=: \w)\.")  # "n: L. Default" is no list of letters
 LITERAL = re.compile(r"(:\w+:`[^`]*`|``[^`]*``)")
 
 
@@ -72,7 +75,7 @@ def escape(lines: list[str]) -> list[str]:
         if state == "text":
             parts = LITERAL.split(line)
             for index in range(0, len(parts), 2):
-                parts[index] = re.sub(r"([|*])|(?<=\w)_(?=\W|$)", r"\\\g<0>", parts[index])
+                parts[index] = MARKUP.sub(r"\\\g<0>", parts[index])
             line = "".join(parts)
         found.append(line)
     return found
