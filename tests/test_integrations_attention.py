@@ -231,6 +231,12 @@ def grouped_in_one_weight():
     return module
 
 
+def grouped_under_another_name():
+    module = TimmAttention()
+    module.qkv = nn.Linear(WIDTH, 3 * WIDTH // 2)  # 1 part of queries, half a part of the others
+    return module
+
+
 def without_heads():
     module = BertSelfAttention()
     del module.num_attention_heads
@@ -259,6 +265,12 @@ def not_finite():
             {"constraint": "across"},
             ValueError,
             "the model itself: TimmAttention: one weight holds queries and the keys of 2 heads",
+        ),
+        (
+            grouped_under_another_name,
+            {},
+            ValueError,
+            f"qkv.weight is not three parts of {WIDTH // 2} rows if proj takes {WIDTH} inputs",
         ),
         (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
         (wrapped, {}, ValueError, "key is a Sequential, not a linear layer"),

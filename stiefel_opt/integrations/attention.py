@@ -38,6 +38,8 @@ LAYOUTS: Final[tuple[tuple[tuple[str, str], ...], ...]] = (
     (("c_attn", "qkv"),),  # GPT-2
     (("Wqkv", "qkv"),),  # ModernBERT
 )
+# What projects the joined heads back; a fused weight with fewer key heads shows in its inputs.
+OUTPUTS: Final = ("proj", "out_proj", "o_proj", "to_out", "c_proj", "Wo", "wo", "out")
 HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 KEY_HEADS: Final = (
     "num_key_value_heads",
@@ -200,7 +202,10 @@ def _linear_weights(module: nn.Module) -> list[_Weight]:
         if len(present) == len(layout) or (len(layout) == 3 and len(present) == 2):
             if present[0][1][0] != "q" or "k" not in "".join(letters for _, letters in present):
                 continue
-            return [_linear_weight(children[name], name, letters) for name, letters in present]
+            found = [_linear_weight(children[name], name, letters) for name, letters in present]
+            if len(found[0].sizes) == 3:
+                _check_fused(children, found[0])
+            return found
     if any(word in type(module).__name__.lower() for word in ATTENTION_WORDS):
         names = [*children, *(name for name, _ in module.named_parameters(recurse=False))]
         if names:
@@ -219,6 +224,17 @@ def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
         raise _UnreadableError(f"{name} has {row_count} outputs, not {len(letters)} equal parts")
     sizes = (row_count // len(letters),) * len(letters)
     return _Weight(f"{name}.weight", letters, sizes, transposed)
+
+
+def _check_fused(children: dict[str, nn.Module], weight: _Weight) -> None:
+    """Raise where the output layer shows that queries, keys and values are no equal parts."""
+    for name in OUTPUTS:
+        for layer in children[name].modules() if name in children else ():
+            if isinstance(layer, nn.Linear) and layer.in_features != weight.sizes[0]:
+                raise _UnreadableError(
+                    f"{weight.name} is not three parts of {weight.sizes[0]} rows if {name} takes "
+                    f"{layer.in_features} inputs"
+                )
 
 
 def _heads(module: nn.Module, weights: Sequence[_Weight]) -> dict[str, int]:
