@@ -25,6 +25,8 @@ settings.register_profile("thorough", max_examples=2000, deadline=None)
 if settings.get_current_profile_name() == "default":
     settings.load_profile("short")
 
+DRIFT_STEPS = 100_000
+
 # ---- what is drawn -----------------------------------------------------------------------------
 
 FLAG = st.booleans()
@@ -333,7 +335,7 @@ def test_a_hundred_thousand_steps_in_float32_do_not_drift(algorithm):
     largest = 0.0
     generator = torch.Generator().manual_seed(0)
     matrices = list(constrained(net).values())
-    for step in range(100_000):
+    for step in range(DRIFT_STEPS):
         for parameter in matrices:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         opt.step()
