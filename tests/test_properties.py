@@ -278,7 +278,7 @@ def test_two_optimizers_in_two_threads_do_not_meet(name):
     for net in nets.values():
         train(net, optimizer(name, net.parameters()), 0, 10)
     results: dict[Any, Any] = {}
-    barrier = threading.Barrier(2, timeout=60)
+    barrier = threading.Barrier(2, timeout=600)
     prepared = {seed: model(seed) for seed in (0, 1)}
 
     count = torch.get_num_threads()  # a sum depends on it, and each thread has its own
@@ -295,7 +295,7 @@ def test_two_optimizers_in_two_threads_do_not_meet(name):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     for seed, net in nets.items():
         assert_same(results[seed], net.state_dict())
 
