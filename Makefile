@@ -1,13 +1,16 @@
 # make demo    train an orthogonal vision transformer and show the result
 # make test    style, types, then every test
+# make test-integrations    train with Lightning, transformers, accelerate, timm, peft, TensorBoard
 # make bench   time whole optimizer steps against other packages
 # make docs    build the documentation into build/docs
 #
 # The first call creates a virtual environment; PYTHON and VENV choose which. PYTEST_ARGS and
-# DEMO_ARGS are passed on: make test PYTEST_ARGS="-k geometry".
+# DEMO_ARGS are passed on: make test PYTEST_ARGS="-k geometry". The integrations have an environment
+# of their own, INTEGRATIONS_VENV, and need the network only to create it.
 
 PYTHON ?= python3
 VENV ?= .venv
+INTEGRATIONS_VENV ?= .venv-integrations
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -15,14 +18,19 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 READY_FOR_BENCH := $(VENV)/.ready-for-bench
 READY_FOR_DOCS := $(VENV)/.ready-for-docs
+RUN_INTEGRATIONS := $(INTEGRATIONS_VENV)/bin/python
+READY_FOR_INTEGRATIONS := $(INTEGRATIONS_VENV)/.ready
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-integrations lint bench docs clean
 
 demo: $(READY)
 	$(RUN) examples/orthogonal_vit.py $(DEMO_ARGS)
 
 test: lint
 	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
+test-integrations: $(READY_FOR_INTEGRATIONS)
+	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/test_integrations.py $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -41,7 +49,7 @@ docs: $(READY_FOR_DOCS)
 	@echo "open build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -52,6 +60,10 @@ $(READY_FOR_BENCH): $(READY)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@
 
-$(READY_FOR_DOCS): $(READY)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@
+
+$(READY_FOR_INTEGRATIONS): pyproject.toml constraints.txt constraints-integrations.txt
+	test -x $(RUN_INTEGRATIONS) || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
+	$(RUN_INTEGRATIONS) -m pip install --quiet -c constraints.txt -c constraints-integrations.txt -e ".[integrations]"
 	touch $@

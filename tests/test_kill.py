@@ -17,6 +17,7 @@ from killable import run
 SERVER = multiprocessing.get_context("forkserver")  # imports torch once for all
 SERVER.set_forkserver_preload(["torch._dynamo", "stiefel_opt", "pytest"])
 PATIENCE = 300.0  # seconds
+KILLS = 20
 
 
 def start(name: str, steps: int, folder: Path) -> multiprocessing.process.BaseProcess:
@@ -75,4 +76,4 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_killed_twenty_times_ends_as_an_undisturbed_one(name: str, tmp_path: Path) -> None:
-    check(name, steps=600, kills=20, longest=0.15, tmp_path=tmp_path)
+    check(name, steps=600, kills=KILLS, longest=0.15, tmp_path=tmp_path)

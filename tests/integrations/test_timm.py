@@ -1,0 +1,91 @@
+"""timm: `qkv.weight` of its ViT, a scheduler, averaged weights, and its checkpoints.
+
+The vision transformer, the scheduler and the checkpoints are timm's own. Where torchvision has no
+build for the installed torch, its compiled operators are missing, and the header of the report says
+so; they have no part in this model.
+"""
+
+from __future__ import annotations
+
+import timm
+import torch
+from loops import HALF, ROUNDING, STEPS, assert_equal, assert_trained, batches, images, loop
+from timm.models import resume_checkpoint
+from timm.scheduler import CosineLRScheduler
+from timm.utils import CheckpointSaver, ModelEmaV3
+from torch import nn
+
+import stiefel_opt as so
+
+LR, LAST = 0.05, 0.005
+
+
+def build():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=4,
+        num_classes=4,
+    )
+    so.constrain_attention(model, "within")
+    return model, so.StiefelSGD(model.parameters(), lr=LR)
+
+
+def loss_of(model, batch):
+    return nn.functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+
+def train_with_timm(model, opt, first: int, last: int, average=None) -> None:
+    scheduler = CosineLRScheduler(opt, t_initial=STEPS, lr_min=LAST, t_in_epochs=False)
+    data = batches(images())
+    model.train()
+    for step in range(first, last):
+        scheduler.step_update(step)
+        opt.zero_grad()
+        loss_of(model, data[step]).backward()
+        opt.step()
+        if average is not None:
+            average.update(model)
+
+
+def test_what_is_constrained():
+    model, _ = build()
+    lines = so.report(model).lines
+    assert [line.name for line in lines] == [f"blocks.{i}.attn.qkv.weight" for i in range(2)]
+    weight = model.blocks[0].attn.qkv.weight
+    assert weight.manifold == so.Stiefel(rows=((0, 32), (32, 64)), heads=4)
+
+
+def test_timm_trains_as_a_plain_loop_and_resumes_bit_for_bit(tmp_path):
+    plain, opt = build()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, STEPS, eta_min=LAST)
+    losses = loop(plain, opt, batches(images()), loss_of, scheduler)
+    assert losses[-1] < losses[0]
+    assert_trained(plain, build()[0])
+
+    undisturbed, opt = build()
+    train_with_timm(undisturbed, opt, 0, STEPS)
+    assert_equal(undisturbed, plain, tolerance=1e-5)  # the rates differ in their last digits
+
+    stopped, opt = build()
+    train_with_timm(stopped, opt, 0, HALF)
+    CheckpointSaver(stopped, opt, checkpoint_dir=str(tmp_path)).save_checkpoint(epoch=0)
+    resumed, opt = build()
+    (path,) = tmp_path.glob("checkpoint-0*")
+    resume_checkpoint(resumed, str(path), optimizer=opt, log_info=False)
+    train_with_timm(resumed, opt, HALF, STEPS)
+    assert_equal(resumed, undisturbed)
+
+
+def test_averaged_weights_leave_the_manifold_and_are_projected():
+    model, opt = build()
+    average = ModelEmaV3(model, decay=0.9)
+    train_with_timm(model, opt, 0, STEPS, average)
+    assert so.orthonormality_error(average.module) > 1e-4
+    so.project_(average.module)
+    assert so.orthonormality_error(average.module) < ROUNDING
+    assert so.orthonormality_error(model) < ROUNDING
