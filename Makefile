@@ -60,6 +60,7 @@ $(READY_FOR_BENCH): $(READY)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@
 
+$(READY_FOR_DOCS): $(READY)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@
 
