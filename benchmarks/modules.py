@@ -11,12 +11,13 @@ over tokens and factors under autograd, in its cheapest form, two matrix-vector 
 Beside each time: the largest difference from the loop in float64, relative to its largest output.
 
     python benchmarks/modules.py                     # a few minutes
-    python benchmarks/modules.py --rows delta --rounds 5
+    python benchmarks/modules.py --rows delta --rounds 5 --add   # keeps the other rows of the file
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -221,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
     parser.add_argument("--output", type=Path, default=RESULTS / "modules.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
@@ -228,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{about['processor']}, {arguments.threads} threads, on {about['device_name']}")
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
     began, results = time.perf_counter(), []
+    if arguments.add and arguments.output.exists():
+        earlier = json.loads(arguments.output.read_text())["results"]
+        results = [result for result in earlier if result["row"] not in arguments.rows]
     for name in arguments.rows:
         measure, batch = ROWS[name]
         results.append({"row": name, **measure(batch, arguments.rounds, arguments.device)})

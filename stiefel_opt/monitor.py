@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
@@ -23,12 +25,13 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     r"""Return the largest entry of :math:`|X^\top X - I|` as a 0-dim tensor, without host sync.
 
     Args:
-        x: A tensor, a parameter, or a model, of which all constrained parameters count. A tensor
-            without tag is read as ``Stiefel()``; with ``scale=s`` X is the tensor divided by s.
+        x: A tensor, a parameter, or a model, of which all constrained parameters count, and all
+            weights that :func:`stiefel_opt.orthogonal` computes. A tensor without tag is read as
+            ``Stiefel()``; with ``scale=s`` X is the tensor divided by s.
         manifold: Another reading of a tensor.
 
     Raises:
-        ValueError: if a tensor cannot be read so, or a model has no constrained parameter.
+        ValueError: if a tensor cannot be read so, or a model has no constrained weight.
         TypeError: for integer tensors.
 
     Note:
@@ -39,10 +42,10 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     if isinstance(x, nn.Module):
         if manifold is not None:
             raise ValueError(fail("manifold", "be None for a model", manifold))
-        errors = [_error(parameter, reading) for _, parameter, reading in _constrained(x)]
+        errors = [_error(weight, reading) for _, weight, reading, _ in _constrained(x)]
         if not errors:
             kind = type(x).__name__
-            remedy = "call so.constrain first"
+            remedy = "call so.constrain or so.orthogonal first"
             raise ValueError(fail("x", "have a constrained parameter", f"a {kind} of none", remedy))
         return torch.stack([error.to(errors[0].device) for error in errors]).amax()
     if not isinstance(x, Tensor):
@@ -54,10 +57,25 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     return _error(x, reading)
 
 
-def _constrained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Stiefel]]:
+def _constrained(model: nn.Module) -> Iterator[tuple[str, Tensor, Stiefel, str]]:
+    """Yield name, value and reading of tagged parameters and of parametrized weights, and the map.
+
+    The reading of a map is its attribute ``manifold``, and ``orthonormal`` says that it keeps to
+    it; of several parametrizations of one weight only the last decides.
+    """
     for name, (parameter, reading) in readings(model).items():
         if reading is not None:
-            yield name, parameter, reading
+            yield name, parameter, reading, ""
+    for prefix, module in model.named_modules():
+        if not parametrize.is_parametrized(module):
+            continue
+        maps: dict[str, nn.ModuleList] = dict(module.parametrizations.named_children())
+        for leaf, listed in maps.items():
+            last = listed[-1]
+            manifold = getattr(last, "manifold", None)
+            if isinstance(manifold, Stiefel) and getattr(last, "orthonormal", False):
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                yield name, getattr(module, leaf), manifold, type(last).__name__
 
 
 def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
@@ -74,16 +92,25 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return torch.stack(errors).amax()
 
 
+class StepCounter(Protocol):
+    """What :func:`report` asks an optimizer."""
+
+    def skipped_steps_of(self) -> Mapping[Tensor, int]:
+        """Return how many steps each parameter has missed."""
+
+
 @dataclass(frozen=True)
 class Line:
-    """One constrained parameter in a :class:`Report`.
+    """One constrained weight in a :class:`Report`.
 
     Attributes:
-        name: As in ``model.named_parameters()``.
-        shape: Of the parameter.
+        name: As in ``model.named_parameters()``, or module and name of a parametrized weight.
+        shape: Of the weight.
         reading: How it is read as matrices, in words.
         error: Largest entry of X'X - I; None on the meta device.
         tagged: Whether the parameter has its tag; if not, an optimizer would take it for plain.
+        map: What computes the weight, if anything.
+        skipped: Steps missed because a gradient was not finite; None without an optimizer.
     """
 
     name: str
@@ -91,6 +118,8 @@ class Line:
     reading: str
     error: float | None
     tagged: bool
+    map: str = ""
+    skipped: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,12 +136,16 @@ class Report:
     def __str__(self) -> str:
         if not self.lines:
             return "no constrained parameters"
-        cells = [("parameter", "shape", "reading", "error")]
+        counted = any(line.skipped is not None for line in self.lines)
+        extra = ("skipped steps",) if counted else ()
+        cells: list[tuple[str, ...]] = [("parameter", "shape", "reading", *extra, "error")]
         for line in self.lines:
             error = "meta" if line.error is None else f"{line.error:.1e}"
-            error += "" if line.tagged else "  tag lost: so.retag(model)"
+            error += "" if line.tagged or line.map else "  tag lost: so.retag(model)"
             shape = " x ".join(map(str, line.shape))
-            cells.append((line.name, shape, line.reading, error))
+            reading = f"{line.reading}, by {line.map}" if line.map else line.reading
+            counts = (str(line.skipped or 0),) if counted else ()
+            cells.append((line.name, shape, reading, *counts, error))
         return table(cells)
 
     @override
@@ -132,21 +165,27 @@ def table(cells: Sequence[Sequence[str]]) -> str:
 
 
 @torch.no_grad()
-def report(model: nn.Module) -> Report:
-    """Return a table of every constrained parameter: name, shape, reading, orthonormality error.
+def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
+    """Return a table of every constrained weight: name, shape, reading, orthonormality error.
 
     Args:
-        model: A model; without constrained parameters the table says so.
+        model: A model; without constrained weights the table says so.
+        optimizer: An optimizer of this package: adds the steps that each parameter has missed
+            because its gradient was not finite. Default: none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
     Raises:
         TypeError: if ``model`` is not a module.
-    Note: The errors are those of :func:`orthonormality_error`; reading them waits for the device.
+    Note: Tagged parameters come first, then the weights that :func:`stiefel_opt.orthogonal`
+        computes. The errors are those of :func:`orthonormality_error`; reading them waits for the
+        device.
     """
     lines = []
-    for name, parameter, reading in _constrained(model):
-        error = None if parameter.is_meta else _error(parameter, reading).item()
-        shape = tuple(parameter.shape)
-        tagged = manifold_of(parameter) is not None
-        lines.append(Line(name, shape, reading.describe(shape), error, tagged))
+    skipped = {} if optimizer is None else optimizer.skipped_steps_of()
+    for name, weight, reading, kind in _constrained(model):
+        error = None if weight.is_meta else _error(weight, reading).item()
+        shape = tuple(weight.shape)
+        tagged = manifold_of(weight) is not None
+        count = None if optimizer is None else skipped.get(weight, 0)
+        lines.append(Line(name, shape, reading.describe(shape), error, tagged, kind, count))
     return Report(tuple(lines))

@@ -171,7 +171,9 @@ def _cases() -> list[MapCase]:
         MapCase("own-complex", "own", (6, 3), dtype=C128),
         MapCase("urnn", "urnn", (5, 5), dtype=C128, invertible=False),
         MapCase("urnn-batch", "urnn", (2, 4, 4), dtype=C128, invertible=False),
-        MapCase("eurnn", "eurnn", (4, 4), dtype=C128, invertible=False),
+        MapCase("eurnn", "eurnn", (4, 4), dtype=C128),
+        MapCase("eurnn-odd-batch", "eurnn", (2, 5, 5), dtype=C128),
+        MapCase("eurnn-many", "eurnn", (3, 3), {"layers": 5}, dtype=C128),
         MapCase("eurnn-few", "eurnn", (5, 5), {"layers": 2}, dtype=C128, invertible=False),
     ]
     return cases

@@ -100,6 +100,17 @@ def test_compact_form_is_the_sequential_product_value_and_gradient(shape, dtype)
         torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compact_form_of_many_reflections(dtype):
+    """From 256 on triangles of products are formed by panels, the last of them narrower here."""
+    vectors = gaussian(300, 270, dtype=dtype).requires_grad_()
+    found, expected = cwy(vectors, 3), householder(vectors, 3)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    weight = gaussian(300, 3, seed=1, dtype=dtype)
+    gradients = [torch.autograd.grad(q, vectors, weight)[0] for q in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_factors_apply_the_product_without_forming_it(shape, dtype):
@@ -247,11 +258,12 @@ def test_eurnn_moves_in_every_direction_of_the_unitary_group():
 
 
 @pytest.mark.parametrize("function", [householder, cwy, tcwy, exponential_map, cayley_map, own])
-def test_half_precision_and_autocast_compute_in_float32(function):
-    half = gaussian(8, 3, dtype=torch.float32).to(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_autocast_compute_in_float32(function, dtype):
+    half = gaussian(8, 3, dtype=torch.float32).to(dtype)
     found = function(half)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, function(half.float()).to(torch.bfloat16), rtol=0, atol=0)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, function(half.float()).to(dtype), rtol=0, atol=0)
     free = half.float().requires_grad_()
     function(free).square().sum().backward()
     again = half.float().requires_grad_()
@@ -282,15 +294,16 @@ def test_float32_error_does_not_grow_with_the_number_of_reflections(count, shift
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [16, 64, 256])
-def test_float32_error_stays_after_a_thousand_steps(count):
+@pytest.mark.parametrize("function", [cwy, tcwy])
+def test_float32_error_stays_after_a_thousand_steps(function, count):
     vectors = gaussian(256, count, dtype=torch.float32).requires_grad_()
-    target = orthonormal(256, 256, seed=1, dtype=torch.float32)
+    target = orthonormal(*function(vectors).shape, seed=1, dtype=torch.float32)
     optimizer = torch.optim.Adam([vectors], lr=1e-2)
     for _ in range(1000):
         optimizer.zero_grad()
-        (cwy(vectors) - target).square().sum().backward()
+        (function(vectors) - target).square().sum().backward()
         optimizer.step()
-    assert error_of(cwy(vectors).double()) < 1.5e-6
+    assert error_of(function(vectors).double()) < 1.5e-6
 
 
 def test_functional_transforms():

@@ -196,3 +196,15 @@ def test_the_tally_survives_regrouping_and_counts_each_parameter() -> None:
 def test_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="`nonfinite` must be one of"):
         optimizer("sgd", model().parameters(), nonfinite="stop")
+
+
+def test_report_shows_the_steps_that_each_parameter_has_missed() -> None:
+    net, opt = trained("adam")
+    backward(net, 3)
+    spoil(net, "k", math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    lines = {line.name: line.skipped for line in so.report(net, opt).lines}
+    assert lines == {f"{kind}.weight": int(kind == "k") for kind in KINDS}
+    assert "skipped steps" in str(so.report(net, opt))
+    assert "skipped" not in str(so.report(net))

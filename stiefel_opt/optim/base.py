@@ -443,12 +443,16 @@ class StiefelOptimizer(Optimizer):
         Parameters that missed none are left out. Counted since this optimizer was made, under
         ``nonfinite="skip"``. Waits for an accelerator.
         """
-        found: dict[str, int] = {}
+        counts = self.skipped_steps_of().items()
+        return {name_of(parameter, self.param_groups): count for parameter, count in counts}
+
+    def skipped_steps_of(self) -> dict[Tensor, int]:
+        """Return what :meth:`skipped_steps` does, by parameter."""
+        found: dict[Tensor, int] = {}
         for owners, tally in self._tallies.values():
             for parameter, count in zip(owners, tally.tolist(), strict=True):
                 if count:
-                    name = name_of(parameter, self.param_groups)
-                    found[name] = found.get(name, 0) + count
+                    found[parameter] = found.get(parameter, 0) + count
         return found
 
     @override

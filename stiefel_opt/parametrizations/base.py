@@ -38,6 +38,8 @@ class Parametrization(nn.Module):
         TypeError: for a manifold that is not a :class:`stiefel_opt.Stiefel`, or integer weights.
     """
 
+    orthonormal = True  # whether reports should expect it
+
     def __init__(
         self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
     ) -> None:

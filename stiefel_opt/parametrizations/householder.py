@@ -170,6 +170,8 @@ class GeneralizedHouseholder(Parametrization):
     Reference: Siems et al., DeltaProduct (2025).
     """
 
+    orthonormal = False
+
     def __init__(
         self,
         reflections: int | None = None,

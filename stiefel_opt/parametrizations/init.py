@@ -16,6 +16,7 @@ __all__ = [
     "henaff",
     "householder_vectors",
     "logarithm",
+    "pair_rotations",
     "reflections_of",
 ]
 
@@ -164,6 +165,60 @@ def reflections_of(point: Tensor, count: int) -> Tensor:
     span = torch.linalg.svd(eye - point).U[..., :count]
     vectors: Tensor = span @ householder_vectors(span.mH @ point @ span)
     return vectors
+
+
+def pair_rotations(point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return phases and angles with ``eurnn(phases, angles) == point``, for square unitary points.
+
+    Anti-diagonals of the lower triangle are nulled from the corner on, by turns from both sides;
+    the turns from the left then move through the diagonal matrix that is left.
+
+    Note: N^2 / 2 rotations of two rows or columns, one after the other: for assignments.
+    Reference: Clements et al. (Optica 2016).
+    """
+    work, n = point.clone(), point.size(-1)
+    lefts: list[tuple[int, Tensor, Tensor]] = []
+    rights: list[tuple[int, Tensor, Tensor]] = []
+    for diagonal in range(1, n):
+        if diagonal % 2 != n % 2:  # the first turn belongs to the first (N even) or last layer
+            for column in range(diagonal):
+                row = n - diagonal + column
+                pair = work[..., row - 1 : row + 1, :]
+                high, low = pair[..., :1, column], pair[..., 1:, column]
+                turn, phase = torch.atan2(low.abs(), high.abs()), (-low).angle() - high.angle()
+                work[..., row - 1 : row + 1, :] = _pair_block(turn, phase) @ pair
+                lefts.append((row - 1, turn, phase))
+        else:
+            for column in range(diagonal - 1, -1, -1):
+                row = n - diagonal + column
+                pair = work[..., column : column + 2]
+                first, second = pair[..., row, :1], pair[..., row, 1:]
+                turn, phase = torch.atan2(first.abs(), second.abs()), first.angle() - second.angle()
+                work[..., column : column + 2] = pair @ _pair_block(turn, phase).mH
+                rights.append((column, turn, phase))
+    phases = work.diagonal(dim1=-2, dim2=-1).angle().clone()
+    factors = []
+    for first_row, turn, phase in reversed(lefts):  # F^H D = D' F'
+        above, below = phases[..., first_row].clone(), phases[..., first_row + 1]
+        phases[..., first_row] = math.pi - phase[..., 0] + below
+        factors.append((first_row, turn[..., 0], math.pi + above - below))
+    factors.reverse()
+    factors += [(column, turn[..., 0], phase[..., 0]) for column, turn, phase in reversed(rights)]
+    angles = phases.new_zeros(*point.shape[:-2], n, 2, n // 2)
+    free_from = [0] * n  # the first layer in which a row is not turned yet
+    for start, turn, phase in factors:
+        layer = max(free_from[start], free_from[start + 1])
+        layer += (layer - start) % 2
+        free_from[start] = free_from[start + 1] = layer + 1
+        angles[..., layer, 0, start // 2], angles[..., layer, 1, start // 2] = turn, phase
+    return phases, angles
+
+
+def _pair_block(turn: Tensor, phase: Tensor) -> Tensor:
+    """Return [[e^{ip} cos t, -sin t], [e^{ip} sin t, cos t]] for angles ``(..., 1)``."""
+    factor = torch.polar(torch.ones_like(phase), phase)
+    top = torch.cat([factor * turn.cos(), -turn.sin()], dim=-1)
+    return torch.stack([top, torch.cat([factor * turn.sin(), turn.cos() + 0j], dim=-1)], dim=-2)
 
 
 def cayley_signs(top: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -81,16 +83,17 @@ class Trivialization(_Based):
     r"""Exponential about a base point that follows: :math:`\exp(P X_0' - X_0 P') X_0` (DTRIV).
 
     Free: P, of the shape of the matrices, zero at the start. Every matrix is reached. In training
-    mode, each time P has changed ``every`` times between forwards, X0 moves to the current point
-    and P to zero; one Newton-Schulz step keeps X0 orthonormal.
+    mode, each time P has changed ``every`` times between forwards that record a graph, X0 moves to
+    the current point and P to zero; one Newton-Schulz step keeps X0 orthonormal.
 
     Args:
         every: Changes of P between moves; None: never, X0 stays the start. Default: 100.
         manifold, generator: as in :class:`Parametrization`.
     Raises:
         ValueError: for ``every`` below 1.
-    Note: as :class:`MatrixExp`. The count of changes is not saved. A compiled forward does not
-        move X0: call :meth:`rebase` in the training loop.
+    Note: as :class:`MatrixExp`. X0 and the count of changes are in the state_dict, so that training
+        resumes exactly. A compiled forward does not move X0: call :meth:`rebase` in the training
+        loop.
     Reference: Lezcano-Casado, Trivializations for gradient-based optimization on manifolds
         (NeurIPS 2019).
     """
@@ -107,19 +110,21 @@ class Trivialization(_Based):
             raise ValueError(fail("every", "be a positive integer or None", repr(every)))
         self.every = every
         self._changes = 0
-        self._seen: int | None = None
+        self._missed = False  # P changed after the last forward, before it was saved or copied
+        self._seen: tuple[Tensor, int] | None = None  # P and its version in the last forward
 
     @override
     def point(self, *free: Tensor) -> Tensor:
         (tangent,) = free
-        if self.every is not None and self.training and not torch.compiler.is_compiling():
+        learning = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if self.every is not None and learning:
             self._count(tangent)
         return super().point(tangent)
 
     @override
     def free(self, point: Tensor) -> Free:
         self.move_base(point)
-        self._changes, self._seen = 0, None
+        self._changes, self._missed, self._seen = 0, False, None
         return torch.zeros_like(point)
 
     @torch.no_grad()
@@ -134,13 +139,30 @@ class Trivialization(_Based):
 
         Then no graph of an earlier forward can still be used, so that writing to P is safe.
         """
-        version = tangent._version
-        if self._seen is not None and version != self._seen and tangent.is_leaf:
+        if self._has_changed() and tangent.is_leaf:
             self._changes += 1
             if self.every is not None and self._changes >= self.every:
                 self.rebase(tangent)
-                self._changes, version = 0, tangent._version
-        self._seen = version
+                self._changes = 0
+        self._missed = False
+        self._seen = tangent.detach(), tangent._version  # detached, it shares the version
+
+    def _has_changed(self) -> bool:
+        return self._missed or (self._seen is not None and self._seen[0]._version != self._seen[1])
+
+    @override
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self._changes, self._has_changed()])
+
+    @override
+    def set_extra_state(self, state: Tensor) -> None:
+        self._changes, self._missed = int(state[0]), bool(state[1])
+        self._seen = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not watch the P of the original."""
+        return self.__dict__ | {"_missed": self._has_changed(), "_seen": None}
 
 
 class ScaledCayley(Parametrization):

@@ -12,12 +12,13 @@ from stiefel_opt._checks import fail
 from stiefel_opt.functional.unitary import eurnn, urnn
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
+from stiefel_opt.parametrizations.init import pair_rotations
 
 __all__ = ["EURNN", "URNN"]
 
 
 class _Unitary(Parametrization):
-    """Complex square weights from angles; a given matrix is not taken apart."""
+    """Complex square weights from angles; a given matrix need not have any."""
 
     @override
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:
@@ -40,7 +41,8 @@ class URNN(_Unitary):
     r"""Unitary :math:`D_3 H_2 F^{-1} D_2 \Pi H_1 F D_1` with 7N numbers.
 
     Free: phases ``(..., 3, N)`` and complex vectors ``(..., N, 2)``; the permutation is a buffer.
-    A small part of the unitary matrices. Registration starts at random; assignment is an error.
+    A small part of the unitary matrices, from which no way back is known: registration starts at
+    random, and assignment is an error, also of matrices that the map made itself.
 
     Args:
         manifold, generator: as in :class:`Parametrization`.
@@ -82,8 +84,9 @@ class URNN(_Unitary):
 class EURNN(_Unitary):
     r"""Unitary :math:`D F_1 \cdots F_L`, layers of rotations of neighbouring pairs.
 
-    Free: phases ``(..., N)`` and angles ``(..., L, 2, N // 2)``. L = N reaches all unitary matrices
-    but a set of measure zero. Registration starts at random; assignment is an error.
+    Free: phases ``(..., N)`` and angles ``(..., L, 2, N // 2)``. L = N reaches all unitary
+    matrices. Registration starts at random. Assignment takes a matrix apart for L >= N; with fewer
+    layers no way back is known, and it is an error.
 
     Args:
         layers: L. Default: N.
@@ -111,6 +114,16 @@ class EURNN(_Unitary):
     def point(self, *free: Tensor) -> Tensor:
         phases, angles = free
         return eurnn(phases, angles)
+
+    @override
+    def free(self, point: Tensor) -> Free | None:
+        n = point.size(-1)
+        layers = self.layers or n
+        if layers < n:
+            return None
+        phases, angles = pair_rotations(point)
+        idle = angles.new_zeros(*angles.shape[:-3], layers - n, *angles.shape[-2:])
+        return phases, torch.cat([angles, idle], dim=-3)
 
     @override
     def start(self, point: Tensor) -> Free:
