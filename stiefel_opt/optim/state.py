@@ -52,7 +52,6 @@ def complete_state(
 
     Raises:
         ValueError: for state of another shape.
-        TypeError: for half precision that is sharded.
     """
     ranges, needs_tall = state_shapes(manifold, parameter.shape)
     expected = {}
@@ -67,15 +66,6 @@ def complete_state(
     if manifold.rows is not None:
         expected.update(dict.fromkeys(names.rows, parameter.shape))
     if parameter.dtype in HALF:
-        if shards is not None:
-            raise TypeError(
-                fail(
-                    called(),
-                    "be float32 or wider to be sharded",
-                    parameter.dtype,
-                    "shard a float32 model with a mixed-precision policy",
-                )
-            )
         expected[MASTER] = parameter.shape
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
