@@ -246,18 +246,21 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     content: dict[str, Any] = {"rows": {}}
-    if PATH.exists() and not options.smoke:
-        content = json.loads(PATH.read_text())
     for key in options.families:
         family = FAMILIES[key]
-        record = content["rows"].setdefault(key, {})
+        measured: dict[str, dict[str, Any]] = {}
         for size in family.sizes[:1] if options.smoke else family.sizes:
-            one = record.setdefault(label(size), {})
+            one = measured.setdefault(label(size), {})
             if options.what != "memory":
                 one["times"] = times(size, family.rounds)
             if options.what != "time":
                 one["memory"] = memory(size)
             print(label(size), "measured", flush=True)
+        if PATH.exists() and not options.smoke:  # times and memory may come from two runs
+            content = json.loads(PATH.read_text())
+        record = content["rows"].setdefault(key, {})
+        for name, one in measured.items():
+            record.setdefault(name, {}).update(one)
         about = {"threads": options.threads, "what": options.what, "machine": machine(CPU)}
         content.setdefault("runs", {})[f"{key}, {options.what}"] = about
         content["tables"] = tables(content["rows"])
