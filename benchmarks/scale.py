@@ -62,7 +62,7 @@ class Family:
     title: str
     grows: str
     sizes: tuple[tuple[int, int, int, int], ...]
-    rounds: int = 7
+    rounds: int = 5
 
 
 FAMILIES = {
