@@ -157,7 +157,8 @@ def test_shards_train_as_one_process_on_four():
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_layout_with_every_option_trains_as_one_process(size, dtype):
-    run(size, *((compare, name, tuple(LAYOUTS), dtype) for name in EVERY))
+    names = EVERY if dtype == torch.float64 else HALF
+    run(size, *((compare, name, tuple(LAYOUTS), dtype) for name in names))
 
 
 # ---- what is sent ------------------------------------------------------------------------------
