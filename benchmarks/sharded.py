@@ -146,6 +146,37 @@ def counted(rows: list[dict[str, Any]], name: str) -> tuple[int, int]:
     return len(found["collectives"]), found["summed_bytes"] // (4 * found["m"] ** 2)
 
 
+def short_table(rows: list[dict[str, Any]]) -> str:
+    """Bytes sent by each process in a usual step, for n, m and processes; beside it a gather."""
+    found: dict[tuple[str, int, int], dict[int, tuple[int, int]]] = {}
+    for row in rows:
+        if row["sharded"] == "rows" and row["processes"] > 1:
+            shape = (row["optimizer"], row["n"], row["m"])
+            sent = (row["wire_bytes"], row["gather_bytes"])
+            found.setdefault(shape, {})[row["processes"]] = sent
+    counts = sorted({ranks for sent in found.values() for ranks in sent})
+    header = [f"{what}, {ranks} processes" for ranks in counts for what in ("sums", "gather")]
+    lines = []
+    for (name, n, m), sent in found.items():
+        cells = [f"{number:,}" for ranks in counts for number in sent[ranks]]
+        lines.append([f"{name}, {n} x {m}", *cells])
+    return markdown_table(("bytes a process sends in a step", *header), lines)
+
+
+def short_model(model: list[dict[str, Any]]) -> str:
+    """The modelled times of one shape: sharded and gathered, compute and sending together."""
+    lines = []
+    for link in LINKS:
+        for way in ("sharded", "gathered"):
+            times = [
+                1e6 * (row[f"{way}_compute"] + row[f"{way}_sending"])
+                for row in model
+                if (row["optimizer"], row["n"], row["link"]) == ("StiefelSGD", 65536, link)
+            ]
+            lines.append([f"{way}, {link}", *(f"{time:,.0f}" for time in times)])
+    return markdown_table(("link", *(f"{ranks} processes" for ranks in RANKS)), lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="few rows, nothing written")
@@ -166,7 +197,8 @@ def main() -> None:
     for row in rows:
         cells = [str(row[key]) for key in keys]
         table.append([row["optimizer"], *cells, f"{row['error']:.1e}", f"{row['off']:.1e}"])
-    print(markdown_table(header, table))
+    tables = {"bytes a step": markdown_table(header, table), "short": short_table(rows)}
+    print(tables["bytes a step"], "", tables["short"], sep="\n")
     model = [
         {"optimizer": name, "n": n, "m": m, "ranks": ranks, "link": link}
         | modelled(name, n, m, ranks, LINKS[link], counted(rows, name))
@@ -181,9 +213,13 @@ def main() -> None:
     for row in model:
         case = f"{row['optimizer']} {row['n']} x {row['m']}, {row['link']}"
         lines.append([case, str(row["ranks"]), *(f"{1e6 * row[column]:.0f}" for column in columns)])
-    print(markdown_table(("case", "ranks", *columns), lines))
+    tables["model, microseconds a step"] = markdown_table(("case", "ranks", *columns), lines)
+    print(tables["model, microseconds a step"])
+    tables["model, short"] = short_model(model)
+    print(f"\nStiefelSGD, 65536 x 1024, microseconds a step\n{tables['model, short']}")
     if not smoke:
-        content = {"machine": machine(torch.device("cpu")), "rows": rows, "model": model}
+        content = {"machine": machine(torch.device("cpu")), "tables": tables, "rows": rows}
+        content["model"] = model
         content["assumptions"] = {"links": LINKS, "flops": FLOPS, "products": PRODUCTS}
         write_json(RESULTS / "sharded.json", content)
 

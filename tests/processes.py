@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine and pass on what they raise."""
+"""Run functions on several gloo processes of this machine and pass on what they raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,38 +15,37 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+Call = tuple[Any, ...]  # a function of a module and its arguments
 TIMEOUT = timedelta(seconds=60)  # a collective that waits longer is an error of the test
 
 
 @functools.cache
 def _prepare_server() -> None:
     """Import torch once, in a server that every process is then forked from."""
-    imported = ["torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp"]
+    imported = ["pytest", "torch", "torch.distributed.fsdp"]
+    imported += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.debug"]
     multiprocessing.set_forkserver_preload([*imported, "stiefel_opt"])
 
 
-def run(function: Callable[..., None], size: int, *cases: tuple[Any, ...]) -> None:
-    """Call ``function(*case)`` for each case on ``size`` processes that form the default group."""
+def run(size: int, *calls: Call) -> None:
+    """Make each call ``(function, *arguments)`` on ``size`` processes of one default group."""
     _prepare_server()
     with tempfile.TemporaryDirectory() as folder:
         store = (Path(folder) / "store").as_uri()
-        mp.start_processes(
-            _work, (size, store, function, cases), nprocs=size, start_method="forkserver"
-        )
+        mp.start_processes(_work, (size, store, calls), nprocs=size, start_method="forkserver")
 
 
-def _work(
-    rank: int, size: int, store: str, function: Callable[..., None], cases: Sequence[Any]
-) -> None:
+def _work(rank: int, size: int, store: str, calls: Sequence[Call]) -> None:
     warnings.simplefilter("error", UserWarning)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     dist.init_process_group("gloo", store, TIMEOUT, size, rank)
-    for case in cases:
+    for function, *arguments in calls:
+        torch.manual_seed(0)
         try:
-            function(*case)
-        except Exception as error:  # noqa: PERF203
-            raise AssertionError(f"{function.__name__}{case} failed on rank {rank}") from error
+            function(*arguments)
+        except Exception as error:
+            case = f"{function.__name__}{tuple(arguments)}"
+            raise AssertionError(f"{case} failed on rank {rank} of {size}") from error
     dist.barrier()
     dist.destroy_process_group()
 

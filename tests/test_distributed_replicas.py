@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from contract import OPTIMIZERS, model
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stiefel_opt as so
 
 RANKS = 2
-STEPS = 20
+STEPS = 10  # past a step that corrects rounding
 
 
 def batch(step):
@@ -57,14 +58,6 @@ def train_replicas(name, pieces):
     same_as_alone(net, alone)
 
 
-def test_replicas_train_as_one_process():
-    run(train_replicas, RANKS, *((name, 1) for name in OPTIMIZERS))
-
-
-def test_accumulated_gradients_train_as_one_process():
-    run(train_replicas, RANKS, ("sgd", 2), ("adam", 2))
-
-
 def keep_bits(name):
     rule, options = OPTIMIZERS[name]
     net = model()
@@ -77,10 +70,6 @@ def keep_bits(name):
         if step % 40 == 39:
             state = [t for kept in opt.state.values() for t in kept.values()]
             assert_equal_on_all([*net.parameters(), *state])
-
-
-def test_replicas_stay_equal_to_the_bit():
-    run(keep_bits, RANKS, ("sgd",), ("adam",))
 
 
 def share_state(name):
@@ -110,5 +99,21 @@ def share_state(name):
                 torch.testing.assert_close(whole[index][key], value, rtol=0, atol=1e-10)
 
 
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+
+
+def test_replicas_train_as_one_process_and_stay_equal_to_the_bit():
+    """Also with accumulated gradients, and over 200 steps."""
+    calls = [(train_replicas, name, 1) for name in FIVE]
+    calls += [(train_replicas, "sgd", 2), (train_replicas, "adam", 2)]
+    run(RANKS, *calls, *((keep_bits, name) for name in FIVE))
+
+
 def test_sharing_the_state_of_the_optimizer_trains_as_one_process():
-    run(share_state, RANKS, *((name,) for name in OPTIMIZERS))
+    run(RANKS, *((share_state, name) for name in FIVE))
+
+
+@pytest.mark.slow
+def test_replicas_with_every_option():
+    calls = [(train_replicas, name, pieces) for name in OPTIMIZERS for pieces in (1, 2)]
+    run(RANKS, *calls, *((keep_bits, name) for name in OPTIMIZERS))

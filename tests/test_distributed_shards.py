@@ -5,11 +5,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from contract import OPTIMIZERS, model
+from contract import OPTIMIZERS
 from processes import assert_equal_on_all, run
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -50,6 +47,21 @@ LAYOUTS = {
 }
 
 
+# One of each kind, for what every optimizer must do by default.
+KINDS = (
+    "tall, uneven",
+    "tall, some without rows",
+    "batch of wide",
+    "ranges by columns",
+    "batch, some without",
+    "heads",
+    "wide by rows",
+    "tall heads cut by borders",
+)
+# Half precision: masters move in float32, where sums over rows depend on how these are cut.
+BOUNDS = {torch.float64: 1e-10, torch.bfloat16: 2e-5}
+
+
 def value(shape, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -60,8 +72,100 @@ def part(tensor, mesh, placements):
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
+def pairs(layouts, dtype, off=False):
+    """Parameters of all layouts, two of each that is stacked: whole ones and our parts of them."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
+    for layout in layouts:
+        shape, reading, dim, kind = LAYOUTS[layout]
+        for number in range(2 if kind == "sums" else 1):
+            whole = so.ManifoldParameter(value(shape, 100 + number).to(dtype))
+            whole.manifold = so.Stiefel(**reading)
+            if not off:
+                so.constrain(holder := torch.nn.ParameterDict({"w": whole}), "w", **reading)
+                whole = holder["w"]
+            shard = torch.nn.Parameter(part(whole.detach(), mesh, [Shard(dim)]))
+            shard.manifold = whole.manifold
+            found.append((layout, whole, shard))
+    return found
+
+
+def fill_grads(found, step, size=1.0):
+    for number, (_, whole, shard) in enumerate(found):
+        whole.grad = (size * value(whole.shape, 1000 * step + number)).to(whole.dtype)
+        shard.grad = part(whole.grad, shard.device_mesh, shard.placements)
+
+
+@torch.no_grad()
+def compare(name, layouts, dtype=torch.float64):
+    """Train parameters of all layouts in one optimizer, sharded and alone, from off the manifold.
+
+    Compared are values and state: our parts with the same parts of what one process computes.
+    """
+    rule, options = OPTIMIZERS[name]
+    found = pairs(layouts, dtype, off=True)
+    alone_opt = rule([whole for _, whole, _ in found], **options)
+    opt = rule([shard for *_, shard in found], **options)
+    for step in range(STEPS):
+        fill_grads(found, step)
+        alone_opt.step()
+        opt.step()
+    replicated = []
+    for layout, whole, shard in found:
+        wanted, kept = alone_opt.state[whole], opt.state[shard]
+        assert kept.keys() == wanted.keys(), f"{name}: {layout}"
+        if dtype.itemsize == 2:
+            own = kept["master"].redistribute(placements=shard.placements)
+            assert torch.equal(own.to_local().to(dtype), shard.to_local()), f"{name}: {layout}"
+        else:
+            wanted, kept = {**wanted, "point": whole}, {**kept, "point": shard}
+        for key, tensor in kept.items():
+            own, expected = tensor, wanted[key]
+            assert own.dtype == expected.dtype, f"{name}: {layout}: {key}"
+            if isinstance(tensor, DTensor):
+                own = tensor.to_local()
+                expected = part(expected, tensor.device_mesh, tensor.placements).to_local()
+            if not isinstance(tensor, DTensor) or tensor.placements[0].is_replicate():
+                replicated.append(own.to(torch.float64))
+            assert own.shape == expected.shape, f"{name}: {layout}: {key}"
+            worst = float((own - expected).abs().max()) if own.numel() else 0.0
+            assert worst < BOUNDS[dtype], f"{name}: {layout}: {key} off by {worst}"
+    assert_equal_on_all(replicated)
+
+
+EVERY = tuple(OPTIMIZERS)
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+HALF = ("sgd", "adam", "cayley-adam")
+
+
+def test_shards_train_as_one_process_alone():
+    run(1, *((compare, name, KINDS) for name in FIVE))
+
+
+def test_shards_train_as_one_process_on_two():
+    """All layouts with momentum and with Adam; half precision as well."""
+    several = {"sgd": tuple(LAYOUTS), "adam": tuple(LAYOUTS)}
+    calls = [(compare, name, several.get(name, KINDS)) for name in FIVE]
+    run(2, *calls, *((compare, name, KINDS, torch.bfloat16) for name in HALF))
+
+
+def test_shards_train_as_one_process_on_four():
+    run(4, *((compare, name, KINDS) for name in FIVE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_layout_with_every_option_trains_as_one_process(size, dtype):
+    names = EVERY if dtype == torch.float64 else HALF
+    run(size, *((compare, name, tuple(LAYOUTS), dtype) for name in names))
+
+
+# ---- what is sent ------------------------------------------------------------------------------
+
+
 def sent(counts):
-    """What was called and how often, and the number of sums."""
+    """The number of sums and of other calls."""
     names = Counter({str(name): count for name, count in counts.items()})
     sums = sum(
         count for name, count in names.items() if "all_reduce" in name or "allreduce" in name
@@ -70,189 +174,39 @@ def sent(counts):
 
 
 @torch.no_grad()
-def compare(name, layouts, off):
-    """Train parameters of all layouts in one optimizer, sharded and alone."""
+def count(name, layout):
+    """Count the calls of each step: at most two sums for SGD, none for whole matrices."""
     rule, options = OPTIMIZERS[name]
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    alone, shards, names = [], [], []
-    for layout in layouts:
-        shape, reading, dim, kind = LAYOUTS[layout]
-        for number in range(2 if kind == "sums" else 1):  # a group of equal matrices
-            parameter = so.ManifoldParameter(value(shape, 100 + number), so.Stiefel(**reading))
-            if not off:
-                so.constrain(holder := torch.nn.ParameterDict({"w": parameter}), "w", **reading)
-                parameter = holder["w"]
-            shard = torch.nn.Parameter(part(parameter.detach(), mesh, [Shard(dim)]))
-            shard.manifold = parameter.manifold
-            alone.append(parameter)
-            shards.append(shard)
-            names.append(layout)
-    alone_opt, opt = rule(alone, **options), rule(shards, **options)
-    for step in range(STEPS):
-        for number, (p, q) in enumerate(zip(alone, shards, strict=True)):
-            # Where sums are counted steps are short: a long one takes rounding out by a third.
-            size = 1.0 if len(layouts) > 1 else 0.05
-            p.grad = size * value(p.shape, 1000 * step + number)
-            q.grad = part(p.grad, mesh, q.placements)
-        alone_opt.step()
-        if len(layouts) > 1:
-            opt.step()
-            continue
-        with CommDebugMode() as counted:
-            opt.step()
-        if step > 0:
-            check_sent(name, LAYOUTS[layouts[0]], counted.get_comm_counts(), step)
-    for p, q, layout in zip(alone, shards, names, strict=True):
-        described = f"{name}: {layout}"
-        whole = q.full_tensor()
-        worst = float((whole - p).abs().max())
-        assert worst < 1e-10, f"{described}: off by {worst}"
-        assert_equal_on_all([whole])
-        assert opt.state[q].keys() == alone_opt.state[p].keys(), described
-        for key, kept in alone_opt.state[p].items():
-            own = opt.state[q][key]
-            own = own.full_tensor() if isinstance(own, DTensor) else own
-            assert own.shape == kept.shape, f"{described}: {key}"
-            worst = float((own - kept).abs().max())
-            assert worst < 1e-10, f"{described}: {key} off by {worst}"
-
-
-def check_sent(name, layout, counts, step):
-    sums, others = sent(counts)
-    shape, reading, dim, kind = layout
+    found = pairs((layout,), torch.float64)
+    opt = rule([shard for *_, shard in found], **options)
+    shape, reading, dim, kind = LAYOUTS[layout]
+    size = dist.get_world_size()
     # Parameters with plain rows are not stacked: two of them, with two ranges each.
     ranges = 2 * len(reading["rows"]) if reading.get("rows") else 1
-    empty = (
-        kind == "sums"
-        and -(-shape[dim] // dist.get_world_size()) * (dist.get_world_size() - 1) >= shape[dim]
-    )
-    if kind == "nothing":
-        assert sums == others == 0, (name, layout, counts)
-    elif kind == "sums":
-        assert others == 0, (name, layout, counts)
-        assert sums > 0, (name, layout, counts)
+    # A process without rows sees no write to them, so that all must ask.
+    empty = kind == "sums" and -(-shape[dim] // size) * (size - 1) >= shape[dim]
+    for step in range(STEPS):
+        # Where sums are counted steps are short: a long one takes rounding out by a third.
+        fill_grads(found, step, size=0.05)
+        with CommDebugMode() as counted:
+            opt.step()
+        if step == 0:
+            continue  # X'X of a start is measured
+        sums, others = sent(counted.get_comm_counts())
+        described = f"{name}: {layout}: step {step}: {sums} sums, {others} others"
+        assert others == 0, described
+        assert (sums == 0) is (kind == "nothing"), described
         if name == "sgd":
-            assert sums <= 2 * ranges + empty, (name, layout, counts, step)
-
-
-EVERY = tuple(OPTIMIZERS)
-
-
-@pytest.mark.parametrize(
-    ("size", "names"),
-    [
-        (2, ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")),
-        (4, ("sgd", "adam")),
-        *(pytest.param(size, EVERY, marks=pytest.mark.slow) for size in (1, 2, 4)),
-    ],
-)
-def test_shards_train_as_one_process(size, names):
-    """Starts off the manifold, all layouts in one optimizer; state is compared as well."""
-    run(compare, size, *((name, tuple(LAYOUTS), True) for name in names))
+            assert sums <= 2 * ranges + empty, described
 
 
 def test_what_is_sent():
-    """At most two sums a step of SGD for rows that are shared, nothing for whole matrices."""
     layouts = [layout for layout, (*_, kind) in LAYOUTS.items() if kind != "moves"]
-    some_without = [layout for layout in layouts if "some without" in layout]  # of four processes
     layouts.remove("heads, some without")  # two processes would cut a head
-    run(compare, 2, *(("sgd", (layout,), False) for layout in layouts))
-    run(compare, 4, *(("sgd", (layout,), False) for layout in some_without))
+    run(2, *((count, "sgd", layout) for layout in layouts), (count, "adam", "tall"))
 
 
-# ---- a model under fully_shard -----------------------------------------------------------------
-
-
-def build(seed=0):
-    """Tall, wide, with heads, filters, a fused weight, and plain ones, in float64."""
-    return model(seed).double()
-
-
-def long_side(parameter):
-    """Shard wide matrices by columns, all else by rows, as fully_shard does by itself."""
-    wide = parameter.ndim == 2 and parameter.size(0) < parameter.size(1)
-    even = wide and parameter.size(1) % dist.get_world_size() == 0
-    return Shard(1 if even else 0)
-
-
-def sharded(net, rule, options, placement):
-    fully_shard(net, shard_placement_fn=placement)
-    return rule(so.param_groups(net), **options)
-
-
-def step_of(net, opt, step, whole):
-    """Take a step; return the mean loss over all inputs, before it."""
-    x = value((8, 8), step)
-    if not whole:
-        x = x.chunk(dist.get_world_size())[dist.get_rank()]
-    opt.zero_grad()
-    loss = (net(x) - x[:, :2]).square().mean()
-    loss.backward()
-    opt.step()
-    mean = loss.detach().clone()
-    if not whole:
-        dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-    return float(mean)
-
-
-def train_model(name, placement):
-    """A model under fully_shard, each rank with its part of the inputs, against one process."""
-    rule, options = OPTIMIZERS[name]
-    alone, net = build(), build()
-    alone_opt, opt = rule(so.param_groups(alone), **options), sharded(net, rule, options, placement)
-    for step in range(STEPS):
-        expected = step_of(alone, alone_opt, step, whole=True)
-        loss = step_of(net, opt, step, whole=False)
-        assert abs(loss - expected) < 1e-10, f"{name}, step {step}: {loss}, {expected}"
-    net.reshard()
-    assert so.orthonormality_error(net) < 1e-14
-    for tall, other in ((alone.up.weight, net.up.weight), (alone.q.weight, net.q.weight)):
-        for mine, theirs in zip(opt.velocity(other), alone_opt.velocity(tall), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
-    with pytest.raises(TypeError, match="not be sharded to be projected"):
-        so.constrain(net.up)
-    with pytest.raises(TypeError, match="not be sharded to set its velocity"):
-        opt.set_velocity(net.up.weight, *opt.velocity(net.up.weight))
-    for (key, p), q in zip(alone.named_parameters(), net.parameters(), strict=True):
-        assert isinstance(q, DTensor)
-        worst = float((q.detach().full_tensor() - p.detach()).abs().max())
-        assert worst < 1e-10, f"{name}: {key} off by {worst}"
-
-
-def test_a_model_under_fully_shard_trains_as_one_process():
-    names = ("sgd", "adam", "cayley-adam")
-    run(train_model, 2, *((name, place) for name in names for place in (None, long_side)))
-
-
-def save(name, folder):
-    rule, options = OPTIMIZERS[name]
-    net = build()
-    opt = sharded(net, rule, options, long_side)
-    for step in range(3):
-        step_of(net, opt, step, whole=False)
-    weights, state = get_state_dict(net, opt)
-    checkpoint.save({"weights": weights, "state": state}, checkpoint_id=f"{folder}/{name}")
-    losses = [step_of(net, opt, step, whole=False) for step in range(3, 6)]
-    if dist.get_rank() == 0:
-        torch.save(losses, f"{folder}/{name}.pt")
-
-
-def load(name, folder):
-    rule, options = OPTIMIZERS[name]
-    net = build(seed=1)
-    opt = sharded(net, rule, options, long_side)
-    weights, state = get_state_dict(net, opt)
-    checkpoint.load({"weights": weights, "state": state}, checkpoint_id=f"{folder}/{name}")
-    set_state_dict(net, opt, model_state_dict=weights, optim_state_dict=state)
-    expected = torch.load(f"{folder}/{name}.pt")
-    losses = [step_of(net, opt, step, whole=False) for step in range(3, 6)]
-    for mine, theirs in zip(losses, expected, strict=True):
-        assert abs(mine - theirs) < 1e-10, f"{name}: {losses}, {expected}"
-
-
-def test_a_checkpoint_of_two_ranks_continues_on_any_number(tmp_path):
-    cases = [(name, str(tmp_path)) for name in ("sgd", "adam", "cayley-adam")]
-    run(save, 2, *cases)
-    for size in (1, 2):
-        run(load, size, *cases)
+@pytest.mark.slow
+def test_what_four_processes_send():
+    layouts = [layout for layout in LAYOUTS if "some without" in layout]
+    run(4, *((count, "sgd", layout) for layout in layouts))

@@ -19,9 +19,11 @@ from contract import (
     snapshot,
     train,
 )
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
+from stiefel_opt.geometry import random_point
 
 BACKENDS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
@@ -180,3 +182,49 @@ def test_errors_stay_at_float32_rounding(name, precision, device):
         opt.step()
     assert max(float(so.orthonormality_error(p)) for p in params) < 5e-6
     assert all(p.dtype == torch.float32 for p in constrained(nn.ParameterList(params)).values())
+
+
+class LowProducts(TorchDispatchMode):
+    """Products of float32 as hardware with TF32 or bfloat16 units makes them, where it is asked to.
+
+    Factors are rounded to 8 bits, as for "medium", whenever a setting allows it.
+    """
+
+    NAMES = ("mm", "bmm", "addmm", "baddbmm", "addmm_", "baddbmm_")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = self.exact = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in self.NAMES and args[-1].dtype == torch.float32:
+            if set(settings()) <= {"highest", "ieee", "none"}:
+                self.exact += 1
+            else:
+                self.rounded += 1
+                factors = [factor.bfloat16().float() for factor in args[-2:]]
+                args = (*args[:-2], *factors)
+        return function(*args, **(kwargs or {}))
+
+
+@every_optimizer
+@pytest.mark.parametrize(("choose", "value"), LOW)
+@pytest.mark.usefixtures("restored")
+def test_errors_stay_at_float32_rounding_where_products_are_rounded(name, choose, value, generator):
+    """What hardware would do is done by hand, so that a product outside the guard would show."""
+    starts = [random_point(n, m, generator=generator) for n, m in ((64, 16), (24, 24))]
+    starts[0] = starts[0] + 0.05 * torch.randn(64, 16, generator=generator)  # is projected
+    params = [so.ManifoldParameter(start) for start in starts]
+    opt = optimizer(name, params)
+    choose(value)
+    with LowProducts() as products:
+        for _ in range(17):
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            opt.step()
+        assert products.exact
+        assert not products.rounded
+        gram: Tensor = params[1].detach().mT @ params[1].detach()
+        assert products.rounded == 1  # outside a step the choice of the user holds
+    assert (gram - torch.eye(24)).abs().max() > 1e-4
+    assert max(float(so.orthonormality_error(p)) for p in params) < 5e-6

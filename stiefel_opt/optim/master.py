@@ -2,7 +2,8 @@
 
 bfloat16 has 8 bits: a step of 1e-3 would vanish in the rounding of the parameter, and X'X = I can
 hold only to that rounding. So the point lives in float32, under the name ``master`` in the state,
-and the parameter is what it rounds to.
+and the parameter is what it rounds to. A sharded parameter has a master that is sharded like the
+rest of its state.
 """
 
 from __future__ import annotations

@@ -62,11 +62,16 @@ class Shards:
         return shard
 
     def write(self, parameter: Any, shard: Tensor) -> None:
-        """Put a shard in the working layout into a parameter that is stored in another."""
+        """Put a shard in the working layout, of any dtype, into a parameter.
+
+        One of its own dtype and layout is there already: the step works on the parameter itself.
+        """
+        own: Tensor = parameter.to_local()
         if self.working != self.stored:
-            whole = self._whole(shard, parameter, self.working)
-            moved = whole.redistribute(self.mesh, self.stored)
-            parameter.to_local().copy_(moved.to_local())
+            whole = self._whole(shard.to(own.dtype), parameter, self.working)
+            own.copy_(whole.redistribute(self.mesh, self.stored).to_local())
+        elif shard.dtype != own.dtype:
+            own.copy_(shard)
 
     def like(self, shard: Tensor, tensor: Tensor) -> Tensor:
         """Return ``shard`` as what ``tensor`` is: a part of a DTensor, or all there is."""

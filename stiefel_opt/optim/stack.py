@@ -58,11 +58,6 @@ class Stack:
             _settle_allocator()
         self.owners = parameters  # what the user sees
         self._dtype = parameters[0].dtype  # model.to(dtype) may change it
-        self.masters = None  # half-precision parameters round what moves: (count, *shape)
-        if MASTER in states[0]:
-            self.masters = _stacked([state[MASTER] for state in states], states, MASTER)
-            parameters = [state[MASTER] for state in states]
-        self.parameters = parameters  # what moves
         self.sizes = [size for size, _ in _sizes(manifold, parameters[0].shape)]  # of all rows
         self.wide = [wide for _, wide in _sizes(manifold, parameters[0].shape)]
         self.manifold = manifold
@@ -71,9 +66,14 @@ class Stack:
         shown = states
         if shards is not None:
             self.manifold = manifold = shards.manifold
-            self.parameters = parameters = [shards.local(parameter) for parameter in parameters]
+            parameters = [shards.local(parameter) for parameter in parameters]
             states = [{name: _own(tensor) for name, tensor in state.items()} for state in shown]
         self.states = states
+        self.masters = None  # half-precision parameters round what moves: (count, *shape)
+        if MASTER in states[0]:
+            self.masters = _stacked([state[MASTER] for state in states], states, MASTER)
+            parameters = [state[MASTER] for state in states]
+        self.parameters = parameters  # what moves
         self.grads: list[Tensor] = []
         self.versions: list[int] | None = None  # of the parameters after our last write
         self.fresh = True  # somebody else wrote to the parameters since then
@@ -113,13 +113,16 @@ class Stack:
 
     def advance(self) -> None:
         """Count a step."""
-        if self.masters is not None:
-            follow_(self.masters, self.owners)
-        self.steps.add_(1)
+        found = self.owners
         if self.shards is not None:
-            self.parameters = [self.shards.local(parameter) for parameter in self.owners]
+            found = [self.shards.local(parameter) for parameter in found]
+        if self.masters is not None:
+            follow_(self.masters, found)
+        elif self.shards is not None:
+            self.parameters = found
             for batch in self.batches:
                 batch.renew()
+        self.steps.add_(1)
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
         self.number = None
@@ -143,7 +146,7 @@ class Stack:
         self.grads = []
         if not written:
             return
-        if self.masters is not None:
+        if self.masters is not None and self.shards is None:
             torch._foreach_copy_(self.owners, self.parameters)
         if self.shards is not None:
             for owner, parameter in zip(self.owners, self.parameters, strict=True):

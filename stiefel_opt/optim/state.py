@@ -59,18 +59,8 @@ def complete_state(
 
     Raises:
         ValueError: for state of another shape.
-        TypeError: for half precision that is sharded.
     """
     expected = expected_shapes(names, parameter, manifold)
-    if parameter.dtype in HALF and shards is not None:
-        raise TypeError(
-            fail(
-                called(),
-                "be float32 or wider to be sharded",
-                parameter.dtype,
-                "shard a float32 model with a mixed-precision policy",
-            )
-        )
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
