@@ -40,9 +40,9 @@ def step_safely(stack: Stack, move: Move, *, write: bool) -> list[Tensor]:
         _step_and_undo(stack, move, write)
         return []
     if stack.scattered:  # no batch tells about the others
-        (grad,) = stack.grads
-        safe = is_safe(grad)
-        if not (safe if stack.shards is None else not stack.shards.any(not safe)):
+        if stack.row_sum is not None:  # nor any process: their sums do, when it is too late
+            return _listed(stack, _step_and_undo(stack, move, write))
+        if not is_safe(stack.grads[0]):
             return _skip(stack, slice(0, 1), torch.ones(1, dtype=torch.bool))
     skipped: list[Tensor] = []
     for batch in stack.batches:
@@ -79,8 +79,11 @@ def _step_the_others(stack: Stack, batch: Batch, move: Move, write: bool) -> lis
     return _skip(stack, batch.members, bad)
 
 
-def _step_and_undo(stack: Stack, move: Move, write: bool) -> None:
-    """Move a stack, and undo it for the parameters whose sums were not finite: no value is read."""
+def _step_and_undo(stack: Stack, move: Move, write: bool) -> Tensor:
+    """Move a stack, undo it for the parameters whose sums were not finite, and return which.
+
+    No value is read for it.
+    """
     moved, found = [], []
     for batch in stack.batches:
         kept = {name: tensor.clone() for name, tensor in batch.state.items()}
@@ -89,7 +92,7 @@ def _step_and_undo(stack: Stack, move: Move, write: bool) -> None:
         if watch.finite is not None:
             found.append(watch.finite.view(batch.count, -1).all(dim=-1))
     if not found:  # none of the matrices is here
-        return
+        return torch.zeros_like(stack.skipped, dtype=torch.bool)
     # Batches hold other parameters each, or parts of the same one.
     good = torch.stack(found).all(dim=0) if stack.scattered else torch.cat(found)
     for batch, kept, new_point in moved:
@@ -99,10 +102,15 @@ def _step_and_undo(stack: Stack, move: Move, write: bool) -> None:
         if write:
             batch.write(torch.where(ours, new_point, batch.point()))
     stack.skip(slice(0, len(stack.owners)), ~good)
+    return ~good
 
 
 def _skip(stack: Stack, members: slice, which: Tensor) -> list[Tensor]:
     stack.skip(members, which)
+    return _listed(stack, which, members)
+
+
+def _listed(stack: Stack, which: Tensor, members: slice = slice(None)) -> list[Tensor]:
     return [p for p, missed in zip(stack.owners[members], which.tolist(), strict=True) if missed]
 
 
