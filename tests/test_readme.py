@@ -10,7 +10,10 @@ under the key "tables".
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,27 @@ def test_block_runs(line: int, code: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MPLBACKEND", "Agg")
     # The blank lines make a traceback point at the line in the README.
     exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "readme"})
+
+
+def test_the_sharded_block_runs_on_two_processes(tmp_path: Path) -> None:
+    """The one block that stands as ``py``: it wants torchrun."""
+    (block,) = re.findall(r"^```py\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    error = "print(float(so.orthonormality_error(model)))"
+    script = tmp_path / "train.py"
+    script.write_text(f"{block}{error}\ndist.destroy_process_group()\n", encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [float(line) for line in done.stdout.split()]
+    assert len(errors) == 2
+    assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize(("source", "table"), TABLES, ids=[source for source, _ in TABLES])
