@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_range, fail
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
@@ -204,6 +205,7 @@ class AdamG(CayleyAdam):
             "differentiable": False,
             "steps": _STEPS,
             "exact": False,
+            "nonfinite": "skip",
             "stiefel": stiefel,
         }
         StiefelOptimizer.__init__(self, params, defaults)
@@ -230,10 +232,11 @@ class AdamG(CayleyAdam):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         betas = group["momentum"], group["beta2"]
         options = {**group, "betas": betas, "eps": group["epsilon"]}
-        return super()._move(options, point, grad, batch, lr, correct)
+        return super()._move(options, point, grad, batch, lr, correct, watch)
 
     @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "largest_bound",
     "polar_rotation",
     "product",
+    "reads",
     "roots",
     "skew",
     "sym",
@@ -43,6 +44,11 @@ _DEGREE = 3
 _FEW = 1024
 _MEDIUM = 64
 _LARGE = 256
+
+
+def reads(tensor: Tensor) -> bool:
+    """Say whether the values of ``tensor`` can be read without waiting: on a CPU, not compiled."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def sym(matrix: Tensor) -> Tensor:
@@ -113,7 +119,7 @@ def largest_bound(matrix: Tensor, cap: float) -> float:
 
     Reference: Wolkowicz & Styan (1980), Bounds for eigenvalues using traces, Theorem 2.1.
     """
-    if matrix.device.type != "cpu":
+    if not reads(matrix):
         return cap
     size = matrix.size(-1)
     if matrix.numel() <= _FEW:

@@ -24,7 +24,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "nn": {*BASE, "constraints", "parametrizations", "functional"},
     "ot": {"optim", *BASE},
     "integrations": {*BASE, "constraints", "monitor", "nn"},
-    "compat": {"optim", "manifold", "_checks"},
+    "compat": {"optim", "functional", "manifold", "_checks"},
 }
 PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizations")
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, subtract
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
 from stiefel_opt.functional.momentum import bias_correction
 from stiefel_opt.linalg import (
@@ -34,6 +35,7 @@ from stiefel_opt.linalg import (
     cayley,
     gram,
     product,
+    reads,
     roots,
 )
 
@@ -56,6 +58,7 @@ def cayley_sgd_(
     exact: bool = False,
     correct: bool = True,
     row_sum: RowSum | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     r"""One step of CayleySGD; returns the new point and updates the momentum in place.
 
@@ -73,13 +76,14 @@ def cayley_sgd_(
         exact: Solve for the Cayley map instead.
         correct: Measure X'X and X'V and remove what rounding left there.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
+        watch: Looks at the sums of the step, before anything has changed. Default: nobody.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 8 products of n x m by m x m, with ``correct`` 11; with ``exact`` one fewer and one LU
         solve of m x m.
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
-    point, inner = measure(point, grad, normal, correct, row_sum)
+    point, inner = measure(point, grad, normal, correct, row_sum, watch)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2
@@ -91,7 +95,7 @@ def cayley_sgd_(
         own = subtract(grad, point, inner, force)
         normal.mul_(momentum).add_(own)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
-    new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, row_sum)
+    new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, row_sum, watch)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
 
@@ -113,6 +117,7 @@ def cayley_adam_(
     exact: bool = False,
     correct: bool = True,
     row_sum: RowSum | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     r"""One step of CayleyAdam; returns the new point and updates the momenta in place.
 
@@ -120,7 +125,8 @@ def cayley_adam_(
     W / (c1 sqrt(v/c2 + eps)) for W, with ci = 1 - bi^t.
 
     Args:
-        point, grad, skew, normal, lr, steps, exact, correct, row_sum: as in :func:`cayley_sgd_`.
+        point, grad, skew, normal, lr, steps, exact, correct, row_sum, watch: as in
+            :func:`cayley_sgd_`.
         square: v, ``(k, 1, 1)``, updated.
         max_square: Running maximum of v, which then divides (amsgrad), updated. None: off.
         step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
@@ -134,10 +140,12 @@ def cayley_adam_(
     """
     beta1, beta2 = betas
     size = sum_rows(row_sum, absolute_square(grad).sum(dim=(-2, -1), keepdim=True))
+    if watch is not None:
+        watch.begin(size.sqrt())
+    point, inner = measure(point, grad, normal, correct, row_sum)
     square.mul_(beta2).add_(size, alpha=1 - beta2)
     if max_square is not None:
         square = torch.maximum(max_square, square, out=max_square)
-    point, inner = measure(point, grad, normal, correct, row_sum)
     force = -force
     inner = inner * force
     skew.mul_(beta1).add_(inner - inner.mH, alpha=(1 - beta1) / 2)
@@ -146,7 +154,7 @@ def cayley_adam_(
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0
-    new_point = _transform(point, skew, normal, lr, divisor, steps, exact, row_sum)
+    new_point = _transform(point, skew, normal, lr, divisor, steps, exact, row_sum, watch)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
 
@@ -160,6 +168,7 @@ def _transform(
     steps: int,
     exact: bool,
     row_sum: RowSum | None,
+    watch: Watch | None,
 ) -> Tensor:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
     size = absolute_square(turn).sum(dim=(-2, -1), keepdim=True)
@@ -168,6 +177,8 @@ def _transform(
         own = sum_rows(row_sum, gram(normal, normal))
         size = size + 2 * own.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[..., None, None]
     norm = size.sqrt() / divisor
+    if watch is not None:
+        watch.go_on(size, float(norm.max()) if reads(size) else math.inf)
     alpha = torch.clamp(1 / (norm + _TINY), max=lr)
     step = alpha / divisor
     if exact:
@@ -176,7 +187,7 @@ def _transform(
         return move_along_cayley(point, turn, normal, own, step)
 
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
-    reach = 1.0 if point.device.type != "cpu" else float((alpha * norm).max())
+    reach = 1.0 if not reads(point) else float((alpha * norm).max())
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(turn, own, step / 2, steps)
     square = torch.bmm(turned.mH, turned)

@@ -25,11 +25,13 @@ gradient of the canonical metric W is GX' - XG'. Batches are ``(k, n, m)`` with 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
 from stiefel_opt.functional.momentum import metric_parameter
 from stiefel_opt.linalg import (
@@ -43,6 +45,7 @@ from stiefel_opt.linalg import (
     largest_bound,
     polar_rotation,
     product,
+    reads,
     roots,
 )
 
@@ -68,6 +71,7 @@ def descend_(
     retraction: str = "cayley",
     correct: bool = True,
     row_sum: RowSum | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     r"""One step of ProjectedRGD; returns the new point and updates the momentum in place.
 
@@ -85,6 +89,7 @@ def descend_(
         retraction: "cayley", "qr" or "polar".
         correct: Measure X'X and X'V and remove what rounding left there.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
+        watch: Looks at the sums of the step, before anything has changed. Default: nobody.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with
@@ -92,7 +97,7 @@ def descend_(
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
-    point, inner = measure(point, grad, normal, correct, row_sum)
+    point, inner = measure(point, grad, normal, correct, row_sum, watch)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
@@ -101,7 +106,7 @@ def descend_(
         # V for the Cayley map, XT + V for the others: one product either way.
         inside = inner if retraction == "cayley" else inner - turn
         direction = None if square else subtract(grad, point, inside, force)
-        return _retract(point, turn, direction, lr, retraction, row_sum)
+        return _retract(point, turn, direction, lr, retraction, row_sum, watch)
 
     skew.mul_(momentum).add_(turn)
     ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
@@ -112,23 +117,33 @@ def descend_(
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
             direction = add_product(direction, point, ahead)
-    new_point = _retract(point, ahead, direction, lr, retraction, row_sum)
+    new_point = _retract(point, ahead, direction, lr, retraction, row_sum, watch)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
 
 
 def measure(
-    point: Tensor, grad: Tensor, normal: Tensor | None, correct: bool, row_sum: RowSum | None
+    point: Tensor,
+    grad: Tensor,
+    normal: Tensor | None,
+    correct: bool,
+    row_sum: RowSum | None,
+    watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return X and X'G; with ``correct`` for X made orthonormal again, and ``normal`` normal to it.
 
     One Newton-Schulz step, X C with C = (3I - X'X)/2, is enough to take rounding out of X'X.
     """
     if not correct:
-        return point, sum_rows(row_sum, gram(point, grad))
+        inner = sum_rows(row_sum, gram(point, grad))
+        if watch is not None:
+            watch.begin(inner)
+        return point, inner
     parts = [gram(point, other) for other in (grad, point, normal) if other is not None]
     packed = sum_rows(row_sum, torch.cat(parts, dim=-1))
     inner, own, *overlap = torch.split(packed, point.size(-1), dim=-1)
+    if watch is not None:
+        watch.begin(inner)
     mend = add_to_diagonal_(own * -0.5, 1.5)
     point = product(point, mend)
     if normal is not None:
@@ -185,6 +200,7 @@ def _retract(
     step: Scalar,
     retraction: str,
     row_sum: RowSum | None,
+    watch: Watch | None,
 ) -> Tensor:
     """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
     size = torch.bmm(turn.mH, turn)
@@ -194,6 +210,8 @@ def _retract(
     else:
         own = sum_rows(row_sum, gram(direction, direction))
         step, limit = _shorten(step, size.add_(own) if retraction == "cayley" else own)
+        if watch is not None:
+            watch.go_on(own, limit)
         if retraction == "cayley":
             new_point = move_along_cayley(point, turn, direction, own, step)
         else:
@@ -203,7 +221,7 @@ def _retract(
             else:
                 factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
             new_point = product(_forward(point, direction, step), factor)
-    if limit > 1 and point.device.type == "cpu":
+    if limit > 1 and reads(point):
         # A long step amplifies rounding. Where that cannot be seen every step begins with this.
         own = sum_rows(row_sum, gram(new_point, new_point))
         new_point = product(new_point, add_to_diagonal_(own.mul_(-0.5), 1.5))
@@ -234,9 +252,10 @@ def _shorten(step: Scalar, size: Tensor) -> tuple[Scalar, float]:
     """Return the step, cut where it is longer than 64 for xi'xi = ``size``, and a bound of its
     square: the largest eigenvalue of step^2 xi'xi."""
     most = _LONGEST * _LONGEST
+    bound = most
     if isinstance(step, float):
-        limit = step * step * largest_bound(size, float("inf"))
-        if limit <= most:
-            return step, limit
+        bound = step * step * largest_bound(size, math.inf)
+        if bound <= most:
+            return step, bound
     shorter = (most / infinity_norm(size * (step * step))).clamp(max=1.0)
-    return step * shorter.sqrt(), most
+    return step * shorter.sqrt(), bound if reads(size) and not bound < math.inf else most

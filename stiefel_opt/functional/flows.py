@@ -22,6 +22,7 @@ from stiefel_opt.linalg import (
     infinity_norm,
     largest_bound,
     polar_rotation,
+    reads,
     roots,
 )
 
@@ -233,7 +234,7 @@ def _is_short(skew: Tensor, lr: Scalar, limit: float) -> bool:
     """Say whether the infinity norm of K is known to be below saturation."""
     if skew.size(-1) * limit <= _SATURATION**2:
         return True
-    if isinstance(lr, Tensor) or skew.device.type != "cpu":
+    if isinstance(lr, Tensor) or not reads(skew):
         return False
     return abs(lr) * float(infinity_norm(skew).max()) <= _SATURATION
 

@@ -28,6 +28,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.flows import (
     CANONICAL,
     RowSum,
@@ -44,7 +45,14 @@ from stiefel_opt.functional.flows import (
     sums,
     turn_square,
 )
-from stiefel_opt.linalg import absolute_square, add_product, add_product_, add_to_diagonal_, product
+from stiefel_opt.linalg import (
+    absolute_square,
+    add_product,
+    add_product_,
+    add_to_diagonal_,
+    product,
+    reads,
+)
 
 __all__ = [
     "METRICS",
@@ -91,6 +99,7 @@ def sgd_(
     rotation: str = "polar",
     correct: bool = True,
     row_sum: RowSum | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     r"""One step of StiefelSGD; returns the new point and updates the momenta in place.
 
@@ -114,6 +123,7 @@ def sgd_(
             there "euler" is followed by its polar factor, which makes it "polar".
         correct: Measure X'X and X'U and remove what rounding left there.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
+        watch: Looks at the sums of the step, before anything has changed. Default: nobody.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 6 products of n x m by m x m, 8 with ``correct``, 8 with ``nesterov``, three more in a
@@ -122,9 +132,13 @@ def sgd_(
     """
     a = metric_parameter(metric)
     if normal is None:
-        ahead = _momentum_of_square_(point, grad, skew, momentum, force, nesterov, a, row_sum)
+        ahead = _momentum_of_square_(
+            point, grad, skew, momentum, force, nesterov, a, row_sum, watch
+        )
         return _turn_point(point, lambda: ahead, lr, rotation, correct, row_sum)
     inner, mending, overlap = _measure(point, grad, normal, correct, row_sum)
+    if watch is not None:
+        watch.begin(inner)
     torque = _torque(inner, a, force)
     matrix = coupling(skew, momentum, lr, a, transport)
     torch.add(torque, skew, alpha=momentum, out=skew)
@@ -136,7 +150,9 @@ def sgd_(
             add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
         _scale_(normal, momentum, matrix).add_(force_normal)
         direction = force_normal.add_(normal, alpha=momentum) if nesterov else normal
-        return _advance_(point, direction, normal, ahead, mending, lr, transport, rotation, row_sum)
+        return _advance_(
+            point, direction, normal, ahead, mending, lr, transport, rotation, row_sum, watch
+        )
 
     if overlap is not None and mending is not None:
         shift.copy_(mended(mending, mended(mending, torch.bmm(overlap, factor))))
@@ -165,11 +181,13 @@ def sgd_(
         add_to_diagonal_(torch.mul(pulled, lr * lr, out=factor), 1.0)
         frame, step = after(turn, shrink), lr
         along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
+    if watch is not None:
+        watch.go_on(gram_normal, limit)
     if mending is not None:
         frame = after(mending, frame)
     new_point = add_product(point, point, frame)
     move_along_(new_point, normal, along, step)
-    if limit > 1 and point.device.type == "cpu":
+    if limit > 1 and reads(point):
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         torch.bmm(overlap, factor, out=shift)
     return new_point
@@ -195,6 +213,7 @@ def adam_(
     rotation: str = "polar",
     correct: bool = True,
     row_sum: RowSum | None = None,
+    watch: Watch | None = None,
 ) -> Tensor:
     r"""One step of StiefelAdam; returns the new point and updates the momenta in place.
 
@@ -205,7 +224,7 @@ def adam_(
         Zp = (Z/c1) / (sqrt(p/c2) + eps),   V = (I - XX') (U/c1) / (sqrt(q/c2) + eps)
 
     Args:
-        point, grad, skew, normal, lr, metric, transport, rotation, correct, row_sum: as in
+        point, grad, skew, normal, lr, metric, transport, rotation, correct, row_sum, watch: as in
             :func:`sgd_`; ``normal`` is U itself here.
         square_skew: p, ``(k, m, m)``, updated.
         square_normal: q, ``(k, n, m)``, updated; None for square matrices.
@@ -223,6 +242,8 @@ def adam_(
     a = metric_parameter(metric)
     beta1, beta2 = betas
     inner, mending, overlap = _measure(point, grad, normal, correct, row_sum)
+    if watch is not None:
+        watch.begin(inner)
     torque = _torque(inner, a, force)
     matrix = None
     if normal is not None and (transport == "published" or a != CANONICAL):
@@ -261,7 +282,7 @@ def adam_(
     add_product_(direction, point, mended(mending, mended(mending, inner)), alpha=-1.0)
     del inner
     return _advance_(
-        point, direction, normal, preconditioned, mending, lr, transport, rotation, row_sum
+        point, direction, normal, preconditioned, mending, lr, transport, rotation, row_sum, watch
     )
 
 
@@ -277,10 +298,14 @@ def _momentum_of_square_(
     nesterov: bool,
     a: float,
     row_sum: RowSum | None,
+    watch: Watch | None,
 ) -> Tensor:
     """Z <- mu Z - f of SGD on SO(n); return the direction of X: Z, or Nesterov's."""
     if nesterov:
-        torque = _torque(sums(row_sum, (point, grad))[0], a, force)
+        (inner,) = sums(row_sum, (point, grad))
+        if watch is not None:
+            watch.begin(inner)
+        torque = _torque(inner, a, force)
         torch.add(torque, skew, alpha=momentum, out=skew)
         return torque.add_(skew, alpha=momentum)
     factor = force / (2 * (1 - a))
@@ -289,6 +314,8 @@ def _momentum_of_square_(
     else:
         half = sums(row_sum, (grad, point))[0] * factor
         half.add_(skew, alpha=momentum / 2)
+    if watch is not None:
+        watch.begin(half)
     return torch.sub(half, half.mH, out=skew)  # mu Z - f, as Z itself is skew
 
 
@@ -341,6 +368,7 @@ def _advance_(
     transport: str,
     rotation: str,
     row_sum: RowSum | None,
+    watch: Watch | None,
 ) -> Tensor:
     """phi_1 along ``ahead`` and phi_3 along V = ``direction``: return the new point, carry U.
 
@@ -353,11 +381,15 @@ def _advance_(
     if transport == "isometric":
         moves = isometric_moves(ahead, squares, lr, rotation, bend=True)
         frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
+        if watch is not None:
+            watch.go_on(cross, limit)
         move_along_(normal, direction, _times_gram(moves.bend, cross), step * step)
         del moves
     else:
         turn, turn_gram = published_turn(ahead, lr, rotation)
         shrink, _, limit = published_root(own, turn_gram, lr)
+        if watch is not None:
+            watch.go_on(cross, limit)
         back = torch.baddbmm(cross, turn, cross)
         move_along_(normal, point, mended(mending, back), -lr)
         frame, step = after(turn, shrink), lr
@@ -369,7 +401,7 @@ def _advance_(
     move_along_(new_point, direction, along, step)
     if transport == "isometric":
         move_along_(normal, new_point, cross, -step)
-    if limit > 1 and point.device.type == "cpu":
+    if limit > 1 and reads(point):
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         add_product_(normal, new_point, -overlap)
     return new_point

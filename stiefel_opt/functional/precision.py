@@ -33,11 +33,13 @@ def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     Neither autocast nor ``torch.set_float32_matmul_precision`` (TF32, bfloat16) acts; X'X = I would
     hold to 1e-3 only.
     """
+    if torch.compiler.is_compiling():  # the precision is set once, outside
+        return no_autocast(tensor)
     try:
         legacy = torch.get_float32_matmul_precision()
     except RuntimeError:  # set by the newer names, for some backends only
         legacy = None
-    if legacy == "highest" or torch.compiler.is_compiling():
+    if legacy == "highest":
         return no_autocast(tensor)
     return _suspended(tensor, legacy)
 

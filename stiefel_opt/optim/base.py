@@ -6,6 +6,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -14,10 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.linalg import reads
 from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.master import keep_precision
 from stiefel_opt.optim.plain import step_rows
 from stiefel_opt.optim.readings import (
@@ -31,6 +35,7 @@ from stiefel_opt.optim.refusals import (
     check_finite,
     check_new_group,
     refuse_gradient,
+    refuse_nonfinite,
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
@@ -43,6 +48,7 @@ __all__ = ["StiefelOptimizer"]
 # Rounding in X'X and X'U is measured and removed every so many steps where reading the count is
 # free, and in every step elsewhere.
 _CORRECTION_PERIOD = 8
+NONFINITE = ("skip", "raise", "ignore")
 
 
 @dataclass
@@ -82,6 +88,8 @@ class StiefelOptimizer(Optimizer):
     def __init__(self, params: Any, defaults: Group) -> None:
         self._gathered: dict[int, Gathered] = {}
         self._known_states: list[Group] = []  # the state of each parameter, as a step left it
+        self._tallies: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}  # of skipped steps
+        self._told = 0  # how many of them a warning has told
         super().__init__(params, defaults)
         warn_if_nothing_is_constrained(type(self).__name__, self.param_groups)
 
@@ -104,6 +112,7 @@ class StiefelOptimizer(Optimizer):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         """Return the new point of a batch and update its state."""
 
@@ -134,6 +143,7 @@ class StiefelOptimizer(Optimizer):
             group["params"] = [group["params"]]
         elif not isinstance(group["params"], set):  # a set is refused by torch
             group["params"] = list(group["params"])
+        check_choice("nonfinite", group["nonfinite"], NONFINITE)
         self._check_options(group)
         check_new_group(group, self.param_groups)
         super().add_param_group(group)
@@ -161,14 +171,17 @@ class StiefelOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if torch.compiler.is_compiling():
+            self._step_traced()
+            return loss
         states = self.state.values()
         if len(states) != len(self._known_states) or not all(
             map(operator.is_, states, self._known_states)
         ):
             self._gathered = {}  # somebody dropped or replaced the state of a parameter
         gathered = [self._gather(i, group) for i, group in enumerate(self.param_groups)]
-        for work in gathered:
-            self._check_gradients(work)
+        for group, work in zip(self.param_groups, gathered, strict=True):
+            self._check_gradients(work, raises=group["nonfinite"] == "raise")
         for group, work in zip(self.param_groups, gathered, strict=True):
             self._init_group(group, work)
         for group, work in zip(self.param_groups, gathered, strict=True):
@@ -179,6 +192,18 @@ class StiefelOptimizer(Optimizer):
                     self._step_stack(group, stack)
         self._known_states = list(self.state.values())
         return loss
+
+    def _step_traced(self) -> None:
+        """The same for ``torch.compile``: what the last eager step gathered, nothing is looked at.
+        """
+        for number, group in enumerate(self.param_groups):
+            work = self._gathered[number]
+            if work.plain:
+                self._step_plain(group, work.plain)
+            for stack in work.stacks:
+                stack.take([p.grad for p in stack.owners])  # type: ignore[misc]
+                with exact_products(stack.parameters[0]):
+                    self._step_stack(group, stack)
 
     def _gather(self, number: int, group: Group) -> Gathered:
         """Split the parameters that have a gradient into plain ones and lists of equals."""
@@ -206,7 +231,7 @@ class StiefelOptimizer(Optimizer):
         self._gathered[number] = work
         return work
 
-    def _check_gradients(self, work: Gathered) -> None:
+    def _check_gradients(self, work: Gathered, raises: bool) -> None:
         """Raise naming the parameter where a gradient, or a value about to be projected, is bad."""
         groups = self.param_groups
         for parameter in work.plain:
@@ -223,6 +248,9 @@ class StiefelOptimizer(Optimizer):
                     refuse_sparse(parameter, groups)
                 if grad.shape != shape or grad.dtype is not dtype:
                     refuse_gradient(parameter, groups)
+            if raises:
+                for parameter in members:
+                    refuse_nonfinite(parameter, groups, shards)
             stack = work.stacks[index] if work.stacks else None
             if stack is not None:
                 stack.take(grads)
@@ -244,7 +272,10 @@ class StiefelOptimizer(Optimizer):
             for manifold, members, shards in work.equals
         ]
         for stack in work.stacks:
-            stack.take([p.grad for p in stack.owners])  # type: ignore[misc]
+            owners = stack.owners
+            key = tuple(map(id, owners))
+            stack.skipped = self._tallies.setdefault(key, (owners, stack.skipped))[1]
+            stack.take([p.grad for p in owners])  # type: ignore[misc]
 
     def _init_state(
         self, parameter: Tensor, manifold: Stiefel, group: Group, shards: Shards | None = None
@@ -258,33 +289,51 @@ class StiefelOptimizer(Optimizer):
 
     def _step_stack(self, group: Group, stack: Stack) -> None:
         """Move all parameters of a stack."""
-        manifold = stack.manifold
         lr = group["lr"]
-        if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        if not isinstance(lr, Tensor) or reads(lr):
             lr = float(lr)
         frozen = not isinstance(lr, Tensor) and lr == 0
-        on_cpu = stack.parameters[0].device.type == "cpu"
         stack.advance()
-        due = not on_cpu or stack.due(_CORRECTION_PERIOD)
-        for batch in stack.batches:
-            point, grad = batch.point(), batch.grad()
-            if manifold.scale != 1.0:
-                point = point / manifold.scale
-            # without a force nothing moves, not even by a correction
-            still = on_cpu and due and stack.row_sum is None and not bool(grad.any())
-            correct = due and not still
-            # Writes through ``.data`` show only here; rows that are shared are not added up for it.
-            if stack.fresh or (due and on_cpu and stack.row_sum is None):
-                point, correct = self._settle(point, batch, correct)
-            new_point = self._move(group, point, grad, batch, lr / manifold.scale, correct)
-            if frozen:
-                continue  # the parameter keeps its bits, also where X C would differ in the last
-            if isinstance(lr, Tensor):
-                new_point = torch.where(lr == 0, point, new_point)
-            batch.write(new_point if manifold.scale == 1.0 else new_point.mul_(manifold.scale))
-        if manifold.rows is not None:
+        due = not reads(stack.steps) or stack.due(_CORRECTION_PERIOD)
+        move = partial(self._moved, group, stack, lr, due)
+        skipped: list[Tensor] = []
+        if group["nonfinite"] == "skip":
+            skipped = step_safely(stack, move, write=not frozen)
+        else:
+            for batch in stack.batches:
+                new_point = move(batch)
+                if not frozen:  # else it keeps its bits, also where X C would differ in the last
+                    batch.write(new_point)
+        if stack.manifold.rows is not None and not skipped:
             step_rows(stack, self._step_plain_rows, group)
         stack.finish(written=not frozen)
+        if skipped:
+            warn_of_skipped(skipped, self.param_groups)
+
+    def _moved(
+        self,
+        group: Group,
+        stack: Stack,
+        lr: float | Tensor,
+        due: bool,
+        batch: Batch,
+        watch: Watch | None = None,
+    ) -> Tensor:
+        """Return the new matrices of a batch, as they are written; its state changes."""
+        scale = stack.manifold.scale
+        point, grad = batch.point(), batch.grad()
+        if scale != 1.0:
+            point = point / scale
+        looks = due and stack.row_sum is None and reads(point)
+        # without a force nothing moves, not even by a correction
+        correct = due and not (looks and not bool(grad.any()))
+        # Writes through ``.data`` show only here; rows that are shared are not added up for it.
+        if stack.fresh or looks:
+            point, correct = self._settle(point, batch, correct)
+        new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
+        if isinstance(lr, Tensor):
+            new_point = torch.where(lr == 0, point, new_point)
+        return new_point if scale == 1.0 else new_point.mul_(scale)
 
     def _settle(self, point: Tensor, batch: Batch, due: bool) -> tuple[Tensor, bool]:
         """Project matrices that are off the manifold; say whether U must be projected as well."""
@@ -311,6 +360,8 @@ class StiefelOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
         packed = super().state_dict()
+        if any(not reads(tally) for _, tally in self._tallies.values()):
+            self._told = warn_of_tallies(self.skipped_steps(), self._told)
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             readings = [reading(parameter, group) for parameter in group["params"]]
             if any(reading is not None for reading in readings):
@@ -345,6 +396,7 @@ class StiefelOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._gathered, self._known_states = {}, []
+        self._tallies, self._told = {}, 0
         for kept in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in kept and not isinstance(kept["step"], Tensor):
                 kept["step"] = torch.tensor(float(kept["step"]))
@@ -353,6 +405,20 @@ class StiefelOptimizer(Optimizer):
                 group.setdefault(name, value)
 
     # ---- what a user may ask -------------------------------------------------------------------
+
+    def skipped_steps(self) -> dict[str, int]:
+        """Return how many steps each parameter has missed because its gradient was not finite.
+
+        Parameters that missed none are left out. Counted since this optimizer was made, under
+        ``nonfinite="skip"``. Waits for an accelerator.
+        """
+        found: dict[str, int] = {}
+        for owners, tally in self._tallies.values():
+            for parameter, count in zip(owners, tally.tolist(), strict=True):
+                if count:
+                    name = name_of(parameter, self.param_groups)
+                    found[name] = found.get(name, 0) + count
+        return found
 
     @override
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.options import check_adam, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
@@ -40,7 +41,7 @@ class CayleySGD(VelocityOptimizer):
         differentiable: Must be False.
         steps: Iterations of the Cayley map.
         exact: Solve for it instead.
-        stiefel: As in :class:`StiefelSGD`.
+        nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -71,6 +72,7 @@ class CayleySGD(VelocityOptimizer):
         differentiable: bool = False,
         steps: int = 2,
         exact: bool = False,
+        nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
         defaults = {
@@ -85,6 +87,7 @@ class CayleySGD(VelocityOptimizer):
             "fused": fused,
             "steps": steps,
             "exact": exact,
+            "nonfinite": nonfinite,
             "stiefel": stiefel,
         }
         super().__init__(params, defaults)
@@ -107,6 +110,7 @@ class CayleySGD(VelocityOptimizer):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         return cayley_sgd_(
             point,
@@ -121,6 +125,7 @@ class CayleySGD(VelocityOptimizer):
             exact=group["exact"],
             correct=correct,
             row_sum=batch.row_sum,
+            watch=watch,
         )
 
     @override
@@ -182,6 +187,7 @@ class CayleyAdam(VelocityOptimizer):
         decoupled_weight_decay: bool = False,
         steps: int = 2,
         exact: bool = False,
+        nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
         defaults = {
@@ -198,6 +204,7 @@ class CayleyAdam(VelocityOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "steps": steps,
             "exact": exact,
+            "nonfinite": nonfinite,
             "stiefel": stiefel,
         }
         super().__init__(params, defaults)
@@ -223,6 +230,7 @@ class CayleyAdam(VelocityOptimizer):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         state = batch.state
         return cayley_adam_(
@@ -241,6 +249,7 @@ class CayleyAdam(VelocityOptimizer):
             exact=group["exact"],
             correct=correct,
             row_sum=batch.row_sum,
+            watch=watch,
         )
 
     @override

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice
 from stiefel_opt.functional.descent import RETRACTIONS, descend_
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.options import check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
@@ -39,7 +40,7 @@ class ProjectedRGD(VelocityOptimizer):
         differentiable: Must be False.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
         retraction: "cayley", "qr" or "polar".
-        stiefel: As in :class:`StiefelSGD`.
+        nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -71,6 +72,7 @@ class ProjectedRGD(VelocityOptimizer):
         differentiable: bool = False,
         metric: str | float = "canonical",
         retraction: str = "cayley",
+        nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
         defaults = {
@@ -85,6 +87,7 @@ class ProjectedRGD(VelocityOptimizer):
             "fused": fused,
             "metric": metric,
             "retraction": retraction,
+            "nonfinite": nonfinite,
             "stiefel": stiefel,
         }
         super().__init__(params, defaults)
@@ -110,6 +113,7 @@ class ProjectedRGD(VelocityOptimizer):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         return descend_(
             point,
@@ -124,6 +128,7 @@ class ProjectedRGD(VelocityOptimizer):
             retraction=group["retraction"],
             correct=correct,
             row_sum=batch.row_sum,
+            watch=watch,
         )
 
     @override

@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.momentum import (
     ROTATIONS,
     TRANSPORTS,
@@ -53,6 +54,11 @@ class StiefelSGD(VelocityOptimizer):
         transport: "isometric", which cannot blow up, or "published".
         rotation: How X turns within its span: "polar", "euler", "cayley" or "expm". Together with
             ``transport="published"``, "euler" is the published algorithm.
+        nonfinite: What becomes of a constrained parameter whose gradient is not finite, or so large
+            that its square would not be (2e13 in float32): "skip" keeps its point, momentum and
+            step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
+            before anything has moved, and waits for the device; "ignore" looks at nothing. On an
+            accelerator the warning of "skip" waits for :meth:`state_dict`.
         stiefel: Default of the groups: None reads the tags, True constrains every parameter, False
             none, a :class:`Stiefel` reads every parameter so. A group's own key overrides it.
 
@@ -88,6 +94,7 @@ class StiefelSGD(VelocityOptimizer):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str = "polar",
+        nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
         defaults = {
@@ -103,6 +110,7 @@ class StiefelSGD(VelocityOptimizer):
             "metric": metric,
             "transport": transport,
             "rotation": rotation,
+            "nonfinite": nonfinite,
             "stiefel": stiefel,
         }
         super().__init__(params, defaults)
@@ -126,6 +134,7 @@ class StiefelSGD(VelocityOptimizer):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         state = batch.state
         normal = state.get("momentum_normal")
@@ -156,6 +165,7 @@ class StiefelSGD(VelocityOptimizer):
             rotation=group["rotation"],
             correct=correct,
             row_sum=batch.row_sum,
+            watch=watch,
         )
 
     @override
@@ -199,7 +209,7 @@ class StiefelAdam(VelocityOptimizer):
             ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
-        metric, transport, rotation, stiefel: As in :class:`StiefelSGD`.
+        metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -231,6 +241,7 @@ class StiefelAdam(VelocityOptimizer):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str = "polar",
+        nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
         defaults = {
@@ -248,6 +259,7 @@ class StiefelAdam(VelocityOptimizer):
             "metric": metric,
             "transport": transport,
             "rotation": rotation,
+            "nonfinite": nonfinite,
             "stiefel": stiefel,
         }
         super().__init__(params, defaults)
@@ -273,6 +285,7 @@ class StiefelAdam(VelocityOptimizer):
         batch: Batch,
         lr: float | Tensor,
         correct: bool,
+        watch: Watch | None,
     ) -> Tensor:
         state = batch.state
         return adam_(
@@ -294,6 +307,7 @@ class StiefelAdam(VelocityOptimizer):
             rotation=group["rotation"],
             correct=correct,
             row_sum=batch.row_sum,
+            watch=watch,
         )
 
     @override

@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stiefel_opt._checks import check_dtype, fail
+from stiefel_opt.functional.finite import largest_safe
 from stiefel_opt.manifold import manifold_of
+from stiefel_opt.optim.faults import is_safe
+from stiefel_opt.optim.master import state_dtype
 from stiefel_opt.optim.readings import Group, label, name_of, reading
 from stiefel_opt.optim.shards import Shards
 
@@ -18,6 +21,7 @@ __all__ = [
     "check_finite",
     "check_new_group",
     "refuse_gradient",
+    "refuse_nonfinite",
     "refuse_sparse",
     "warn_if_nothing_is_constrained",
 ]
@@ -89,6 +93,23 @@ def refuse_gradient(parameter: Tensor, groups: list[Group]) -> NoReturn:
             "set it to None and run backward again",
         )
     )
+
+
+def refuse_nonfinite(parameter: Tensor, groups: list[Group], shards: Shards | None = None) -> None:
+    """Raise for a gradient that is not finite or safe, on every process that shares its rows."""
+    grad: Tensor = parameter.grad  # type: ignore[assignment]
+    own = grad.to_local() if isinstance(grad, DTensor) else grad
+    bad = not is_safe(own)
+    if bad if shards is None else shards.any(bad):
+        most = largest_safe(state_dtype(grad.dtype))
+        raise ValueError(
+            fail(
+                f"grad of {name_of(parameter, groups)}",
+                f"be finite and shorter than {most:.0e}",
+                f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}",
+                "look for its cause, or choose nonfinite='skip'",
+            )
+        )
 
 
 def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stiefel_opt.linalg import reads
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.master import MASTER, follow_
 from stiefel_opt.optim.shards import Shards
@@ -78,6 +79,7 @@ class Stack:
         self.fresh = True  # somebody else wrote to the parameters since then
         self.steps = _stacked([state["step"] for state in states], states, "step")
         self.number: float | None = None  # the step's number where all have the same, on a CPU
+        self.skipped = torch.zeros(len(states), dtype=torch.int64, device=self.steps.device)
         self._apart: list[tuple[Tensor, Tensor]] = []  # state that is no batch in memory, its copy
         self.batches: list[Batch] = []
         for index in range(len(manifold.parts(parameters[0]))):
@@ -90,6 +92,18 @@ class Stack:
         self._shown = shown
 
     # ---- one step ------------------------------------------------------------------------------
+
+    def skip(self, members: slice, which: Tensor) -> None:
+        """Take back the count of this step for ``which`` of the members, and tally it."""
+        self.steps[members].sub_(which.to(self.steps.dtype))
+        self.skipped[members].add_(which)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether one parameter, then the only one, is spread over several batches."""
+        return len(self.parameters) == 1 and (
+            len(self.batches) > 1 or self.manifold.rows is not None
+        )
 
     def take(self, grads: list[Tensor]) -> None:
         """Set the gradients of this step."""
@@ -108,7 +122,8 @@ class Stack:
                 batch.renew()
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
-        if self.steps.device.type == "cpu":
+        self.number = None
+        if reads(self.steps):
             if len(self.states) == 1:
                 self.number = self.steps.item()
             else:
@@ -133,7 +148,8 @@ class Stack:
         if self.shards is not None:
             for owner, parameter in zip(self.owners, self.parameters, strict=True):
                 self.shards.write(owner, parameter)
-        self.versions = self._versions()
+        if not torch.compiler.is_compiling():
+            self.versions = self._versions()
 
     def untouched(self) -> bool:
         """Say whether nobody wrote to the parameters since our last write, and remember it."""
@@ -235,14 +251,16 @@ class Batch:
         state: ``(k, n, m)`` or ``(k, m, m)`` for each name.
         deferred: Whether the normal momentum may be one that still has to be put together.
         row_sum: Sum over the processes that share the rows; None: all rows are here.
+        members: Whose matrices, of the parameters of the stack.
         row_count: n of the whole matrices.
+        matrix_count: k.
     """
 
     def __init__(
         self, stack: Stack, index: int, members: slice, share: slice, state: State
     ) -> None:
         self._stack, self._index = stack, index
-        self._members = members
+        self.members = members
         self._parameters = stack.parameters[members]
         self.row_sum = stack.row_sum
         self.row_count = stack.sizes[index][0]
@@ -255,23 +273,43 @@ class Batch:
         start = members.start * self._each + share.start
         stop = start + (len(self._parameters) - 1) * self._each + share.stop - share.start
         self.state = {name: tensor[start:stop] for name, tensor in state.items()}
+        self.matrix_count = stop - start
         self.deferred = True
         self._window: Tensor | None = None  # on the matrices of a single parameter
         self._strides: tuple[int, ...] = ()  # of that parameter
 
     def renew(self) -> None:
         """Take the parameters of the stack, which are other tensors now."""
-        self._parameters = self._stack.parameters[self._members]
+        self._parameters = self._stack.parameters[self.members]
+
+    @property
+    def count(self) -> int:
+        """How many parameters it holds matrices of."""
+        return len(self._parameters)
+
+    def of_each(self, members: Tensor) -> Tensor:
+        """Return ``(k, 1, 1)``: for each matrix what ``members`` says of its parameter."""
+        return members.repeat_interleave(self.matrix_count // self.count).view(-1, 1, 1)
+
+    def restart(self) -> None:
+        """Make the state that of a first step."""
+        self._stack.steps[self.members] = 1
+        for name, tensor in self.state.items():
+            tensor.zero_()
+            if name == "deferred_factor":
+                tensor.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
     def step_number(self) -> float | Tensor:
         """Return the number of this step: one for all, or ``(k, 1, 1)``."""
         if self._stack.number is not None:
             return self._stack.number
-        numbers = self._stack.steps[self._members]
+        numbers = self._stack.steps[self.members]
         return numbers.repeat_interleave(1 if self._single else self._each).view(-1, 1, 1)
 
     def point(self) -> Tensor:
         """Return the matrices of the parameters."""
+        if torch.compiler.is_compiling():
+            return self._read(self._parameters)
         window = self._window
         if window is not None and self._fits(window):
             return window
@@ -282,13 +320,14 @@ class Batch:
 
     def grad(self) -> Tensor:
         """Return the matrices of their gradients."""
-        grad = self._read(self._stack.grads[self._members])
+        grad = self._read(self._stack.grads[self.members])
         return grad if self._stack.masters is None else grad.float()
 
     def write(self, matrices: Tensor) -> None:
         """Put new ``matrices`` into the parameters."""
         manifold, index, targets = self._stack.manifold, self._index, self._parameters
-        if self._window is not None and self._fits(self._window):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self._window is not None and self._fits(self._window):
             self._window.copy_(matrices)
             return
         if self._single:
@@ -306,7 +345,7 @@ class Batch:
         batch = matrices.reshape(count, *self._lead, *matrices.shape[1:])
         shape = torch.Size((count, *targets[0].shape))
         stored = manifold.stored(batch, shape, stacked=True, wide=self._stack.wide[index])
-        if stored.device.type == "cpu":
+        if reads(stored):
             torch.unbind_copy(stored, out=targets)
         else:
             torch._foreach_copy_(targets, list(stored.unbind()))

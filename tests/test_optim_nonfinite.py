@@ -1,0 +1,198 @@
+"""Gradients that are not finite: the parameter stays as it was, or the error names it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from contract import OPTIMIZERS, assert_same, backward, every_optimizer, model, optimizer, train
+from torch import nn
+
+import stiefel_opt as so
+
+KINDS = ["q", "k", "up", "turn", "fused", "filter"]  # heads, tall, square, rows, convolution
+VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "overflow": 1e30}
+BAD = [(kind, "nan") for kind in KINDS] + [("k", value) for value in list(VALUES)[1:]]
+
+
+def trained(name: str, **options: Any) -> tuple[nn.Module, Any]:
+    net = model()
+    opt = optimizer(name, net.named_parameters(), **options)
+    train(net, opt, 0, 3)
+    return net, opt
+
+
+def spoil(net: nn.Module, kind: str, value: float) -> nn.Parameter:
+    weight = getattr(net, kind).weight
+    weight.grad.view(-1)[3] = value  # among the constrained rows of each
+    return weight
+
+
+def everything(opt: Any, parameter: nn.Parameter) -> Any:
+    return copy.deepcopy((parameter.detach(), dict(opt.state[parameter])))
+
+
+@every_optimizer
+@pytest.mark.parametrize(("kind", "value"), BAD)
+def test_skip_keeps_one_parameter_and_moves_the_others(name: str, kind: str, value: str) -> None:
+    net, opt = trained(name)
+    backward(net, 3)
+    bad = spoil(net, kind, VALUES[value])
+    before, grad = everything(opt, bad), bad.grad.clone()
+    others = {n: p.detach().clone() for n, p in net.named_parameters() if p is not bad}
+    with pytest.warns(UserWarning, match=rf"gradient of {kind}\.weight of shape .* not finite"):
+        opt.step()
+    assert_same(everything(opt, bad), before)
+    assert torch.equal(bad.grad, grad) or value == "nan"  # never written to
+    for other, earlier in others.items():
+        now = net.get_parameter(other)
+        assert now.isfinite().all(), other
+        assert not torch.equal(now, earlier), other
+    assert opt.skipped_steps() == {f"{kind}.weight": 1}
+    train(net, opt, 4, 8)  # as if nothing had happened
+    assert so.orthonormality_error(net) < 1e-5
+
+
+@every_optimizer
+def test_the_others_move_as_if_the_bad_one_had_no_gradient(name: str) -> None:
+    net, opt = trained(name)
+    twin = copy.deepcopy(net)
+    twin_opt = optimizer(name, twin.named_parameters())
+    twin_opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for step in range(3, 6):
+        backward(net, step)
+        backward(twin, step)
+        spoil(net, "q", math.nan)
+        twin.q.weight.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+        twin_opt.step()
+    for (key, left), right in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6, msg=key)
+    assert opt.skipped_steps() == {"q.weight": 3}
+
+
+@every_optimizer
+def test_raise_names_the_parameter_before_anything_has_moved(name: str) -> None:
+    net, opt = trained(name, nonfinite="raise")
+    backward(net, 3)
+    spoil(net, "up", math.nan)
+    values = [(p.detach().clone(), copy.deepcopy(dict(opt.state[p]))) for p in net.parameters()]
+    with pytest.raises(ValueError, match=r"`grad of up.weight` must be finite .* shape \(10, 6\)"):
+        opt.step()
+    after = [(p.detach(), dict(opt.state[p])) for p in net.parameters()]
+    assert_same(after, values)
+    train(net, opt, 4, 6)
+    assert so.orthonormality_error(net) < 1e-5
+
+
+@every_optimizer
+def test_ignore_looks_at_nothing(name: str) -> None:
+    net, opt = trained(name, nonfinite="ignore")
+    backward(net, 3)
+    bad = spoil(net, "turn", math.nan)
+    opt.step()
+    assert not bad.isfinite().all()
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+@every_optimizer
+def test_finite_gradients_move_alike_under_every_choice(name: str, nonfinite: str) -> None:
+    net, _ = trained(name, nonfinite=nonfinite)
+    reference, _ = trained(name)
+    for left, right in zip(net.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+@every_optimizer
+def test_plain_parameters_keep_what_torch_does(name: str) -> None:
+    net, opt = trained(name)
+    backward(net, 3)
+    net.out.weight.grad[0, 0] = math.nan
+    opt.step()
+    assert net.out.weight[0, 0].isnan()
+    assert opt.skipped_steps() == {}
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "rgd", "cayley-sgd"])
+def test_a_step_that_overflows_leaves_the_last_finite_point(name: str) -> None:
+    """X'G = 0 exactly here, so that only the new momentum shows the overflow."""
+    start = torch.eye(5, 2)
+    weight = so.ManifoldParameter(start.clone())
+    opt = optimizer(name, [weight])
+    weight.grad = torch.zeros(5, 2)
+    weight.grad[4, 0] = 1e30
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert torch.equal(weight, start)
+    for _ in range(3):  # and trains on
+        weight.grad = torch.full((5, 2), 0.1)
+        opt.step()
+    assert so.orthonormality_error(weight) < 1e-5
+    assert not torch.equal(weight, start)
+
+
+@every_optimizer
+def test_a_bad_first_gradient_starts_nothing(name: str) -> None:
+    """Not even the projection of a start off the manifold."""
+    start = 3 * torch.eye(5, 2)
+    weight = so.ManifoldParameter(start.clone())
+    opt = optimizer(name, [weight])
+    weight.grad = torch.full((5, 2), math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert torch.equal(weight, start)
+    assert opt.state[weight]["step"] == 0
+
+
+@pytest.mark.parametrize("shape", [(40, 64, 96), (3000, 16, 24)])
+def test_a_parameter_spread_over_batches_is_kept_whole(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape).mT).Q.mT.contiguous())
+    opt = so.StiefelAdam([weight], lr=0.1)
+    weight.grad = torch.randn(shape)
+    opt.step()
+    before = everything(opt, weight)
+    weight.grad = torch.randn(shape)
+    weight.grad[-1, 0, 0] = math.nan
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert_same(everything(opt, weight), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_dtype(name: str, dtype: torch.dtype) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3, dtype=dtype))
+    opt = optimizer(name, [weight])
+    weight.grad = torch.ones(6, 3, dtype=dtype)
+    opt.step()
+    before = everything(opt, weight)
+    weight.grad[2, 1] = math.inf
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert_same(everything(opt, weight), before)
+
+
+def test_the_tally_survives_regrouping_and_counts_each_parameter() -> None:
+    net, opt = trained("adam")
+    for step, kinds in enumerate([("q", "k"), ("k",), ("fused",)], start=3):
+        backward(net, step)
+        if step == 4:
+            net.turn.weight.grad = None  # another set of active parameters
+        for kind in kinds:
+            spoil(net, kind, math.nan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+    assert opt.skipped_steps() == {"q.weight": 1, "k.weight": 2, "fused.weight": 1}
+
+
+def test_unknown_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="`nonfinite` must be one of"):
+        optimizer("sgd", model().parameters(), nonfinite="stop")
