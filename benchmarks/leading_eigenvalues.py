@@ -51,9 +51,10 @@ from harness import RESULTS, machine, markdown_table, write_json
 from tqdm import tqdm
 
 SIZES = ((1000, 10), (2000, 50))
-SMALL_SIZE_ONLY = ("variants", "weighted", "inner")
+WEIGHTED_SIZE = (300, 5)
+ONCE = ("variants", "weighted", "inner", "scaling")  # not for every size
 DRAWS, REPEATS = 5, 3
-CLOSE, KEPT, MOST_KEPT = 1.2, 2.0, 4
+CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
 MOST = Limit(5000, 120.0)
 
@@ -61,23 +62,21 @@ Draw = tuple[Problem, Problem]  # as it is, and in the basis of the eigenvectors
 
 
 def tune(
-    method: Method, draws: Sequence[Draw], before: dict[str, Any]
+    method: Method, draws: Sequence[Draw], before: dict[str, Any], known: dict[str, Any]
 ) -> tuple[Options, dict[str, Any]]:
     """The setting with the lowest median iterations over the draws, and what was tried.
 
-    ``before``: what was tried at a smaller size.
+    ``before``: what was tried at a smaller size. ``known``: what has been tried at this one.
     """
     side = 0 if method.elementwise or method.kind != "torch" else 1
-    counts = [count for count in before.values() if count is not None]
-    allowed = KEPT * min(counts, default=math.inf)
-    settings = [
-        setting for setting in method.settings
-        if not counts or (before.get(name(setting)) or math.inf) <= allowed
-    ]  # fmt: skip
+    settings = candidates(method, before)
     if len(settings) == 1:
         return settings[0], {}
-    best, scores = math.inf, []
+    best, scores = min((count for count in known.values() if count), default=math.inf), []
     for setting in settings:
+        if name(setting) in known and math.isfinite(best):
+            scores.append((known[name(setting)] or math.inf, math.inf, setting))
+            continue
         limit = Limit(min(TUNING.iterations, CLOSE * best))
         run = method.run(draws[0][side], setting, limit)
         cost = run.time if method.kind == "eigensolver" else run.iterations
@@ -95,6 +94,15 @@ def tune(
         chosen = (0.0, 0.0, min(medians, key=lambda pair: pair[0])[1])
     tried = {name(setting): cost if math.isfinite(cost) else None for cost, _, setting in scores}
     return chosen[2], tried
+
+
+def candidates(method: Method, before: dict[str, Any]) -> list[dict[str, Any]]:
+    """All settings, or those that came within `KEPT` of the best ``before``."""
+    counts = [count for count in before.values() if count is not None]
+    if not counts:
+        return method.settings
+    most = KEPT * min(counts)
+    return [s for s in method.settings if (before.get(name(s)) or math.inf) <= most]
 
 
 def name(options: Options) -> str:
@@ -121,12 +129,13 @@ def compete(
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     for number, (problem, _) in enumerate(tqdm(draws, desc=f"{label}: draws")):
         found: dict[str, list[Run]] = {method.name: [] for method in methods}
+        limit = Limit(MOST.iterations, MOST.seconds, watch=number == 0)
         for repeat in range(repeats):
             shift = (number + repeat) % len(methods)
             for method in (*methods[shift:], *methods[:shift]):
                 earlier = found[method.name]
                 if repeat == 0 or (method.kind == "torch" and earlier[0].reached):
-                    earlier.append(method.run(problem, settings[method.name], MOST))
+                    earlier.append(method.run(problem, settings[method.name], limit))
         for method in methods:
             runs[method.name].append(min(found[method.name], key=lambda run: run.time))
     return runs
@@ -200,10 +209,12 @@ def solve_group(
     methods = GROUPS["variants" if group == "weighted" else group]
     tuned = content["tuned"].setdefault(label, {})
     for method in tqdm(methods, desc=f"{label}: settings"):
-        if method.name not in tuned:
-            small = content["tuned"].get(f"{SIZES[0][0]} x {SIZES[0][1]}, {group}", {})
-            before = small.get(method.name, ({}, {}))[1]
-            tuned[method.name] = tune(method, draws, before)
+        small = content["tuned"].get(f"{SIZES[0][0]} x {SIZES[0][1]}, {group}", {})
+        before = small.get(method.name, ({}, {}))[1] if small is not tuned else {}
+        known = tuned.get(method.name, ({}, {}))[1]
+        missing = any(name(s) not in known for s in candidates(method, before))
+        if method.name not in tuned or (known and missing):
+            tuned[method.name] = tune(method, draws, before, known)
             write_json(folder, content)
     settings = {method.name: tuned[method.name][0] for method in methods}
     runs = compete(methods, settings, draws, label, content["settings"]["repeats"])
@@ -216,13 +227,9 @@ def solve_group(
     content["tables"][label] = text
     tried = {method.name: tuned[method.name][1] for method in methods}
     content["results"][label] = record(settings, tried, runs)
-    watch = Limit(MOST.iterations, MOST.seconds, watch=True)
-    watched = [
-        (method.name, method.kind, method.run(draws[0][0], settings[method.name], watch))
-        for method in methods
-    ]
+    first = [(method.name, method.kind, runs[method.name][0]) for method in methods]
     path = folder.with_name(f"{folder.stem}_{group}_{n}_{m}.png")
-    plot_runs(watched, f"{group}, n = {n}, m = {m}, first draw", path)
+    plot_runs(first, f"{group}, n = {n}, m = {m}, first draw", path)
 
 
 def size(text: str) -> tuple[int, int]:
@@ -260,11 +267,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     for n, m in arguments.sizes:
         for group in arguments.groups:
-            label = f"{n} x {m}, {group}" if group != "scaling" else group
-            small = (n, m) == min(arguments.sizes)
-            if (label in content["tables"] and not arguments.again) or (
-                group in (*SMALL_SIZE_ONLY, "scaling") and not small
-            ):
+            rows, columns = WEIGHTED_SIZE if group == "weighted" else (n, m)
+            label = group if group == "scaling" else f"{rows} x {columns}, {group}"
+            if group in ONCE and (n, m) != arguments.sizes[0]:
+                continue
+            if label in content["tables"] and not arguments.again:
                 continue
             content["machine"] = machine(torch.device("cpu"))
             if group == "scaling":
@@ -278,9 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"\n{label}\n{content['tables'][label]}\n", flush=True)
                 plot_inner(found, f"n = {n}, m = {m}", path.with_name(f"{path.stem}_inner.png"))
             else:
-                weighted = group == "weighted"
-                draws = [draw_problem(n, m, k, weighted=weighted) for k in range(arguments.draws)]
-                solve_group(group, n, m, draws, content, path)
+                draws = [
+                    draw_problem(rows, columns, number, weighted=group == "weighted")
+                    for number in range(arguments.draws)
+                ]
+                solve_group(group, rows, columns, draws, content, path)
             write_json(path, content)
     for line in content["bars"].values():
         print(line)
