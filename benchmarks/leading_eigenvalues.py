@@ -56,7 +56,7 @@ ONCE = ("variants", "weighted", "inner", "scaling")  # not for every size
 DRAWS, REPEATS = 5, 3
 CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
-MOST = Limit(5000, 120.0)
+MOST = Limit(3000, 15.0)
 
 Draw = tuple[Problem, Problem]  # as it is, and in the basis of the eigenvectors
 
