@@ -1,6 +1,7 @@
 # make demo    train an orthogonal vision transformer and show the result
 # make test    style, types, then every test
 # make bench   time whole optimizer steps against other packages
+# make docs    build the documentation into build/docs
 #
 # The first call creates a virtual environment; PYTHON and VENV choose which. PYTEST_ARGS and
 # DEMO_ARGS are passed on: make test PYTEST_ARGS="-k geometry".
@@ -13,8 +14,9 @@ DEMO_ARGS ?=
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 READY_FOR_BENCH := $(VENV)/.ready-for-bench
+READY_FOR_DOCS := $(VENV)/.ready-for-docs
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 demo: $(READY)
 	$(RUN) examples/orthogonal_vit.py $(DEMO_ARGS)
@@ -34,6 +36,10 @@ bench: $(READY_FOR_BENCH)
 	$(RUN) benchmarks/parametrizations.py
 	$(RUN) benchmarks/modules.py
 
+docs: $(READY_FOR_DOCS)
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "open build/docs/index.html"
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -44,4 +50,8 @@ $(READY): pyproject.toml constraints.txt
 
 $(READY_FOR_BENCH): $(READY)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[bench]"
+	touch $@
+
+$(READY_FOR_DOCS): $(READY)
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@

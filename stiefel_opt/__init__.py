@@ -11,6 +11,7 @@ from stiefel_opt.integrations import constrain_attention as constrain_attention
 from stiefel_opt.integrations import from_geoopt as from_geoopt
 from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
+from stiefel_opt.integrations import log_orthonormality as log_orthonormality
 from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
 from stiefel_opt.manifold import Stiefel as Stiefel
 from stiefel_opt.monitor import orthonormality_error as orthonormality_error

@@ -38,9 +38,14 @@ class SGDG(CayleySGD):
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: As in :class:`CayleySGD`; dampening
             acts on both kinds.
-        stiefel: Whether a group is constrained.
+        stiefel: Whether a group is constrained. Default: no.
         omega: Must be 0: the released code never used it.
         grad_clip: Must be None: the released code never used it.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+    Note: Cost and state are those of :class:`stiefel_opt.CayleySGD` with ``steps=5``.
+    Reference: Li, Li & Todorovic (ICLR 2020), Algorithm 1; Liu et al., SpinQuant (ICLR 2025).
     """
 
     def __init__(
@@ -82,7 +87,10 @@ class CaileySGD(SGDG):
             :class:`SGDG`.
         iters: Fixed-point iterations of the Cayley map.
         dtype: Name of a dtype, such as "float32", in which parameters of any other are moved: a
-            copy is kept, and after each step rounded into the parameter.
+            copy is kept, and after each step rounded into the parameter. Default: None, their own.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
     """
 
     def __init__(
@@ -169,6 +177,11 @@ class AdamG(CayleyAdam):
         grassmann: Must be False: it has no effect in the released code.
         beta2, epsilon: Second beta and eps.
         stiefel: Whether a group is constrained; in the released code only groups can say so.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+    Note: Cost and state are those of :class:`stiefel_opt.CayleyAdam` with ``steps=5``.
+    Reference: Li, Li & Todorovic (ICLR 2020), Algorithm 2.
     """
 
     def __init__(

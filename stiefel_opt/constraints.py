@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
@@ -22,6 +22,7 @@ __all__ = ["LostTagWarning", "constrain", "param_groups", "project_", "readings"
 
 RECORDS = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 WATCHED = "_stiefel_watched"  # False once the forward hook has nothing more to say
+PROJECTS = "_stiefel_projects_loaded"  # True where a module projects what it loads by itself
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -71,7 +72,8 @@ def constrain(
     Note:
         Parameters on the meta device are recorded and tagged, not projected. Where torch replaces
         the parameter (``to_empty``, ``fully_shard``, ``load_state_dict(assign=True)``) the tag is
-        lost but the record stays: call :func:`retag` or :func:`param_groups`.
+        lost but the record stays: call :func:`retag` or :func:`param_groups`. Loading values that
+        are off the manifold, from bfloat16 or another training, warns: call :func:`project_`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
@@ -93,6 +95,7 @@ def constrain(
     owner.__dict__[WATCHED] = True
     if _warn_if_lost not in owner._forward_pre_hooks.values():
         owner.register_forward_pre_hook(_warn_if_lost)
+        owner.register_load_state_dict_pre_hook(_warn_if_off)  # type: ignore[no-untyped-call]
     tag(parameter, reading)
     return module
 
@@ -106,6 +109,10 @@ def project_(model: ModuleT) -> ModuleT:
     meta device are skipped. The momentum of an optimizer is not touched: the next step takes the
     part of it that is tangent at the new point.
 
+    Args:
+        model: A model with constrained parameters.
+
+    Returns: The model.
     Raises:
         ValueError: for values that are not finite, naming the parameter, or if nothing in the model
             is constrained.
@@ -166,6 +173,38 @@ def _warn_if_lost(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: AR
             return
 
 
+@torch.no_grad()
+def _warn_if_off(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    *args: Any,  # noqa: ARG001
+) -> None:
+    """Hook before ``load_state_dict``: warn of values that are off the manifold, by full name."""
+    if module.__dict__.get(PROJECTS, False):
+        return
+    for leaf, reading in _records(module).items():
+        parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
+        if parameter is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape != parameter.shape or value.is_meta:
+            continue  # torch refuses it, or there is nothing to see
+        stored = value.detach().to(parameter.dtype)
+        off = []
+        for index, part in enumerate(reading.parts(stored)):
+            matrices = widened(reading.matrices(part, index)) / reading.scale
+            error = float(gram_error(matrices).amax())
+            if not error <= 10 * orthonormality_tolerance(parameter.dtype, matrices.size(-2)):
+                off.append(error)  # also NaN
+        if off:
+            source = "" if value.dtype == parameter.dtype else f" in {value.dtype}"
+            warnings.warn(
+                f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
+                f"|X'X - I| = {max(off):.0e}; call so.project_(model), or the first step projects",
+                stacklevel=2,
+            )
+
+
 # ---- the records -------------------------------------------------------------------------------
 
 
@@ -217,8 +256,13 @@ def retag(model: ModuleT) -> ModuleT:
     Needed where torch has replaced parameters; values are not touched. Call it before the
     optimizer is built, since an optimizer holds the parameters themselves.
 
+    Args:
+        model: A model, of which :func:`constrain` recorded what it did.
+
+    Returns: The model.
     Raises:
         ValueError: if a record no longer fits its parameter, or two disagree about a tied one.
+        TypeError: if ``model`` is not a module.
     """
     for parameter, reading in readings(model).values():
         if reading is not None:
@@ -247,13 +291,15 @@ def param_groups(
 
     Args:
         model: The model.
-        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``.
-        plain: Options of the plain group.
-        names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does.
+        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``. Default: none.
+        plain: Options of the plain group. Default: none.
+        names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does. Default: no.
         common: Options of all groups; ``stiefel`` and ``plain`` override them.
 
+    Returns: The groups, the plain one first; empty ones are left out.
     Raises:
         ValueError: as :func:`retag`, or if an option is called ``params`` or ``stiefel``.
+        TypeError: if ``model`` is not a module, or options are no dict.
     """
     check_flag("names", names)
     options = {"common": common, "stiefel": stiefel or {}, "plain": plain or {}}

@@ -218,7 +218,8 @@ def _polynomial(
     """Return c0 I + c1 E + c2 E^2 + ... for E = scale M and the powers of M at hand."""
     matrix = powers[0]
     if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree
-        plain = type(matrix) is Tensor  # a fake tensor must not stay in the cache
+        # a fake tensor must not stay in the cache
+        plain = type(matrix) is Tensor and not torch.compiler.is_compiling()
         make = _identity if plain else _identity.__wrapped__
         identity = make(matrix.size(-1), matrix.dtype, matrix.device)
         result = identity if matrix.size(0) == 1 else identity.expand(matrix.shape)
@@ -258,10 +259,11 @@ class _Plan(NamedTuple):
 def _plan(limit: float, matrix: Tensor) -> _Plan:
     """Return the plan for a bound rounded up to one of four numbers an octave."""
     size, dtype = matrix.size(-1), matrix.dtype
+    make = _plan_for.__wrapped__ if torch.compiler.is_compiling() else _plan_for
     if not 0.0 < limit < math.inf:  # the result is I, or not finite
-        return _plan_for(0.0, dtype, size)
+        return make(0.0, dtype, size)
     mantissa, exponent = math.frexp(limit)
-    return _plan_for(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size)
+    return make(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -409,6 +411,7 @@ def cholesky_factor(own: Tensor) -> Tensor:
         result is eps times the condition of ``own``; a second pass removes it while it is below 1.
     """
     upper, _ = torch.linalg.cholesky_ex(own, upper=True)
-    eye = _identity(own.size(-1), own.dtype, own.device)
+    make = _identity.__wrapped__ if torch.compiler.is_compiling() else _identity
+    eye = make(own.size(-1), own.dtype, own.device)
     factor: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
     return factor

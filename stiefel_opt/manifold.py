@@ -288,7 +288,7 @@ class ManifoldParameter(nn.Parameter):
     Args:
         data: The value; not projected here (the first optimizer step with lr > 0 does).
         manifold: The reading. Default ``Stiefel()``: the last two dimensions are one matrix.
-        requires_grad: As in ``nn.Parameter``.
+        requires_grad: As in ``nn.Parameter``. Default: True.
 
     Raises:
         ValueError: if ``data`` cannot be read as ``manifold`` says.

@@ -76,7 +76,15 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
 
 @dataclass(frozen=True)
 class Line:
-    """One constrained parameter in a :class:`Report`."""
+    """One constrained parameter in a :class:`Report`.
+
+    Attributes:
+        name: As in ``model.named_parameters()``.
+        shape: Of the parameter.
+        reading: How it is read as matrices, in words.
+        error: Largest entry of X'X - I; None on the meta device.
+        tagged: Whether the parameter has its tag; if not, an optimizer would take it for plain.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -87,7 +95,11 @@ class Line:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What :func:`report` found; printing it shows a table."""
+    """What :func:`report` found; printing it shows a table.
+
+    Attributes:
+        lines: One :class:`Line` for each constrained parameter.
+    """
 
     lines: tuple[Line, ...]
 
@@ -123,7 +135,13 @@ def table(cells: Sequence[Sequence[str]]) -> str:
 def report(model: nn.Module) -> Report:
     """Return a table of every constrained parameter: name, shape, reading, orthonormality error.
 
-    The errors are those of :func:`orthonormality_error`; reading them waits for the device.
+    Args:
+        model: A model; without constrained parameters the table says so.
+
+    Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
+    Raises:
+        TypeError: if ``model`` is not a module.
+    Note: The errors are those of :func:`orthonormality_error`; reading them waits for the device.
     """
     lines = []
     for name, parameter, reading in _constrained(model):

@@ -20,8 +20,9 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
 
     Args:
         model: A model with constrained parameters.
-        weight: lambda >= 0.
+        weight: lambda >= 0. Default: 1e-6.
 
+    Returns: The penalty, a 0-dim tensor that is differentiable.
     Raises:
         ValueError: for a negative weight, or if nothing in the model is constrained.
         TypeError: if ``model`` is not a module.

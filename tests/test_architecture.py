@@ -23,7 +23,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "parametrizations": {*BASE, "functional"},
     "nn": {*BASE, "constraints", "parametrizations", "functional"},
     "ot": {"optim", *BASE},
-    "integrations": {*BASE, "constraints", "monitor", "nn"},
+    "integrations": {*BASE, "constraints", "monitor", "nn", "parametrizations"},
     "compat": {"optim", "functional", "manifold", "_checks"},
 }
 PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizations")

@@ -187,7 +187,8 @@ def test_values_that_went_through_bfloat16():
     model = constrained_model()
     saved = {name: value.bfloat16() for name, value in model.state_dict().items()}
     fresh = constrained_model()
-    fresh.load_state_dict(saved)
+    with pytest.warns(UserWarning, match=r"weight` is loaded with values in torch.bfloat16"):
+        fresh.load_state_dict(saved)
     assert so.orthonormality_error(fresh) > 1e-4
     so.project_(fresh)
     assert so.orthonormality_error(fresh) < 1e-5
@@ -301,3 +302,97 @@ def test_bad_norms():
     assert not so.clip_grad_norm_(weight, 1.0).isfinite()
     with pytest.raises(ValueError, match=r"`max_norm` must be in \(0, inf\), got 0"):
         so.clip_grad_norm_(weight, 0)
+
+
+# ---- logging -----------------------------------------------------------------------------------
+
+
+class Writer:
+    """What is asked of a SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.points.append((tag, scalar_value, global_step))
+
+
+def logged_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        so.constrain(nn.Linear(6, 5), heads=5),
+        nn.Sequential(so.orthogonal(nn.Linear(5, 6), map="trivialization", every=2, scale=2.0)),
+        so.orthogonal(nn.Linear(6, 4)),
+        nn.Linear(4, 2),
+    )
+
+
+def trained_with(writer, generator, **options):
+    model = logged_model()
+    opt = so.StiefelAdam(model.parameters(), lr=0.01)
+    handle = so.log_orthonormality(opt, model, writer, **options)
+    for _ in range(7):
+        opt.zero_grad()
+        model(torch.randn(3, 6, generator=generator)).square().sum().backward()
+        opt.step()
+    return model, opt, handle
+
+
+def test_errors_are_logged_every_so_many_steps_under_their_names(generator):
+    writer = Writer()
+    model, opt, handle = trained_with(writer, generator, every=3, first_step=2)
+    tags = ["orthonormality_error/max"]
+    tags += [f"orthonormality_error/{name}.weight" for name in ("0", "1.0", "2")]
+    assert [(tag, step) for tag, _, step in writer.points] == [
+        (tag, step) for step in (3, 6, 9) for tag in tags
+    ]
+    values = {tag: value for tag, value, step in writer.points if step == 9}
+    weights = model[0].weight, model[1][0].weight / 2, model[2].weight
+    expected = [
+        float(so.orthonormality_error(weight, reading))
+        for weight, reading in zip(weights, (so.Stiefel(heads=5), None, None), strict=True)
+    ]
+    assert list(values.values()) == pytest.approx([max(expected), *expected], rel=1e-3, abs=1e-8)
+    assert 0 < max(values.values()) < 1e-5
+    handle.remove()
+    opt.step()
+    assert len(writer.points) == 12
+
+
+def test_logging_changes_nothing_in_the_training():
+    states = []
+    for options in ({"every": 1}, {"every": 1000}):
+        generator = torch.Generator().manual_seed(0)
+        states.append(trained_with(Writer(), generator, **options)[0].state_dict())
+    for value, other in zip(states[0].values(), states[1].values(), strict=True):
+        assert torch.equal(value, other)
+
+
+def test_a_process_without_writer_takes_part_and_an_error_shows(generator):
+    trained_with(None, generator, every=1)
+    model = nn.Sequential(so.constrain(nn.Linear(4, 4)), nn.Linear(4, 4))
+    writer, opt = Writer(), torch.optim.SGD(model.parameters(), lr=0.1)  # which knows no manifold
+    so.log_orthonormality(opt, model, writer, every=1, tag="error")
+    model(torch.ones(2, 4)).square().sum().backward()
+    opt.step()
+    assert [tag for tag, _, _ in writer.points] == ["error/max", "error/0.weight"]
+    assert writer.points[0][1] == float(so.orthonormality_error(model)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"optimizer": None}, TypeError, "`optimizer` must be a torch.optim.Optimizer, got None"),
+        ({"model": []}, TypeError, "`model` must be a torch.nn.Module, got list"),
+        ({"model": nn.Linear(2, 2)}, ValueError, "`model` must have an orthonormal weight, got a"),
+        ({"writer": 3}, TypeError, "`writer` must have a method add_scalar, got int"),
+        ({"every": 0}, ValueError, "`every` must be an integer of at least 1, got 0"),
+        ({"first_step": -1}, ValueError, "`first_step` must be an integer of at least 0, got -1"),
+    ],
+)
+def test_what_cannot_be_logged_is_an_error(change, error, message):
+    model = so.constrain(nn.Linear(2, 2))
+    opt = so.StiefelSGD(model.parameters(), lr=0.1)
+    given = {"optimizer": opt, "model": model, "writer": Writer(), **change}
+    with pytest.raises(error, match=message):
+        so.log_orthonormality(**given)

@@ -88,7 +88,9 @@ def test_the_key_overrides_tags(name, key, count, place):
         opt = optimizer(name, [tagged, plain], stiefel=key)
     else:
         opt = optimizer(name, [{"params": [tagged, plain], "stiefel": key}], stiefel=False)
-    assert f"{count} matrices in {min(count, 2)} parameters are constrained" in repr(opt)
+    tensors = "1 parameter;" if count == 1 else f"{min(count, 2)} parameters;"
+    matrices = "1 matrix" if count == 1 else f"{count} matrices"
+    assert f"Constrained: {matrices} in {tensors}" in repr(opt)
     stored = opt.param_groups[0]["stiefel"]
     assert stored is None or type(stored) in (bool, dict)
     for p in (tagged, plain):
@@ -104,15 +106,15 @@ def test_the_key_overrides_tags(name, key, count, place):
 def test_true_reads_a_tagged_parameter_as_its_tag_says():
     tagged = so.ManifoldParameter(torch.eye(8, 4), so.Stiefel(heads=2))
     opt = so.StiefelSGD([tagged], stiefel=True)
-    assert "2 matrices in 1 parameters" in repr(opt)
+    assert "Constrained: 2 matrices in 1 parameter;" in repr(opt)
 
 
 def test_repr_counts_matrices_and_speaks_of_weight_decay():
     net = model()
     text = repr(so.StiefelAdam(net.parameters(), weight_decay=0.1))
     # q and k: 2 heads each; up, turn, filter: 1 each; fused: 1 + 2
-    assert "10 matrices in 6 parameters are constrained, and weight decay does not touch" in text
-    assert "7 parameters are plain" in text
+    assert "Constrained: 10 matrices in 6 parameters; weight decay does not touch them." in text
+    assert "Plain: 7 parameters." in text
     assert text.startswith("StiefelAdam (")
 
 

@@ -26,7 +26,24 @@ from stiefel_opt.linalg import (
     roots,
 )
 
-__all__ = ["CANONICAL", "Moves", "RowSum", "Scalar"]
+__all__ = [
+    "CANONICAL",
+    "Moves",
+    "RowSum",
+    "Scalar",
+    "after",
+    "coupling",
+    "isometric_moves",
+    "mend_",
+    "mend_long_step",
+    "mended",
+    "move_along_",
+    "published_root",
+    "published_turn",
+    "sum_rows",
+    "sums",
+    "turn_square",
+]
 
 RowSum = Callable[[Tensor], Tensor]
 Scalar = float | Tensor

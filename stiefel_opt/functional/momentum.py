@@ -419,8 +419,9 @@ def _precondition(
 
     0/0 counts as 0. The factor gamma of :func:`_gain` is left to the learning rate.
     """
-    if first.is_complex():  # the denominator is real
-        denominator, result = torch.sqrt(second), out
+    if first.is_complex() or torch.compiler.is_compiling():
+        # The denominator is real; a compiler places results itself.
+        denominator, result = torch.sqrt(second), None
     else:
         denominator = result = torch.sqrt(second, out=out)
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
@@ -448,7 +449,7 @@ def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2
         square.mul_(beta2).add_(absolute_square(value), alpha=1 - beta2)
     else:
         square.mul_(beta2).addcmul_(value, value, value=1 - beta2)
-    return square if largest is None else torch.maximum(largest, square, out=largest)
+    return square if largest is None else largest.copy_(torch.maximum(largest, square))
 
 
 def _at_least_one(number: Scalar) -> Scalar:
@@ -465,6 +466,8 @@ def _scale_(normal: Tensor, momentum: float, coupling: Tensor | None) -> Tensor:
 def _subtract_(target: Tensor, grad: Tensor, force: Scalar, out: Tensor | None = None) -> Tensor:
     """out = target - force grad; ``out`` defaults to ``target``."""
     out = target if out is None else out
+    if torch.compiler.is_compiling():  # takes no ``out`` with gaps
+        return out.copy_(target - grad * force)
     if isinstance(force, Tensor):
         return torch.addcmul(target, grad, force, value=-1.0, out=out)
     return torch.sub(target, grad, alpha=force, out=out)

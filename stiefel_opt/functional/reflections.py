@@ -115,6 +115,7 @@ def cwy_factors(vectors: Tensor) -> tuple[Tensor, Tensor]:
         ``(..., L, L)``; in float32 for half-precision vectors.
     Raises:
         ValueError: for L > N, or a zero vector (looked at on the CPU only).
+    Note: 2 N L^2 flops. No solve.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
     """
     _check_vectors(vectors)

@@ -1,7 +1,8 @@
-"""Into other people's training code: attention modules, migration, gradient clipping."""
+"""Into other people's training code: attention modules, migration, clipping, logging."""
 
 from stiefel_opt.integrations.attention import AttentionReport, constrain_attention
 from stiefel_opt.integrations.clipping import clip_grad_norm_
+from stiefel_opt.integrations.logging import log_orthonormality
 from stiefel_opt.integrations.migration import from_geoopt, from_geotorch, from_torch_orthogonal
 
 __all__ = [
@@ -11,4 +12,5 @@ __all__ = [
     "from_geoopt",
     "from_geotorch",
     "from_torch_orthogonal",
+    "log_orthonormality",
 ]

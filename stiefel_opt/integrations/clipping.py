@@ -33,7 +33,7 @@ def clip_grad_norm_(
         parameters: Parameters, tagged and plain; those without gradient are skipped.
         max_norm: Largest norm, > 0.
         error_if_nonfinite: Raise where the norm is not finite, before anything is scaled; waits
-            for the device.
+            for the device. Default: no.
 
     Returns: The norm before clipping, a 0-dim tensor.
     Raises:

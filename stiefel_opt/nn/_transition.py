@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt._checks import check_choice, fail
-from stiefel_opt.constraints import constrain, readings
+from stiefel_opt.constraints import PROJECTS, constrain, readings
 from stiefel_opt.functional import cwy_factors
 from stiefel_opt.geometry import random_point
 from stiefel_opt.parametrizations import CWY, MAPS, helfrich, henaff, orthogonal
@@ -92,6 +92,8 @@ def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | t
 def keep_on_load(module: nn.Module) -> None:
     """Let the tagged parameters below ``module`` be projected after ``load_state_dict``."""
     module.register_load_state_dict_post_hook(_project_loaded)  # type: ignore[no-untyped-call]
+    for owner in module.modules():
+        owner.__dict__[PROJECTS] = True
 
 
 def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa: ARG001

@@ -31,7 +31,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
             device, dtype: As in ``nn.MultiheadAttention``.
-        constraint: ``"within"``, ``"across"`` or None for none.
+        constraint: ``"within"``, ``"across"`` or None for none. Default: ``"within"``.
 
     Raises:
         ValueError: for any other constraint, or heads that do not divide ``embed_dim``.

@@ -31,10 +31,10 @@ class ConvNERU(nn.Module):
     Args:
         in_channels: Channels of an input image.
         hidden_channels: Channels of a hidden image, f.
-        kernel_size: Side of both kernels, q, odd.
-        nonlinearity: ``"relu"``, ``"tanh"`` or ``"abs"``.
-        bias: Whether there is a bias, one number for each hidden channel.
-        batch_first: Whether sequences come as ``(batch, T, ...)``.
+        kernel_size: Side of both kernels, q, odd. Default: 3.
+        nonlinearity: ``"relu"``, ``"tanh"`` or ``"abs"``. Default: ``"relu"``.
+        bias: Whether there is a bias, one number for each hidden channel. Default: yes.
+        batch_first: Whether sequences come as ``(batch, T, ...)``. Default: no.
         device, dtype: Of the parameters.
         transition: How K is kept: ``"tagged"`` for an optimizer of this package; the name of a
             map of :func:`stiefel_opt.orthogonal` for any optimizer; None leaves it free.

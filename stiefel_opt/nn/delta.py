@@ -32,12 +32,12 @@ class DeltaProduct(nn.Module):
 
     Args:
         embed_dim: Width of a token.
-        num_heads: Independent recurrences.
-        num_factors: Factors for each token, h. The cost grows like h.
+        num_heads: Independent recurrences. Default: 1.
+        num_factors: Factors for each token, h. The cost grows like h. Default: 2.
         head_dim: Length of a key, d. Default: ``embed_dim / num_heads``.
         value_dim: Length of a value, e. Default: d.
-        gate: Whether the state also decays.
-        bias: Whether the maps to queries, keys, values and outputs have a bias.
+        gate: Whether the state also decays. Default: no.
+        bias: Whether the maps to queries, keys, values and outputs have a bias. Default: no.
         chunk_size: Tokens in a chunk, see :func:`stiefel_opt.functional.delta_product`.
         device, dtype: Of the parameters.
 

@@ -22,6 +22,15 @@ from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_fac
 from stiefel_opt.linalg import reads
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
+from stiefel_opt.optim.loading import (
+    check_plain_rule,
+    check_state_dict,
+    check_states,
+    mark,
+    rule_of,
+    take_marks,
+    without_plain,
+)
 from stiefel_opt.optim.master import keep_precision
 from stiefel_opt.optim.plain import step_rows
 from stiefel_opt.optim.readings import (
@@ -194,10 +203,13 @@ class StiefelOptimizer(Optimizer):
         return loss
 
     def _step_traced(self) -> None:
-        """The same for ``torch.compile``: what the last eager step gathered, nothing is looked at.
-        """
+        """The same for ``torch.compile``: on what the last eager step gathered."""
         for number, group in enumerate(self.param_groups):
-            work = self._gathered[number]
+            work = self._gathered.get(number)
+            if work is None:
+                raise RuntimeError(
+                    "`step` must have made its state, got none; run one step before compiling it"
+                )
             if work.plain:
                 self._step_plain(group, work.plain)
             for stack in work.stacks:
@@ -328,7 +340,7 @@ class StiefelOptimizer(Optimizer):
         # without a force nothing moves, not even by a correction
         correct = due and not (looks and not bool(grad.any()))
         # Writes through ``.data`` show only here; rows that are shared are not added up for it.
-        if stack.fresh or looks:
+        if looks or (stack.fresh and not torch.compiler.is_compiling()):
             point, correct = self._settle(point, batch, correct)
         new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
         if isinstance(lr, Tensor):
@@ -366,26 +378,45 @@ class StiefelOptimizer(Optimizer):
             readings = [reading(parameter, group) for parameter in group["params"]]
             if any(reading is not None for reading in readings):
                 saved["readings"] = [r if r is None else r.as_dict() for r in readings]
+        mark(packed["param_groups"], rule_of(type(self)))
         return packed
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, here or from torch's own optimizer.
+        """Load what :meth:`state_dict` gave, here or from the same rule of torch.
 
         The readings of this optimizer's parameters stay as they are, and the state of constrained
-        half-precision ones stays in float32.
+        half-precision ones stays in float32. Of a checkpoint of ``torch.optim.SGD`` or ``Adam`` the
+        options and the state of plain parameters are taken; that of constrained ones starts anew.
 
         Raises:
-            ValueError: if a parameter was saved under another reading, naming it.
+            ValueError: if a parameter was saved under another reading or its state has another
+                shape, naming it; for the state of another rule, of a newer version, and options
+                that make no sense. Nothing has changed then.
+            TypeError: for what is no state_dict.
         """
+        check_state_dict(state_dict)
         saved_groups = [dict(saved) for saved in state_dict["param_groups"]]
+        of_torch = take_marks(saved_groups, type(self))
+        if of_torch:
+            check_plain_rule(state_dict["state"], saved_groups, self.defaults)
         check_saved_readings(self.param_groups, saved_groups)
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
             saved["stiefel"] = group["stiefel"]
             for name in self.defaults:  # a checkpoint of torch lacks our options
                 saved.setdefault(name, group[name])
-        final: dict[str, Any] = {}  # as other hooks leave it
-        handle = self.register_load_state_dict_pre_hook(lambda _, found: final.update(found))
+        final: dict[str, Any] = {}
+
+        def examine(_: Optimizer, found: dict[str, Any]) -> None:  # as other hooks leave it
+            groups = self.param_groups, found["param_groups"]
+            if of_torch:
+                found["state"] = without_plain(found["state"], *groups)
+            for group, saved in zip(*groups, strict=False):
+                self._check_options({**group, **saved})
+            check_states(found["state"], *groups, self._state_names)
+            final.update(found)
+
+        handle = self.register_load_state_dict_pre_hook(examine)
         try:
             super().load_state_dict({**state_dict, "param_groups": saved_groups})
         finally:
@@ -431,8 +462,13 @@ class StiefelOptimizer(Optimizer):
                 else:
                     tensors += 1
                     matrices += manifold.count(parameter.shape)
+        constrained = f"{_counted(matrices, 'matrix', 'matrices')} in {_counted(tensors)}"
         header = (
-            f"{matrices} matrices in {tensors} parameters are constrained, and weight decay does "
-            f"not touch them; {plain} parameters are plain."
+            f"Constrained: {constrained}; weight decay does not touch them. "
+            f"Plain: {_counted(plain)}."
         )
         return f"{super().__repr__()}\n{header}"
+
+
+def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:
+    return f"{number} {one if number == 1 else several}"

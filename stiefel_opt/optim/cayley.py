@@ -39,8 +39,8 @@ class CayleySGD(VelocityOptimizer):
         weight_decay: For plain parameters. It cannot move a constrained one.
         foreach, fused: For plain parameters, as in torch.
         differentiable: Must be False.
-        steps: Iterations of the Cayley map.
-        exact: Solve for it instead.
+        steps: Iterations of the Cayley map. Default: 2.
+        exact: Solve for it instead. Default: no.
         nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:

@@ -38,7 +38,9 @@ def step_sgd_rows(
     """Apply ``torch.optim.SGD`` to rows; their momentum lies in the state ``name``."""
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
-        buffers = [state[name] if bool(state["step"] > 0) else None for state in states]
+        # The first momentum is the gradient, undamped: with dampening zeros would not do.
+        begun = group["dampening"] == 0 or torch.compiler.is_compiling()
+        buffers = [state[name] if begun or bool(state["step"] > 0) else None for state in states]
     _torch_sgd(group, parameters, grads, buffers)
     for buffer, state in zip(buffers, states, strict=False):
         if buffer is not None and buffer is not state[name]:

@@ -276,6 +276,7 @@ class Batch:
         self.matrix_count = stop - start
         self.deferred = True
         self._window: Tensor | None = None  # on the matrices of a single parameter
+        self._copied = False  # channels_last, or batches of rows: what is read of it is a copy
         self._strides: tuple[int, ...] = ()  # of that parameter
 
     def renew(self) -> None:
@@ -335,7 +336,9 @@ class Batch:
             whole = self._stack.matrices(part, index)
             target = _flat(whole)
             (target if self._whole else target[self._share]).copy_(matrices)
-            if not _aliases(target, part):  # channels_last, or batches of rows: a copy was read
+            if not compiling:
+                self._copied = not _aliases(target, part)
+            if self._copied:
                 back = manifold.stored(
                     target.view(whole.shape), part.shape, index, wide=self._stack.wide[index]
                 )

@@ -15,7 +15,14 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.master import HALF, MASTER, state_dtype
 from stiefel_opt.optim.shards import Shards, placed
 
-__all__ = ["State", "StateNames", "complete_state", "is_small", "state_shapes"]
+__all__ = [
+    "State",
+    "StateNames",
+    "complete_state",
+    "expected_shapes",
+    "is_small",
+    "state_shapes",
+]
 
 State = dict[str, Tensor]
 
@@ -54,29 +61,16 @@ def complete_state(
         ValueError: for state of another shape.
         TypeError: for half precision that is sharded.
     """
-    ranges, needs_tall = state_shapes(manifold, parameter.shape)
-    expected = {}
-    for index, (shape, is_tall) in enumerate(ranges):
-        suffix = f".{index}" if index else ""
-        small = names.small + names.small_of_tall if is_tall else names.small
-        expected.update({name + suffix: shape for name in small})
-        single = torch.Size((*shape[:-2], 1, 1))
-        expected.update({name + suffix: single for name in names.norms})
-    if needs_tall:
-        expected.update(dict.fromkeys(names.tall, parameter.shape))
-    if manifold.rows is not None:
-        expected.update(dict.fromkeys(names.rows, parameter.shape))
-    if parameter.dtype in HALF:
-        if shards is not None:
-            raise TypeError(
-                fail(
-                    called(),
-                    "be float32 or wider to be sharded",
-                    parameter.dtype,
-                    "shard a float32 model with a mixed-precision policy",
-                )
+    expected = expected_shapes(names, parameter, manifold)
+    if parameter.dtype in HALF and shards is not None:
+        raise TypeError(
+            fail(
+                called(),
+                "be float32 or wider to be sharded",
+                parameter.dtype,
+                "shard a float32 model with a mixed-precision policy",
             )
-        expected[MASTER] = parameter.shape
+        )
     if "step" not in state or (expected and not expected.keys() & state.keys()):
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -105,6 +99,27 @@ def complete_state(
     for name in state.keys() - expected.keys() - {"step"}:
         del state[name]
     return state
+
+
+def expected_shapes(
+    names: StateNames, parameter: Tensor, manifold: Stiefel
+) -> dict[str, torch.Size]:
+    """Return the shape of all state of a constrained parameter but ``step``, by name."""
+    ranges, needs_tall = state_shapes(manifold, parameter.shape)
+    expected: dict[str, torch.Size] = {}
+    for index, (shape, is_tall) in enumerate(ranges):
+        suffix = f".{index}" if index else ""
+        small = names.small + names.small_of_tall if is_tall else names.small
+        expected.update({name + suffix: shape for name in small})
+        single = torch.Size((*shape[:-2], 1, 1))
+        expected.update({name + suffix: single for name in names.norms})
+    if needs_tall:
+        expected.update(dict.fromkeys(names.tall, parameter.shape))
+    if manifold.rows is not None:
+        expected.update(dict.fromkeys(names.rows, parameter.shape))
+    if parameter.dtype in HALF:
+        expected[MASTER] = parameter.shape
+    return expected
 
 
 def _placements(name: str, shards: Shards) -> tuple[Placement, ...] | None:

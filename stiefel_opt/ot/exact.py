@@ -31,8 +31,9 @@ def projected_wasserstein(
     Args:
         x, y, a, b: Clouds and weights, as in :func:`projection_robust_wasserstein`.
         projection: U, ``(d, k)`` with orthonormal columns.
-        max_iter: Most pivots of the network simplex.
+        max_iter: Most pivots of the network simplex. Default: a million.
 
+    Returns: The squared distance.
     Raises:
         ImportError: without POT, which the extra ``ot`` installs.
         RuntimeError: if ``max_iter`` is too small.

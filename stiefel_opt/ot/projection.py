@@ -79,22 +79,22 @@ def projection_robust_wasserstein(
         y: Second cloud, ``(m, d)``.
         a: Weights of the first cloud, ``(n,)``, not negative, summing to one. Default: equal.
         b: Weights of the second cloud, ``(m,)``. Default: equal.
-        k: Dimension of the projection, 1 to d.
+        k: Dimension of the projection, 1 to d. Default: 2.
         reg: Regularization, in units of squared distance.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
             ``lambda params: StiefelAdam(params, lr=0.1)``; it is given the tangent part of the
             gradient of minus the objective. Default: :class:`StiefelSGD` without momentum, its
             rate 0.5 / cost at first and set by the last two gradients (Barzilai & Borwein) from
             then on, shortened where the objective falls below a running mean.
-        max_iter: Most steps from one starting point.
-        tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one.
-        restarts: Starting points; the best end is returned.
+        max_iter: Most steps from one starting point. Default: 500.
+        tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one. Default: 1e-4.
+        restarts: Starting points; the best end is returned. Default: 1.
         init: First starting point, ``(d, k)`` with orthonormal columns. Default: the leading
             eigenvectors of the second moment of x_i - y_j under independent weights.
         seed: For the other starting points, which are random. Default: another one at each call.
         sinkhorn_iterations: That many Sinkhorn iterations after a step instead of as many as the
             gradient asks for. What is returned is converged all the same.
-        progress: Show a bar; needs tqdm.
+        progress: Show a bar; needs tqdm. Default: no.
 
     Returns: See :class:`PRWResult`.
     Raises:

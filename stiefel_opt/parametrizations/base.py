@@ -30,6 +30,12 @@ class Parametrization(nn.Module):
     Args:
         manifold: How the weight is read as matrices. Default ``Stiefel()``; no ``rows``.
         generator: Source of random starts. Default: torch's global one.
+
+    Raises:
+        ValueError: for a manifold with ``rows``; on registration for a weight that the map has no
+            matrices for, or that is not finite; on assignment for one that is not orthonormal or
+            not reached.
+        TypeError: for a manifold that is not a :class:`stiefel_opt.Stiefel`, or integer weights.
     """
 
     def __init__(

@@ -119,6 +119,9 @@ class Householder(CWY):
 
     Args:
         reflections, manifold, generator: as in :class:`CWY`, which is the same map and faster.
+    Raises:
+        ValueError: as :class:`CWY`.
+    Note: L passes over the matrix, 4 L n m flops.
     Reference: Mhammedi et al. (ICML 2017).
     """
 
@@ -163,6 +166,7 @@ class GeneralizedHouseholder(Parametrization):
         manifold, generator: as in :class:`Parametrization`.
     Raises:
         ValueError: for a weight that is not square.
+    Note: 4 N^2 n + 3 N n^2 flops and a triangular solve.
     Reference: Siems et al., DeltaProduct (2025).
     """
 

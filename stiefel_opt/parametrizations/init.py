@@ -40,6 +40,8 @@ def henaff(
         dtype, device: Default: torch's.
 
     Returns: ``(N, N)``, determinant 1.
+    Raises:
+        ValueError: for a size that is not a positive integer.
     Reference: Henaff, Szlam & LeCun (ICML 2016).
     """
     draw = _uniform(size, generator, dtype, device)
@@ -61,9 +63,11 @@ def helfrich(
 
     Args:
         size, generator, dtype, device: as in :func:`henaff`.
-        through: "exponential" (EXPRNN, CWY) or "cayley" (SCORNN).
+        through: "exponential" (EXPRNN, CWY) or "cayley" (SCORNN). Default: "exponential".
 
     Returns: ``(N, N)``, determinant 1.
+    Raises:
+        ValueError: for a size that is not a positive integer, or another map.
     Reference: Helfrich, Willmott & Ye (ICML 2018).
     """
     check_choice("through", through, ("cayley", "exponential"))

@@ -85,8 +85,10 @@ class Trivialization(_Based):
     and P to zero; one Newton-Schulz step keeps X0 orthonormal.
 
     Args:
-        every: Changes of P between moves; None: never, X0 stays the start.
+        every: Changes of P between moves; None: never, X0 stays the start. Default: 100.
         manifold, generator: as in :class:`Parametrization`.
+    Raises:
+        ValueError: for ``every`` below 1.
     Note: as :class:`MatrixExp`. The count of changes is not saved. A compiled forward does not
         move X0: call :meth:`rebase` in the training loop.
     Reference: Lezcano-Casado, Trivializations for gradient-based optimization on manifolds

@@ -47,6 +47,7 @@ class URNN(_Unitary):
     Raises:
         TypeError: for a real weight.
         ValueError: for a weight that is not square.
+    Note: O(N^2 log N) flops.
     Reference: Arjovsky, Shah & Bengio (ICML 2016).
     """
 
@@ -89,7 +90,8 @@ class EURNN(_Unitary):
         manifold, generator: as in :class:`Parametrization`.
     Raises:
         TypeError: for a real weight.
-        ValueError: for a weight that is not square.
+        ValueError: for a weight that is not square, or layers < 1.
+    Note: L passes over N x N, one after the other.
     Reference: Jing et al. (ICML 2017).
     """
 

@@ -1,0 +1,110 @@
+"""The orthonormality error of a training as curves: TensorBoard and everything that looks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stiefel_opt._checks import fail
+from stiefel_opt.constraints import readings
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.monitor import orthonormality_error
+from stiefel_opt.parametrizations.base import Parametrization
+
+__all__ = ["ScalarWriter", "log_orthonormality"]
+
+
+class ScalarWriter(Protocol):
+    """What is needed of a ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Write one point of the curve ``tag``."""
+
+
+def log_orthonormality(
+    optimizer: Optimizer,
+    model: nn.Module,
+    writer: ScalarWriter | None,
+    every: int = 100,
+    *,
+    first_step: int = 0,
+    tag: str = "orthonormality_error",
+) -> RemovableHandle:
+    r"""Write :math:`\max |X^\top X - I|` of ``model`` after every so many steps of ``optimizer``.
+
+    One curve ``tag/max`` and one ``tag/<parameter>`` for each constrained parameter and each weight
+    that :func:`stiefel_opt.orthogonal` parametrizes. Works with every optimizer of torch, by its
+    step hook.
+
+    Args:
+        optimizer: Whose steps count. One that a trainer has wrapped counts as well.
+        model: Whose weights are measured, as they are at that moment.
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, or anything with its method
+            ``add_scalar(tag, value, step)``. None: measure and write nothing, for the other
+            processes of a sharded training, where all must take part.
+        every: Steps from one point to the next.
+        first_step: Number of the step before the first one, where a training is resumed.
+        tag: What the curves are called.
+
+    Returns: A handle; its ``remove()`` ends the logging.
+    Raises:
+        ValueError: if the model has no such weight, or for every < 1.
+        TypeError: for what is no optimizer, no module or no writer.
+
+    Note: Costs what :func:`stiefel_opt.orthonormality_error` costs, and waits for the device, in
+        the steps that are logged; a count in the others. Copies and checkpoints of the optimizer do
+        not log.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(fail("optimizer", "be a torch.optim.Optimizer", type(optimizer).__name__))
+    if not isinstance(model, nn.Module):
+        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(fail("writer", "have a method add_scalar", type(writer).__name__))
+    for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
+        if type(value) is not int or value < least:
+            raise ValueError(fail(name, f"be an integer of at least {least}", repr(value)))
+    if next(_orthonormal(model), None) is None:
+        remedy = "call so.constrain or so.orthogonal first"
+        kind = f"a {type(model).__name__} of none"
+        raise ValueError(fail("model", "have an orthonormal weight", kind, remedy))
+    step = first_step
+
+    @torch.no_grad()
+    def log(*_: Any) -> None:
+        nonlocal step
+        step += 1
+        if step % every:
+            return
+        names, errors = [], []
+        for name, value, reading in _orthonormal(model):
+            names.append(name)
+            errors.append(orthonormality_error(value, reading))
+        found = torch.stack([error.to(errors[0].device) for error in errors]).tolist()
+        if writer is not None:
+            writer.add_scalar(f"{tag}/max", max(found), step)
+            for name, error in zip(names, found, strict=True):
+                writer.add_scalar(f"{tag}/{name}", error, step)
+
+    return optimizer.register_step_post_hook(log)
+
+
+def _orthonormal(model: nn.Module) -> Iterator[tuple[str, Tensor, Stiefel]]:
+    """Give name, value and reading of every constrained parameter and parametrized weight."""
+    for name, (parameter, reading) in readings(model).items():
+        if reading is not None and not parameter.is_meta:
+            yield name, parameter, reading
+    for path, module in model.named_modules():
+        if not parametrize.is_parametrized(module):
+            continue
+        for leaf, listed in module.parametrizations.items():
+            last = listed[-1]  # what comes after it may undo it
+            if isinstance(last, Parametrization):
+                name = f"{path}.{leaf}" if path else leaf
+                yield name, getattr(module, leaf), last.manifold

@@ -1,0 +1,117 @@
+"""torch.compile: one graph for the whole step, the same numbers, no recompilation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from contract import OPTIMIZERS, backward, constrained, model, optimizer, train
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import stiefel_opt as so
+
+# Tracing takes its time: two by default, the others by name.
+compiled_optimizers = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("sgd", "adam") else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def prepared(name: str, **options: Any) -> tuple[nn.Module, Any]:
+    net = model().double()
+    so.retag(net)
+    opt = optimizer(name, net.named_parameters(), **options)
+    train(net, opt, 0, 2)  # a step makes the state
+    return net, opt
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler record function")
+@compiled_optimizers
+def test_one_graph_serves_every_rate_and_step(name: str) -> None:
+    lr = torch.tensor(0.05, dtype=torch.float64)
+    plain = {"capturable": True} if "adam" in name else {}
+    net, opt = prepared(name, lr=lr, **plain)
+    twin, twin_opt = copy.deepcopy((net, opt))
+    counter, early = CompileCounterWithBackend("aot_eager"), 0
+    compiled = torch.compile(opt.step, fullgraph=True, backend=counter)
+    for step in range(2, 12):
+        backward(net, step)
+        backward(twin, step)
+        for rule in (opt, twin_opt):
+            for group in rule.param_groups:
+                group["lr"].fill_(0.05 + 0.01 * step)
+        compiled()
+        twin_opt.step()
+        if step == 4:
+            early = counter.frame_count
+    assert counter.frame_count == early  # whatever the rate and the step
+    assert early <= 2
+    for key, weight in constrained(net).items():
+        torch.testing.assert_close(weight, twin.get_parameter(key), rtol=0, atol=1e-9, msg=key)
+        assert opt.state[weight]["step"] == 12
+    for left, right in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-9)
+    assert so.orthonormality_error(net) < 1e-12
+    train(net, opt, 12, 14)  # and eager steps go on from there
+    assert so.orthonormality_error(net) < 1e-12
+
+
+@compiled_optimizers
+def test_a_compiled_step_leaves_what_has_a_bad_gradient(name: str) -> None:
+    net, opt = prepared(name)
+    compiled = torch.compile(opt.step, fullgraph=True, backend="eager")
+    backward(net, 2)
+    compiled()
+    backward(net, 3)
+    for bad in (net.q.weight, net.turn.weight):
+        bad.grad.view(-1)[1] = torch.nan
+    before = copy.deepcopy(
+        {n: (p.detach(), dict(opt.state[p])) for n, p in constrained(net).items()}
+    )
+    compiled()
+    for key, weight in constrained(net).items():
+        value, state = before[key]
+        skipped = key in ("q.weight", "turn.weight")
+        assert torch.equal(weight, value) == skipped, key
+        for part, tensor in opt.state[weight].items():
+            assert not skipped or torch.equal(tensor, state[part]), (key, part)
+        assert weight.isfinite().all(), key
+    assert opt.skipped_steps() == {"q.weight": 1, "turn.weight": 1}
+
+
+def test_before_the_first_step_there_is_nothing_to_compile() -> None:
+    net = model()
+    opt = so.StiefelSGD(net.parameters())
+    backward(net, 0)
+    with pytest.raises(Exception, match="run one step before compiling it"):
+        torch.compile(opt.step, fullgraph=True, backend="eager")()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_inductor_gives_the_same_numbers(name: str) -> None:
+    net, opt = prepared(name)
+    twin, twin_opt = copy.deepcopy((net, opt))
+    compiled = torch.compile(opt.step, fullgraph=True)
+    for step in range(2, 8):
+        backward(net, step)
+        backward(twin, step)
+        compiled()
+        twin_opt.step()
+    for left, right in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-9)

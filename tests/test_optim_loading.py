@@ -1,0 +1,429 @@
+"""What may be wrong with a checkpoint: one clear error, and nothing has changed; or it works.
+
+`REFUSED` is the table of what is refused. Each case gets a state_dict of StiefelSGD after three
+steps and returns what is loaded into another StiefelSGD, which has done one step of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    OPTIMIZERS,
+    assert_same,
+    assert_same_training,
+    backward,
+    constrained,
+    every_optimizer,
+    model,
+    optimizer,
+    snapshot,
+    through_file,
+    train,
+)
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt.compat import SGDG, AdamG, CaileySGD
+from stiefel_opt.nn import MultiheadAttention
+
+CUTS = 20  # ends of a truncated file
+
+
+def trained(name: str = "sgd", steps: int = 3, **options: Any) -> tuple[Any, Any]:
+    net = model()
+    opt = optimizer(name, net.named_parameters(), **options)
+    train(net, opt, 0, steps)
+    return net, opt
+
+
+def with_group(saved: Any, **values: Any) -> Any:
+    saved["param_groups"][0].update(values)
+    return saved
+
+
+def with_state(saved: Any, of: str, name: str, change: Any) -> Any:
+    (group,) = saved["param_groups"]
+    state = saved["state"][group["params"][group["param_names"].index(of)]]
+    state[name] = change(state[name])
+    return saved
+
+
+def without(saved: Any, key: str) -> Any:
+    return {name: value for name, value in saved.items() if name != key}
+
+
+def with_reading(saved: Any, **changes: Any) -> Any:
+    readings = saved["param_groups"][0]["readings"]
+    readings[0] = {**readings[0], **changes}
+    return saved
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    # another shape
+    "small state": (
+        lambda saved: with_state(saved, "k.weight", "momentum_skew", lambda old: old[:1]),
+        ValueError,
+        r"`momentum_skew of k.weight` must have shape \(2, 3, 3\), got shape \(1, 3, 3\); load",
+    ),
+    "tall state": (
+        lambda saved: with_state(saved, "up.weight", "momentum_normal", lambda old: old.mT),
+        ValueError,
+        r"`momentum_normal of up.weight` must have shape \(10, 6\), got shape \(6, 10\)",
+    ),
+    "state of the second range of rows": (
+        lambda saved: with_state(saved, "fused.weight", "momentum_skew.1", lambda old: old[0]),
+        ValueError,
+        r"`momentum_skew.1 of fused.weight` must have shape \(2, 3, 3\), got shape \(3, 3\)",
+    ),
+    "plain state": (
+        lambda saved: with_state(saved, "out.weight", "momentum_buffer", lambda old: old[:1]),
+        ValueError,
+        r"`momentum_buffer of out.weight` must have shape \(2, 14\), got shape \(1, 14\)",
+    ),
+    "complex state": (
+        lambda saved: with_state(saved, "q.weight", "momentum_skew", lambda old: old.cfloat()),
+        ValueError,
+        "`momentum_skew of q.weight` must be real, got torch.complex64",
+    ),
+    # another reading
+    "heads": (
+        lambda saved: with_reading(saved, heads=3),
+        ValueError,
+        r"`reading of q.weight` must be the saved one, Stiefel\(heads=3.*; constrain it as it was",
+    ),
+    "scale": (
+        lambda saved: with_reading(saved, scale=3.0),
+        ValueError,
+        "`reading of q.weight` must be the saved one, .*scale=3.0",
+    ),
+    "transposed": (
+        lambda saved: with_reading(saved, transposed=True),
+        ValueError,
+        "`reading of q.weight` must be the saved one, .*transposed=True",
+    ),
+    # another class
+    **{
+        f"state of {OPTIMIZERS[name][0].__name__}": (
+            lambda _, name=name: trained(name)[1].state_dict(),
+            ValueError,
+            rf"`state_dict` must be one of StiefelSGD, got one of {OPTIMIZERS[name][0].__name__}; "
+            rf"load it into {OPTIMIZERS[name][0].__name__}, or load the weights only",
+        )
+        for name in ("adam", "rgd", "cayley-sgd", "cayley-adam")
+    },
+    **{
+        f"state of torch.optim.{rule}": (
+            lambda _, rule=rule: of_torch(rule, model(), 3)[1].state_dict(),
+            ValueError,
+            r"`state_dict` must be one of torch.optim.SGD, got one with .*; load the weights only",
+        )
+        for rule in ("Adam", "AdamW", "RMSprop", "Adagrad", "NAdam")
+    },
+    # another version
+    "a newer format": (
+        lambda saved: with_group(saved, format=2),
+        ValueError,
+        "`format of the state_dict` must be at most 1, got 2; a newer stiefel_opt has written it",
+    ),
+    "a format that is no number": (
+        lambda saved: with_group(saved, format="two"),
+        ValueError,
+        "`format of the state_dict` must be at most 1, got two",
+    ),
+    "an option of a newer version": (
+        lambda saved: with_group(saved, rotation="padé"),
+        ValueError,
+        "`rotation` must be one of .*, got 'padé'",
+    ),
+    "an option that makes no sense": (
+        lambda saved: with_group(saved, lr=-1.0),
+        ValueError,
+        r"`lr` must be in \[0, inf\), got -1.0",
+    ),
+    # no state_dict, or not all of it
+    "nothing": (lambda _: None, TypeError, "`state_dict` must be a dict, got NoneType"),
+    "a list": (lambda saved: [saved], TypeError, "`state_dict` must be a dict, got list"),
+    "a whole checkpoint": (
+        lambda saved: {"model": {}, "optimizer": saved},
+        ValueError,
+        r"`state_dict` must have the keys .*, got \['model', 'optimizer'\]; pass what optimizer",
+    ),
+    "no state": (
+        lambda saved: without(saved, "state"),
+        ValueError,
+        r"`state_dict` must have the keys .*, got \['param_groups'\]",
+    ),
+    "no groups": (
+        lambda saved: without(saved, "param_groups"),
+        ValueError,
+        r"`state_dict` must have the keys .*, got \['state'\]",
+    ),
+    "another number of groups": (
+        lambda saved: {**saved, "param_groups": saved["param_groups"] * 2},
+        ValueError,
+        "different number of parameter groups",
+    ),
+    "another number of parameters": (
+        lambda saved: with_group(saved, params=saved["param_groups"][0]["params"][:-1]),
+        ValueError,
+        "doesn't match the size of optimizer's group",
+    ),
+}
+
+
+def of_torch(rule: str, net: nn.Module, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    opt = getattr(torch.optim, rule)(net.parameters(), lr=1e-3)
+    train(net, opt, 0, steps)
+    return net, opt
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_leaves_the_optimizer_untouched(case):
+    spoil, error, message = REFUSED[case]
+    given = spoil(through_file(trained()[1].state_dict()))
+    kept = copy.deepcopy(given)
+    net, opt = trained(steps=1)
+    before = snapshot(net, opt)
+    with pytest.raises(error, match=message):
+        opt.load_state_dict(given)
+    assert_same(snapshot(net, opt), before)
+    assert_same(given, kept)
+    other = trained(steps=4)
+    train(net, opt, 1, 4)
+    assert_same_training((net, opt), other)
+
+
+@every_optimizer
+def test_every_rule_takes_its_own_state_and_no_other(name):
+    rule = OPTIMIZERS[name][0]
+    for other in ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam"):
+        saved = trained(other, 1)[1].state_dict()
+        opt = trained(name, 1)[1]
+        if OPTIMIZERS[other][0] is rule:
+            opt.load_state_dict(saved)
+            continue
+        with pytest.raises(ValueError, match=f"must be one of {rule.__name__}, got one of"):
+            opt.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "fits"),
+    [
+        (SGDG, so.CayleySGD, True),
+        (so.CayleySGD, CaileySGD, True),
+        (AdamG, so.CayleyAdam, False),  # its plain part is SGD
+        (so.StiefelSGD, type("Own", (so.StiefelSGD,), {}), True),
+    ],
+)
+def test_subclasses_share_the_state_of_their_base_unless_their_rule_differs(saver, loader, fits):
+    key = so.Stiefel(flatten=True)
+    opts = [rule([nn.Parameter(torch.eye(3))], lr=0.1, stiefel=key) for rule in (saver, loader)]
+    if fits:
+        opts[1].load_state_dict(opts[0].state_dict())
+        return
+    with pytest.raises(ValueError, match="must be one of CayleyAdam, got one of AdamG"):
+        opts[1].load_state_dict(opts[0].state_dict())
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def test_truncated_files_are_refused_before_they_reach_an_optimizer(tmp_path):
+    """By torch.load, wherever the file ends."""
+    path = tmp_path / "state.pt"
+    torch.save(trained()[1].state_dict(), path)
+    content = path.read_bytes()
+    net, opt = trained(steps=1)
+    before = snapshot(net, opt)
+    for part in range(CUTS):
+        path.write_bytes(content[: part * len(content) // CUTS])
+        with pytest.raises((RuntimeError, EOFError, OSError, pickle.UnpicklingError)):
+            opt.load_state_dict(torch.load(path, weights_only=True))
+    assert_same(snapshot(net, opt), before)
+    path.write_bytes(content)
+    opt.load_state_dict(torch.load(path, weights_only=True))
+
+
+@every_optimizer
+def test_state_that_is_missing_starts_anew_for_its_parameter_only(name):
+    """As in torch: parameters that were frozen, or added, have none."""
+    net, opt = trained(name)
+    saved = through_file(opt.state_dict())
+    (group,) = saved["param_groups"]
+    number = group["params"][group["param_names"].index("up.weight")]
+    del saved["state"][number]
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, fresh.named_parameters())
+    fresh_opt.load_state_dict(saved)
+    assert fresh.up.weight not in fresh_opt.state
+    opt.state.pop(net.up.weight)
+    train(net, opt, 3, 6)
+    train(fresh, fresh_opt, 3, 6)
+    assert_same_training((net, opt), (fresh, fresh_opt))
+
+
+@every_optimizer
+def test_checkpoints_without_a_mark_load(name):
+    """Those that an earlier version has written."""
+    net, opt = trained(name)
+    saved = through_file(opt.state_dict())
+    for group in saved["param_groups"]:
+        del group["rule"], group["format"]
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, fresh.named_parameters())
+    fresh_opt.load_state_dict(saved)
+    train(net, opt, 3, 6)
+    train(fresh, fresh_opt, 3, 6)
+    assert_same_training((net, opt), (fresh, fresh_opt))
+
+
+def test_marks_are_saved_and_stay_out_of_the_groups():
+    opt = trained("adam")[1]
+    (group,) = through_file(opt.state_dict())["param_groups"]
+    assert (group["rule"], group["format"]) == ("StiefelAdam", 1)
+    opt.load_state_dict(opt.state_dict())
+    assert not {"rule", "format", "readings"} & set(opt.param_groups[0])
+
+
+# ---- from torch ----------------------------------------------------------------------------------
+
+TORCH = {
+    "sgd": ("SGD", {"momentum": 0.9, "weight_decay": 0.01}),
+    "sgd-nesterov": ("SGD", {"momentum": 0.8, "nesterov": True}),
+    "adam": ("Adam", {"betas": (0.8, 0.99)}),
+    "adam-amsgrad": ("Adam", {"amsgrad": True}),
+    "rgd": ("SGD", {"momentum": 0.9}),
+    "cayley-sgd": ("SGD", {"momentum": 0.9}),
+    "cayley-adam": ("Adam", {"amsgrad": True}),
+}
+
+
+@every_optimizer
+def test_from_torch_the_plain_state_is_kept_and_the_rest_starts_anew(name):
+    rule, options = TORCH[name]
+    net = model()
+    theirs = getattr(torch.optim, rule)(net.parameters(), lr=1e-3, **options)
+    train(net, theirs, 0, 3)
+    saved = through_file(theirs.state_dict())
+    so.project_(net)
+    opt = optimizer(name, net.parameters(), lr=0.05)
+    opt.load_state_dict(copy.deepcopy(saved))  # torch keeps the tensors themselves
+    plain = [p for p in net.parameters() if not isinstance(p, so.ManifoldParameter)]
+    for p in plain:
+        assert_same(dict(opt.state[p]), dict(theirs.state[p]))
+    assert not any(p in opt.state for p in constrained(net).values())
+    assert opt.param_groups[0]["lr"] == 1e-3
+    assert {key: opt.param_groups[0][key] for key in options} == options
+    # the plain parameters train on as with torch, the constrained ones as at a first step
+    other = copy.deepcopy(net)
+    others = getattr(torch.optim, rule)(other.parameters(), lr=1e-3, **options)
+    others.load_state_dict(saved)
+    fresh = copy.deepcopy(net)
+    fresh_opt = optimizer(name, fresh.parameters())
+    loaded = {key: value for key, value in opt.param_groups[0].items() if key != "params"}
+    fresh_opt.param_groups[0].update(loaded)
+    for each, its in ((net, opt), (other, others), (fresh, fresh_opt)):
+        backward(each, 3)
+        its.step()
+    theirs_now, fresh_now = dict(other.named_parameters()), dict(fresh.named_parameters())
+    for key, p in net.named_parameters():
+        expected = fresh_now if isinstance(p, so.ManifoldParameter) else theirs_now
+        torch.testing.assert_close(p.detach(), expected[key].detach(), rtol=1e-6, atol=1e-7)
+    assert so.orthonormality_error(net) < 1e-5
+
+
+def test_torch_takes_our_checkpoints_of_plain_parameters():
+    """The way back: what torch does not know stays in the group."""
+    net, opt = trained("adam")
+    other = copy.deepcopy(net)
+    theirs = torch.optim.Adam([other.out.weight], lr=0.1)
+    ours = so.StiefelAdam([net.out.weight], stiefel=False)
+    ours.state[net.out.weight] = opt.state[net.out.weight]
+    theirs.load_state_dict(through_file(ours.state_dict()))
+    for each, its in ((net, ours), (other, theirs)):
+        backward(each, 3)
+        its.step()
+    assert torch.equal(net.out.weight, other.out.weight)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def drifted(value: torch.Tensor) -> torch.Tensor:
+    return value * 1.01
+
+
+def rounded(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16()
+
+
+def broken(value: torch.Tensor) -> torch.Tensor:
+    return value * torch.nan
+
+
+LOADED = {
+    "drifted": (drifted, r"values that are off the manifold, \|X'X - I\| = 2e-02"),
+    "bfloat16": (rounded, r"values in torch.bfloat16 that are off the manifold"),
+    "NaN": (broken, r"off the manifold, \|X'X - I\| = nan"),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_weights_off_the_manifold_are_named_at_load(case):
+    change, message = LOADED[case]
+    net = nn.ModuleDict({"encoder": model()})
+    saved = through_file(net.state_dict())
+    saved["encoder.up.weight"] = change(saved["encoder.up.weight"])
+    saved["encoder.out.weight"] = change(saved["encoder.out.weight"])  # plain
+    with pytest.warns(UserWarning, match=message) as found:
+        net.load_state_dict(saved)
+    (text,) = [str(each.message) for each in found]
+    assert text.startswith("`encoder.up.weight` is loaded with values")
+    assert "call so.project_(model), or the first step projects" in text
+    if case == "NaN":
+        with pytest.raises(ValueError, match=r"`encoder.up.weight` must be finite"):
+            so.project_(net)
+        return
+    copied = copy.deepcopy(net)
+    so.project_(net)
+    assert so.orthonormality_error(net) < 1e-5
+    opt = so.StiefelSGD(copied.parameters(), lr=0.01)
+    backward(copied["encoder"], 0)
+    opt.step()
+    assert so.orthonormality_error(copied) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_of_a_training_are_loaded_in_silence(dtype):
+    """Also into another precision that is no finer, by copies, and where names are missing."""
+    net = model().to(dtype)
+    opt = optimizer("adam", net.parameters())
+    for step in range(20):
+        backward(net, step)
+        opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for target in (dtype, torch.bfloat16):
+            fresh = pickle.loads(pickle.dumps(copy.deepcopy(model().to(target))))
+            fresh.load_state_dict(through_file(net.state_dict()))
+            fresh.load_state_dict({"out.bias": net.out.bias.detach()}, strict=False)
+
+
+def test_a_shape_that_does_not_fit_is_torch_s_error_alone():
+    net = model()
+    saved = net.state_dict()
+    saved["up.weight"] = torch.ones(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for up\.weight"):
+        net.load_state_dict(saved)
+
+
+def test_modules_that_project_what_they_load_say_nothing():
+    module = MultiheadAttention(8, 2)
+    module.load_state_dict(nn.MultiheadAttention(8, 2).state_dict())
+    assert so.orthonormality_error(module) < 1e-5
