@@ -111,10 +111,13 @@ def inner_iterations(problem: Problem) -> dict[str, Any]:
         "StiefelSGD": ours(so.StiefelSGD),
         "geoopt SGD": geoopt_method(geoopt.optim.RiemannianSGD),
     }
-    result = {}
+    result: dict[str, Any] = {}
     for name, method in cases.items():
         run = method(problem, RATE, limit)
-        result[name] = {"gaps": run.gaps[::10], "errors": run.errors[::10], "steps": len(run.gaps)}
+        curves = {"gaps": run.gaps, "errors": run.errors}
+        result[name] = {
+            key: [float(f"{value:.3g}") for value in values[::10]] for key, values in curves.items()
+        } | {"steps": len(run.gaps)}
     return result
 
 
