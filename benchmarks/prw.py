@@ -348,7 +348,7 @@ def figure(store: Store, summaries: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("mean objective / reference")
     axes[0][-1].legend(fontsize=8, loc="lower right")
-    panels.savefig(path, dpi=110)
+    panels.savefig(path, dpi=75)
     pyplot.close(panels)
 
 
