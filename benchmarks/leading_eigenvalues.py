@@ -12,7 +12,7 @@ those of the processor. Groups of methods:
 
     methods      every optimizer here, geoopt, pogo-torch, pymanopt; scipy's lobpcg and eigsh, made
                  for this problem, as the limit                                        (figure 3)
-    variants     metrics, rotations, friction 3/t, published flows; rate 0.1, momentum 0.9 (figure 4)
+    variants     metrics, rotations, friction 3/t, published flows, at the published rate (figure 4)
     weighted     the same on tr(X'AXN), N = diag(1/m ... 1), where the metrics differ
     retractions  the momentum of Cayley SGD with other retractions                     (figure 6)
     inner        iterations of the Cayley map and of the inverse root, QR now and then (figure 5)
