@@ -112,7 +112,7 @@ class Trainer:
             desc=title, total=epochs * steps, initial=done * steps, disable=None
         )
         for epoch in range(done + 1, epochs + 1):
-            record = {"epoch": epoch} | self.train_epoch(bar)
+            record = {"epoch": epoch, "step": epoch * steps} | self.train_epoch(bar)
             self.history.append(record)
             self.save()
             if bar.disable:  # a log file instead of a terminal
