@@ -36,7 +36,7 @@ CELLS = {
     "cayley": Cell("SCORNN", "cayley", start="helfrich"),
     "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
-    "adam": Cell("Tagged StiefelAdam", "tagged", rule=so.StiefelAdam),
+    "adam": Cell("Tagged StiefelAdam", "tagged", rule=so.StiefelAdam, rate=10.0),
     "rgd": Cell("Tagged ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
     "lstm": Cell("LSTM"),
 }

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _classification import Classification, classification_trainer
 from _common import add_flags, announce, finish_flags, run
 from _images import WANTED, Images, load_images
 from _training import Trainer, finished_run, train_one
 from _vit_methods import OPTIMIZERS, PLACES, PUBLISHED, Method, build_optimizer, parse_method
 from _vit_results import write_results
-from _vit_training import Classification, classification_trainer
 from torch import Tensor, nn
 
 import stiefel_opt as so

@@ -1,4 +1,4 @@
-"""How the vision transformer learns: images in random order, label smoothing, test error."""
+"""Classification of images: epochs in random order, label smoothing, test error."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
