@@ -5,6 +5,7 @@ Likhosherstov et al. (AISTATS 2021): RMSprop, with a tenth of the rate for the f
 orthogonal transition; modReLU.
 """
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Cell(NamedTuple):
     rate: float = 1.0  # of the transition, times the rate asked for
 
 
+CELL_SETTINGS = ["hidden", "lstm_hidden", "lr", "transition_lr", "nonlinearity", "start"]
 CELLS = {
     "cwy": Cell("CWY", "cwy"),
     "tcwy": Cell("T-CWY", "tcwy"),
@@ -44,26 +46,42 @@ TITLES = {cell.title: name for name, cell in CELLS.items()}
 
 
 class SequenceModel(nn.Module):
-    """A cell over ``(T, batch, inputs)`` and a linear read-out of all steps, or of the last."""
+    """A cell over ``(T, batch, inputs)`` and a linear read-out of all steps, or of the last.
+
+    ``options`` holds hidden, lstm_hidden (or None), nonlinearity and start; input weights begin
+    Gaussian with the deviation given.
+    """
 
     def __init__(
-        self, name: str, inputs: int, hidden: int, outputs: int, last: bool, **options: Any
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        options: Namespace,
+        *,
+        deviation: float,
+        last: bool,
     ) -> None:
         super().__init__()
-        cell, self.last = CELLS[name], last
+        cell, hidden, self.last = CELLS[name], options.hidden, last
         self.recurrent: nn.Module
         if cell.transition is None:
+            hidden = options.lstm_hidden or hidden
             self.recurrent = nn.LSTM(inputs, hidden)
             with torch.no_grad():  # gates that begin open remember longer
                 self.recurrent.bias_ih_l0[hidden : 2 * hidden] = 1.0
         else:
-            start = options.pop("start") if cell.start == "as asked" else cell.start
-            dtype = torch.complex64 if cell.complex_numbers else None
-            options = {"nonlinearity": options["nonlinearity"], "start": start} | cell.options
             self.recurrent = OrthogonalRNN(
-                inputs, hidden, bias=False, transition=cell.transition, dtype=dtype, **options
+                inputs,
+                hidden,
+                nonlinearity=options.nonlinearity,
+                bias=False,
+                dtype=torch.complex64 if cell.complex_numbers else None,
+                transition=cell.transition,
+                start=options.start if cell.start == "as asked" else cell.start,
+                **cell.options,
             )
-            nn.init.kaiming_normal_(self.recurrent.weight_ih_l0)
+            nn.init.normal_(self.recurrent.weight_ih_l0, std=deviation)
         self.readout = nn.Linear(2 * hidden if cell.complex_numbers else hidden, outputs)
         nn.init.kaiming_normal_(self.readout.weight)
         nn.init.zeros_(self.readout.bias)
@@ -129,6 +147,18 @@ def build_optimizer(
     if orthogonal:
         groups.append({"params": orthogonal, "lr": transition_rate})
     return torch.optim.RMSprop(groups, lr=rate)
+
+
+def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:
+    """Add the flags of everything above."""
+    add = parser.add_argument
+    add("--cells", nargs="+", choices=[*CELLS, "all"], default=["cwy", "adam", "lstm"])
+    add("--hidden", type=int, default=hidden, help="units")
+    add("--lstm-hidden", type=int, help="units of the LSTM; None: as many")
+    add("--lr", type=float, default=1e-3, help="of RMSprop")
+    add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
+    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu")
+    add("--start", choices=["henaff", "helfrich"], default=start, help="of the transition")
 
 
 def parse_cells(names: Sequence[str]) -> list[str]:

@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _cells import CELLS, TITLES, SequenceModel, build_optimizer, parse_cells
+from _cells import (
+    CELL_SETTINGS,
+    TITLES,
+    SequenceModel,
+    add_cell_flags,
+    build_optimizer,
+    parse_cells,
+)
 from _common import (
     Panel,
     add_flags,
@@ -35,8 +42,8 @@ from torch import Tensor, nn
 DIGITS = 10  # to be remembered
 SYMBOLS = 10  # 0 is the pause, 1 to 8 are digits, 9 asks for them
 TEST_SEQUENCES = 256
-SETTINGS = ["length", "hidden", "epochs", "every", "batch_size", "lr", "transition_lr"]
-SETTINGS += ["nonlinearity", "start"]
+INPUT_DEVIATION = math.sqrt(2 / SYMBOLS)
+SETTINGS = ["length", "epochs", "every", "batch_size", *CELL_SETTINGS]
 SMOKE = {"length": 4, "hidden": 12, "iterations": 8, "every": 2, "batch_size": 8, "cells": ["all"]}
 Batch = tuple[Tensor, Tensor]
 
@@ -95,13 +102,7 @@ def build_trainer(options: Namespace, title: str, seed: int) -> Trainer:
     name = TITLES[title]
     torch.manual_seed(seed)
     model = SequenceModel(
-        name,
-        SYMBOLS,
-        options.hidden,
-        SYMBOLS - 1,
-        last=False,
-        start=options.start,
-        nonlinearity=options.nonlinearity,
+        name, SYMBOLS, SYMBOLS - 1, options, deviation=INPUT_DEVIATION, last=False
     ).to(options.device)
     optimizer = build_optimizer(name, model, options.lr, options.transition_lr)
     task = Copying(model, options)
@@ -160,15 +161,10 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     )
     add = parser.add_argument
     add("--length", type=int, default=30, help="T, the zeros between digits and question")
-    add("--cells", nargs="+", choices=[*CELLS, "all"], default=["cwy", "adam", "lstm"])
-    add("--hidden", type=int, default=64, help="units")
     add("--iterations", type=int, default=400, help="training steps")
     add("--every", type=int, default=25, help="steps between two measurements and checkpoints")
     add("--batch-size", type=int, default=128, help="sequences in a step")
-    add("--lr", type=float, default=1e-3, help="of RMSprop")
-    add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
-    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu")
-    add("--start", choices=["henaff", "helfrich"], default="henaff", help="of the transition")
+    add_cell_flags(parser, hidden=64, start="henaff")
     add_flags(parser, Path("runs/copying"), seeds=2)
     if parser.parse_known_args(argv)[0].smoke:
         parser.set_defaults(seeds=[1], **SMOKE)

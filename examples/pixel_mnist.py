@@ -18,7 +18,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _cells import CELLS, TITLES, SequenceModel, build_optimizer, parse_cells
+from _cells import (
+    CELL_SETTINGS,
+    TITLES,
+    SequenceModel,
+    add_cell_flags,
+    build_optimizer,
+    parse_cells,
+)
 from _classification import Classification, classification_trainer
 from _common import (
     Panel,
@@ -35,8 +42,9 @@ from _images import Images, load_images
 from _training import Record, Trainer, train_all
 from torch import Tensor, nn
 
-SETTINGS = ["data", "limit", "side", "permuted", "hidden", "epochs", "warmup", "batch_size"]
-SETTINGS += ["lr", "transition_lr", "nonlinearity", "start", "smoothing", "augment"]
+INPUT_DEVIATION = 0.14  # a sum over hundreds of steps begins near one
+SETTINGS = ["data", "limit", "side", "permuted", "epochs", "warmup", "batch_size", "smoothing"]
+SETTINGS += ["augment", *CELL_SETTINGS]
 SMOKE = {"hidden": 12, "epochs": 2, "limit": 64, "side": 4, "cells": ["cwy", "adam", "lstm"]}
 PERMUTATION_SEED = 92916  # any; one for all seeds, so that all runs have one task
 
@@ -74,15 +82,7 @@ def build_trainer(options: Namespace, images: Images, title: str, seed: int) -> 
     """Everything one run needs; runs of one seed see the images in the same order."""
     name = TITLES[title]
     torch.manual_seed(seed)
-    sequence = SequenceModel(
-        name,
-        1,
-        options.hidden,
-        images.classes,
-        last=True,
-        start=options.start,
-        nonlinearity=options.nonlinearity,
-    )
+    sequence = SequenceModel(name, 1, images.classes, options, deviation=INPUT_DEVIATION, last=True)
     order = torch.arange(images.train_images[0].numel())
     if options.permuted:
         shuffled = torch.Generator().manual_seed(PERMUTATION_SEED)
@@ -135,16 +135,11 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--limit", type=int, help="use only the first LIMIT training images")
     add("--side", type=int, help="pixels in each direction after averaging; None: all")
     add("--permuted", action="store_true", help="shuffle the order of the pixels")
-    add("--cells", nargs="+", choices=[*CELLS, "all"], default=["cwy", "adam", "lstm"])
-    add("--hidden", type=int, default=64, help="units")
     add("--epochs", type=int, default=20, help="passes over the training images")
     add("--warmup", type=float, default=0.5, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
-    add("--lr", type=float, default=1e-3, help="of RMSprop")
-    add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
-    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu")
-    add("--start", choices=["henaff", "helfrich"], default="helfrich", help="of the transition")
     parser.set_defaults(smoothing=0.0, augment="none")
+    add_cell_flags(parser, hidden=64, start="helfrich")
     add_flags(parser, Path("runs/pixel_mnist"), seeds=2)
     if parser.parse_known_args(argv)[0].smoke:
         parser.set_defaults(seeds=[1], **SMOKE)
