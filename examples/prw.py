@@ -14,11 +14,11 @@ DIR/shakespeare_w2v.npz (for each play NAME_x: words x features, NAME_w: weights
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ FILES = {"mnist": "mnist_features.npz", "shakespeare": "shakespeare_w2v.npz"}
 LINES = 150  # of a plan, in a picture
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Cloud:
     """Points with weights."""
 
@@ -81,15 +81,19 @@ def read_clouds(data: str, folder: Path | None) -> list[Cloud]:
 
 
 def solve(left: Cloud, right: Cloud, options: argparse.Namespace) -> so.ot.PRWResult:
-    return so.ot.projection_robust_wasserstein(
-        left.points,
-        right.points,
-        left.weights,
-        right.weights,
+    """Solve on the device; the projection and the plan come back as arrays."""
+    result = so.ot.projection_robust_wasserstein(
+        *(
+            torch.from_numpy(array).to(options.device)
+            for array in (left.points, right.points, left.weights, right.weights)
+        ),
         k=2,
-        reg=options.reg or REG[options.data],
+        reg=REG[options.data] if options.reg is None else options.reg,
         restarts=options.restarts,
         seed=options.seed,
+    )
+    return dataclasses.replace(
+        result, projection=result.projection.cpu().numpy(), plan=result.plan.cpu().numpy()
     )
 
 
@@ -222,6 +226,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--restarts", type=int, default=1, help="starting points")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", type=torch.device, default="cpu", help="float64 throughout")
     parser.add_argument("--smoke", action="store_true", help="few points, no bar")
     parser.add_argument("--output", type=Path, default=Path("runs") / "prw")
     options = parser.parse_args(argv)
@@ -244,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.data == "synthetic":
         largest = max(record["principal_angles"])
         print(f"{'PASS' if met else 'FAIL'}  largest angle {largest:.4f} (bar {LARGEST_ANGLE})")
-    content = {"machine": machine(), "data": options.data, "result": record}
+    content = {"machine": machine(), "data": options.data, "tables": [table], "result": record}
     write_text(options.output / "results.json", json.dumps(content, indent=1) + "\n")
     write_text(options.output / "table.md", f"{table}\n")
     for path in sorted(options.output.glob("*.png")):
