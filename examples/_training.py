@@ -45,7 +45,8 @@ class Trainer:
     """Trains for epochs, with a progress bar, a history and a checkpoint after each epoch.
 
     ``configuration`` holds ``epochs``, ``seed`` and whatever else the result depends on: a
-    checkpoint of another configuration is refused. ``counted`` is what a step handles, such as
+    checkpoint of another configuration is refused, unless only ``epochs`` has grown: the run then
+    goes on under the schedule of the longer one. ``counted`` is what a step handles, such as
     ("images", 32), for the speed; ``clip`` the largest norm of all gradients together.
     """
 
@@ -84,7 +85,9 @@ class Trainer:
         """Go on after the last saved epoch, bit for bit as if nothing had happened in between."""
         device = next(self.model.parameters()).device
         state = torch.load(self.path, map_location=device, weights_only=True)
-        check_configuration(self.path.name, state["configuration"], self.configuration)
+        theirs = state["configuration"]
+        longer = {"epochs": max(theirs["epochs"], self.configuration["epochs"])}
+        check_configuration(self.path.name, theirs | longer, self.configuration)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -183,6 +186,8 @@ def finished_run(path: Path, configuration: Record) -> Record | None:
     if not path.exists():
         return None
     record: Record = json.loads(path.read_text())
+    if record["epochs"] < configuration["epochs"]:
+        return None
     check_configuration(path.name, record, configuration)
     return record
 
