@@ -11,7 +11,7 @@ with respect to X, and the expectation is a mean over runs that differ in the no
 of the running minimum is fitted on the last two decades of K in logarithms; its interval comes from
 200 resamplings of the runs. A slope of at most -0.5 is what the theorem says.
 
-    python benchmarks/convergence.py            # about three minutes; JSON and PNG in results
+    python benchmarks/convergence.py            # a minute; JSON and PNG in results
     python benchmarks/convergence.py --steps 100000 --runs 64
     python benchmarks/convergence.py --smoke    # seconds
 """
@@ -138,7 +138,7 @@ def plot(found: Sequence[tuple[Case, NDArray[np.float64]]], path: Path) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30_000)
+    parser.add_argument("--steps", type=int, default=6_000)
     parser.add_argument("--runs", type=int, default=32, help="that differ in the noise")
     parser.add_argument("--noise", type=float, default=0.3, help="deviation of each entry")
     parser.add_argument("--seed", type=int, default=0, help="of the problem, start and noise")
