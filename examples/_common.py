@@ -163,7 +163,7 @@ def plot_curves(
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
 
-    width = 5.5 * len(panels)
+    width = 5.5 * len(panels) + 1.5
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(width, 4.5), layout="constrained", squeeze=False
     )
@@ -183,7 +183,8 @@ def plot_curves(
         axis.set(xlabel=panel.x, ylabel=panel.label, title=panel.title, yscale=panel.scale)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+    names = axes[0][0].get_legend_handles_labels()
+    figure.legend(*names, loc="outside right upper", fontsize=8)
     figure.suptitle(title)
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=110)
