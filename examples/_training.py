@@ -164,20 +164,27 @@ def train_all(
     build: Callable[[str, int], Trainer],
     report: Callable[[Mapping[str, Sequence[Record]]], None],
 ) -> None:
-    """Train every method with every seed; ``report`` what is there after each run.
+    """Train every method with every seed; ``report`` what is there now and then, and at the end.
 
     Finished runs are files in ``options.output / "runs"``, which ``--resume`` reads.
     """
     records: dict[str, list[Record]] = {}
-    for seed in options.seeds:
-        for method in methods:
-            stem = f"{method} seed {seed}".replace(" ", "-")
-            path, trainer = options.output / "runs" / f"{stem}.json", build(method, seed)
-            record = finished_run(path, trainer.configuration) if options.resume else None
-            if record is None:
-                path.unlink(missing_ok=True)
-                record = train_one(trainer, f"seed {seed}, {method}", path, options.resume)
-            records.setdefault(method, []).append(record)
+    reported = time.monotonic()
+    try:
+        for seed in options.seeds:
+            for method in methods:
+                stem = f"{method} seed {seed}".replace(" ", "-")
+                path, trainer = options.output / "runs" / f"{stem}.json", build(method, seed)
+                record = finished_run(path, trainer.configuration) if options.resume else None
+                if record is None:
+                    path.unlink(missing_ok=True)
+                    record = train_one(trainer, f"seed {seed}, {method}", path, options.resume)
+                records.setdefault(method, []).append(record)
+                if time.monotonic() - reported > 20:  # to draw takes a second
+                    report(records)
+                    reported = time.monotonic()
+    finally:
+        if records:
             report(records)
 
 

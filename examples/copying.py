@@ -44,7 +44,7 @@ SYMBOLS = 10  # 0 is the pause, 1 to 8 are digits, 9 asks for them
 TEST_SEQUENCES = 256
 INPUT_DEVIATION = math.sqrt(2 / SYMBOLS)
 SETTINGS = ["length", "epochs", "every", "batch_size", *CELL_SETTINGS]
-SMOKE = {"length": 4, "hidden": 12, "iterations": 8, "every": 2, "batch_size": 8, "cells": ["all"]}
+SMOKE = {"length": 2, "hidden": 8, "iterations": 6, "every": 2, "batch_size": 4, "cells": ["all"]}
 Batch = tuple[Tensor, Tensor]
 
 
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train every cell with every seed; print the table and where the plot is."""
     options = parse_arguments(argv)
     build = partial(build_trainer, options)
-    once = sum(build(title, 0).expected_seconds(3) for title in options.methods)
+    once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
     announce(
         options,
         f"Copying ten digits over T = {options.length} steps: {', '.join(options.methods)}; "

@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"error: {error}") from None
     images = pooled(images, options.side).to(options.device)
     build = partial(build_trainer, options, images)
-    once = sum(build(title, 0).expected_seconds(3) for title in options.methods)
+    once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
     steps = images.train_images[0].numel()
     announce(
         options,
