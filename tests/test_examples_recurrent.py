@@ -117,6 +117,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(cell, tmp_path, m
         assert parts[path] == value if same is None else same, path
 
 
+def test_a_run_can_be_made_longer_but_not_shorter(tmp_path) -> None:
+    flags = ["--smoke", "--cells", "cwy", "--output", str(tmp_path), "--resume"]
+    histories = []
+    for iterations in ("4", "6"):
+        copying.main([*flags, "--iterations", iterations])
+        (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+        histories.append(run["history"])
+    assert histories[1][:2] == histories[0]
+    assert len(histories[1]) == 3
+    with pytest.raises(ValueError, match="must keep epochs = 3"):
+        copying.main([*flags, "--iterations", "4"])
+
+
 def test_ctrl_c_ends_with_one_line_and_status_130(capsys) -> None:
     def main() -> None:
         raise KeyboardInterrupt
