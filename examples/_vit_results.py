@@ -1,39 +1,32 @@
 """What the orthogonal vision transformer leaves behind: finished runs, tables, plots."""
 
-import json
 import math
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from _common import (
     COLOURS,
+    History,
+    Panel,
     atomic,
-    check_configuration,
-    final_table,
     machine,
     markdown_table,
     plot_curves,
     require,
+    write_json,
     write_text,
 )
+from _training import Record
 from _vit_methods import PLACES, PUBLISHED
 
-Record = dict[str, Any]  # the configuration of a finished run, and its history
-
 HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Orthonormality", "Images/s"]
-HEADER += ["Published CIFAR-10 %", "CIFAR-100 %"]
-
-
-def finished_run(path: Path, configuration: Record) -> Record | None:
-    """The record of a run that is over, or None; a run of another configuration is refused."""
-    if not path.exists():
-        return None
-    record: Record = json.loads(path.read_text())
-    check_configuration(path.name, record, configuration)
-    return record
+PUBLISHED_HEADER = ["Published CIFAR-10 %", "CIFAR-100 %"]
+PANELS = [
+    Panel("test_error", "test error (%)", "Test error after each epoch", "log"),
+    Panel("orthonormality_error", "max |W W' - I|", "Orthonormality of queries and keys", "log"),
+]
 
 
 def by_title(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -51,24 +44,41 @@ def published(record: Record) -> tuple[str, str]:
 
 def published_table(records: Sequence[Record]) -> str:
     """Mean and spread of the test error after the last epoch, beside the paper's."""
-    rows = []
-    for title, runs in by_title(records).items():
-        errors = [run["history"][-1]["test_error"] for run in runs]
-        speed = statistics.median(e["images_per_second"] for run in runs for e in run["history"])
-        orthonormality = max(run["history"][-1]["orthonormality_error"] for run in runs)
-        rows.append(
-            [
-                title,
-                f"{statistics.fmean(errors):.2f}",
-                f"{statistics.stdev(errors):.2f}" if len(errors) > 1 else "-",
-                f"{min(errors):.2f} to {max(errors):.2f}",
-                str(len(errors)),
-                f"{orthonormality:.1e}",
-                f"{speed:.0f}",
-                *published(runs[0]),
-            ]
-        )
-    return markdown_table(HEADER, rows)
+    rows = [
+        [*row(title, [run["history"] for run in runs]), *published(runs[0])]
+        for title, runs in by_title(records).items()
+    ]
+    return markdown_table([*HEADER, *PUBLISHED_HEADER], rows)
+
+
+def row(title: str, runs: Sequence[History]) -> list[str]:
+    """What the last epochs of a method's runs gave."""
+    errors = [run[-1]["test_error"] for run in runs]
+    speed = statistics.median(epoch["images_per_second"] for run in runs for epoch in run)
+    return [
+        title,
+        f"{statistics.fmean(errors):.2f}",
+        f"{statistics.stdev(errors):.2f}" if len(errors) > 1 else "-",
+        f"{min(errors):.2f} to {max(errors):.2f}",
+        str(len(errors)),
+        f"{max(run[-1]['orthonormality_error'] for run in runs):.1e}",
+        f"{speed:.0f}",
+    ]
+
+
+def final_table(histories: Mapping[str, Sequence[History]]) -> tuple[str, str]:
+    """Table of the test errors after the last epoch, and a sentence that names the winner."""
+    table = markdown_table(HEADER, [row(title, runs) for title, runs in histories.items()])
+    errors = {t: [run[-1]["test_error"] for run in runs] for t, runs in histories.items()}
+    ranked = sorted(errors, key=lambda title: statistics.fmean(errors[title]))
+    winner = f"Lowest mean test error: {ranked[0]}, {statistics.fmean(errors[ranked[0]]):.2f} %"
+    if len(ranked) > 1:
+        first, second = errors[ranked[0]], errors[ranked[1]]
+        gap = statistics.fmean(second) - statistics.fmean(first)
+        apart = "do not overlap" if max(first) < min(second) else "overlap"
+        seeds = "one seed only" if len(first) == 1 else f"their ranges over the seeds {apart}"
+        winner += f", {gap:.2f} points below {ranked[1]} ({seeds})"
+    return table, winner + "."
 
 
 def plot_table(path: Path, title: str, records: Sequence[Record]) -> None:
@@ -139,12 +149,12 @@ def write_results(options: Namespace, records: Sequence[Record], plots: bool) ->
     results["runs"] = [summary(record) for record in records] if options.table else list(records)
     write_text(options.output / "table.txt", text)
     write_text(options.output / "table.md", f"## {text}")
-    write_text(options.output / "results.json", json.dumps(results, indent=1) + "\n")
+    write_json(options.output / "results.json", results)
     if plots and not options.table:
-        plot_curves(options.output / "curves.png", title, histories)
+        plot_curves(options.output / "curves.png", title, histories, PANELS)
     elif plots:
         plot_table(options.output / "table.png", title, records)
         for place in {record["constraint"]: None for record in records}:
             names = {record["title"] for record in records if record["constraint"] == place}
             few = {name: runs for name, runs in histories.items() if name in names}
-            plot_curves(options.output / f"curves-{place}.png", title, few)
+            plot_curves(options.output / f"curves-{place}.png", title, few, PANELS)

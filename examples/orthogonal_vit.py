@@ -11,7 +11,6 @@ together do. One optimizer keeps them so and moves everything else as torch's SG
 ``--table`` takes every flag and preset, finished runs are kept as files and never trained again.
 """
 
-import json
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -19,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Trainer, machine, write_text
+from _classification import Classification, classification_trainer
+from _common import add_flags, announce, finish_flags, run
 from _images import WANTED, Images, load_images
+from _training import Trainer, finished_run, train_one
 from _vit_methods import OPTIMIZERS, PLACES, PUBLISHED, Method, build_optimizer, parse_method
-from _vit_results import finished_run, write_results
+from _vit_results import write_results
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -142,15 +143,16 @@ def build_trainer(options: Namespace, images: Images, method: Method, seed: int)
     constrain_attention(model, method.constraint)
     model.to(options.device)
     soft = OPTIMIZERS[method.optimizer].penalty
-    return Trainer(
+    settings = configuration(options, method, seed)
+    task = Classification(
         model,
-        build_optimizer(method, model),
         images,
-        configuration(options, method, seed),
-        options.output / "checkpoints" / f"{file_stem(method, seed)}.pt",
+        settings,
         partial(orthonormality_error, model, method.constraint),
         partial(so.orthonormality_penalty, model, options.penalty) if soft else None,
     )
+    path = options.output / "checkpoints" / f"{file_stem(method, seed)}.pt"
+    return classification_trainer(task, build_optimizer(method, model), settings, path)
 
 
 def configuration(options: Namespace, method: Method, seed: int) -> dict[str, Any]:
@@ -174,7 +176,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="demo", help="set all sizes; other flags override it")
-    add("--smoke", action="store_true", help="preset smoke, all four methods: a few seconds")
     add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only the first LIMIT training images")
@@ -185,7 +186,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="of all methods; None: published, SGD's times batch / 128")
     add("--penalty", type=float, default=1e-6, help="weight for penalty-sgd and penalty-adam")
-    add("--seeds", type=int, nargs="+", default=[2], help="one: how many (--table: 3), or which")
     add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
@@ -196,10 +196,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--heads", type=int, default=4, help="attention heads of WIDTH / HEADS rows")
     add("--feed-forward", type=int, default=64, help="hidden width of the feed-forward part")
     add("--patch", type=int, default=4, help="side of a patch in pixels")
-    add("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
-    add("--threads", type=int, help="CPU threads; None: 1 in the demo, else torch's choice")
-    add("--output", type=Path, help="folder of results; None: runs/orthogonal_vit/PRESET")
-    add("--resume", action="store_true", help="continue unfinished runs, skip finished ones")
+    add_flags(parser, Path("runs/orthogonal_vit/demo"), seeds=2)
+    parser.set_defaults(threads=0)
     options, _ = parser.parse_known_args(argv)
     preset = "smoke" if options.smoke else options.preset
     folder, usual = preset, DEMO if preset == "demo" else ALL
@@ -212,38 +210,32 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     names = options.methods or usual
     if options.optimizer or options.constraint:
         names = [f"{options.optimizer or 'stiefel-adam'}:{options.constraint or ''}"]
-    if len(options.seeds) == 1:
-        options.seeds = list(range(options.seeds[0]))
     try:
         methods = [parse_method(name, options.lr, options.batch_size) for name in names]
     except ValueError as error:
         parser.error(str(error))
     options.methods = list(dict.fromkeys(methods))  # each once
-    if not options.seeds or options.epochs < 1:
-        parser.error("--seeds and --epochs must be at least 1, got 0")
-    return options
+    if options.epochs < 1:
+        parser.error("--epochs must be at least 1, got 0")
+    return finish_flags(parser, options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every method with every seed, then print the table and where the plot is."""
     options = parse_arguments(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
         images = load_images(options.data, options.data_dir, options.limit).to(options.device)
     except FileNotFoundError as error:
         raise SystemExit(f"error: {error}") from None
     runs = [(seed, method) for seed in options.seeds for method in options.methods]
     trial = build_trainer(options, images, options.methods[0], seed=0)
-    minutes = len(runs) * options.epochs * trial.seconds_per_epoch() / 60
-    print(
+    announce(
+        options,
         f"{options.data}, {len(images.train_images)} training and {len(images.test_images)} test "
         f"images, ViT of {sum(p.numel() for p in trial.model.parameters()):,} parameters.\n"
         f"{len(runs)} runs of {options.epochs} epochs: "
-        f"{', '.join(m.title for m in options.methods)}; seeds {options.seeds}.\n"
-        f"About {minutes:.1f} minutes on {options.device} with {torch.get_num_threads()} threads"
-        f"{', less what is resumed' if options.resume else ''}; results in {options.output}.",
-        flush=True,
+        f"{', '.join(m.title for m in options.methods)}; seeds {options.seeds}.",
+        len(runs) * trial.expected_seconds(),
     )
     records: list[dict[str, Any]] = []
     for seed, method in runs:
@@ -266,15 +258,11 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end, from the checkpoint if asked to, and keep the record of the run."""
     trainer = build_trainer(options, images, method, seed)
-    if options.resume and trainer.path.exists():
-        trainer.resume()
-    trainer.train(f"seed {seed}, {method.title}")
-    record = trainer.configuration | {"history": trainer.history, "machine": machine()}
-    write_text(path, json.dumps(record, indent=1) + "\n")
+    record = train_one(trainer, f"seed {seed}, {method.title}", path, options.resume)
     if options.table:  # the checkpoints of many runs would fill a disk, and nothing reads them
         trainer.path.unlink(missing_ok=True)
     return record
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

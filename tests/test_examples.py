@@ -25,7 +25,9 @@ sys.path.insert(0, str(EXAMPLES))
 
 import _common  # noqa: E402
 import _images  # noqa: E402
+import _training  # noqa: E402
 import _vit_methods  # noqa: E402
+import _vit_results  # noqa: E402
 import orthogonal_vit  # noqa: E402
 import prw  # noqa: E402
 
@@ -128,13 +130,13 @@ def test_the_demo_reaches_95_per_cent_with_every_method(tmp_path) -> None:
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(method, tmp_path, monkeypatch) -> None:
     flags = ["--smoke", "--methods", method, "--epochs", "3", "--augment", "crop-flip"]
     orthogonal_vit.main([*flags, "--output", str(tmp_path / "whole")])
-    save = _common.Trainer.save
+    save = _training.Trainer.save
 
-    def interrupted(trainer: _common.Trainer) -> None:
+    def interrupted(trainer: _training.Trainer) -> None:
         save(trainer)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_common.Trainer, "save", interrupted)
+    monkeypatch.setattr(_training.Trainer, "save", interrupted)
     for epoch in (1, 2):
         with pytest.raises(KeyboardInterrupt):
             orthogonal_vit.main([*flags, "--output", str(tmp_path / "parts"), "--resume"])
@@ -173,7 +175,7 @@ def test_killed_run_resumes_bit_for_bit_and_finished_runs_are_left_alone(
     def train(*_: object) -> None:
         raise AssertionError("a finished run must not be trained again")
 
-    monkeypatch.setattr(_common.Trainer, "train_epoch", train)
+    monkeypatch.setattr(_training.Trainer, "train_epoch", train)
     (killed / "curves.png").unlink()
     orthogonal_vit.main([*flags, str(killed), "--resume"])
     assert (killed / "curves.png").exists()
@@ -243,14 +245,14 @@ def test_a_table_resumes_run_by_run_without_being_asked_to(tmp_path, monkeypatch
     flags += ["stiefel-sgd", "cayley-adam", "penalty-sgd:across", "--output"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     orthogonal_vit.main([*flags, str(whole)])
-    save, epochs = _common.Trainer.save, iter(range(100))
+    save, epochs = _training.Trainer.save, iter(range(100))
 
-    def interrupted(trainer: _common.Trainer) -> None:
+    def interrupted(trainer: _training.Trainer) -> None:
         save(trainer)
         if next(epochs) == 4:  # the first epoch of the third run
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(_common.Trainer, "save", interrupted)
+    monkeypatch.setattr(_training.Trainer, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         orthogonal_vit.main([*flags, str(parts)])
     assert len(last_epochs(parts)) == 2
@@ -424,7 +426,7 @@ def test_last_block_may_drop_what_nothing_reads() -> None:
 
 
 def test_schedule_warms_up_and_ends_at_one_per_cent() -> None:
-    factors = [_common.rate_factor(step, 10, 100) for step in range(101)]
+    factors = [_training.rate_factor(step, 10, 100) for step in range(101)]
     assert factors[0] == pytest.approx(1 / 11)
     assert max(factors) == factors[10] == 1.0
     assert factors[55] == pytest.approx(0.505)
@@ -476,16 +478,18 @@ def test_winner_is_the_lowest_mean_and_says_whether_seeds_overlap() -> None:
         other = {"orthonormality_error": 0.0, "images_per_second": 1.0}
         return [[{"test_error": error, **other}] for error in errors]
 
-    table, winner = _common.final_table({"a": runs(3.0, 5.0), "b": runs(2.0, 2.5)})
+    table, winner = _vit_results.final_table({"a": runs(3.0, 5.0), "b": runs(2.0, 2.5)})
     assert winner == (
         "Lowest mean test error: b, 2.25 %, 1.75 points below a "
         "(their ranges over the seeds do not overlap)."
     )
     assert "4.00" in table
     assert "1.41" in table
-    _, winner = _common.final_table({"a": runs(1.0, 5.0), "b": runs(2.0, 2.5)})
+    _, winner = _vit_results.final_table({"a": runs(1.0, 5.0), "b": runs(2.0, 2.5)})
     assert winner.endswith("(their ranges over the seeds overlap).")
-    assert _common.final_table({"a": runs(1.0), "b": runs(2.0)})[1].endswith("(one seed only).")
+    assert _vit_results.final_table({"a": runs(1.0), "b": runs(2.0)})[1].endswith(
+        "(one seed only)."
+    )
 
 
 def test_missing_package_is_one_clear_error() -> None:

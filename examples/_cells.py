@@ -1,0 +1,167 @@
+"""The recurrent cells that the examples compare, and the optimizers that train them.
+
+Settings of the papers: Helfrich, Willmott & Ye (2018), Lezcano-Casado & Martinez-Rubio (2019) and
+Likhosherstov et al. (AISTATS 2021): RMSprop, with a tenth of the rate for the free tensors of an
+orthogonal transition; modReLU.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt.nn import OrthogonalRNN
+
+
+class Cell(NamedTuple):
+    """How one row of the comparison keeps its transition orthogonal and is trained."""
+
+    title: str
+    transition: str | None = None  # None: an LSTM
+    options: Mapping[str, Any] = {}
+    start: str | None = "as asked"
+    complex_numbers: bool = False
+    rule: type[torch.optim.Optimizer] | None = None  # for a tagged transition
+    rate: float = 1.0  # of the transition, times the rate asked for
+
+
+CELL_SETTINGS = ["hidden", "lstm_hidden", "lr", "transition_lr", "nonlinearity", "start"]
+CELLS = {
+    "cwy": Cell("CWY", "cwy"),
+    "tcwy": Cell("T-CWY", "tcwy"),
+    "hr": Cell("HR", "householder"),
+    "expm": Cell("EXPRNN", "matrix_exp"),
+    "dtriv": Cell("DTRIV", "trivialization", {"every": 100}),
+    "cayley": Cell("SCORNN", "cayley", start="helfrich"),
+    "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
+    "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
+    "adam": Cell("Tagged StiefelAdam", "tagged", rule=so.StiefelAdam, rate=10.0),
+    "rgd": Cell("Tagged ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
+    "lstm": Cell("LSTM"),
+}
+TITLES = {cell.title: name for name, cell in CELLS.items()}
+
+
+class SequenceModel(nn.Module):
+    """A cell over ``(T, batch, inputs)`` and a linear read-out of all steps, or of the last.
+
+    ``options`` holds hidden, lstm_hidden (or None), nonlinearity and start; input weights begin
+    Gaussian with the deviation given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+        options: Namespace,
+        *,
+        deviation: float,
+        last: bool,
+    ) -> None:
+        super().__init__()
+        cell, hidden, self.last = CELLS[name], options.hidden, last
+        self.recurrent: nn.Module
+        if cell.transition is None:
+            hidden = options.lstm_hidden or hidden
+            self.recurrent = nn.LSTM(inputs, hidden)
+            with torch.no_grad():  # gates that begin open remember longer
+                self.recurrent.bias_ih_l0[hidden : 2 * hidden] = 1.0
+        else:
+            self.recurrent = OrthogonalRNN(
+                inputs,
+                hidden,
+                nonlinearity=options.nonlinearity,
+                bias=False,
+                dtype=torch.complex64 if cell.complex_numbers else None,
+                transition=cell.transition,
+                start=options.start if cell.start == "as asked" else cell.start,
+                **cell.options,
+            )
+            nn.init.normal_(self.recurrent.weight_ih_l0, std=deviation)
+        self.readout = nn.Linear(2 * hidden if cell.complex_numbers else hidden, outputs)
+        nn.init.kaiming_normal_(self.readout.weight)
+        nn.init.zeros_(self.readout.bias)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        hidden = self.recurrent(sequence)[0]
+        hidden = hidden[-1] if self.last else hidden
+        if hidden.is_complex():
+            hidden = torch.view_as_real(hidden).flatten(-2)
+        return self.readout(hidden)
+
+    @torch.no_grad()
+    def orthonormality_error(self) -> float:
+        """|Q'Q - I| of the transition, the largest entry; 0 for an LSTM, which has none."""
+        if isinstance(self.recurrent, nn.LSTM):
+            return 0.0
+        wide = torch.complex128 if self.recurrent.weight_hh_l0.is_complex() else torch.float64
+        transition = self.recurrent.weight_hh_l0.to(wide)
+        return float((transition.mH @ transition - torch.eye(len(transition))).abs().max())
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers as one: an orthogonal weight by one rule, the others by another."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def build_optimizer(
+    name: str, model: SequenceModel, rate: float, transition_rate: float
+) -> torch.optim.Optimizer:
+    """RMSprop with a rate of its own for the transition, or the rule of the tagged transition."""
+    cell = CELLS[name]
+    inner = {
+        id(parameter)
+        for key, parameter in model.recurrent.named_parameters()
+        if cell.transition is not None and "weight_hh" in key
+    }
+    orthogonal = [p for p in model.parameters() if id(p) in inner]
+    others = [p for p in model.parameters() if id(p) not in inner]
+    transition_rate *= cell.rate
+    if cell.rule is not None:
+        rule = cell.rule(orthogonal, lr=transition_rate)
+        return Both(rule, torch.optim.RMSprop(others, lr=rate))
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if orthogonal:
+        groups.append({"params": orthogonal, "lr": transition_rate})
+    return torch.optim.RMSprop(groups, lr=rate)
+
+
+def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:
+    """Add the flags of everything above."""
+    add = parser.add_argument
+    add("--cells", nargs="+", choices=[*CELLS, "all"], default=["cwy", "adam", "lstm"])
+    add("--hidden", type=int, default=hidden, help="units")
+    add("--lstm-hidden", type=int, help="units of the LSTM; None: as many")
+    add("--lr", type=float, default=1e-3, help="of RMSprop")
+    add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
+    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu")
+    add("--start", choices=["henaff", "helfrich"], default=start, help="of the transition")
+
+
+def parse_cells(names: Sequence[str]) -> list[str]:
+    """The titles of cells given by name; ``all`` is every one."""
+    chosen = list(CELLS) if "all" in names else list(dict.fromkeys(names))
+    return [CELLS[name].title for name in chosen]

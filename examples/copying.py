@@ -1,0 +1,196 @@
+"""The copying task: repeat ten digits after a long pause. Who remembers?
+
+    python examples/copying.py                                   T = 30, three cells, two minutes
+    python examples/copying.py --length 200 --hidden 128 --cells all --resume
+    python examples/copying.py --length 1000 --iterations 4000 --cells all --device cuda --resume
+
+A sequence is ten digits of {1 ... 8}, T zeros, a 9 and nine zeros; the answer is T + 10 zeros and
+the ten digits. Without memory the cross entropy cannot fall below 10 log 8 / (T + 20). Task and
+settings: Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C (N = 190, T = 1000, 2000).
+"""
+
+import math
+import statistics
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from _cells import (
+    CELL_SETTINGS,
+    TITLES,
+    SequenceModel,
+    add_cell_flags,
+    build_optimizer,
+    parse_cells,
+)
+from _common import (
+    Panel,
+    add_flags,
+    announce,
+    finish_flags,
+    markdown_table,
+    plot_curves,
+    run,
+    spread,
+    write_table,
+)
+from _training import Record, Trainer, rate_factor, train_all
+from torch import Tensor, nn
+
+DIGITS = 10  # to be remembered
+SYMBOLS = 10  # 0 is the pause, 1 to 8 are digits, 9 asks for them
+TEST_SEQUENCES = 256
+INPUT_DEVIATION = math.sqrt(2 / SYMBOLS)
+SETTINGS = ["length", "epochs", "every", "batch_size", *CELL_SETTINGS]
+SMOKE = {"length": 2, "hidden": 8, "iterations": 6, "every": 2, "batch_size": 4, "cells": ["all"]}
+Batch = tuple[Tensor, Tensor]
+
+
+def draw(count: int, length: int, generator: torch.Generator) -> Batch:
+    """Sequences and answers, (T + 20, count) symbols."""
+    digits = torch.randint(1, 9, (DIGITS, count), generator=generator)
+    sequence, answer = torch.zeros(2, length + 2 * DIGITS, count, dtype=torch.int64)
+    sequence[:DIGITS] = answer[-DIGITS:] = digits
+    sequence[-DIGITS] = 9
+    return sequence, answer
+
+
+def baseline(length: int) -> float:
+    """Cross entropy of guessing the digits: the best without memory."""
+    return DIGITS * math.log(8) / (length + 2 * DIGITS)
+
+
+class Copying:
+    """Fresh sequences in every step; an epoch is ``every`` steps."""
+
+    def __init__(self, model: SequenceModel, options: Namespace) -> None:
+        self.model, self.options = model, options
+        self.steps = options.every
+        held_out = torch.Generator().manual_seed(2**31)
+        self.test = draw(TEST_SEQUENCES, options.length, held_out)
+
+    def batches(self, generator: torch.Generator) -> Iterator[Batch]:
+        for _ in range(self.steps):
+            yield draw(self.options.batch_size, self.options.length, generator)
+
+    def answer(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cross entropy, and the share of the ten digits that are right."""
+        sequence, answer = (part.to(self.options.device) for part in batch)
+        logits = self.model(nn.functional.one_hot(sequence, SYMBOLS).float())
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten())
+        right = (logits[-DIGITS:].argmax(-1) == answer[-DIGITS:]).float().mean()
+        return loss, right
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, _ = self.answer(batch)
+        return loss, {"train_loss": loss.detach()}
+
+    def evaluate(self) -> dict[str, float]:
+        loss, right = self.answer(self.test)
+        return {
+            "loss": float(loss),
+            "of_baseline": float(loss) / baseline(self.options.length),
+            "digits_right": float(right),
+            "orthonormality_error": self.model.orthonormality_error(),
+        }
+
+
+def build_trainer(options: Namespace, title: str, seed: int) -> Trainer:
+    """Everything one run needs; runs of one seed see the same sequences."""
+    name = TITLES[title]
+    torch.manual_seed(seed)
+    model = SequenceModel(
+        name, SYMBOLS, SYMBOLS - 1, options, deviation=INPUT_DEVIATION, last=False
+    ).to(options.device)
+    optimizer = build_optimizer(name, model, options.lr, options.transition_lr)
+    task = Copying(model, options)
+    settings = {key: getattr(options, key) for key in SETTINGS} | {"cell": name, "seed": seed}
+    path = options.output / "checkpoints" / f"{name}-{seed}.pt"
+    factor = partial(rate_factor, warmup_steps=0, total_steps=options.epochs * options.every)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    counted = ("sequences", options.batch_size)
+    return Trainer(model, optimizer, task, settings, path, scheduler, counted)
+
+
+def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
+    """Write the table and draw the curves of the runs that are over."""
+    header = ["Cell", "Loss / baseline", "Digits right %", "Steps to 1/10", "ms a step"]
+    header += ["Parameters", "Orthonormality"]
+    rows = []
+    for title, runs in records.items():
+        last = [run["history"][-1] for run in runs]
+        first = [steps_to_a_tenth(run) for run in runs]
+        speed = [e["seconds"] / options.every for run in runs for e in run["history"]]
+        row = [title, spread([entry["of_baseline"] for entry in last], ".4f")]
+        row += [spread([100 * entry["digits_right"] for entry in last], ".1f")]
+        row += [spread(first, ".0f") if math.inf not in first else "not reached"]
+        row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
+        rows.append([*row, f"{max(entry['orthonormality_error'] for entry in last):.1e}"])
+    title = (
+        f"Copying task, T = {options.length}: {options.hidden} units, batch {options.batch_size}, "
+        f"{options.epochs * options.every} steps, seeds {', '.join(map(str, options.seeds))}"
+    )
+    runs = [run for group in records.values() for run in group]
+    results = {"baseline": baseline(options.length), "runs": runs}
+    write_table(options.output, title, markdown_table(header, rows), results)
+    levels = {"no memory": 1.0, "a tenth": 0.1}
+    panels = [
+        Panel("of_baseline", "test loss / no-memory baseline", "Loss", "log", levels, "step"),
+        Panel("digits_right", "share of the ten digits", "Digits repeated rightly", x="step"),
+    ]
+    histories = {name: [run["history"] for run in group] for name, group in records.items()}
+    plot_curves(options.output / "curves.png", title, histories, panels)
+
+
+def steps_to_a_tenth(run: Record) -> float:
+    """The first measurement below a tenth of the baseline from which on it stays there."""
+    below = [entry["of_baseline"] < 0.1 for entry in run["history"]]
+    if not below[-1]:
+        return math.inf
+    start = len(below) - below[::-1].index(False) if False in below else 0
+    return run["history"][start]["step"]
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Namespace:
+    """Flags over the smoke sizes over defaults."""
+    parser = ArgumentParser(
+        description="Repeat ten digits after a pause of T steps.",
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--length", type=int, default=30, help="T, the zeros between digits and question")
+    add("--iterations", type=int, default=400, help="training steps")
+    add("--every", type=int, default=25, help="steps between two measurements and checkpoints")
+    add("--batch-size", type=int, default=128, help="sequences in a step")
+    add_cell_flags(parser, hidden=64, start="henaff")
+    add_flags(parser, Path("runs/copying"), seeds=2)
+    if parser.parse_known_args(argv)[0].smoke:
+        parser.set_defaults(seeds=[1], **SMOKE)
+    options = parser.parse_args(argv)
+    if options.length < 1 or options.iterations < options.every:
+        parser.error("--length must be at least 1 and --iterations at least --every")
+    options.epochs = options.iterations // options.every
+    options.methods = parse_cells(options.cells)
+    return finish_flags(parser, options)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train every cell with every seed; print the table and where the plot is."""
+    options = parse_arguments(argv)
+    build = partial(build_trainer, options)
+    once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
+    announce(
+        options,
+        f"Copying ten digits over T = {options.length} steps: {', '.join(options.methods)}; "
+        f"{options.epochs * options.every} steps each, seeds {options.seeds}.",
+        once * len(options.seeds),
+    )
+    train_all(options, options.methods, build, partial(report, options))
+    text = (options.output / "table.md").read_text()
+    print(f"\n{text}\nPlot: {options.output / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    run(main)
