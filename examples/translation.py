@@ -266,7 +266,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--reflections", nargs="+", type=int, help="L of CWY; default: N, N/2, N/4, N/8, N/16")
     add("--hidden", type=int, default=64, help="N")
     add("--embedding", type=int, default=32)
-    add("--epochs", type=int, default=4)
+    add("--epochs", type=int, default=12)
     add("--batch-size", type=int, default=64)
     add("--lr", type=float, default=3e-3, help="of Adam")
     add_flags(parser, Path("runs/translation"))
