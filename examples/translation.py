@@ -234,7 +234,7 @@ def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Re
     write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
     histories = {name: [run["history"] for run in group] for name, group in records.items()}
     panel = Panel("perplexity", "perplexity of a test word, e^loss", scale="log")
-    plot_curves(options.output / "curves.png", title, histories, [panel])
+    plot_curves(options.output / "curves.png", title.split(",")[0], histories, [panel])
 
 
 def print_samples(options: Namespace, corpus: Corpus, count: int = 3) -> None:

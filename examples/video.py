@@ -227,7 +227,8 @@ def report(
     write_table(options.output, title, table, {"last_frame": still, "runs": runs})
     panel = Panel("valid", "l1 a frame, validation", levels={"last frame again": still})
     histories = {name: [run["history"] for run in group] for name, group in records.items()}
-    plot_curves(options.output / "curves.png", title, histories, [panel])
+    short = f"Next frame of {options.data}, {options.side} x {options.side} pixels"
+    plot_curves(options.output / "curves.png", short, histories, [panel])
     if all(len(records.get(name, [])) == len(options.seeds) for name in options.methods):
         draw_strip(options, clips, records)  # takes seconds: once, at the end
 
