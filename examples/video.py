@@ -209,9 +209,11 @@ def report(
     still = float((test[1:] - test[:-1]).abs().sum((-2, -1)).mean())
     rows = []
     for title, runs in records.items():
-        memory = live_bytes(partial(build_trainer, options, clips, title, 0))
+        if title not in options.memory:
+            build = partial(build_trainer, options, clips, title, 0)
+            options.memory[title] = live_bytes(build)
         row = [title, spread([best(run)["test"] for run in runs], ".1f")]
-        row += [f"{runs[0]['parameters']:,}", f"{memory / 2**20:.1f}"]
+        row += [f"{runs[0]['parameters']:,}", f"{options.memory[title] / 2**20:.1f}"]
         seconds = [entry["seconds"] / options.steps for run in runs for entry in run["history"]]
         row.append(f"{1000 * statistics.median(seconds):.0f}")
         rows.append([*row, f"{max(best(run)['orthonormality_error'] for run in runs):.0e}"])
@@ -272,6 +274,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     if options.side % 8 or options.frames < 2 or min(options.epochs, options.steps) < 1:
         parser.error("--side must be a multiple of 8, --frames 2, --epochs and --steps 1 or more")
     options.methods = list(METHODS) if "all" in options.methods else options.methods
+    options.memory = {}  # bytes of a step of each method, measured once
     return finish_flags(parser, options)
 
 
