@@ -1,0 +1,300 @@
+"""Translation by an attention seq2seq model: orthogonal recurrences beside RNN, GRU and LSTM.
+
+    python examples/translation.py                               generated phrases, minutes
+    python examples/translation.py --pairs eng_spa.tsv.gz --limit 20000 --resume
+    python examples/translation.py --pairs eng_spa.tsv.gz --hidden 1024 --embedding 256 \\
+        --batch-size 64 --lr 1e-2 --epochs 10 --device cuda --resume              (as published)
+
+Pairs are lines source<TAB>target; sentences are split into training and test by their source, so
+that no source of the test was seen. Two recurrences: one reads the source; the other writes the
+target, starts from the last state of the first, and at each word attends to all of its states
+(score h' W s as in Luong et al., 2015; the paper's context enters before the recurrence instead,
+which forbids one call for all words). Perplexity is that of a target word, end included and
+padding not: e^loss, and 2^loss because the table of the paper has that. After Likhosherstov et
+al. (AISTATS 2021), section 4.2 and table 3.
+"""
+
+import itertools
+import math
+import random
+import statistics
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from _cells import Both
+from _common import (
+    Panel,
+    add_flags,
+    announce,
+    finish_flags,
+    markdown_table,
+    plot_curves,
+    run,
+    spread,
+    write_table,
+)
+from _phrases import END, PAD, START, Pair, encode, generated_pairs, read_pairs, split, vocabulary
+from _training import Record, Trainer, train_all
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+import stiefel_opt as so
+from stiefel_opt.nn import OrthogonalRNN
+
+FREE = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
+MAPS = {"SCORNN": "cayley", "EXPRNN": "matrix_exp", "StiefelAdam": "tagged", "RGD": "tagged"}
+RULES = {"StiefelAdam": so.StiefelAdam, "RGD": so.ProjectedRGD}
+# 2^loss, minutes for 10 epochs and millions of parameters; CWY by L / N, N = 1024.
+PUBLISHED: Mapping[str | float, str] = {
+    "RNN": "1.66, 148, 25", "GRU": "1.47, 173, 32", "LSTM": "1.46, 232, 37",
+    "SCORNN": "1.49, 1780, 25", "RGD": "4.03, 1780, 25", "EXPRNN": "1.51, 2960, 25",
+    1.0: "1.47, 1111, 25", 1 / 2: "1.58, 338, 24", 1 / 4: "1.56, 213, 23",
+    1 / 8: "1.41, 198, 23", 1 / 16: "1.52, 175, 23",
+}  # fmt: skip
+SETTINGS = ["pairs", "limit", "longest", "fewest", "hidden", "embedding", "epochs", "batch_size"]
+SETTINGS += ["lr"]
+SMOKE = {"limit": 60, "hidden": 16, "embedding": 8, "epochs": 1, "batch_size": 16}
+Batch = tuple[Tensor, Tensor]
+
+
+class Corpus(NamedTuple):
+    """Pairs and the numbers of their words."""
+
+    train: list[Pair]
+    test: list[Pair]
+    sources: dict[str, int]
+    targets: dict[str, int]
+
+
+def load_corpus(options: Namespace) -> Corpus:
+    """The generated phrases or the file; the words are those of the training pairs."""
+    if options.pairs is None:
+        pairs = generated_pairs(options.limit or 4000)
+    else:
+        pairs = read_pairs(Path(options.pairs), options.longest)
+        random.Random(0).shuffle(pairs)
+        pairs = pairs[: options.limit]
+    train, test = split(pairs)
+    sides = [vocabulary(side, options.fewest) for side in zip(*train, strict=True)]
+    return Corpus(train, test, *sides)
+
+
+def recurrence(title: str, inputs: int, hidden: int) -> nn.Module:
+    """The recurrence of one row: words first, then sentences."""
+    if title in FREE:
+        return FREE[title](inputs, hidden)
+    if title in MAPS:
+        return OrthogonalRNN(inputs, hidden, nonlinearity="abs", transition=MAPS[title])
+    reflections = int(title.removeprefix("CWY L="))
+    return OrthogonalRNN(
+        inputs, hidden, nonlinearity="abs", transition="cwy", reflections=reflections
+    )
+
+
+class Translator(nn.Module):
+    """Source words (S, count) with their numbers and target words (T, count) to logits."""
+
+    def __init__(self, title: str, corpus: Corpus, options: Namespace) -> None:
+        super().__init__()
+        size, hidden = options.embedding, options.hidden
+        self.read = nn.Embedding(len(corpus.sources), size, PAD)
+        self.write = nn.Embedding(len(corpus.targets), size, PAD)
+        self.encoder = recurrence(title, size, hidden)
+        self.decoder = recurrence(title, size, hidden)
+        self.score = nn.Linear(hidden, hidden, bias=False)
+        self.join = nn.Linear(2 * hidden, hidden)
+        self.answer = nn.Linear(hidden, len(corpus.targets))
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """States of all source words, which of them are padding, and the last state."""
+        lengths = (source != PAD).sum(0).cpu()
+        packed = pack_padded_sequence(self.read(source), lengths, enforce_sorted=False)
+        states, last = self.encoder(packed)
+        return pad_packed_sequence(states)[0], source == PAD, last
+
+    def decode(
+        self, target: Tensor, states: Tensor, padding: Tensor, last: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits after each target word, and the last state."""
+        hidden, last = self.decoder(self.write(target), last)
+        scores = torch.einsum("tbh,sbh->bts", self.score(hidden), states)
+        scores = scores.masked_fill(padding.T.unsqueeze(1), -math.inf)
+        context = torch.einsum("bts,sbh->tbh", scores.softmax(-1), states)
+        joined = torch.tanh(self.join(torch.cat([hidden, context], dim=-1)))
+        return self.answer(joined), last
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        return self.decode(target, *self.encode(source))[0]
+
+    @torch.no_grad()
+    def translate(self, source: Tensor, longest: int) -> list[int]:
+        """The likeliest next word again and again, for one sentence (S, 1)."""
+        states, padding, last = self.encode(source)
+        found = [START]
+        while found[-1] != END and len(found) <= longest:
+            word = torch.tensor([[found[-1]]], device=source.device)
+            logits, last = self.decode(word, states, padding, last)
+            found.append(int(logits.argmax()))
+        return [number for number in found[1:] if number != END]
+
+
+class Translation:
+    """An epoch is a pass over the training pairs in random order; the rest is left out."""
+
+    def __init__(self, model: Translator, corpus: Corpus, options: Namespace) -> None:
+        self.model, self.corpus, self.options = model, corpus, options
+        self.numbers = {part: self.encoded(getattr(corpus, part)) for part in ("train", "test")}
+        self.steps = len(corpus.train) // options.batch_size
+        if self.steps == 0:
+            raise SystemExit(
+                f"--batch-size must be at most the {len(corpus.train)} training pairs, got "
+                f"{options.batch_size}"
+            )
+
+    def encoded(self, pairs: Sequence[Pair]) -> list[Batch]:
+        numbers = (self.corpus.sources, self.corpus.targets)
+        return [
+            tuple(torch.tensor(encode(s, n)) for s, n in zip(pair, numbers, strict=True))
+            for pair in pairs
+        ]
+
+    def padded(self, pairs: Sequence[Batch]) -> Batch:
+        return tuple(pad_sequence(side, padding_value=PAD) for side in zip(*pairs, strict=True))
+
+    def batches(self, generator: torch.Generator) -> Iterator[Batch]:
+        order = torch.randperm(len(self.numbers["train"]), generator=generator).tolist()
+        size = self.options.batch_size
+        for step in range(self.steps):
+            picked = order[step * size : (step + 1) * size]
+            yield self.padded([self.numbers["train"][index] for index in picked])
+
+    def sums(self, batch: Batch) -> tuple[Tensor, int]:
+        """Cross entropy of all target words together, and their number."""
+        source, target = (side.to(self.options.device) for side in batch)
+        begun = torch.cat([torch.full_like(target[:1], START), target[:-1]])
+        logits = self.model(source, begun).flatten(0, 1)
+        total = nn.functional.cross_entropy(
+            logits, target.flatten(), ignore_index=PAD, reduction="sum"
+        )
+        return total, int((target != PAD).sum())
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        total, count = self.sums(batch)
+        return total / count, {"train_loss": (total / count).detach()}
+
+    def evaluate(self) -> dict[str, float]:
+        total, words = 0.0, 0
+        for start in range(0, len(self.numbers["test"]), 250):
+            loss, count = self.sums(self.padded(self.numbers["test"][start : start + 250]))
+            total, words = total + float(loss), words + count
+        return {"loss": total / words, "perplexity": math.exp(total / words)}
+
+
+def build_trainer(options: Namespace, corpus: Corpus, title: str, seed: int) -> Trainer:
+    """Everything one run needs; runs of one seed see the pairs in the same order."""
+    torch.manual_seed(seed)
+    model = Translator(title, corpus, options).to(options.device)
+    optimizer: torch.optim.Optimizer
+    if title in RULES:
+        tagged = [model.encoder.weight_hh_l0, model.decoder.weight_hh_l0]
+        others = [p for p in model.parameters() if all(p is not weight for weight in tagged)]
+        rule = RULES[title](tagged, lr=options.lr)
+        optimizer = Both(rule, torch.optim.Adam(others, options.lr))
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), options.lr)
+    settings = {key: getattr(options, key) for key in SETTINGS} | {"cell": title, "seed": seed}
+    settings["pairs"] = None if options.pairs is None else Path(options.pairs).name
+    path = options.output / "checkpoints" / f"{title}-{seed}.pt".replace(" ", "-")
+    counted = ("pairs", options.batch_size)
+    task = Translation(model, corpus, options)
+    return Trainer(model, optimizer, task, settings, path, counted=counted, clip=1.0)
+
+
+def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Record]]) -> None:
+    """Write the table and draw the curves of the runs that are over."""
+    rows = []
+    for title, runs in records.items():
+        loss = [run["history"][-1]["loss"] for run in runs]
+        row = [title, *(spread([base**value for value in loss], ".3f") for base in (math.e, 2))]
+        row.append(f"{statistics.median(e['seconds'] for r in runs for e in r['history']):.1f}")
+        key = title if "L=" not in title else int(title.split("=")[1]) / options.hidden
+        rows.append([*row, f"{runs[0]['parameters']:,}", PUBLISHED.get(key, "-")])
+    header = ["Recurrence", "Perplexity e^loss", "2^loss", "s an epoch", "Parameters"]
+    header.append("Published, N = 1024: 2^loss, minutes, millions of parameters")
+    title = (
+        f"Translation: {len(corpus.train)} training and {len(corpus.test)} test pairs of "
+        f"{'generated phrases' if options.pairs is None else 'sentences'}, N = {options.hidden}, "
+        f"{options.epochs} epochs, seeds {', '.join(map(str, options.seeds))}"
+    )
+    runs = [run for group in records.values() for run in group]
+    write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
+    histories = {name: [run["history"] for run in group] for name, group in records.items()}
+    panel = Panel("perplexity", "perplexity of a test word, e^loss", scale="log")
+    plot_curves(options.output / "curves.png", title.split(",")[0], histories, [panel])
+
+
+def print_samples(options: Namespace, corpus: Corpus, count: int = 3) -> None:
+    """Translations of the same few test sentences by every row."""
+    names = list(corpus.targets)
+    for words, answer in itertools.islice(corpus.test, count):
+        print(f"\n{' '.join(words)}  ->  {' '.join(answer)}")
+        for title in options.methods:
+            trainer = build_trainer(options, corpus, title, options.seeds[0])
+            trainer.resume()
+            model = trainer.model.eval()
+            source = torch.tensor(encode(words, corpus.sources), device=options.device)
+            found = model.translate(source.unsqueeze(1), 2 * options.longest)
+            print(f"    {title:12} {' '.join(names[number] for number in found)}")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Namespace:
+    """Flags over the smoke sizes over defaults."""
+    parser = ArgumentParser(
+        description="Translate with orthogonal and other recurrences.",
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--pairs", help="file of lines source<TAB>target; default: generated phrases")
+    add("--limit", type=int, help="pairs used; default: all, or 4000 generated")
+    add("--longest", type=int, default=20, help="words of a side")
+    add("--fewest", type=int, default=2, help="occurrences of a known word")
+    add("--cells", nargs="+", choices=[*FREE, "CWY", *MAPS], default=[*FREE, "CWY"])
+    add("--reflections", nargs="+", type=int, help="L of CWY; default: N, N/2, N/4, N/8, N/16")
+    add("--hidden", type=int, default=64, help="N")
+    add("--embedding", type=int, default=32)
+    add("--epochs", type=int, default=12)
+    add("--batch-size", type=int, default=64)
+    add("--lr", type=float, default=3e-3, help="of Adam")
+    add_flags(parser, Path("runs/translation"))
+    if parser.parse_known_args(argv)[0].smoke:
+        parser.set_defaults(**SMOKE, cells=["LSTM", "CWY", "StiefelAdam"], reflections=[16, 4])
+    options = parser.parse_args(argv)
+    sweep = options.reflections or [max(1, options.hidden >> power) for power in range(5)]
+    if not 1 <= min(sweep) <= max(sweep) <= options.hidden:
+        parser.error(f"--reflections must lie in 1 to --hidden = {options.hidden}, got {sweep}")
+    cwy = [f"CWY L={count}" for count in dict.fromkeys(sweep)]
+    groups = (cwy if cell == "CWY" else [cell] for cell in options.cells)
+    options.methods = list(itertools.chain.from_iterable(groups))
+    return finish_flags(parser, options)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train every row with every seed; print table, samples and where the plot is."""
+    options = parse_arguments(argv)
+    corpus = load_corpus(options)
+    build = partial(build_trainer, options, corpus)
+    once = sum(build(title, 0).expected_seconds(3) for title in options.methods)
+    what = f"Translation of {len(corpus.train)} pairs, {options.epochs} epochs: "
+    announce(options, what + f"{', '.join(options.methods)}.", once * len(options.seeds))
+    train_all(options, options.methods, build, partial(report, options, corpus))
+    print(f"\n{(options.output / 'table.md').read_text()}")
+    print_samples(options, corpus)
+    print(f"\nPlot: {options.output / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    run(main)

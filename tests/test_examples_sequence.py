@@ -1,0 +1,258 @@
+"""Examples on sequences: smoke runs, continuation, and what their data promise."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import _phrases  # noqa: E402
+import _video  # noqa: E402
+import state_tracking  # noqa: E402
+import translation  # noqa: E402
+import video  # noqa: E402
+
+PICTURES = {
+    state_tracking: ["accuracy.png"],
+    translation: ["curves.png"],
+    video: ["curves.png", "strip.png"],
+}
+PROGRAMS = pytest.mark.parametrize("program", PICTURES, ids=lambda program: program.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Every program sets the number of threads for the whole process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# ----------------------------------------------------------------------------------- whole programs
+
+
+@PROGRAMS
+def test_smoke_prints_what_it_does_and_writes_table_and_pictures(program, tmp_path, capsys) -> None:
+    arguments = ["--smoke", "--output", str(tmp_path)]
+    program.main(arguments)
+    printed = capsys.readouterr().out
+    assert printed.index("\nAbout ") < printed.index("epoch 1")
+    results = json.loads((tmp_path / "results.json").read_text())
+    (table,) = results["tables"]
+    assert table in printed
+    assert (tmp_path / "table.md").read_text() == f"## {table}"
+    options = program.parse_arguments(arguments)
+    assert all(math.isfinite(value) for run in results["runs"] for value in finite(run))
+    for name in options.tasks if program is state_tracking else options.methods:
+        assert f"\n| {name} " in table
+    for picture in PICTURES[program]:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    before = (tmp_path / "results.json").read_bytes()
+    program.main([*arguments, "--resume"])  # everything is there: nothing is trained again
+    assert "epoch 1" not in capsys.readouterr().out
+    assert (tmp_path / "results.json").read_bytes() == before
+    with pytest.raises(ValueError, match="--resume must keep lr"):
+        program.main([*arguments, "--resume", "--lr", "0.5"])
+
+
+def finite(run) -> list[float]:
+    """Numbers of a history but for the orthonormality error, which a ConvLSTM does not have."""
+    entries = (entry.items() for entry in run["history"])
+    return [value for items in entries for key, value in items if key != "orthonormality_error"]
+
+
+@PROGRAMS
+def test_an_interrupted_run_goes_on_bit_for_bit(program, tmp_path) -> None:
+    arguments = ["--smoke", "--output", str(tmp_path)]
+    options = program.parse_arguments(arguments)
+    options.epochs = 2
+    data = {
+        video: lambda: (video.load_clips(options),),
+        translation: lambda: (translation.load_corpus(options),),
+        state_tracking: lambda: (),
+    }[program]()
+    title = "S3 n_h=2" if program is state_tracking else options.methods[0]
+    whole = program.build_trainer(options, *data, title, 0)
+    whole.train("whole")
+
+    begun = program.build_trainer(options, *data, title, 0)
+    train_epoch = begun.train_epoch
+
+    def interrupted(bar):
+        if begun.history:
+            raise KeyboardInterrupt
+        return train_epoch(bar)
+
+    begun.train_epoch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        begun.train("begun")
+    resumed = program.build_trainer(options, *data, title, 0)
+    resumed.resume()
+    assert len(resumed.history) == 1
+    resumed.train("resumed")
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        (state_tracking, ["--factors", "0"]),
+        (video, ["--side", "12"]),
+        (translation, ["--reflections", "65", "--hidden", "64"]),
+    ],
+    ids=["factors", "side", "reflections"],
+)
+def test_impossible_flags_are_refused(program, arguments, capsys) -> None:
+    with pytest.raises(SystemExit):
+        program.parse_arguments(arguments)
+    assert "must" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------- state tracking
+
+
+@pytest.mark.parametrize("things", [2, 3, 4, 5])
+def test_tables_are_those_of_groups(things) -> None:
+    table = state_tracking.multiplication_table(things)
+    order = math.factorial(things)
+    everything = torch.arange(order)
+    assert torch.equal(table[0], everything)  # the first permutation is the identity
+    assert torch.equal(table.sort(dim=0)[0], everything.unsqueeze(1).expand(order, order))
+    assert torch.equal(table.sort(dim=1)[0], everything.expand(order, order))
+    a, b, c = torch.randint(order, (3, 500), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(table[table[a, b], c], table[a, table[b, c]])
+
+
+def test_answers_are_the_products_so_far() -> None:
+    table = state_tracking.multiplication_table(4)
+    elements, products = state_tracking.draw(table, 5, 7, torch.Generator().manual_seed(0))
+    expected = torch.zeros(5, dtype=torch.int64)
+    for each, product in zip(elements.T, products.T, strict=True):
+        expected = table[each, expected]
+        assert torch.equal(product, expected)
+
+
+def test_parity_is_learned_and_lasts(tmp_path) -> None:
+    arguments = ["--tasks", "parity", "--factors", "1", "--length", "8", "--iterations", "300"]
+    state_tracking.main([*arguments, "--output", str(tmp_path)])
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert run["history"][-1]["accuracy_longer"] >= 0.95
+
+
+# -------------------------------------------------------------------------------------------- video
+
+
+def test_digits_move_steadily_and_bounce() -> None:
+    pool = torch.ones(1, 4, 4)
+    clips = _video.moving_digits(pool, 6, 40, 16, torch.Generator().manual_seed(0))
+    assert clips.shape == (40, 6, 16, 16)
+    assert set(clips.unique().tolist()) == {0.0, 1.0}
+    covered = clips.sum((-2, -1))
+    assert covered.min() >= 16
+    assert covered.max() <= 32
+    for before, after in pairwise(clips):
+        assert ((after - before).abs().sum((-2, -1)) > 0).all()  # nothing stands still
+    for dim in (-2, -1):
+        assert clips.amax((0, 1, dim)).min() == 1  # every wall is reached
+
+
+@pytest.mark.parametrize("title", ["T-CWY", "ConvLSTM"])
+def test_predictions_know_only_the_past(title) -> None:
+    torch.manual_seed(0)
+    model = video.Predictor(video.METHODS[title], 2)
+    frames = torch.rand(5, 2, 16, 16, requires_grad=True)
+    predicted = model(frames)
+    assert predicted.shape == frames.shape
+    predicted[2].sum().backward()
+    reached = frames.grad.abs().sum((-3, -2, -1))
+    assert (reached[:3] > 0).all()  # also the first frame, which only the state remembers
+    if title == "T-CWY":  # instance normalization in a batch of frames is by frame, too
+        assert (reached[3:] == 0).all()
+
+
+def test_the_zero_kernel_sees_one_frame_and_every_other_stays_on_the_manifold() -> None:
+    torch.manual_seed(0)
+    model = video.Predictor(video.METHODS["Zero kernel"], 2)
+    frames = torch.rand(3, 1, 16, 16, requires_grad=True)
+    model(frames)[2].sum().backward()
+    assert (frames.grad[:2] == 0).all()
+    for title, method in video.METHODS.items():
+        if method.transition is not None:
+            error = video.Predictor(method, 2).orthonormality_error()
+            assert error < 1e-5, title
+
+
+def test_kth_is_split_by_person(tmp_path) -> None:
+    for person in range(1, 26):
+        frames = np.full((6, 16, 16), person, dtype=np.uint8)
+        np.savez(tmp_path / f"person{person:02}_walking_d1.npz", frames=frames)
+    options = Namespace(data="kth", data_dir=tmp_path, side=16, frames=4)
+    clips = _video.load_clips(options)
+    drawn = {
+        "train": clips["train"](50, torch.Generator().manual_seed(0)),
+        "valid": clips["valid"],
+        "test": clips["test"],
+    }
+    for part, clip in drawn.items():
+        persons = set((255 * clip).round().long().unique().tolist())
+        assert persons <= set(_video.PERSONS[part])
+        assert clip.shape[0] == 4
+    options.side = 32
+    with pytest.raises(SystemExit, match=r"must be uint8 of shape \(T, 32, 32\)"):
+        _video.load_clips(options)
+
+
+# -------------------------------------------------------------------------------------- translation
+
+
+def test_phrases_agree_and_no_test_source_was_seen() -> None:
+    pairs = _phrases.generated_pairs(10**6)
+    translations = {" ".join(source): " ".join(target) for source, target in pairs}
+    assert len(translations) == len(pairs)
+    assert translations["she does not buy a red house now"] == "ella no compra una casa roja ahora"
+    assert translations["we paint the new boat"] == "nosotros pintamos el barco nuevo"
+    train, test = _phrases.split(pairs[:500] + pairs[:200])
+    assert len(train) + len(test) == 700
+    assert not {tuple(s) for s, _ in train} & {tuple(s) for s, _ in test}
+
+
+def test_pairs_are_read_from_tab_separated_text(tmp_path) -> None:
+    text = "Go, now!\t¡Vete ahora!\tignored\nno second side\nA b c d e f\tg\n"
+    with gzip.open(tmp_path / "pairs.tsv.gz", "wt", encoding="utf-8") as file:
+        file.write(text)
+    (tmp_path / "pairs.tsv").write_text(text, encoding="utf-8")
+    expected = [(["go", ",", "now", "!"], ["¡", "vete", "ahora", "!"])]
+    for name in ("pairs.tsv", "pairs.tsv.gz"):
+        assert _phrases.read_pairs(tmp_path / name, longest=5) == expected
+    with pytest.raises(SystemExit, match="--pairs must be a file"):
+        _phrases.read_pairs(tmp_path / "absent", longest=5)
+    assert _phrases.words("Él está aquí.") == ["el", "esta", "aqui", "."]
+
+
+@pytest.mark.parametrize("title", ["RNN", "LSTM", "CWY L=4", "StiefelAdam"])
+def test_padding_and_company_change_no_translation(title) -> None:
+    options = translation.parse_arguments(["--smoke"])
+    corpus = translation.load_corpus(options)
+    torch.manual_seed(0)
+    model = translation.Translator(title, corpus, options)
+    task = translation.Translation(model, corpus, options)
+    pairs = sorted(task.numbers["train"], key=lambda pair: len(pair[0]))
+    short, long = pairs[0], pairs[-1]
+    assert len(short[0]) < len(long[0])
+    together, count = task.sums(task.padded([short, long]))
+    apart = [task.sums(task.padded([pair])) for pair in (short, long)]
+    torch.testing.assert_close(together, apart[0][0] + apart[1][0])
+    assert count == apart[0][1] + apart[1][1] == len(short[1]) + len(long[1])
