@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,7 +89,9 @@ class Trainer:
         theirs = state["configuration"]
         longer = {"epochs": max(theirs["epochs"], self.configuration["epochs"])}
         check_configuration(self.path.name, theirs | longer, self.configuration)
-        self.model.load_state_dict(state["model"])
+        with warnings.catch_warnings():  # a soft constraint is off the manifold, and known to be
+            warnings.filterwarnings("ignore", ".*off the manifold")
+            self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])

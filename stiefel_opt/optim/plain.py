@@ -97,12 +97,12 @@ def step_rows(
     parameters = [part for p in stack.parameters for part in split(p)]
     grads = [part.to(parameters[0].dtype) for grad in stack.grads for part in split(grad)]
     states = []
-    for state, parameter in zip(stack.states, stack.parameters, strict=True):
+    for state, step, parameter in zip(stack.states, stack.steps, stack.parameters, strict=True):
         own = {n: t for n, t in state.items() if t is not parameter}  # a master is no state here
         rows = {n: split(t) for n, t in own.items() if t.shape == parameter.shape}
         for index in range(len(split(parameter))):
             states.append({n: parts[index] for n, parts in rows.items()})
-            states[-1]["step"] = state["step"] - 1  # torch counts this step itself
+            states[-1]["step"] = step - 1  # torch counts this step itself
     if parameters and not group["fused"]:
         rule(group, parameters, grads, states)
     elif parameters:  # fused kernels read memory straight through, also where rows are columns

@@ -79,7 +79,9 @@ class Stack:
         self.fresh = True  # somebody else wrote to the parameters since then
         self.steps = _stacked([state["step"] for state in states], states, "step")
         self.number: float | None = None  # the step's number where all have the same, on a CPU
+        self._one = torch.ones_like(self.steps[0])  # a number costs five times as much to add
         self.skipped = torch.zeros(len(states), dtype=torch.int64, device=self.steps.device)
+        self._windowed: set[tuple[str, int]] = set()  # state of ranges that is a window on it
         self._apart: list[tuple[Tensor, Tensor]] = []  # state that is no batch in memory, its copy
         self.batches: list[Batch] = []
         for index in range(len(manifold.parts(parameters[0]))):
@@ -122,7 +124,7 @@ class Stack:
             self.parameters = found
             for batch in self.batches:
                 batch.renew()
-        self.steps.add_(1)
+        self.steps.add_(self._one)
         for window, copy in self._apart:
             copy.copy_(window.reshape(copy.shape))
         self.number = None
@@ -197,9 +199,29 @@ class Stack:
                     flat[name] = _flat(window)
                     if not _aliases(flat[name], window):
                         self._apart.append((window, flat[name]))
-                    if "exp_avg_sq" in name:  # torch keeps those of complex rows in complex numbers
-                        flat[name] = flat[name].real
+                    else:
+                        self._windowed.add((name, index))
+                    flat[name] = self._as_moment(flat[name], name)
         return flat
+
+    def _as_moment(self, tensor: Tensor, name: str) -> Tensor:
+        """Return second moments as real numbers: torch keeps complex ones for complex rows."""
+        return tensor.real if "exp_avg_sq" in name else tensor
+
+    def retraced(self, index: int, share: slice, state: State) -> State:
+        """Return ``state`` of a share of a range with windows on the parameter's state made again.
+
+        A compiler is told of one tensor for each memory that it writes to.
+        """
+        (whole,) = self.states
+        return {
+            name: self._as_moment(
+                _flat(self.matrices(self.manifold.parts(whole[name])[index], index))[share], name
+            )
+            if (name, index) in self._windowed
+            else tensor
+            for name, tensor in state.items()
+        }
 
     def _tall_state(self, tensors: list[Tensor], name: str) -> Tensor:
         """Lay tall state out as (count, ..., heads, rows, columns), the order of its matrices."""
@@ -275,7 +297,7 @@ class Batch:
         self._whole = share == slice(0, self._each)
         start = members.start * self._each + share.start
         stop = start + (len(self._parameters) - 1) * self._each + share.stop - share.start
-        self.state = {name: tensor[start:stop] for name, tensor in state.items()}
+        self._state = {name: tensor[start:stop] for name, tensor in state.items()}
         self.matrix_count = stop - start
         self.deferred = True
         self._window: Tensor | None = None  # on the matrices of a single parameter
@@ -285,6 +307,13 @@ class Batch:
     def renew(self) -> None:
         """Take the parameters of the stack, which are other tensors now."""
         self._parameters = self._stack.parameters[self.members]
+
+    @property
+    def state(self) -> State:
+        """Return the state of these matrices."""
+        if torch.compiler.is_compiling() and self._stack.manifold.rows is not None:
+            return self._stack.retraced(self._index, self._share, self._state)
+        return self._state
 
     @property
     def count(self) -> int:
