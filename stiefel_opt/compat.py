@@ -144,6 +144,9 @@ class CaileySGD(SGDG):
             with torch.enable_grad():
                 loss = closure()
         for parameter, copy in self._copies:
+            rounded = copy.to(parameter.dtype)
+            if not torch.equal(rounded, parameter):  # loaded, or written by somebody else
+                copy.copy_(torch.where(rounded == parameter, copy, parameter.to(copy.dtype)))
             copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
         super().step()
         for parameter, copy in self._copies:

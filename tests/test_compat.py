@@ -186,3 +186,15 @@ def test_what_was_ignored_is_refused(rule, options, message):
         return
     with pytest.raises(ValueError, match=message):
         rule(rotations(), lr=0.1, stiefel=True, **options)
+
+
+def test_a_copy_follows_a_parameter_that_is_loaded():
+    layer = torch.nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
+    opt = CaileySGD(layer.parameters(), lr=0.1, stiefel=True, dtype="float32")
+    layer.weight.grad = torch.ones_like(layer.weight)
+    opt.step()
+    layer.load_state_dict({"weight": torch.eye(4, 8)})
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    opt.param_groups[0]["momentum"] = 0.0
+    opt.step()
+    assert (layer.weight.float() - torch.eye(4, 8)).abs().max() < 1e-2  # not the weights of before

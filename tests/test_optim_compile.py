@@ -92,6 +92,11 @@ def test_a_compiled_step_leaves_what_has_a_bad_gradient(name: str) -> None:
             assert not skipped or torch.equal(tensor, state[part]), (key, part)
         assert weight.isfinite().all(), key
     assert opt.skipped_steps() == {"q.weight": 1, "turn.weight": 1}
+    backward(net, 4)
+    net.fused.weight.grad[5, 0] = torch.nan  # a plain row of a constrained parameter
+    before = net.fused.weight.detach().clone()
+    compiled()
+    assert torch.equal(net.fused.weight, before)
 
 
 def test_before_the_first_step_there_is_nothing_to_compile() -> None:

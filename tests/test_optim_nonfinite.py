@@ -208,3 +208,74 @@ def test_report_shows_the_steps_that_each_parameter_has_missed() -> None:
     assert lines == {f"{kind}.weight": int(kind == "k") for kind in KINDS}
     assert "skipped steps" in str(so.report(net, opt))
     assert "skipped" not in str(so.report(net))
+
+
+@every_optimizer
+def test_a_skipped_start_is_still_projected_by_the_next_step(name: str) -> None:
+    torch.manual_seed(0)
+    weight = so.ManifoldParameter(3 * torch.randn(12, 4))
+    opt = optimizer(name, [weight])
+    weight.grad = torch.full_like(weight, math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    weight.grad = torch.randn(12, 4)
+    opt.step()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sgd", "rgd", "cayley-sgd"])
+def test_an_overflow_restarts_nobody_else(name: str) -> None:
+    """X'G = 0 for the one that overflows: only the new momenta show it, once all have changed."""
+    torch.manual_seed(0)
+    bad = so.ManifoldParameter(torch.eye(12, 4))
+    good = so.ManifoldParameter(torch.linalg.qr(torch.randn(12, 4)).Q)
+    opt = optimizer(name, [bad, good])
+    for _ in range(3):
+        bad.grad, good.grad = torch.zeros(12, 4), torch.randn(12, 4)
+        opt.step()
+    bad.grad[6, 0] = 1e25
+    with pytest.warns(UserWarning, match="parameter 0 .* not finite"):
+        opt.step()
+    assert opt.skipped_steps() == {"parameter 0 of group 0": 1}
+    assert opt.state[good]["step"] == 4
+    assert all(part.abs().max() > 0 for part in opt.velocity(good) if part.numel() > 1)
+    for _ in range(3):
+        bad.grad, good.grad = torch.randn(12, 4), torch.randn(12, 4)
+        opt.step()
+    for weight in (bad, good):
+        assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("lr", [1.0, 100.0, 1e20])
+@pytest.mark.parametrize("transport", ["published", "isometric"])
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam])
+def test_the_point_stays_finite_whatever_blows_up(rule: Any, transport: str, lr: float) -> None:
+    torch.manual_seed(0)
+    tall = so.ManifoldParameter(torch.linalg.qr(torch.randn(12, 4)).Q)
+    fused = so.ManifoldParameter(
+        torch.randn(9, 12), so.Stiefel(rows=((0, 3), (4, 8)), heads=(1, 2))
+    )
+    opt = rule([tall, fused], lr=lr, transport=transport)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(20):
+            for weight in (tall, fused):
+                weight.grad = 100 * torch.randn(weight.shape)
+            opt.step()
+    assert tall.isfinite().all()
+    assert fused[:3].isfinite().all()
+    assert fused[4:8].isfinite().all()
+
+
+def test_loading_keeps_the_tally_and_refuses_an_unknown_choice() -> None:
+    net, opt = trained("sgd")
+    backward(net, 3)
+    spoil(net, "k", math.nan)
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    opt.load_state_dict(saved)
+    assert opt.skipped_steps() == {"k.weight": 1}
+    saved["param_groups"][0]["nonfinite"] = "rise"
+    with pytest.raises(ValueError, match="`nonfinite` must be one of"):
+        opt.load_state_dict(saved)

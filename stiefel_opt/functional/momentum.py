@@ -187,6 +187,8 @@ def sgd_(
         frame = after(mending, frame)
     new_point = add_product(point, point, frame)
     move_along_(new_point, normal, along, step)
+    if watch is not None and transport == "published":
+        _watch_result(watch, new_point, row_sum)
     if limit > 1 and reads(point):
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         torch.bmm(overlap, factor, out=shift)
@@ -399,6 +401,8 @@ def _advance_(
         frame = after(mending, frame)
     new_point = add_product(point, point, frame)
     move_along_(new_point, direction, along, step)
+    if watch is not None and transport == "published":
+        _watch_result(watch, new_point, row_sum)
     if transport == "isometric":
         move_along_(normal, new_point, cross, -step)
     if limit > 1 and reads(point):
@@ -476,6 +480,12 @@ def _subtract_(target: Tensor, grad: Tensor, force: Scalar, out: Tensor | None =
 def _times_gram(left: Tensor | None, right: Tensor) -> Tensor:
     """Return left @ right; None is the identity."""
     return right if left is None else torch.bmm(left, right)
+
+
+def _watch_result(watch: Watch, new_point: Tensor, row_sum: RowSum | None) -> None:
+    """Look at the new point: the published flows may leave floating point in one step."""
+    (own,) = sums(row_sum, (new_point, new_point))
+    watch.go_on(own, float(own.abs().max()) if reads(own) else 0.0)
 
 
 def _itself(tensor: Tensor) -> Tensor:

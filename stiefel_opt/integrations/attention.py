@@ -179,6 +179,10 @@ def _plan(module: nn.Module, constraint: str, which: str) -> list[tuple[str, Sti
     heads = dict.fromkeys("qkv", 1)
     if constraint == "within":
         heads = _heads(module, weights)
+        if stated not in (None, heads["k"]):
+            raise _UnreadableError(
+                f"its keys have the width of {heads['k']} heads, but it states {stated}"
+            )
     return [(weight.name, _reading(weight, heads, which)) for weight in wanted]
 
 
@@ -189,6 +193,8 @@ def _torch_weights(module: nn.Module, which: str) -> list[_Weight]:
     if isinstance(module, MultiheadAttention) and which != "qk":
         raise _UnreadableError("it constrains 'qk' itself; take torch's module for other weights")
     width = module.embed_dim
+    if "in_proj_weight" not in module._parameters:
+        raise _UnreadableError("its in_proj_weight is computed by a parametrization")
     if module.in_proj_weight is not None:
         return [_Weight("in_proj_weight", "qkv", (width,) * 3, False)]
     return [_Weight(f"{letter}_proj_weight", letter, (width,), False) for letter in "qkv"]

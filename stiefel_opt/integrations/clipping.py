@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -31,7 +32,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: Parameters, tagged and plain; those without gradient are skipped.
-        max_norm: Largest norm, > 0.
+        max_norm: Largest norm, > 0; inf to get the norm only.
         error_if_nonfinite: Raise where the norm is not finite, before anything is scaled; waits
             for the device. Default: no.
 
@@ -40,9 +41,11 @@ def clip_grad_norm_(
         ValueError: for max_norm <= 0, or a norm that is not finite, if asked.
         TypeError: for sparse gradients of constrained parameters.
 
-    Note: Two products of n x m by m x m for each constrained parameter; no host sync.
+    Note: Two products of n x m by m x m for each constrained parameter; no host sync. As in torch
+        one gradient that is not finite spoils all of them, and ``nonfinite="skip"`` then saves the
+        constrained parameters only: pass ``error_if_nonfinite=True``, or clip parameters apart.
     """
-    if not isinstance(max_norm, Tensor):
+    if not isinstance(max_norm, Tensor) and max_norm != math.inf:  # inf: the norm is wanted only
         check_range("max_norm", max_norm, 0.0, open_low=True)
     check_flag("error_if_nonfinite", error_if_nonfinite)
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -86,10 +86,10 @@ def log_orthonormality(
         for name, value, reading in _orthonormal(model):
             names.append(name)
             errors.append(orthonormality_error(value, reading))
-        found = torch.stack([error.to(errors[0].device) for error in errors]).tolist()
+        found = torch.stack([error.to(errors[0].device) for error in errors])
         if writer is not None:
-            writer.add_scalar(f"{tag}/max", max(found), step)
-            for name, error in zip(names, found, strict=True):
+            writer.add_scalar(f"{tag}/max", float(found.amax()), step)  # NaN shows
+            for name, error in zip(names, found.tolist(), strict=True):
                 writer.add_scalar(f"{tag}/{name}", error, step)
 
     return optimizer.register_step_post_hook(log)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, fail
+from stiefel_opt._checks import fail
 from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
@@ -57,7 +57,6 @@ __all__ = ["StiefelOptimizer"]
 # Rounding in X'X and X'U is measured and removed every so many steps where reading the count is
 # free, and in every step elsewhere.
 _CORRECTION_PERIOD = 8
-NONFINITE = ("skip", "raise", "ignore")
 
 
 @dataclass
@@ -152,7 +151,6 @@ class StiefelOptimizer(Optimizer):
             group["params"] = [group["params"]]
         elif not isinstance(group["params"], set):  # a set is refused by torch
             group["params"] = list(group["params"])
-        check_choice("nonfinite", group["nonfinite"], NONFINITE)
         self._check_options(group)
         check_new_group(group, self.param_groups)
         super().add_param_group(group)
@@ -308,17 +306,20 @@ class StiefelOptimizer(Optimizer):
         stack.advance()
         due = not reads(stack.steps) or stack.due(_CORRECTION_PERIOD)
         move = partial(self._moved, group, stack, lr, due)
+        move_rows = None
+        if stack.manifold.rows is not None:
+            move_rows = partial(step_rows, stack, self._step_plain_rows, group)
         skipped: list[Tensor] = []
         if group["nonfinite"] == "skip":
-            skipped = step_safely(stack, move, write=not frozen)
+            skipped = step_safely(stack, move, move_rows, write=not frozen)
         else:
             for batch in stack.batches:
                 new_point = move(batch)
                 if not frozen:  # else it keeps its bits, also where X C would differ in the last
                     batch.write(new_point)
-        if stack.manifold.rows is not None and not skipped:
-            step_rows(stack, self._step_plain_rows, group)
-        stack.finish(written=not frozen)
+            if move_rows is not None:
+                move_rows()
+        stack.finish(written=not frozen, all_of_them=not skipped)
         if skipped:
             warn_of_skipped(skipped, self.param_groups)
 
@@ -406,6 +407,7 @@ class StiefelOptimizer(Optimizer):
             for name in self.defaults:  # a checkpoint of torch lacks our options
                 saved.setdefault(name, group[name])
         final: dict[str, Any] = {}
+        tallies, told = self._tallies, self._told
 
         def examine(_: Optimizer, found: dict[str, Any]) -> None:  # as other hooks leave it
             groups = self.param_groups, found["param_groups"]
@@ -422,6 +424,7 @@ class StiefelOptimizer(Optimizer):
         finally:
             handle.remove()
         keep_precision(self.state, self.param_groups, final)
+        self._tallies, self._told = tallies, told
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

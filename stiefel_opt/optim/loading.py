@@ -77,8 +77,9 @@ def check_plain_rule(state: Mapping[Any, Any], saved_groups: list[Group], defaul
     adam = "betas" in defaults
     names = {name for values in state.values() for name in values}
     strange = sorted(names - (_OF_ADAM if adam else _OF_SGD))
-    if not strange and adam != any("betas" in saved for saved in saved_groups):
-        strange = ["betas"] if not adam else []
+    options = {"betas", "eps", "amsgrad"} if adam else {"momentum", "dampening", "nesterov"}
+    for saved in saved_groups:
+        strange += [f"no {option}" for option in sorted(options - saved.keys())]
     if strange:
         known = "torch.optim.Adam or AdamW" if adam else "torch.optim.SGD"
         remedy = "load the weights only and start anew"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,8 +16,12 @@ from stiefel_opt.optim.stack import Batch
 __all__ = ["check_adam", "check_common", "check_metric", "check_sgd", "force_of"]
 
 
+NONFINITE: Final = ("skip", "raise", "ignore")
+
+
 def check_common(group: Group) -> None:
     """Raise unless the options that all optimizers share make sense."""
+    check_choice("nonfinite", group["nonfinite"], NONFINITE)
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:

@@ -141,8 +141,8 @@ class Stack:
             return self.number % period == 0
         return bool((self.steps.remainder(period) == 0).any())
 
-    def finish(self, written: bool) -> None:
-        """End a step; ``written``: the parameters are what it wrote."""
+    def finish(self, *, written: bool, all_of_them: bool = True) -> None:
+        """End a step; ``written``: the parameters, or not ``all_of_them``, are what it wrote."""
         for window, copy in self._apart:
             window.copy_(copy.view(window.shape))
         self.grads = []
@@ -154,7 +154,8 @@ class Stack:
             for owner, parameter in zip(self.owners, self.parameters, strict=True):
                 self.shards.write(owner, parameter)
         if not torch.compiler.is_compiling():
-            self.versions = self._versions()
+            # One that was left as it was may still be off the manifold.
+            self.versions = self._versions() if all_of_them else None
 
     def untouched(self) -> bool:
         """Say whether nobody wrote to the parameters since our last write, and remember it."""
@@ -324,11 +325,26 @@ class Batch:
         """Return ``(k, 1, 1)``: for each matrix what ``members`` says of its parameter."""
         return members.repeat_interleave(self.matrix_count // self.count).view(-1, 1, 1)
 
-    def restart(self) -> None:
-        """Make the state that of a first step."""
-        self._stack.steps[self.members] = 1
+    def finite_members(self) -> Tensor:
+        """Say for each parameter whether its state is finite."""
+        found = [
+            tensor.isfinite().all(dim=-1).all(dim=-1).view(self.count, -1).all(dim=-1)
+            for tensor in self.state.values()
+        ]
+        return torch.stack(found).all(dim=0)
+
+    def restart(self, members: Tensor) -> None:
+        """Make the state of these parameters that of a first step.
+
+        A rule that was stopped has left the new momentum as it is; nothing of it is deferred.
+        """
+        self._stack.steps[self.members] = torch.where(members, 1, self._stack.steps[self.members])
+        theirs = self.of_each(members)
         for name, tensor in self.state.items():
-            tensor.zero_()
+            if name.startswith("deferred"):
+                tensor.zero_()
+            else:
+                tensor.masked_fill_(theirs, 0.0)
             if name == "deferred_factor":
                 tensor.diagonal(dim1=-2, dim2=-1).fill_(1.0)
 
