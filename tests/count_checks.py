@@ -44,6 +44,11 @@ ROWS = (
         r"tests/test_optim_errors\.py::",
     ),
     Row(
+        "gradients that are not finite, or overflow, at every optimizer",
+        "that parameter stays as it was, or an error names it; the others train on",
+        r"tests/test_optim_nonfinite\.py::",
+    ),
+    Row(
         "checkpoints of another shape, reading, rule or version, or not complete",
         "an error; the optimizer trains on as if nothing had been",
         r"tests/test_optim_loading\.py::test_(what_is_refused|every_rule|subclasses)",
