@@ -45,7 +45,7 @@ ROWS = (
     ),
     Row(
         "gradients that are not finite, or overflow, at every optimizer",
-        "that parameter stays as it was, or an error names it; the others train on",
+        "it stays as it was, or an error names it; the others train on",
         r"tests/test_optim_nonfinite\.py::",
     ),
     Row(
