@@ -185,8 +185,8 @@ def warn_of_tallies(tallies: Mapping[str, int], told: int) -> int:
 
 def _warn(who: str) -> None:
     warnings.warn(
-        f"The gradient of {who}, or the step it made, was not finite: point, momentum and step stay "
-        "as they were, or the momentum starts again if it overflowed. "
+        f"The gradient of {who}, or the step it made, was not finite: point, momentum and step "
+        "stay as they were, or the momentum starts again if it overflowed. "
         "Look for its cause; nonfinite='raise' stops there, 'ignore' looks at nothing.",
         stacklevel=4,
     )
