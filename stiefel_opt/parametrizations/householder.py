@@ -68,6 +68,10 @@ class CWY(Parametrization):
         self.reflections, self.columns = count, m
 
     @override
+    def starts_at_random(self, m: int) -> bool:
+        return self.reflections is not None and self.reflections < m
+
+    @override
     def point(self, *free: Tensor) -> Tensor:
         (vectors,) = free
         return self._turned(cwy(vectors, self.columns))
@@ -92,7 +96,8 @@ class CWY(Parametrization):
     def _turned(self, point: Tensor) -> Tensor:
         if self.phases is None:
             return point
-        return point * self.phases.unsqueeze(-2).to(point.dtype)
+        # sgn: of length 1 to rounding, also after a change of dtype
+        return point * self.phases.unsqueeze(-2).to(point.dtype).sgn()
 
     def _keep(self, phases: Tensor) -> None:
         if self.phases is None:

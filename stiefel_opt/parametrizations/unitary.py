@@ -28,6 +28,10 @@ class _Unitary(Parametrization):
             raise ValueError(fail("weight", "be square, 2 x 2 or larger", f"{n} x {m}"))
 
     @override
+    def starts_at_random(self, m: int) -> bool:
+        return True
+
+    @override
     def free(self, point: Tensor) -> Free | None:
         return None
 
@@ -114,6 +118,10 @@ class EURNN(_Unitary):
     def point(self, *free: Tensor) -> Tensor:
         phases, angles = free
         return eurnn(phases, angles)
+
+    @override
+    def starts_at_random(self, m: int) -> bool:
+        return self.layers is not None and self.layers < m
 
     @override
     def free(self, point: Tensor) -> Free | None:
