@@ -116,14 +116,18 @@ def delta_product(
             each = since.repeat_interleave(factors, dim=-1)
             reset = resets.repeat_interleave(factors, dim=-1)
 
-            def decay(late: Tensor, early: Tensor, lost: Tensor) -> Tensor:
+            seen_shut = readable(shut)
+            open_only = seen_shut is not None and not bool(seen_shut.any())
+
+            def decay(late: Tensor, early: Tensor, lost: Tensor | bool) -> Tensor:
                 # Clamped where r < s, which is masked: exp must not overflow there.
-                return (late - early).clamp(max=0.0).exp().masked_fill(lost, 0.0)
+                kept = (late - early).clamp(max=0.0).exp()
+                return kept if isinstance(lost, bool) else kept.masked_fill(lost, 0.0)
 
             rows, columns = each.unsqueeze(-1), each.unsqueeze(-2)
-            apart = reset.unsqueeze(-1) != reset.unsqueeze(-2)
+            apart = not open_only and reset.unsqueeze(-1) != reset.unsqueeze(-2)
             overlap = overlap * decay(rows, columns, apart)
-            apart = resets.unsqueeze(-1) != reset.unsqueeze(-2)
+            apart = not open_only and resets.unsqueeze(-1) != reset.unsqueeze(-2)
             attention = attention * (decay(since.unsqueeze(-1), columns, apart) * visible)
             none = torch.zeros_like(each[..., :1])
             asked = asked * decay(since, none, resets > 0).unsqueeze(-1)

@@ -23,7 +23,7 @@ class CWY(Parametrization):
     tall one always. Registration negates the last row of a square matrix with the wrong
     determinant, and starts at random for L < N. Complex reflections miss the phases of the columns:
     these are a fixed diagonal factor, set on registration and assignment, so that every complex
-    matrix is reached for L >= m.
+    matrix is reached for L >= m. For L < N there is no such factor; own products are reached.
 
     Args:
         reflections: L. Default: m, the number of columns. A tall matrix needs at least m.

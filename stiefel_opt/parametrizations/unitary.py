@@ -89,8 +89,8 @@ class EURNN(_Unitary):
     r"""Unitary :math:`D F_1 \cdots F_L`, layers of rotations of neighbouring pairs.
 
     Free: phases ``(..., N)`` and angles ``(..., L, 2, N // 2)``. L = N reaches all unitary
-    matrices. Registration starts at random. Assignment takes a matrix apart for L >= N; with fewer
-    layers no way back is known, and it is an error.
+    matrices. Registration starts at random, or at ``start`` if L >= N. Assignment takes a matrix
+    apart for L >= N; with fewer layers no way back is known, and it is an error.
 
     Args:
         layers: L. Default: N.
