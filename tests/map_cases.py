@@ -162,6 +162,8 @@ def _cases() -> list[MapCase]:
         MapCase("cwy-many", "cwy", (6, 2), {"reflections": 5}),
         MapCase("cwy-few-odd", "householder", (6, 6), {"reflections": 3}),
         MapCase("cwy-few-batch", "cwy", (2, 5, 5), {"reflections": 4}),
+        MapCase("cwy-few-complex", "cwy", (3, 5, 5), {"reflections": 3}, dtype=C128),
+        MapCase("cwy-few-complex-most", "householder", (6, 6), {"reflections": 5}, dtype=C128),
         MapCase("trivialization-often", "trivialization", (6, 3), {"every": 2}),
         MapCase("tcwy-conv", "tcwy", (4, 3, 2, 2), {"flatten": True}),
         MapCase("tcwy-transposed", "tcwy", (9, 6), {"transposed": True, "heads": 2}),

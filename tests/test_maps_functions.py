@@ -211,6 +211,25 @@ def test_own_has_a_gradient_at_equal_eigenvalues():
     free = (free - free.mean(0)) @ torch.eye(3, dtype=torch.float64)
     free = torch.linalg.qr(free).Q.requires_grad_()  # centred, V'V = I
     assert gradcheck(own, (free,))
+    for scale in (1.0, 3.0):
+        assert gradgradcheck(own, ((scale * free.detach()).requires_grad_(),))
+
+
+def test_own_has_derivatives_of_any_order_at_equal_eigenvalues():
+    """Of third order too, against those where the eigenvalues differ by little."""
+    free = orthonormal(7, 3) - orthonormal(7, 3).mean(0)
+    free = torch.linalg.qr(free).Q
+    direction = gaussian(7, 3, seed=1)
+
+    def third(at):
+        t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        value = (own(at + t * direction) * gaussian(7, 3, seed=2)).sum()
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value, t, create_graph=True)
+        return value.item()
+
+    near = free * torch.tensor([1.0, 1.0 + 1e-6, 1.0 - 1e-6], dtype=torch.float64)
+    assert third(free) == pytest.approx(third(near), rel=1e-4)
 
 
 def test_urnn_is_the_product_of_its_factors():
@@ -273,6 +292,31 @@ def test_half_precision_and_autocast_compute_in_float32(function, dtype):
     point.square().sum().backward()
     assert torch.equal(point, function(half.float()))
     torch.testing.assert_close(again.grad, free.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_arguments_by_name(dtype):
+    vectors, base = gaussian(6, 3).to(dtype), orthonormal(6, 3).to(dtype)
+    assert torch.equal(cwy(vectors=vectors, columns=2), cwy(vectors, 2))
+    based = exponential_map(free=vectors, base=base)
+    assert torch.equal(based, exponential_map(vectors, base))
+    assert torch.equal(exponential_map(vectors, base=base), based)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        cwy(columns=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_unitary_maps_of_angles_that_were_converted(dtype):
+    """module.double() and .bfloat16() change the angles and not the complex vectors."""
+    phases, vectors = gaussian(3, 4).float(), gaussian(4, 2, dtype=torch.complex64)
+    order, angles = torch.arange(4), gaussian(4, 2, 2, seed=1).float()
+    for angle in (phases, angles):
+        angle.copy_(angle.bfloat16())  # so that the conversion rounds nothing
+    found = urnn(phases.to(dtype), vectors, order)
+    torch.testing.assert_close(found, urnn(phases, vectors, order), rtol=0, atol=0)
+    found = eurnn(phases[0].to(dtype), angles.to(dtype))
+    assert error_of(found) < 1e-6
+    torch.testing.assert_close(found.to(torch.complex64), eurnn(phases[0], angles))
 
 
 def test_factors_of_half_precision_vectors_are_float32():
@@ -345,6 +389,12 @@ def test_compiled_without_graph_break():
         (lambda: cwy(torch.ones(3, 4)), ValueError, "`vectors` must be at most N columns"),
         (lambda: tcwy(torch.ones(3, 4)), ValueError, "`vectors` must be at most N columns"),
         (lambda: householder(torch.ones(3)), ValueError, "`vectors` must be the columns"),
+        (
+            lambda: cwy(torch.ones(3, 2, dtype=torch.long)),
+            TypeError,
+            "`vectors` must have a floating-point dtype, got torch.int64",
+        ),
+        (lambda: own([1.0]), TypeError, "`free` must be a tensor, got list"),
         (lambda: cwy(torch.ones(3, 0)), ValueError, "`vectors` must be the columns"),
         (lambda: cwy(torch.ones(3, 2), 4), ValueError, r"`columns` must lie in \[1, 3\], got 4"),
         (lambda: cwy(torch.eye(3) * torch.tensor([1, 0, 1])), ValueError, "nonzero columns"),

@@ -172,6 +172,8 @@ def test_double_precision_is_projected_in_double_precision():
     [
         ((WIDTH, HEADS, "inside"), r"`constraint` must be one of \['across', 'within'\], got"),
         ((WIDTH, 5, "within"), "`num_heads` must divide embed_dim = 12, got 5"),
+        ((WIDTH, 0, "within"), "`num_heads` must be a positive integer, got 0"),
+        ((12.0, 3, None), "`embed_dim` must be a positive integer, got 12.0"),
     ],
 )
 def test_wrong_options_are_named(arguments, message):

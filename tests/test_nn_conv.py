@@ -179,6 +179,7 @@ def test_a_free_state_loads_as_its_nearest_point():
         ({"hidden_channels": 0}, ValueError, "`hidden_channels` must be a positive integer, got 0"),
         ({"nonlinearity": "modrelu"}, ValueError, "`nonlinearity` must be one of"),
         ({"bias": None}, TypeError, "`bias` must be True or False"),
+        ({"scale": 0.5}, TypeError, "`scale` must be left out: K is 1 / kernel_size times"),
         ({"transition": "tcwyy"}, ValueError, "`transition` must be one of"),
     ],
 )

@@ -129,6 +129,22 @@ def test_lower_precisions_stay_close_and_keep_a_float32_state(dtype, generator):
     torch.testing.assert_close(state.double(), exact_state, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [2, 5, 12])
+def test_gates_of_zero_forget_and_lose_no_digit_after(chunk, generator):
+    arguments, _ = inputs("heads", True, True, generator)
+    gate = arguments["log_gate"]
+    gate[..., 0] = gate[..., 3] = gate[..., 4] = -torch.inf
+    gate[..., 7] = -1e30
+    leaves = [tensor.requires_grad_() for tensor in arguments.values()]
+    found, expected = delta_product(**arguments, chunk_size=chunk), loop(**arguments)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradients = [
+        torch.autograd.grad(outputs.sum() + state.square().sum(), leaves, allow_unused=True)
+        for outputs, state in (found, expected)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
+
+
 def test_extreme_gates_do_not_overflow(generator):
     arguments, _ = inputs("heads", True, True, generator, torch.float32)
     arguments["log_gate"] = 40.0 * arguments["log_gate"]  # products below the smallest float32
@@ -337,6 +353,7 @@ def test_one_layer_learns_parity_and_keeps_it_on_longer_input(generator):
         ({"state": torch.zeros(3, 6)}, r"`state` must have shape \(3, 5\)"),
         ({"keys": torch.zeros(4, 3)}, r"`keys` must have shape \(..., T, h, d\)"),
         ({"keys": torch.zeros(0, 2, 3)}, r"`keys` must have shape \(..., T, h, d\), none"),
+        ({"log_gate": torch.full((4,), 0.5)}, "`log_gate` must be at most 0, got 0.5"),
         ({"chunk_size": 0}, r"`chunk_size` must be a positive integer or None, got 0"),
     ],
 )

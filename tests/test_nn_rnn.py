@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import stiefel_opt as so
 from stiefel_opt.functional.recurrence import NONLINEARITIES, rollout
@@ -319,6 +319,23 @@ def test_state_of_torch_loads_as_its_nearest_point():
     assert torch.equal(module.weight_ih_l0, theirs.weight_ih_l0)
 
 
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_a_state_that_is_taken_over_is_not_changed(keep_vars):
+    theirs = nn.RNN(INPUT, HIDDEN)
+    state = theirs.state_dict(keep_vars=keep_vars)
+    before = {name: value.detach().clone() for name, value in state.items()}
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged")
+    module.load_state_dict(state, assign=True)
+    torch.testing.assert_close(dict(theirs.state_dict()), before, rtol=0, atol=0)
+    assert so.orthonormality_error(module).item() < 1e-5
+    assert type(theirs.weight_hh_l0) is nn.Parameter
+    assert so.param_groups(module)[1]["params"][0] is module.weight_hh_l0
+    parameter = module.weight_hh_l0
+    module.load_state_dict(before)  # copied: the same object stays
+    assert module.weight_hh_l0 is parameter
+    assert so.orthonormality_error(module).item() < 1e-5
+
+
 def test_short_products_of_reflections_never_form_the_transition(generator, monkeypatch):
     options = {"transition": "cwy", "reflections": 2, "nonlinearity": "abs", "num_layers": 2}
     module = OrthogonalRNN(INPUT, HIDDEN, generator=generator, dtype=torch.float64, **options)
@@ -340,6 +357,50 @@ def test_short_products_of_reflections_never_form_the_transition(generator, monk
     torch.testing.assert_close(module(inputs), expected)
     module(inputs)[0].sum().backward()
     assert bool(module.parametrizations.weight_hh_l0.original.grad.any())
+
+
+READINGS = [{"scale": 0.5}, {"transposed": True}, {"heads": 2}, {"scale": 0.5, "heads": 3}]
+
+
+@pytest.mark.parametrize("reading", READINGS, ids=str)
+def test_short_products_with_a_reading_of_their_own(reading, generator):
+    options = {"nonlinearity": "abs", "dtype": torch.float64}
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="cwy", reflections=4, **options, **reading)
+    formed = OrthogonalRNN(INPUT, HIDDEN, transition=None, **options)
+    named = dict(module.named_parameters()) | {"weight_hh_l0": module.weight_hh_l0.detach()}
+    for name, parameter in formed.named_parameters():
+        parameter.data.copy_(named[name])
+    inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(module(inputs), formed(inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+def test_packed_complex_sequences_are_their_sequences(options, generator):
+    options = {"nonlinearity": "modrelu", "dtype": torch.complex128, **options}
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="cwy", **options)
+    lengths = (2, 7, 1, 4)
+    sequences = [
+        torch.randn(n, INPUT, generator=generator, dtype=torch.complex128) for n in lengths
+    ]
+    for given in (sequences, [sequence.real for sequence in sequences]):
+        outputs, last = module(pack_sequence(given, enforce_sorted=False))
+        for index, outputs_alone in enumerate(unpack_sequence(outputs)):
+            alone, last_alone = module(given[index])
+            torch.testing.assert_close(outputs_alone, alone)
+            torch.testing.assert_close(last[:, index], last_alone)
+
+
+@pytest.mark.parametrize("transition", ["urnn", "eurnn"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_complex_transitions_after_a_conversion_of_the_real_parameters(transition, dtype):
+    module = OrthogonalRNN(2, 4, dtype=torch.complex64, transition=transition)
+    weight = module.weight_hh_l0.detach().clone()
+    module = module.double() if dtype == torch.float64 else module.bfloat16()
+    near = 1e-6 if dtype == torch.float64 else 3e-2
+    torch.testing.assert_close(module.weight_hh_l0.to(weight.dtype), weight, rtol=0, atol=near)
+    outputs, _ = module(torch.ones(3, 2, 2, dtype=torch.complex64))
+    outputs.abs().sum().backward()
+    assert so.orthonormality_error(module.weight_hh_l0) < 1e-6
 
 
 @pytest.mark.parametrize("transition", ["urnn", "eurnn", "cwy", "matrix_exp"])
@@ -386,6 +447,12 @@ def test_complex_transitions_keep_the_norm_and_train(transition, generator):
         ({"transition": "tagged", "start": "haar"}, ValueError, "`start` must be one of"),
         ({"transition": None, "reflections": 2}, TypeError, "`options` must be empty"),
         (
+            {"transition": "tagged", "reflections": 2},
+            TypeError,
+            "`options of .tagged.` must be known, got reflections",
+        ),
+        ({"reflections": 2, "start": "henaff"}, ValueError, "`start` must be None for .cwy., refl"),
+        (
             {"dtype": torch.complex64, "nonlinearity": "abs"},
             ValueError,
             "`nonlinearity` must be modrelu or tanh",
@@ -423,9 +490,23 @@ def test_random_point_is_the_start(generator):
         ({"inputs": torch.zeros(2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
         ({"start": torch.zeros(3)}, r"`start` must have shape \(2, 3\), got shape \(3,\)"),
         ({"inputs": torch.zeros(4, 2, 3, dtype=torch.complex64), "nonlinearity": "relu"}, "one of"),
+        ({"transition": torch.eye(4)}, r"`transition` must have shape \(3, 3\) for inputs of sha"),
+        (
+            {"transition": (torch.zeros(3, 2), torch.zeros(3, 2))},
+            r"`transition` must have shape \(2, 3\) for inputs",
+        ),
+        ({"threshold": torch.zeros(2)}, r"`threshold` must have shape \(3,\)"),
     ],
 )
 def test_wrong_input_of_the_rollout_is_named(change, message):
     good = {"inputs": torch.zeros(4, 2, 3), "start": torch.zeros(2, 3)}
     with pytest.raises(ValueError, match=message):
         rollout(**{**good, "transition": torch.eye(3), **change})
+
+
+def test_the_rollout_takes_one_dtype():
+    inputs, start = torch.zeros(4, 2, 3), torch.zeros(2, 3)
+    with pytest.raises(TypeError, match=r"`transition` must have dtype torch\.float32"):
+        rollout(inputs, start, torch.eye(3, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"`start` must have dtype torch\.float32 for inputs"):
+        rollout(inputs, start.double(), torch.eye(3))

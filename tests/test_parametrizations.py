@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from map_cases import MAPS, MapCase, gaussian, orthonormal, with_determinant
+from map_cases import C128, MAPS, MapCase, gaussian, orthonormal, with_determinant
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -130,6 +130,76 @@ def test_assignment_of_what_is_not_orthonormal_is_an_error(case):
     torch.testing.assert_close(module.state_dict(), before)
 
 
+@INVERTIBLE_CASES
+def test_assignment_of_another_dtype_is_an_error_and_changes_nothing(case):
+    module = case.registered()
+    move(module)
+    before, weight = copy.deepcopy(module.state_dict()), reachable(case)
+    for dtype in {torch.float32, torch.bfloat16, torch.complex64, C128} - {case.dtype}:
+        value = weight if dtype.is_complex or not weight.is_complex() else weight.real
+        with pytest.raises(TypeError, match=r"`weight` must have dtype .* to be assigned"):
+            module.weight = value.to(dtype)
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def test_assignment_follows_the_dtype_of_the_module():
+    layer = so.orthogonal(nn.Linear(3, 6), map="trivialization")
+    point = orthonormal(6, 3)
+    layer.double().weight = point
+    torch.testing.assert_close(layer.weight, point, rtol=0, atol=1e-12)
+    state = {name: value.float() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+    layer(torch.ones(3))
+    layer.weight = point.float()
+    torch.testing.assert_close(layer.weight, point.float(), rtol=0, atol=1e-6)
+    with pytest.raises(TypeError, match=r"`weight` must have dtype torch\.float32"):
+        layer.weight = point
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@INVERTIBLE_CASES
+def test_the_weight_stays_orthonormal_when_its_dtype_changes(case):
+    """The base of a trivialization and the phases of complex reflections are tensors too."""
+    if case.map == "eurnn":
+        pytest.skip("its angles are real")
+    down, up = (torch.complex64, C128) if case.dtype.is_complex else (torch.bfloat16, torch.float32)
+    module = case.registered(None if case.dtype.is_complex else torch.float32)
+    module.weight = reachable(case).to(module.weight.dtype)
+    before = module.weight.detach().clone()
+    module.to(down).to(up)
+    assert module.weight.dtype == up
+    assert deviation(module, case) < (1e-13 if case.dtype.is_complex else 3e-6)
+    near = 1e-5 if case.dtype.is_complex else 0.2
+    torch.testing.assert_close(module.weight, before, rtol=0, atol=near)
+
+
+@pytest.mark.parametrize("name", ["matrix_exp", "trivialization"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_base_of_a_half_precision_checkpoint_is_made_orthonormal(name, assign):
+    layer = so.orthogonal(nn.Linear(12, 40), map=name)
+    weight = layer.weight.detach().clone()
+    state = {
+        key: value.bfloat16() if value.is_floating_point() else value
+        for key, value in layer.state_dict().items()
+    }
+    kept = {key: value.clone() for key, value in state.items()}
+    other = so.orthogonal(nn.Linear(12, 40), map=name)
+    other.load_state_dict(state, assign=assign)
+    torch.testing.assert_close(state, kept, rtol=0, atol=0)
+    assert so.orthonormality_error(other.float().weight) < 3e-6
+    torch.testing.assert_close(other.weight, weight, rtol=0, atol=1e-2)
+
+
+def test_a_base_that_moves_in_half_precision_stays_orthonormal():
+    layer = so.orthogonal(nn.Linear(12, 40), map="trivialization", every=1).bfloat16()
+    for seed in range(5):
+        with torch.no_grad():
+            layer.parametrizations.weight.original += 0.05 * gaussian(40, 12, seed=seed).bfloat16()
+        layer(torch.ones(12, dtype=torch.bfloat16))
+        assert layer.parametrizations.weight[0].base.dtype == torch.float32
+        assert so.orthonormality_error(layer.parametrizations.weight[0].base) < 3e-6
+
+
 @CASES
 def test_state_dict_copy_and_removal(case):
     module = case.registered()
@@ -251,6 +321,22 @@ def test_matrix_exp_takes_half_turns_and_repeated_angles(angles):
     layer = so.orthogonal(nn.Linear(8, 8, dtype=torch.float64), map="matrix_exp")
     layer.weight = weight
     torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [4, 9])
+@pytest.mark.parametrize("gap", [0.0, 1e-10, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2])
+def test_matrix_exp_takes_angles_near_half_a_turn(size, gap):
+    angles = torch.pi - gap * torch.tensor([1.0, 2.0], dtype=torch.float64)
+    c, s = angles.cos(), angles.sin()
+    rotation = torch.eye(size, dtype=torch.float64)
+    rotation[range(4), range(4)] = c.repeat_interleave(2)
+    rotation[[0, 2], [1, 3]], rotation[[1, 3], [0, 2]] = -s, s
+    basis = orthonormal(size, size)
+    weight = basis @ rotation @ basis.mT
+    layer = so.orthogonal(nn.Linear(size, size, dtype=torch.float64), map="matrix_exp")
+    layer.weight = weight
+    near = 1.5e-7 if 0 < gap < 3e-8 else 1e-12  # closer ones become half turns
+    torch.testing.assert_close(layer.weight, weight, rtol=0, atol=near)
 
 
 def _circle(angles):
@@ -405,6 +491,18 @@ def test_starts_as_in_the_literature(name, start, size):
     for first in range(0, size, 2):
         beyond_blocks[first : first + 2, first : first + 2] = 0
     assert beyond_blocks.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("start", ["henaff", "helfrich"])
+def test_eurnn_takes_a_start(start):
+    def weight(map_, seed=0):
+        layer = nn.Linear(6, 6, dtype=torch.complex64)
+        generator = torch.Generator().manual_seed(seed)
+        return so.orthogonal(layer, map=map_, start=start, generator=generator).weight
+
+    found = weight("eurnn")
+    assert so.orthonormality_error(found) < 1e-5
+    torch.testing.assert_close(found, weight("trivialization"), rtol=0, atol=1e-5)
 
 
 def test_a_start_that_fails_leaves_the_weight():
@@ -587,6 +685,18 @@ def test_a_key_that_became_zero_is_named():
             lambda: so.orthogonal(nn.Linear(3, 4), start="henaff"),
             ValueError,
             "`start` must be None for matrices that are not square",
+        ),
+        (
+            lambda: so.orthogonal(nn.Linear(3, 3), map="cwy", reflections=2, start="henaff"),
+            ValueError,
+            "`start` must be None for .cwy., reflections=2: it starts at random, got .henaff.",
+        ),
+        (
+            lambda: so.orthogonal(
+                nn.Linear(3, 3, dtype=torch.complex64), map="urnn", start="henaff"
+            ),
+            ValueError,
+            "`start` must be None for .urnn.: it starts at random",
         ),
         (
             lambda: so.orthogonal(nn.Linear(3, 3), start="zeros"),

@@ -48,7 +48,8 @@ def delta_product(
             in bfloat16 a length is off by up to 0.5 %, and the state may grow.
         values: v, shape ``(..., T, h, e)``.
         strengths: b, shape ``(..., T, h)``.
-        log_gate: Logarithms of the gates, shape ``(..., T)``, not positive. Default: no gate.
+        log_gate: Logarithms of the gates, shape ``(..., T)``, not positive; -inf forgets what was
+            before. Default: no gate.
         state: S before the first token, shape ``(..., d, e)``. Default: zero.
         chunk_size: Tokens in a chunk; any number gives the same result up to rounding. Default: as
             many as have 64 factors.
@@ -57,7 +58,8 @@ def delta_product(
         The outputs o, ``(..., T, e)``, and the state after the last token, ``(..., d, e)``.
 
     Raises:
-        ValueError: for shapes that do not fit, or b outside [0, 2] (looked at on a CPU only).
+        ValueError: for shapes that do not fit, b outside [0, 2], or gates above 1 (both looked at
+            on a CPU only).
 
     Note:
         With R factors in a chunk about T h (2 R + 3 d)(d + e) multiplications in large products
@@ -107,16 +109,32 @@ def delta_product(
             attention = attention * visible
         else:
             # Decay since the start of the chunk, and from factor s to factor r > s: both <= 1.
-            since = cut(log_gate, -1, 1).cumsum(-1)
+            # Gates of 0 are counted apart: a sum that holds one says nothing about later tokens.
+            shut = log_gate.exp() == 0
+            since = cut(log_gate.masked_fill(shut, 0.0), -1, 1).cumsum(-1)
+            resets = cut(shut, -1, 1).cumsum(-1)
             each = since.repeat_interleave(factors, dim=-1)
-            # Clamped where r < s, which is masked: exp must not overflow there.
-            overlap = overlap * (each.unsqueeze(-1) - each.unsqueeze(-2)).clamp(max=0.0).exp()
-            decay = (since.unsqueeze(-1) - each.unsqueeze(-2)).clamp(max=0.0).exp()
-            attention = attention * (decay * visible)
-            asked = asked * since.exp().unsqueeze(-1)
-            decayed_key = key * each.exp().unsqueeze(-1)
-            written_key = key * (since[..., -1:] - each).exp().unsqueeze(-1)
-            last = since[..., -1, None, None].exp()
+            reset = resets.repeat_interleave(factors, dim=-1)
+
+            seen_shut = readable(shut)
+            open_only = seen_shut is not None and not bool(seen_shut.any())
+
+            def decay(late: Tensor, early: Tensor, lost: Tensor | bool) -> Tensor:
+                # Clamped where r < s, which is masked: exp must not overflow there.
+                kept = (late - early).clamp(max=0.0).exp()
+                return kept if isinstance(lost, bool) else kept.masked_fill(lost, 0.0)
+
+            rows, columns = each.unsqueeze(-1), each.unsqueeze(-2)
+            apart = not open_only and reset.unsqueeze(-1) != reset.unsqueeze(-2)
+            overlap = overlap * decay(rows, columns, apart)
+            apart = not open_only and resets.unsqueeze(-1) != reset.unsqueeze(-2)
+            attention = attention * (decay(since.unsqueeze(-1), columns, apart) * visible)
+            none = torch.zeros_like(each[..., :1])
+            asked = asked * decay(since, none, resets > 0).unsqueeze(-1)
+            decayed_key = key * decay(each, none, reset > 0).unsqueeze(-1)
+            final = since[..., -1:]
+            written_key = key * decay(final, each, resets[..., -1:] != reset).unsqueeze(-1)
+            last = decay(final, none, resets[..., -1:] > 0).unsqueeze(-1)
 
         # What each factor writes, u = fresh - seen @ S, from (I + tril(diag(b) KK', -1)) u =
         # diag(b) (V - K S).
@@ -173,3 +191,7 @@ def _check(
         raise ValueError(
             fail("strengths", "lie in [0, 2]", f"[{low:g}, {high:g}]", "use 2 sigmoid(...)")
         )
+    opened = None if log_gate is None else readable(log_gate)
+    if opened is not None and bool((opened > 0.0).any()):
+        highest = f"{float(opened.max()):g}"
+        raise ValueError(fail("log_gate", "be at most 0", highest, "use logsigmoid(...)"))

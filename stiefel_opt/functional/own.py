@@ -30,7 +30,7 @@ def own(free: Tensor) -> Tensor:
     Raises:
         ValueError: for m >= n: centred columns span at most n - 1 dimensions.
     Note: 4 n m^2 flops and an eigendecomposition of m x m, which waits for the device. Equal
-        eigenvalues do no harm to the gradient.
+        eigenvalues do no harm to derivatives of any order.
     Reference: Huang et al. (AAAI 2018), eq. (5).
     """
     if free.ndim < 2 or not 1 <= free.size(-1) < free.size(-2):
@@ -52,10 +52,11 @@ def _inverse_root(matrix: Tensor) -> Tensor:
 
 
 class _InverseRoot(torch.autograd.Function):
-    r"""C^{-1/2} of positive definite C by eigenvalues, gradient without their differences.
+    r"""R = C^{-1/2} of positive definite C by eigenvalues, gradient without their differences.
 
-    In the eigenbasis :math:`d(C^{-1/2})_{ij} = -dC_{ij} / (s_i s_j (s_i + s_j))`, s = sqrt(lambda);
-    autograd through eigh would divide by lambda_i - lambda_j.
+    In the eigenbasis :math:`dR_{ij} = -dC_{ij} / (s_i s_j (s_i + s_j))`, s = sqrt(lambda); autograd
+    through eigh would divide by lambda_i - lambda_j. The same without a basis, for a graph of the
+    backward: :math:`R \, dR + dR \, R = -R^2 \, dC \, R^2`.
     """
 
     generate_vmap_rule = True
@@ -72,21 +73,53 @@ class _InverseRoot(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *output[1:])
+        ctx.save_for_backward(*output)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
-        matrix, roots, basis = ctx.saved_tensors
+        root, roots, basis = ctx.saved_tensors
         grad = grads[0]
         if grad is None:
             return None
-        with no_autocast(matrix):
+        with no_autocast(root):
+            result: Tensor
             if torch.is_grad_enabled():
-                values, basis = torch.linalg.eigh(matrix)
-                roots = values.sqrt()
-            row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
-            inner = (basis.mH @ grad @ basis) / (row * column * (row + column))
-            # Symmetric here, so that eigh, which reads one triangle, may be differentiated again.
-            result: Tensor = -(basis @ inner @ basis.mH)
+                inner = _Lyapunov.apply(root, grad, roots, basis)  # type: ignore[no-untyped-call]
+                result = -(root @ (root @ inner @ root) @ root)
+            else:
+                row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
+                inner = (basis.mH @ grad @ basis) / (row * column * (row + column))
+                result = -(basis @ inner @ basis.mH)
             return (result + result.mH) / 2
+
+
+class _Lyapunov(torch.autograd.Function):
+    r"""X with :math:`R X + X R = Y`, R = U diag(1/s) U' positive definite, s and U as constants.
+
+    Its derivative, :math:`R \, dX + dX \, R = dY - dR \, X - X \, dR`, is an equation of the same
+    kind, so that any order of derivative divides by sums of eigenvalues only.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @override
+    def forward(root: Tensor, right: Tensor, roots: Tensor, basis: Tensor) -> Tensor:
+        row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
+        inner = (basis.mH @ right @ basis) * (row * column / (row + column))
+        return basis @ inner @ basis.mH
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        root, _, roots, basis = inputs
+        ctx.save_for_backward(root, roots, basis, output)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        root, roots, basis, solution = ctx.saved_tensors
+        with no_autocast(root):
+            back = _Lyapunov.apply(root, grads[0], roots, basis)  # type: ignore[no-untyped-call]
+            return -(back @ solution.mH + solution.mH @ back), back, None, None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from stiefel_opt._checks import fail
 
 __all__ = ["exact_products", "full_precision", "no_autocast", "readable"]
 
@@ -68,15 +71,23 @@ def _suspended(tensor: Tensor, legacy: str | None) -> Iterator[None]:
 def full_precision(function: MapT) -> MapT:
     """Decorator: run in float32 under autocast and for half-precision tensors.
 
-    A tensor that comes back has the dtype of the first argument.
+    A tensor that comes back has the dtype of the first argument, which must be one with a fraction.
     """
+    leading = next(iter(inspect.signature(function).parameters))
 
     @functools.wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        dtype = arguments[0].dtype
-        with no_autocast(arguments[0]):
-            result = function(*(_widened(argument) for argument in arguments), **options)
-            return result.to(dtype) if isinstance(result, Tensor) else result
+        if not arguments and leading not in options:
+            return function(**options)  # raises, and says what is missing
+        first = arguments[0] if arguments else options[leading]
+        if not isinstance(first, Tensor):
+            raise TypeError(fail(leading, "be a tensor", type(first).__name__))
+        if not (first.is_floating_point() or first.is_complex()):
+            raise TypeError(fail(leading, "have a floating-point dtype", first.dtype))
+        with no_autocast(first):
+            wide = {name: _widened(value) for name, value in options.items()}
+            result = function(*(_widened(argument) for argument in arguments), **wide)
+            return result.to(first.dtype) if isinstance(result, Tensor) else result
 
     return cast("MapT", wrapped)
 

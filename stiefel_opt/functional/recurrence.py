@@ -40,6 +40,7 @@ def rollout(
 
     Raises:
         ValueError: for an unknown nonlinearity, or shapes that do not fit.
+        TypeError: for tensors of several dtypes.
 
     Note:
         2 batch N^2 flops a step, or 4 batch N L by factors; the backward twice that. Asking for a
@@ -59,10 +60,34 @@ def rollout(
         condition = f"have shape {tuple(inputs.shape[1:])}"
         raise ValueError(fail("start", condition, f"shape {tuple(start.shape)}"))
     left, right = transition if isinstance(transition, tuple) else (transition, None)
+    _check_weights(inputs, start, left, right, threshold)
     if inputs.is_complex():
         return _by_autograd(inputs, start, left, right, nonlinearity, threshold)
     outputs: Tensor = _Rollout.apply(inputs, start, left, right, threshold, nonlinearity)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _check_weights(
+    inputs: Tensor, start: Tensor, left: Tensor, right: Tensor | None, threshold: Tensor | None
+) -> None:
+    """Raise unless all fits the inputs, of which the shape is known to be right."""
+    size, dtype = inputs.size(-1), inputs.dtype
+    inner = size if right is None or left.ndim != 2 else left.size(-1)
+    expected: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
+        ("start", start, tuple(start.shape), dtype),
+        ("transition", left, (size, inner), dtype),
+    ]
+    if right is not None:
+        expected.append(("transition", right, (inner, size), dtype))
+    if threshold is not None:
+        expected.append(("threshold", threshold, (size,), dtype.to_real()))
+    for name, tensor, shape, wanted in expected:
+        if tuple(tensor.shape) != shape:
+            condition = f"have shape {shape} for inputs of shape {tuple(inputs.shape)}"
+            raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
+        if tensor.dtype != wanted:
+            condition = f"have dtype {wanted} for inputs of {dtype}"
+            raise TypeError(fail(name, condition, tensor.dtype, "convert it"))
 
 
 def _activate_(z: Tensor, nonlinearity: str, threshold: Tensor | None) -> Tensor:

@@ -156,7 +156,7 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
     gram = keys.mH @ keys
     lengths = gram.diagonal(dim1=-2, dim2=-1).real
     _check_lengths(lengths, "keys")
-    weights = (betas / lengths).unsqueeze(-1)
+    weights = (betas / lengths).to(lengths.dtype).unsqueeze(-1)
     # unitriangular leaves the diagonal unread: that is I
     folded: Tensor = torch.linalg.solve_triangular(
         weights * gram, weights * keys.mH, upper=False, unitriangular=True

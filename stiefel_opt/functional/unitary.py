@@ -24,7 +24,7 @@ def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
         vectors: Nonzero complex columns of H1, H2, ``(..., N, 2)``.
         permutation: Row i of Pi x is row ``permutation[i]`` of x, ``(N,)``.
 
-    Returns: Unitary matrices, ``(..., N, N)``.
+    Returns: Unitary matrices, ``(..., N, N)``, of the dtype of the vectors.
     Raises:
         ValueError: for shapes that do not fit, or a zero vector (looked at on the CPU only).
         TypeError: for real vectors.
@@ -43,6 +43,7 @@ def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
     values = readable(lengths)
     if values is not None and bool((values == 0).any()):
         raise ValueError(fail("vectors", "be nonzero columns", "a zero vector"))
+    phases = phases.to(lengths.dtype)  # converted apart, as by module.double()
     first, second, third = torch.polar(torch.ones_like(phases), phases).unbind(-2)
     scaled = vectors * (2 / lengths).unsqueeze(-2)
     result: Tensor = torch.fft.fft(torch.diag_embed(first), dim=-2, norm="ortho")
@@ -76,6 +77,8 @@ def eurnn(phases: Tensor, angles: Tensor) -> Tensor:
         raise ValueError(
             fail("phases, angles", "be (..., N) and (..., L, 2, N // 2), N >= 2", shapes)
         )
+    dtype = torch.promote_types(torch.promote_types(phases.dtype, angles.dtype), torch.float32)
+    phases, angles = phases.to(dtype), angles.to(dtype)
     result = torch.diag_embed(torch.polar(torch.ones_like(phases), phases))
     for number, layer in enumerate(angles.unbind(-3)):
         start = number % 2

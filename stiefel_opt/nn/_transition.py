@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -12,6 +14,7 @@ from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.constraints import PROJECTS, constrain, readings
 from stiefel_opt.functional import cwy_factors
 from stiefel_opt.geometry import random_point
+from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations import CWY, MAPS, helfrich, henaff, orthogonal
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
 ]
 
 TAGGED: Final = "tagged"
+_ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
 
 _HALF = (torch.float16, torch.bfloat16)
 _TRAINABLE = (torch.float32, torch.float64)
@@ -71,6 +75,9 @@ def set_transition(
         with torch.no_grad():
             parameter.copy_(drawn)
     if transition == TAGGED:
+        known = set(inspect.signature(constrain).parameters) - {"module", "name"}
+        if unknown := sorted(set(options) - known):
+            raise TypeError(fail("options of 'tagged'", "be known", ", ".join(unknown)))
         constrain(module, name, **options)
     elif options:
         raise TypeError(fail("options", "be empty for transition=None", ", ".join(options)))
@@ -80,23 +87,53 @@ def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | t
     """Return (A, C) with Q' = I - A C for CWY with L < N, else (Q,); never in half precision."""
     if parametrize.is_parametrized(module, name):
         listed: Any = module.parametrizations[name]  # type: ignore[index]
-        if len(listed) == 1 and type(listed[0]) is CWY:
-            vectors: Tensor = listed.original
-            if vectors.size(-1) < vectors.size(-2) and not vectors.is_complex():
-                unit, triangle = cwy_factors(vectors)
-                return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
+        if _is_plain_product(listed):
+            unit, triangle = cwy_factors(listed.original)
+            return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
     weight: Tensor = getattr(module, name)
     return (weight.float() if weight.dtype in _HALF else weight,)
 
 
+def _is_plain_product(listed: Any) -> bool:
+    """Say whether the weight is a real product of fewer reflections than rows, as it stands.
+
+    Heads, a scale or a transposed reading make another matrix of it.
+    """
+    if len(listed) != 1 or type(listed[0]) is not CWY or listed[0].manifold != Stiefel():
+        return False
+    vectors: Tensor = listed.original
+    if vectors.ndim != 2 or vectors.is_complex():
+        return False
+    n, count = vectors.shape
+    return count < n and bool(listed[0].columns == n)
+
+
 def keep_on_load(module: nn.Module) -> None:
     """Let the tagged parameters below ``module`` be projected after ``load_state_dict``."""
+    module.register_load_state_dict_pre_hook(_see_assignment)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(_project_loaded)  # type: ignore[no-untyped-call]
     for owner in module.modules():
         owner.__dict__[PROJECTS] = True
 
 
+def _see_assignment(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],  # noqa: ARG001
+    prefix: str,  # noqa: ARG001
+    local_metadata: Mapping[str, Any],
+    *args: Any,  # noqa: ARG001
+) -> None:
+    """Hook before ``load_state_dict``: notice that it takes over tensors instead of copying."""
+    module.__dict__[_ASSIGNED] = bool(local_metadata.get("assign_to_params_buffers", False))
+
+
 def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa: ARG001
+    assigned = module.__dict__.pop(_ASSIGNED, False)
     for name, (parameter, reading) in readings(module).items():
-        if reading is not None and parameter.dtype in _TRAINABLE:
-            constrain(module, name, **reading.as_dict())
+        if reading is None or parameter.dtype not in _TRAINABLE:
+            continue
+        if assigned:  # the storage is that of another model or of a file: project a copy
+            path, _, leaf = name.rpartition(".")
+            copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            setattr(module.get_submodule(path), leaf, copied)
+        constrain(module, name, **reading.as_dict())

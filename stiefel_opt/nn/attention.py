@@ -34,7 +34,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         constraint: ``"within"``, ``"across"`` or None for none. Default: ``"within"``.
 
     Raises:
-        ValueError: for any other constraint, or heads that do not divide ``embed_dim``.
+        ValueError: for any other constraint, sizes below 1, or heads that do not divide
+            ``embed_dim``.
 
     Note:
         Parameters and results are those of ``nn.MultiheadAttention``, so its state_dict loads. The
@@ -66,6 +67,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if constraint is not None:
             check_choice("constraint", constraint, ("within", "across"))
+        for name, value in {"embed_dim": embed_dim, "num_heads": num_heads}.items():
+            if type(value) is not int or value < 1:
+                raise ValueError(fail(name, "be a positive integer", repr(value)))
         if embed_dim % num_heads:
             raise ValueError(fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads))
         super().__init__(

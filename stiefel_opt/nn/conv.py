@@ -45,7 +45,7 @@ class ConvNERU(nn.Module):
     Raises:
         ValueError: for unknown names, sizes below 1, an even ``kernel_size``, and input that does
             not fit.
-        TypeError: for unknown options.
+        TypeError: for unknown options, and for ``scale``, which is 1/q.
 
     Note:
         Two convolutions a step; those of the input are done for all steps at once. The constrained
@@ -86,6 +86,9 @@ class ConvNERU(nn.Module):
         check_transition(transition)
         check_flag("bias", bias)
         check_flag("batch_first", batch_first)
+        if "scale" in options:
+            condition = "be left out: K is 1 / kernel_size times an orthonormal matrix"
+            raise TypeError(fail("scale", condition, options["scale"]))
         self.in_channels = in_channels
         self.hidden_channels = hidden_channels
         self.kernel_size = kernel_size

@@ -187,12 +187,12 @@ class OrthogonalRNN(nn.Module):
             condition = f"have {self.input_size} columns"
             raise ValueError(fail("input", condition, f"shape {tuple(given.data.shape)}"))
         # Longest first, as the data are; the hidden states come and go in the caller's order.
-        steps, lengths = pad_packed_sequence(PackedSequence(given.data, given.batch_sizes))
+        steps, lengths = _padded(given)
         start = self._start(given.data, hx, (len(lengths),))
         if hx is not None and given.sorted_indices is not None:
             start = start.index_select(1, given.sorted_indices)
         outputs, last = self._layers(steps, start, lengths)
-        data = pack_padded_sequence(outputs, lengths).data
+        data = _packed_data(outputs, lengths)
         if given.unsorted_indices is not None:
             last = last.index_select(1, given.unsorted_indices)
         packed = (data, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
@@ -254,6 +254,24 @@ class OrthogonalRNN(nn.Module):
             f"bias={self.bias}, batch_first={self.batch_first}, dropout={self.dropout}, "
             f"bidirectional={self.bidirectional}"
         )
+
+
+def _padded(given: PackedSequence) -> tuple[Tensor, Tensor]:
+    """Return the steps ``(T, batch, .)``, longest first, and the lengths; torch pads real ones."""
+    data = given.data
+    if not data.is_complex():
+        return pad_packed_sequence(PackedSequence(data, given.batch_sizes))
+    pairs = PackedSequence(torch.view_as_real(data.resolve_conj()), given.batch_sizes)
+    steps, lengths = pad_packed_sequence(pairs)
+    return torch.view_as_complex(steps), lengths
+
+
+def _packed_data(outputs: Tensor, lengths: Tensor) -> Tensor:
+    """Return the steps without the padding, as the data of a packed sequence."""
+    if not outputs.is_complex():
+        return pack_padded_sequence(outputs, lengths).data
+    pairs = torch.view_as_real(outputs.resolve_conj())
+    return torch.view_as_complex(pack_padded_sequence(pairs, lengths).data)
 
 
 def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error, polar_factor
@@ -35,7 +36,8 @@ class Parametrization(nn.Module):
         ValueError: for a manifold with ``rows``; on registration for a weight that the map has no
             matrices for, or that is not finite; on assignment for one that is not orthonormal or
             not reached.
-        TypeError: for a manifold that is not a :class:`stiefel_opt.Stiefel`, or integer weights.
+        TypeError: for a manifold that is not a :class:`stiefel_opt.Stiefel`, integer weights, or an
+            assignment of another dtype.
     """
 
     orthonormal = True  # whether reports should expect it
@@ -54,6 +56,7 @@ class Parametrization(nn.Module):
         self.manifold = manifold
         self.generator = generator
         self.shape: torch.Size | None = None
+        self.dtype: torch.dtype | None = None  # of the weight
 
     # ---- what a subclass gives -----------------------------------------------------------------
 
@@ -79,6 +82,10 @@ class Parametrization(nn.Module):
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:
         """Raise unless the map has matrices of this kind."""
 
+    def starts_at_random(self, m: int) -> bool:  # noqa: ARG002
+        """Say whether there is no way to start near given matrices of m columns."""
+        return False
+
     # ---- for torch -----------------------------------------------------------------------------
 
     @override
@@ -88,6 +95,8 @@ class Parametrization(nn.Module):
             return point
         if self.manifold.scale != 1.0:
             point = self.manifold.scale * point
+        if self.dtype is not point.dtype:  # after load_state_dict(assign=True)
+            self.dtype = point.dtype
         return self.manifold.stored(point, self.shape)
 
     @torch.no_grad()
@@ -95,16 +104,27 @@ class Parametrization(nn.Module):
         """Return free tensors of ``weight``: see the class."""
         matrices = self._read(weight)
         if self.shape is not None:
+            if weight.dtype != self.dtype:
+                condition = f"have dtype {self.dtype} to be assigned"
+                raise TypeError(fail("weight", condition, weight.dtype, "convert it"))
             return self._assigned(matrices, weight.dtype)
         self.check(matrices.size(-2), matrices.size(-1), weight.dtype)
         begun = _cast(self.start(_nearest(matrices)), weight.dtype)
-        self.shape, self.generator = weight.shape, None
+        self.shape, self.dtype, self.generator = weight.shape, weight.dtype, None
         half = weight.dtype in (torch.float16, torch.bfloat16)
         for name, buffer in self.named_buffers():
             if buffer.is_floating_point() or buffer.is_complex():
                 kept = _cast_one(buffer, torch.float32 if half else weight.dtype)
                 setattr(self, name, kept)
         return begun
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow the dtype of the weight in ``to`` and its like."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.dtype is not None:
+            self.dtype = fn(torch.empty(1, dtype=self.dtype)).dtype
+        return self
 
     def _assigned(self, matrices: Tensor, dtype: torch.dtype) -> Free:
         """Return free tensors that give ``matrices``, or raise and leave the buffers alone."""

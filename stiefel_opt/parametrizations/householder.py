@@ -23,7 +23,7 @@ class CWY(Parametrization):
     tall one always. Registration negates the last row of a square matrix with the wrong
     determinant, and starts at random for L < N. Complex reflections miss the phases of the columns:
     these are a fixed diagonal factor, set on registration and assignment, so that every complex
-    matrix is reached for L >= m.
+    matrix is reached for L >= m. For L < N there is no such factor; own products are reached.
 
     Args:
         reflections: L. Default: m, the number of columns. A tall matrix needs at least m.
@@ -68,6 +68,10 @@ class CWY(Parametrization):
         self.reflections, self.columns = count, m
 
     @override
+    def starts_at_random(self, m: int) -> bool:
+        return self.reflections is not None and self.reflections < m
+
+    @override
     def point(self, *free: Tensor) -> Tensor:
         (vectors,) = free
         return self._turned(cwy(vectors, self.columns))
@@ -92,7 +96,8 @@ class CWY(Parametrization):
     def _turned(self, point: Tensor) -> Tensor:
         if self.phases is None:
             return point
-        return point * self.phases.unsqueeze(-2).to(point.dtype)
+        # sgn: of length 1 to rounding, also after a change of dtype
+        return point * self.phases.unsqueeze(-2).to(point.dtype).sgn()
 
     def _keep(self, phases: Tensor) -> None:
         if self.phases is None:

@@ -163,8 +163,42 @@ def reflections_of(point: Tensor, count: int) -> Tensor:
     """
     eye = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)
     span = torch.linalg.svd(eye - point).U[..., :count]
-    vectors: Tensor = span @ householder_vectors(span.mH @ point @ span)
-    return vectors
+    small = span.mH @ point @ span
+    vectors = householder_vectors(small)
+    if point.is_complex():
+        found, known = _complex_reflections(small)
+        vectors = torch.where(known, found, vectors)
+    result: Tensor = span @ vectors
+    return result
+
+
+def _complex_reflections(point: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return m vectors whose reflections have the unitary m x m ``point`` as product, if any have.
+
+    :math:`Q = I - V S^{-1} V'` with an invertible V says that S = V'MV is upper triangular with a
+    real diagonal, for :math:`M = (I - Q)^{-1} = I/2 + iH`. So the next vector v has v'Hv = 0, and
+    those after it are orthogonal to Mv.
+
+    Returns: The vectors, ``(..., m, m)``, and where M exists, ``(..., 1, 1)``.
+    Note: m Hermitian eigendecompositions, one after the other: for assignments.
+    """
+    size = point.size(-1)
+    eye = torch.eye(size, dtype=point.dtype, device=point.device).expand(point.shape)
+    solved = torch.linalg.solve_ex(eye - point, eye).result
+    largest = solved.abs().amax(dim=(-2, -1), keepdim=True)
+    known = largest < torch.finfo(largest.dtype).eps ** -0.5
+    matrix, basis = torch.where(known, solved, eye), eye
+    vectors = []
+    for _ in range(size):
+        values, directions = torch.linalg.eigh((matrix - matrix.mH) / 2j)
+        high, low = values[..., -1:].clamp(min=0.0).sqrt(), (-values[..., :1]).clamp(min=0.0).sqrt()
+        vector = high * directions[..., 0] + low * directions[..., -1]
+        length = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+        vector = torch.where(length > 0, vector / length, directions[..., -1]).unsqueeze(-1)
+        vectors.append(basis @ vector)
+        rest = torch.linalg.qr(matrix @ vector, mode="complete").Q[..., 1:]
+        matrix, basis = rest.mH @ matrix @ rest, basis @ rest
+    return torch.cat(vectors, dim=-1), known
 
 
 def pair_rotations(point: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,9 +293,19 @@ def logarithm(point: Tensor) -> Tensor:
     if point.is_complex():
         unitary: Tensor = (basis * (1j * angles).unsqueeze(-2)) @ basis.mH
         return unitary
-    half_turn = math.pi - angles.abs() < 1e-6
-    turns = torch.where(half_turn, 0.0, angles)
+    half_turn = math.pi - angles.abs() < torch.finfo(angles.dtype).eps ** 0.5
+    # The two eigenvectors of +-(pi - d) are known to eps / d only, each as a real and an imaginary
+    # part that should be orthonormal; made so, their rotation is off by eps / d * d.
+    near = ~half_turn & (math.pi - angles.abs() < 1e-2)
+    turns = torch.where(half_turn | near, 0.0, angles)
     result: Tensor = ((basis * (1j * turns).unsqueeze(-2)) @ basis.mH).real
+    if bool(near.any()):
+        columns = math.sqrt(2) * basis * (near & (angles > 0)).unsqueeze(-2)
+        pair = torch.cat([columns.real, columns.imag], dim=-1)
+        pair = 1.5 * pair - 0.5 * pair @ (pair.mT @ pair)
+        left, right = pair.chunk(2, dim=-1)
+        turned = left * angles.unsqueeze(-2) @ right.mT
+        result = result + turned - turned.mT
     if bool(half_turn.any()):
         projector = (basis * half_turn.unsqueeze(-2)) @ basis.mH
         values, vectors = torch.linalg.eigh(projector.real)

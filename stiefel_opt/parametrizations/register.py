@@ -74,7 +74,8 @@ def orthogonal(
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
         start: "henaff" or "helfrich": random plane rotations in the place of the weight, for square
-            matrices. Default: the weight.
+            matrices and maps that can start at one: not "urnn", nor few reflections or layers.
+            Default: the weight.
         generator: Source of random starts. Default: torch's global one.
         options: Options of the map.
 
@@ -107,12 +108,18 @@ def orthogonal(
     manifold.check(parameter.shape, name)
     value = None if start is None else _start(start, map, manifold, parameter, generator)
     parametrization = kind(manifold=manifold, generator=generator, **options)
+    columns = manifold.matrices(parameter).size(-1)
+    if value is not None and parametrization.starts_at_random(columns):
+        kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
+        raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
     before = parameter.detach().clone() if value is not None else None
     try:
         if value is not None:
             with torch.no_grad():
                 parameter.copy_(value)
         parametrize.register_parametrization(owner, leaf, parametrization)
+        if value is not None and kind is EURNN:  # which takes matrices by assignment only
+            setattr(owner, leaf, value)
     except Exception:
         if before is not None and leaf in owner._parameters:
             with torch.no_grad():

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
+from stiefel_opt.geometry import (
+    gram_error,
+    orthonormality_tolerance,
+    polar_factor,
+    widened,
+)
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs, logarithm
@@ -31,10 +38,13 @@ class _Based(Parametrization):
     @override
     def point(self, *free: Tensor) -> Tensor:
         (tangent,) = free
+        return self._unrounded(tangent).to(tangent.dtype)
+
+    def _unrounded(self, tangent: Tensor) -> Tensor:
+        """Return the point in the dtype of the base: float32 for half-precision weights."""
         if self.base is None:
             return exponential_map(tangent)
-        # For half-precision weights the base is float32.
-        return exponential_map(tangent.to(self.base.dtype), self.base).to(tangent.dtype)
+        return exponential_map(tangent.to(self.base.dtype), self.base)
 
     def move_base(self, point: Tensor) -> None:
         """Make ``point`` the base."""
@@ -42,6 +52,30 @@ class _Based(Parametrization):
             self.base = point.clone(memory_format=torch.contiguous_format)
         else:
             self.base.copy_(point)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keep the base orthonormal, and in float32 at least, where its dtype changes."""
+        before = self.base
+        super()._apply(fn, recurse)
+        if before is not None and self.base is not None and self.base.dtype != before.dtype:
+            self.base = _settled(before.to(self.base.device, widened(self.base[..., :0]).dtype))
+        return self
+
+    @override
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self.base is None:
+            return
+        settled = _settled(widened(self.base))
+        if settled is self.base:
+            return
+        if local_metadata.get("assign_to_params_buffers", False):  # another's storage
+            self.base = settled
+        else:
+            self.base.copy_(settled)
 
 
 class MatrixExp(_Based):
@@ -130,7 +164,7 @@ class Trivialization(_Based):
     @torch.no_grad()
     def rebase(self, tangent: Tensor) -> None:
         """Move X0 to the point of the free tensor ``tangent`` and set that to zero, in place."""
-        point = super().point(tangent)
+        point = self._unrounded(tangent)
         self.move_base(1.5 * point - 0.5 * point @ (point.mH @ point))
         tangent.zero_()
 
@@ -209,3 +243,12 @@ class ScaledCayley(Parametrization):
         else:
             self.signs.copy_(signs)
         return torch.cat([-(upper - upper.mH) / 4, -lower], dim=-2)
+
+
+@torch.no_grad()
+def _settled(base: Tensor) -> Tensor:
+    """Return the nearest orthonormal matrices, ``base`` itself if it is orthonormal to rounding."""
+    if base.is_meta or not bool(torch.isfinite(base).all()):
+        return base
+    tolerance = orthonormality_tolerance(base.dtype, base.size(-2))
+    return base if bool((gram_error(base) <= tolerance).all()) else polar_factor(base)

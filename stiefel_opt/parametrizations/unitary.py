@@ -28,6 +28,10 @@ class _Unitary(Parametrization):
             raise ValueError(fail("weight", "be square, 2 x 2 or larger", f"{n} x {m}"))
 
     @override
+    def starts_at_random(self, m: int) -> bool:
+        return True
+
+    @override
     def free(self, point: Tensor) -> Free | None:
         return None
 
@@ -85,8 +89,8 @@ class EURNN(_Unitary):
     r"""Unitary :math:`D F_1 \cdots F_L`, layers of rotations of neighbouring pairs.
 
     Free: phases ``(..., N)`` and angles ``(..., L, 2, N // 2)``. L = N reaches all unitary
-    matrices. Registration starts at random. Assignment takes a matrix apart for L >= N; with fewer
-    layers no way back is known, and it is an error.
+    matrices. Registration starts at random, or at ``start`` if L >= N. Assignment takes a matrix
+    apart for L >= N; with fewer layers no way back is known, and it is an error.
 
     Args:
         layers: L. Default: N.
@@ -114,6 +118,10 @@ class EURNN(_Unitary):
     def point(self, *free: Tensor) -> Tensor:
         phases, angles = free
         return eurnn(phases, angles)
+
+    @override
+    def starts_at_random(self, m: int) -> bool:
+        return self.layers is not None and self.layers < m
 
     @override
     def free(self, point: Tensor) -> Free | None:
