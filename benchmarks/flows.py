@@ -60,7 +60,8 @@ def run_blow_up(kind: str, form: str, lr: float, steps: int) -> BlowUp:
     parameter = so.ManifoldParameter(torch.linalg.qr(gaussian).Q)
     optimizer: Any
     if kind == "SGD":
-        optimizer = so.StiefelSGD([parameter], lr=lr, momentum=MOMENTUM, **FORMS[form])
+        options = FORMS[form] | {"nonfinite": "ignore"}
+        optimizer = so.StiefelSGD([parameter], lr=lr, momentum=MOMENTUM, **options)
     else:
         optimizer = so.StiefelAdam([parameter], lr=lr, **FORMS[form])
     largest_momentum = largest_error = 0.0

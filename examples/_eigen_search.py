@@ -83,7 +83,8 @@ def draw_problem(size: Size, number: int, device: str) -> Problem:
 def maximize(problem: Problem, flow: str, lr: float, limit: float) -> Run:
     """Run one flow until the target, ``limit`` iterations, or until it leaves the manifold."""
     point = so.ManifoldParameter(problem.start.clone())
-    optimizer = so.StiefelSGD([point], lr=lr, momentum=MOMENTUM, maximize=True, **FLOWS[flow])
+    options = FLOWS[flow] | {"nonfinite": "ignore"}  # a rate at which a flow blows up has lost
+    optimizer = so.StiefelSGD([point], lr=lr, momentum=MOMENTUM, maximize=True, **options)
     run = Run()
     began = time.perf_counter()
     image = problem.matrix @ point.detach()
