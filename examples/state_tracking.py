@@ -49,7 +49,7 @@ SOLVED = 0.999  # test accuracy, twice in a row, that ends a run
 TESTED = 64  # sequences
 OPEN = 2.0  # strengths start near 2 sigmoid(2) = 1.76, so that little of the state is lost
 # Heads, head_dim and noise: 120 elements need more room, and bear less noise, than 24.
-SIZES = {"parity": (2, 4, 1.0), "S3": (2, 4, 1.0), "S4": (2, 4, 1.0), "S5": (4, 8, 0.3)}
+SIZES = {"parity": (2, 4, 1.0), "S3": (2, 4, 1.0), "S4": (8, 4, 1.0), "S5": (4, 8, 0.3)}
 SETTINGS = ["layers", "width", "length", "epochs", "every", "batch_size", "lr", "writes"]
 SMOKE = {"length": 4, "iterations": 4, "every": 2, "batch_size": 8, "tasks": ["parity", "S3"]}
 Batch = tuple[Tensor, Tensor]
@@ -245,7 +245,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--tasks", nargs="+", choices=[*THINGS, "all"], default=["parity", "S3"])
     add("--factors", nargs="+", type=int, default=[1, 2], help="n_h, Householder factors a token")
     add("--layers", type=int, default=1)
-    add("--heads", type=int, help="independent states; by default 2, for S5 4")
+    add("--heads", type=int, help="independent states; by default 2, S4 8, S5 4")
     add("--head-dim", type=int, help="side of a state; by default 4, for S5 8")
     add("--width", type=int, default=64, help="of the embedding")
     add("--length", type=int, default=32, help="longest sequences in training")
