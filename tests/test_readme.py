@@ -66,7 +66,9 @@ def test_the_sharded_block_runs_on_two_processes(tmp_path: Path) -> None:
     (block,) = re.findall(r"^```py\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     error = "print(float(so.orthonormality_error(model)))"
     script = tmp_path / "train.py"
-    script.write_text(f"{block}{error}\ndist.destroy_process_group()\n", encoding="utf-8")
+    script.write_text(
+        f"{block}{error}\ndist.barrier()\ndist.destroy_process_group()\n", encoding="utf-8"
+    )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(script)],
