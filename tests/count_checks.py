@@ -78,6 +78,12 @@ ROWS = (
         test_properties.DRIFT_STEPS,
     ),
     Row(
+        "steps of noisy trainings, 10,000 each, float64 to bfloat16",
+        "X'X - I and X'U at rounding level at the end",
+        r"tests/test_optim_(robustness\.py::test_invariants_hold|half\.py::test_no_drift)",
+        10_000,
+    ),
+    Row(
         "trainings in Lightning, transformers, accelerate, timm, peft and as in SpinQuant",
         "like a plain loop, resumed bit for bit",
         r"tests/integrations/.*(resume|curves)",
