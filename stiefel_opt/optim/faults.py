@@ -87,7 +87,7 @@ def _restart(stack: Stack, batches: list[Batch]) -> list[Tensor]:
     These start again from none. The others have theirs, at a point that this step leaves.
     """
     members = batches[0].members
-    bad = torch.tensor([not is_safe(grad) for grad in stack.grads[members]])
+    bad = _unsafe_members(stack, batches[0])
     for batch in batches:
         finite = batch.finite_members()
         if batch.row_sum is not None:
@@ -100,12 +100,16 @@ def _restart(stack: Stack, batches: list[Batch]) -> list[Tensor]:
     return _skip(stack, members, bad)
 
 
+def _unsafe_members(stack: Stack, batch: Batch) -> Tensor:
+    """Say for each parameter of a batch whether its gradient is not safe; processes agree."""
+    bad = torch.tensor([not is_safe(grad) for grad in stack.grads[batch.members]])
+    return bad if batch.row_sum is None else batch.row_sum(bad.float()) > 0
+
+
 def _step_the_others(stack: Stack, batch: Batch, move: Move, write: bool) -> list[Tensor]:
     """Move a batch but for the parameters whose gradient is not safe; return those."""
     grads = stack.grads[batch.members]
-    bad = torch.tensor([not is_safe(grad) for grad in grads])
-    if batch.row_sum is not None:
-        bad = batch.row_sum(bad.float()) > 0
+    bad = _unsafe_members(stack, batch)
     if not bool(bad.all()):
         for index in bad.nonzero().flatten().tolist():
             stack.grads[batch.members.start + index] = torch.zeros_like(grads[index])
