@@ -164,6 +164,33 @@ def keep_what_is_spoilt(name, layouts):
             assert shard.to_local().isfinite().all(), f"{name}: {layout}"
 
 
+@torch.no_grad()
+def agree_on_an_overflow(name):
+    """X'G = 0 and the gradient is huge in rows of one process: all restart the same parameter."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    wholes = [torch.eye(12, 4), torch.linalg.qr(torch.randn(12, 4)).Q]
+    found = []
+    for whole in wholes:
+        shard = torch.nn.Parameter(part(whole, mesh, [Shard(0)]))
+        shard.manifold = so.Stiefel()
+        found.append(shard)
+    rule, options = OPTIMIZERS[name]
+    opt = rule(found, **options)
+    for step in range(3):
+        grads = [torch.zeros(12, 4), value((12, 4), step).float()]
+        if step == 2:
+            grads[0][11, 0] = 1e25
+        for shard, grad in zip(found, grads, strict=True):
+            shard.grad = part(grad, mesh, [Shard(0)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            opt.step()
+    assert list(opt.skipped_steps_of()) == [found[0]], name
+    steps = [opt.state[shard]["step"] for shard in found]
+    assert [float(step) for step in steps] == [0.0, 3.0], name
+    assert_equal_on_all([opt.state[shard]["momentum_skew"] for shard in found] + steps)
+
+
 def dict_of_locals(state):
     return {k: (t.to_local() if isinstance(t, DTensor) else t).clone() for k, t in state.items()}
 
@@ -183,6 +210,7 @@ def test_shards_train_as_one_process_on_two():
     calls = [(compare, name, several.get(name, KINDS)) for name in FIVE]
     shared = [layout for layout, (*_, kind) in LAYOUTS.items() if kind == "sums"]
     spoilt = [(keep_what_is_spoilt, name, tuple(shared)) for name in ("sgd", "cayley-adam")]
+    spoilt += [(agree_on_an_overflow, name) for name in ("sgd", "rgd", "cayley-sgd")]
     run(2, *calls, *spoilt, *((compare, name, KINDS, torch.bfloat16) for name in HALF))
 
 
