@@ -247,7 +247,7 @@ class AdamG(CayleyAdam):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         betas = group["momentum"], group["beta2"]

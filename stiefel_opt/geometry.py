@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.linalg import skew, sym
+from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
 __all__ = [
     "gram_error",
+    "identity_error",
     "orthonormality_tolerance",
     "polar_factor",
     "project_tangent",
@@ -54,8 +55,12 @@ def gram_error(point: Tensor, row_sum: Callable[[Tensor], Tensor] | None = None)
     gram = point.mH @ point
     if row_sum is not None:
         gram = row_sum(gram)
-    gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    error: Tensor = gram.abs().amax(dim=(-2, -1))
+    return identity_error(gram)
+
+
+def identity_error(matrix: Tensor) -> Tensor:
+    """Return max abs of A - I for each matrix, shape ``(...)``."""
+    error: Tensor = add_to_diagonal_(matrix.clone(), -1.0).abs().amax(dim=(-2, -1))
     return error
 
 

@@ -56,7 +56,7 @@ def cayley_sgd_(
     nesterov: bool = False,
     steps: int = 2,
     exact: bool = False,
-    correct: bool = True,
+    correct: bool | Tensor = True,
     row_sum: RowSum | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
@@ -74,7 +74,7 @@ def cayley_sgd_(
         nesterov: X moves along mu M - G.
         steps: s, the number of iterations.
         exact: Solve for the Cayley map instead.
-        correct: Measure X'X and X'V and remove what rounding left there.
+        correct: Measure X'X and X'V and remove what rounding left there; or X'X, if known.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
         watch: Looks at the sums of the step, before anything has changed. Default: nobody.
 
@@ -115,7 +115,7 @@ def cayley_adam_(
     force: float = 1.0,
     steps: int = 2,
     exact: bool = False,
-    correct: bool = True,
+    correct: bool | Tensor = True,
     row_sum: RowSum | None = None,
     watch: Watch | None = None,
 ) -> Tensor:

@@ -69,7 +69,7 @@ def descend_(
     nesterov: bool = False,
     metric: str | float = "canonical",
     retraction: str = "cayley",
-    correct: bool = True,
+    correct: bool | Tensor = True,
     row_sum: RowSum | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
@@ -87,7 +87,7 @@ def descend_(
         nesterov: X moves along mu M - grad.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         retraction: "cayley", "qr" or "polar".
-        correct: Measure X'X and X'V and remove what rounding left there.
+        correct: Measure X'X and X'V and remove what rounding left there; or X'X, if known.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
         watch: Looks at the sums of the step, before anything has changed. Default: nobody.
 
@@ -126,7 +126,7 @@ def measure(
     point: Tensor,
     grad: Tensor,
     normal: Tensor | None,
-    correct: bool,
+    correct: bool | Tensor,
     row_sum: RowSum | None,
     watch: Watch | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -134,14 +134,17 @@ def measure(
 
     One Newton-Schulz step, X C with C = (3I - X'X)/2, is enough to take rounding out of X'X.
     """
-    if not correct:
+    if correct is False:
         inner = sum_rows(row_sum, gram(point, grad))
         if watch is not None:
             watch.begin(inner)
         return point, inner
-    parts = [gram(point, other) for other in (grad, point, normal) if other is not None]
+    known = isinstance(correct, Tensor)
+    others = (grad, None if known else point, normal)
+    parts = [gram(point, other) for other in others if other is not None]
     packed = sum_rows(row_sum, torch.cat(parts, dim=-1))
-    inner, own, *overlap = torch.split(packed, point.size(-1), dim=-1)
+    inner, *overlap = torch.split(packed, point.size(-1), dim=-1)
+    own = correct if isinstance(correct, Tensor) else overlap.pop(0)
     if watch is not None:
         watch.begin(inner)
     mend = add_to_diagonal_(own * -0.5, 1.5)

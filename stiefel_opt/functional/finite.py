@@ -6,6 +6,7 @@ shares its rows. So a rule shows what it sums to a :class:`Watch`, first before 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -26,6 +27,7 @@ class UnsafeSumError(ArithmeticError):
         self.changed = changed
 
 
+@functools.lru_cache(maxsize=8)
 def largest_safe(dtype: torch.dtype) -> float:
     """Return the length up to which a gradient is safe: 2e13 in float32, 1e148 in float64.
 

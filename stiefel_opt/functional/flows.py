@@ -21,6 +21,7 @@ from stiefel_opt.linalg import (
     gram,
     infinity_norm,
     largest_bound,
+    own_gram,
     polar_rotation,
     reads,
     roots,
@@ -31,6 +32,7 @@ __all__ = [
     "Moves",
     "RowSum",
     "Scalar",
+    "Squares",
     "after",
     "coupling",
     "isometric_moves",
@@ -40,6 +42,7 @@ __all__ = [
     "move_along_",
     "published_root",
     "published_turn",
+    "squares_like",
     "sum_rows",
     "sums",
     "turn_square",
@@ -53,6 +56,20 @@ CANONICAL: Final = 0.5
 _SATURATION: Final = 4.0
 # Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
 _PUBLISHED_CAP: Final = 1e4
+
+
+class Squares(NamedTuple):
+    """Room for two batches of m x m side by side: of one call for both.
+
+    Attributes:
+        both: ``(2k, m, m)``.
+        turn: Its first half, for K'K.
+        normal: Its second half, for W = V'V.
+    """
+
+    both: Tensor
+    turn: Tensor
+    normal: Tensor
 
 
 class Moves(NamedTuple):
@@ -74,9 +91,15 @@ class Moves(NamedTuple):
     limit: float
 
 
+def squares_like(skew: Tensor) -> Squares:
+    """Return room for two batches like ``skew``."""
+    both = skew.new_empty(2 * skew.size(0), skew.size(1), skew.size(2))
+    return Squares(both, *both.unsafe_chunk(2))
+
+
 def isometric_moves(
     skew: Tensor,
-    squares: Tensor,
+    squares: Squares,
     lr: Scalar,
     rotation: str,
     *,
@@ -89,36 +112,37 @@ def isometric_moves(
 
     Args:
         skew: K / eta, ``(k, m, m)``.
-        squares: Room for k matrices, then the k matrices W: ``(2k, m, m)``.
+        squares: W in ``normal``, and room for as much.
         lr: eta, a number or ``(k, 1, 1)``.
         rotation: "polar", "euler" (the same here), "cayley" or "expm".
         root: Where to put A^(1/2) = (I + eta^2 W)^(1/2), if wanted.
         bend: Whether R (I + R)^(-1) is wanted.
     """
-    count = skew.size(0)
     polar = rotation in ("polar", "euler")
+    own = squares.normal
     if polar:
-        torch.bmm(skew.mH, skew, out=squares[:count])  # -Z^2: its bound is the sharper one
-    else:
-        squares = squares[count:]
+        torch.bmm(skew.mH, skew, out=squares.turn)  # -Z^2: its bound is the sharper one
+        own = squares.both
     step, turn, scale, limit = lr, lr, 1.0, math.inf
     if isinstance(lr, float):
         scale = lr * lr
-        limit = scale * largest_bound(squares, math.inf)
+        limit = scale * largest_bound(own, math.inf)
     # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
     short = math.sqrt(skew.size(-1)) * limit <= _SATURATION**2
     if not (short and _is_short(skew, lr, limit if polar else math.inf)):
-        normal = squares[-count:] * (lr * lr)
-        shorter = (_SATURATION**2 / infinity_norm(normal)).clamp(max=1.0)
-        normal, step = normal * shorter, lr * shorter.sqrt()
+        own = squares.normal * (lr * lr)
+        shorter = (_SATURATION**2 / infinity_norm(own)).clamp(max=1.0)
+        own, step = own * shorter, lr * shorter.sqrt()
         turn = _shortened(skew, lr)
-        own = [squares[:count] * (turn * turn)] if polar else []
-        squares, scale = torch.cat([*own, normal]), 1.0
-        limit = largest_bound(squares, _SATURATION**2)
-    found = roots(squares, limit, scale=scale, bend=count if bend else 0)
-    shrink = found.shrink[count:] if polar else found.shrink
+        if polar:
+            own = torch.cat([squares.turn * (turn * turn), own])
+        scale, limit = 1.0, largest_bound(own, _SATURATION**2)
+    found = roots(own, limit, scale=scale, bend=skew.size(0) if bend else 0)
+    shrink, normal = found.shrink, own
     if polar:
-        frame = polar_rotation(skew, found.shrink[:count], turn)
+        turned, shrink = shrink.unsafe_chunk(2)
+        normal = own.unsafe_chunk(2)[1] if own is not squares.both else squares.normal
+        frame = polar_rotation(skew, turned, turn)
     else:
         kept = skew * turn
         frame = _without_identity(kept, rotation)
@@ -126,7 +150,7 @@ def isometric_moves(
     frame = after(frame, shrink)
     inverse_root = add_to_diagonal_(shrink, 1.0)
     if root is not None:
-        torch.baddbmm(inverse_root, squares[-count:], inverse_root, alpha=scale, out=root)
+        torch.baddbmm(inverse_root, normal, inverse_root, alpha=scale, out=root)
     return Moves(frame, inverse_root, found.bend, step, limit)
 
 
@@ -228,7 +252,9 @@ def sums(
     """Return A'B for each pair, summed over all rows in one call; the first goes into ``out``."""
     if row_sum is None:
         (left, right), *others = pairs
-        first = torch.bmm(left.mH, right, out=out)
+        first = own_gram(left, out) if left is right else torch.bmm(left.mH, right, out=out)
+        if not others:
+            return [first]
         return [first, *(gram(left, right) for left, right in others)]
     packed = row_sum(torch.cat([gram(left, right) for left, right in pairs], dim=-1))
     first, *rest = torch.split(packed, pairs[0][0].size(-1), dim=-1)

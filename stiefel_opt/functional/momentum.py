@@ -42,6 +42,7 @@ from stiefel_opt.functional.flows import (
     move_along_,
     published_root,
     published_turn,
+    squares_like,
     sums,
     turn_square,
 )
@@ -50,6 +51,7 @@ from stiefel_opt.linalg import (
     add_product,
     add_product_,
     add_to_diagonal_,
+    number,
     product,
     reads,
 )
@@ -97,7 +99,7 @@ def sgd_(
     metric: str | float = "canonical",
     transport: str = "isometric",
     rotation: str = "polar",
-    correct: bool = True,
+    correct: bool | Tensor = True,
     row_sum: RowSum | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
@@ -121,7 +123,7 @@ def sgd_(
         transport: "isometric" or "published".
         rotation: phi_1: "polar", "euler", "cayley" or "expm". Isometric flows need Xh'Xh = I, so
             there "euler" is followed by its polar factor, which makes it "polar".
-        correct: Measure X'X and X'U and remove what rounding left there.
+        correct: Measure X'X and X'U and remove what rounding left there; or X'X, if known.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
         watch: Looks at the sums of the step, before anything has changed. Default: nobody.
 
@@ -167,13 +169,12 @@ def sgd_(
     _subtract_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
     del pending
 
-    count = skew.size(0)
-    squares = skew.new_empty((2 * count, *skew.shape[1:]))
-    (gram_normal,) = sums(row_sum, (normal, normal), out=squares[count:])
+    squares = squares_like(skew)
+    (gram_normal,) = sums(row_sum, (normal, normal), out=squares.normal)
     if transport == "isometric":
         moves = isometric_moves(ahead, squares, lr, rotation, root=factor)
         frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
-        torch.mul(gram_normal, step, out=shift)
+        torch.mul(gram_normal, number(step, shift), out=shift)
     else:
         turn, turn_gram = published_turn(ahead, lr, rotation)
         shrink, pulled, limit = published_root(gram_normal, turn_gram, lr, root=factor)
@@ -213,7 +214,7 @@ def adam_(
     metric: str | float = "canonical",
     transport: str = "isometric",
     rotation: str = "polar",
-    correct: bool = True,
+    correct: bool | Tensor = True,
     row_sum: RowSum | None = None,
     watch: Watch | None = None,
 ) -> Tensor:
@@ -326,15 +327,15 @@ def _turn_point(
     ahead: Callable[[], Tensor],
     lr: Scalar,
     rotation: str,
-    correct: bool,
+    correct: bool | Tensor,
     row_sum: RowSum | None,
 ) -> Tensor:
-    """Return square X turned by eta Z; with ``correct``, rounding is taken out of the result."""
-    new_point = add_product(point, point, turn_square(ahead, lr, rotation))
-    if correct:
-        (own,) = sums(row_sum, (new_point, new_point))
-        new_point = add_product(new_point, new_point, mend_(own))
-    return new_point
+    """Return square X turned by eta Z; with ``correct``, rounding is taken out of X before."""
+    turn = turn_square(ahead, lr, rotation)
+    if correct is not False:
+        own = correct if isinstance(correct, Tensor) else sums(row_sum, (point, point))[0]
+        turn = after(mend_(own), turn)
+    return add_product(point, point, turn)
 
 
 def _measure(
@@ -342,11 +343,14 @@ def _measure(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return X'G, and with ``correct`` M = (I - X'X)/2 and X'B, so that X + X M is orthonormal.
 
-    X'G is then that of X + X M. Square matrices are corrected at the end of their step instead.
+    X'G is then that of X + X M. Square matrices are corrected where they are turned.
     """
-    if not correct or normal is None:
+    if normal is None or correct is False:
         return sums(row_sum, (point, grad))[0], None, None
-    inner, own, overlap = sums(row_sum, (point, grad), (point, point), (point, normal))
+    if isinstance(correct, Tensor):
+        (inner, overlap), own = sums(row_sum, (point, grad), (point, normal)), correct
+    else:
+        own, inner, overlap = sums(row_sum, (point, point), (point, grad), (point, normal))
     mending = mend_(own)
     return mended(mending, inner), mending, overlap
 
@@ -377,9 +381,8 @@ def _advance_(
     As Xh R = X_new - eta V R, the transport of U needs no product with Xh:
     T U = U - eta^2 V R^2 (I + R)^(-1) C - eta Xh R C = U + eta^2 V R (I + R)^(-1) C - eta X_new C.
     """
-    count = ahead.size(0)
-    squares = ahead.new_empty((2 * count, *ahead.shape[1:]))
-    own, cross = sums(row_sum, (direction, direction), (direction, normal), out=squares[count:])
+    squares = squares_like(ahead)
+    own, cross = sums(row_sum, (direction, direction), (direction, normal), out=squares.normal)
     if transport == "isometric":
         moves = isometric_moves(ahead, squares, lr, rotation, bend=True)
         frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit

@@ -18,8 +18,9 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.precision import exact_products
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import reads
+from stiefel_opt.functional.flows import sum_rows
+from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.linalg import own_gram, reads
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.loading import (
@@ -119,7 +120,7 @@ class StiefelOptimizer(Optimizer):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         """Return the new point of a batch and update its state."""
@@ -337,25 +338,26 @@ class StiefelOptimizer(Optimizer):
         point, grad = batch.point(), batch.grad()
         if scale != 1.0:
             point = point / scale
-        looks = due and stack.row_sum is None and reads(point)
-        # without a force nothing moves, not even by a correction
-        correct = due and not (looks and not bool(grad.any()))
+        correct: bool | Tensor = due
         # Writes through ``.data`` show only here; rows that are shared are not added up for it.
+        looks = due and stack.row_sum is None and reads(point)
         if looks or (stack.fresh and not torch.compiler.is_compiling()):
-            point, correct = self._settle(point, batch, correct)
+            # without a force nothing moves, not even by a correction
+            due = due and not (looks and not bool(torch.linalg.vector_norm(grad) != 0))
+            point, correct = self._settle(point, batch, due)
         new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
         if isinstance(lr, Tensor):
             new_point = torch.where(lr == 0, point, new_point)
         return new_point if scale == 1.0 else new_point.mul_(scale)
 
-    def _settle(self, point: Tensor, batch: Batch, due: bool) -> tuple[Tensor, bool]:
-        """Project matrices that are off the manifold; say whether U must be projected as well."""
+    def _settle(self, point: Tensor, batch: Batch, due: bool) -> tuple[Tensor, bool | Tensor]:
+        """Project matrices that are off the manifold; return what is to be corrected, or X'X."""
         row_sum = batch.row_sum
-        error = gram_error(point, row_sum)
+        own = sum_rows(row_sum, own_gram(point))
+        error = identity_error(own)
         tolerance = orthonormality_tolerance(point.dtype, batch.row_count)
-        # X'X may overflow where X does not
         off = ~(error <= 10 * tolerance)
-        if row_sum is None:
+        if row_sum is None and bool(off.any()):  # X'X may overflow where X does not
             off &= point.isfinite().all(dim=-1).all(dim=-1)
         if bool(off.any()):
             point = point.clone()
@@ -365,7 +367,9 @@ class StiefelOptimizer(Optimizer):
             else:
                 point[off] = row_sum.with_all_rows(polar_factor, found)
             return point, True
-        return point, due or bool((error > tolerance).any()) or self._is_stale(point, batch)
+        if due or bool((error > tolerance).any()) or self._is_stale(point, batch):
+            return point, own if row_sum is None else True
+        return point, False
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

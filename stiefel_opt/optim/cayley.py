@@ -109,7 +109,7 @@ class CayleySGD(VelocityOptimizer):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         return cayley_sgd_(
@@ -229,7 +229,7 @@ class CayleyAdam(VelocityOptimizer):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         state = batch.state

@@ -112,7 +112,7 @@ class ProjectedRGD(VelocityOptimizer):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         return descend_(

@@ -133,7 +133,7 @@ class StiefelSGD(VelocityOptimizer):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         state = batch.state
@@ -284,7 +284,7 @@ class StiefelAdam(VelocityOptimizer):
         grad: Tensor,
         batch: Batch,
         lr: float | Tensor,
-        correct: bool,
+        correct: bool | Tensor,
         watch: Watch | None,
     ) -> Tensor:
         state = batch.state
