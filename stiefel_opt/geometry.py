@@ -60,7 +60,8 @@ def gram_error(point: Tensor, row_sum: Callable[[Tensor], Tensor] | None = None)
 
 def identity_error(matrix: Tensor) -> Tensor:
     """Return max abs of A - I for each matrix, shape ``(...)``."""
-    error: Tensor = add_to_diagonal_(matrix.clone(), -1.0).abs().amax(dim=(-2, -1))
+    difference = add_to_diagonal_(matrix.clone(), -1.0)
+    error: Tensor = torch.linalg.vector_norm(difference, ord=math.inf, dim=(-2, -1))
     return error
 
 

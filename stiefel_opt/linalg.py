@@ -28,6 +28,7 @@ __all__ = [
     "largest_bound",
     "number",
     "own_gram",
+    "plus_identity",
     "polar_rotation",
     "product",
     "reads",
@@ -77,15 +78,15 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left.mH, right)
 
 
-def own_gram(tall: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return A'A for a tall batch ``(k, n, m)``, in ``out`` if that is given.
+def own_gram(tall: Tensor) -> Tensor:
+    """Return A'A for a tall batch ``(k, n, m)``.
 
     Of many columns only the blocks on and above the diagonal are worked out: 5/8 of the flops.
     """
     size = tall.size(-1)
     if size < _BLOCKED:
-        return torch.bmm(tall.mH, tall, out=out)
-    result = tall.new_empty(tall.size(0), size, size) if out is None else out
+        return torch.bmm(tall.mH, tall)
+    result = tall.new_empty(tall.size(0), size, size)
     width = max(-(-size // 4), _BLOCKED // 2)
     for start in range(0, size, width):
         stop = min(start + width, size)
@@ -163,6 +164,13 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
     return matrix.add_(_identity_for(matrix), alpha=value)
 
 
+def plus_identity(matrix: Tensor) -> Tensor:
+    """Return A + I."""
+    if matrix.size(-1) > _MEDIUM or torch.compiler.is_compiling():
+        return add_to_diagonal_(matrix.clone(), 1.0)
+    return torch.add(matrix, _identity_for(matrix))
+
+
 def number(value: float | Tensor, like: Tensor) -> float | Tensor:
     """Return ``value`` as a factor of ``like``: a bare one costs three times the call on a CPU."""
     if isinstance(value, Tensor) or type(like) is not Tensor or not reads(like):
@@ -185,7 +193,7 @@ class Roots(NamedTuple):
     @property
     def inverse_root(self) -> Tensor:
         """R = I + S."""
-        return add_to_diagonal_(self.shrink.clone(), 1.0)
+        return plus_identity(self.shrink)
 
 
 def roots(
@@ -244,7 +252,7 @@ def roots(
     if not bend:
         return Roots(shrink, None)
     # r / (1 + r) = 1 - 1 / (1 + r)
-    inverse_root = add_to_diagonal_(shrink[-bend:].clone(), 1.0)
+    inverse_root = plus_identity(shrink[-bend:])
     bent = _inverse_of_one_plus(inverse_root, limit).neg_()
     return Roots(shrink, add_to_diagonal_(bent, 1.0))
 
@@ -254,14 +262,10 @@ def _polynomial(
 ) -> Tensor:
     """Return c0 I + c1 E + c2 E^2 + ... for E = scale M and the powers of M at hand."""
     matrix = powers[0]
-    if matrix.numel() <= _FEW:  # Horner with I as a matrix: one call a degree
+    if matrix.numel() <= _FEW and len(coefficients) > 2:  # Horner with I: one call a degree
         identity = _identity_for(matrix)
-        factor = coefficients[-1] * scale
-        if len(coefficients) == 2:
-            result = identity.expand(matrix.shape)
-        else:
-            result = torch.add(identity, matrix, alpha=factor / coefficients[-2])
-            factor = coefficients[-2] * scale
+        result = torch.add(identity, matrix, alpha=coefficients[-1] * scale / coefficients[-2])
+        factor = coefficients[-2] * scale
         for coefficient in coefficients[-3:0:-1]:
             result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
             factor = scale
@@ -305,20 +309,20 @@ class _Plan(NamedTuple):
 
 def _plan(limit: float, matrix: Tensor) -> _Plan:
     """Return the plan for a bound rounded up to one of four numbers an octave."""
-    size, dtype = matrix.size(-1), matrix.dtype
+    size, dtype, least = matrix.size(-1), matrix.dtype, 1 + (matrix.numel() <= _FEW)
     make = _plan_for.__wrapped__ if torch.compiler.is_compiling() else _plan_for
     if not 0.0 < limit < math.inf:  # the result is I, or not finite
-        return make(0.0, dtype, size)
+        return make(0.0, dtype, size, least)
     mantissa, exponent = math.frexp(limit)
-    return make(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size)
+    return make(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size, least)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan_for(limit: float, dtype: torch.dtype, size: int) -> _Plan:
+def _plan_for(limit: float, dtype: torch.dtype, size: int, least: int) -> _Plan:
     centre, radius = 1.0 + limit / 2.0, limit / (2.0 + limit)
     # A product of m x m matrices rounds by about sqrt(m) eps; stay an order below.
     tolerance = torch.finfo(dtype).eps * max(0.5, math.sqrt(size) / 16.0)
-    degree = 1
+    degree = least
     while degree < _DEGREE and _remainder(radius, degree) > tolerance:
         degree += 1
     inverse_root = _economized(_INVERSE_ROOT, degree, radius)

@@ -6,7 +6,6 @@ shares its rows. So a rule shows what it sums to a :class:`Watch`, first before 
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -27,13 +26,17 @@ class UnsafeSumError(ArithmeticError):
         self.changed = changed
 
 
-@functools.lru_cache(maxsize=8)
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (*_REAL, torch.complex64, torch.complex128)
+_SAFE = {dtype: math.sqrt(torch.finfo(dtype).max) * 2.0**-20 for dtype in _DTYPES}
+
+
 def largest_safe(dtype: torch.dtype) -> float:
     """Return the length up to which a gradient is safe: 2e13 in float32, 1e148 in float64.
 
     A millionth of the root of the largest number: room for momenta and sums of squares.
     """
-    return math.sqrt(torch.finfo(dtype).max) * 2.0**-20
+    return _SAFE[dtype]
 
 
 class Watch:

@@ -21,7 +21,9 @@ from stiefel_opt.linalg import (
     gram,
     infinity_norm,
     largest_bound,
+    number,
     own_gram,
+    plus_identity,
     polar_rotation,
     reads,
     roots,
@@ -32,7 +34,6 @@ __all__ = [
     "Moves",
     "RowSum",
     "Scalar",
-    "Squares",
     "after",
     "coupling",
     "isometric_moves",
@@ -42,7 +43,6 @@ __all__ = [
     "move_along_",
     "published_root",
     "published_turn",
-    "squares_like",
     "sum_rows",
     "sums",
     "turn_square",
@@ -56,20 +56,6 @@ CANONICAL: Final = 0.5
 _SATURATION: Final = 4.0
 # Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
 _PUBLISHED_CAP: Final = 1e4
-
-
-class Squares(NamedTuple):
-    """Room for two batches of m x m side by side: of one call for both.
-
-    Attributes:
-        both: ``(2k, m, m)``.
-        turn: Its first half, for K'K.
-        normal: Its second half, for W = V'V.
-    """
-
-    both: Tensor
-    turn: Tensor
-    normal: Tensor
 
 
 class Moves(NamedTuple):
@@ -91,66 +77,57 @@ class Moves(NamedTuple):
     limit: float
 
 
-def squares_like(skew: Tensor) -> Squares:
-    """Return room for two batches like ``skew``."""
-    both = skew.new_empty(2 * skew.size(0), skew.size(1), skew.size(2))
-    return Squares(both, *both.unsafe_chunk(2))
-
-
 def isometric_moves(
     skew: Tensor,
-    squares: Squares,
+    gram_normal: Tensor,
     lr: Scalar,
     rotation: str,
     *,
     root: Tensor | None = None,
     bend: bool = False,
 ) -> Moves:
-    """Return the isometric phi_1 along ``skew`` and phi_3 along a direction.
+    """Return the isometric phi_1 along ``skew`` and phi_3 along a direction V.
 
     Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it.
 
     Args:
         skew: K / eta, ``(k, m, m)``.
-        squares: W in ``normal``, and room for as much.
+        gram_normal: W = V'V, ``(k, m, m)``.
         lr: eta, a number or ``(k, 1, 1)``.
         rotation: "polar", "euler" (the same here), "cayley" or "expm".
         root: Where to put A^(1/2) = (I + eta^2 W)^(1/2), if wanted.
         bend: Whether R (I + R)^(-1) is wanted.
     """
     polar = rotation in ("polar", "euler")
-    own = squares.normal
-    if polar:
-        torch.bmm(skew.mH, skew, out=squares.turn)  # -Z^2: its bound is the sharper one
-        own = squares.both
+    # -Z^2: its bound is the sharper one
+    squares = torch.cat([torch.bmm(skew.mH, skew), gram_normal]) if polar else gram_normal
     step, turn, scale, limit = lr, lr, 1.0, math.inf
     if isinstance(lr, float):
         scale = lr * lr
-        limit = scale * largest_bound(own, math.inf)
+        limit = scale * largest_bound(squares, math.inf)
     # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
     short = math.sqrt(skew.size(-1)) * limit <= _SATURATION**2
     if not (short and _is_short(skew, lr, limit if polar else math.inf)):
-        own = squares.normal * (lr * lr)
-        shorter = (_SATURATION**2 / infinity_norm(own)).clamp(max=1.0)
-        own, step = own * shorter, lr * shorter.sqrt()
-        turn = _shortened(skew, lr)
-        if polar:
-            own = torch.cat([squares.turn * (turn * turn), own])
-        scale, limit = 1.0, largest_bound(own, _SATURATION**2)
-    found = roots(own, limit, scale=scale, bend=skew.size(0) if bend else 0)
-    shrink, normal = found.shrink, own
+        gram_normal = gram_normal * (lr * lr)
+        shorter = (_SATURATION**2 / infinity_norm(gram_normal)).clamp(max=1.0)
+        gram_normal, step = gram_normal * shorter, lr * shorter.sqrt()
+        turn, scale = _shortened(skew, lr), 1.0
+        own = [squares[: skew.size(0)] * (turn * turn)] if polar else []
+        squares = torch.cat([*own, gram_normal])
+        limit = largest_bound(squares, _SATURATION**2)
+    found = roots(squares, limit, scale=scale, bend=skew.size(0) if bend else 0)
+    shrink = found.shrink
     if polar:
-        turned, shrink = shrink.unsafe_chunk(2)
-        normal = own.unsafe_chunk(2)[1] if own is not squares.both else squares.normal
-        frame = polar_rotation(skew, turned, turn)
+        own_shrink, shrink = shrink.unsafe_chunk(2)
+        frame = polar_rotation(skew, own_shrink, turn)
     else:
         kept = skew * turn
         frame = _without_identity(kept, rotation)
         limit = max(limit, largest_bound(torch.bmm(kept.mT, kept), limit))
-    frame = after(frame, shrink)
-    inverse_root = add_to_diagonal_(shrink, 1.0)
+    inverse_root = plus_identity(shrink)
+    frame = torch.baddbmm(shrink, frame, inverse_root)  # D R - I, without forming D
     if root is not None:
-        torch.baddbmm(inverse_root, normal, inverse_root, alpha=scale, out=root)
+        torch.baddbmm(inverse_root, gram_normal, inverse_root, alpha=scale, out=root)
     return Moves(frame, inverse_root, found.bend, step, limit)
 
 
@@ -233,7 +210,7 @@ def mend_long_step(
 
 def mend_(own: Tensor) -> Tensor:
     """Turn ``own`` = X'X into M = (I - X'X)/2: one Newton-Schulz step, X + X M, mends X."""
-    return add_to_diagonal_(own.mul_(-0.5), 0.5)
+    return add_to_diagonal_(own.mul_(number(-0.5, own)), 0.5)
 
 
 def mended(mending: Tensor | None, small: Tensor) -> Tensor:
@@ -246,19 +223,13 @@ def after(left: Tensor, right: Tensor) -> Tensor:
     return torch.baddbmm(left, left, right).add_(right)
 
 
-def sums(
-    row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor], out: Tensor | None = None
-) -> list[Tensor]:
-    """Return A'B for each pair, summed over all rows in one call; the first goes into ``out``."""
+def sums(row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Return A'B for each pair, summed over all rows in one call."""
+    found = [own_gram(left) if left is right else gram(left, right) for left, right in pairs]
     if row_sum is None:
-        (left, right), *others = pairs
-        first = own_gram(left, out) if left is right else torch.bmm(left.mH, right, out=out)
-        if not others:
-            return [first]
-        return [first, *(gram(left, right) for left, right in others)]
-    packed = row_sum(torch.cat([gram(left, right) for left, right in pairs], dim=-1))
-    first, *rest = torch.split(packed, pairs[0][0].size(-1), dim=-1)
-    return [first if out is None else out.copy_(first), *rest]
+        return found
+    packed = row_sum(torch.cat(found, dim=-1))
+    return list(torch.split(packed, found[0].size(-1), dim=-1))
 
 
 def sum_rows(row_sum: RowSum | None, packed: Tensor) -> Tensor:

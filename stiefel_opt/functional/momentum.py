@@ -42,7 +42,7 @@ from stiefel_opt.functional.flows import (
     move_along_,
     published_root,
     published_turn,
-    squares_like,
+    sum_rows,
     sums,
     turn_square,
 )
@@ -51,7 +51,9 @@ from stiefel_opt.linalg import (
     add_product,
     add_product_,
     add_to_diagonal_,
+    gram,
     number,
+    own_gram,
     product,
     reads,
 )
@@ -169,10 +171,9 @@ def sgd_(
     _subtract_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
     del pending
 
-    squares = squares_like(skew)
-    (gram_normal,) = sums(row_sum, (normal, normal), out=squares.normal)
+    gram_normal = sum_rows(row_sum, own_gram(normal))
     if transport == "isometric":
-        moves = isometric_moves(ahead, squares, lr, rotation, root=factor)
+        moves = isometric_moves(ahead, gram_normal, lr, rotation, root=factor)
         frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
         torch.mul(gram_normal, number(step, shift), out=shift)
     else:
@@ -254,38 +255,51 @@ def adam_(
         if transport == "isometric":  # the preconditioned Z of the step before; 0 at the first
             square = square_skew if max_square_skew is None else max_square_skew
             before = step - 1.0
-            number = _at_least_one(before)
-            earlier = _precondition(skew, square, number, betas, eps)
-            earlier_lr = lr * _gain(betas, number, square.dtype) * (before > 0)
+            counted = _at_least_one(before)
+            earlier = _precondition(skew, square, counted, betas, eps)
+            earlier_lr = lr * _gain(betas, counted, square.dtype) * (before > 0)
         matrix = coupling(earlier, beta1, earlier_lr, a, transport)
-    skew.lerp_(torque, 1 - beta1)
-    square = _second_moment_(square_skew, max_square_skew, torque, beta2)
+    moments = [(torque, skew, square_skew, max_square_skew)]
+    fused_step = _fused_step(moments, step, eps) if matrix is None else None
     if normal is None or square_normal is None:
-        del inner, torque
+        del inner
+        if fused_step is not None and point.size(0) > 1:
+            (ahead,) = _fused_moments_(moments, fused_step, betas, eps)
+            return _turn_point(point, partial(_itself, ahead), lr, rotation, correct, row_sum)
+        skew.lerp_(torque, 1 - beta1)
+        square = _second_moment_(square_skew, max_square_skew, torque, beta2)
+        del torque, moments
         again = partial(_precondition, skew, square, step, betas, eps)
         if point.size(0) > 1:  # a single matrix cannot be cut into batches that need less memory
             kept = again()
             again = partial(_itself, kept)
         lr = lr * _gain(betas, step, square_skew.dtype)
         return _turn_point(point, again, lr, rotation, correct, row_sum)
-    preconditioned = _precondition(skew, square, step, betas, eps, out=torque)
-    lr = lr * _gain(betas, step, square_skew.dtype)
 
     inner = mended(mending, _times(inner, force))
     force_normal = _subtract_(product(point, inner), grad, force)  # -g
     if overlap is not None and mending is not None:
         add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
-    square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
-    if matrix is None:
-        normal.lerp_(force_normal, 1 - beta1)
+    moments.append((force_normal, normal, square_normal, max_square_normal))
+    if fused_step is not None and _fused_step(moments[1:], step, eps) is not None:
+        ahead, direction = _fused_moments_(moments, fused_step, betas, eps)
     else:
-        _scale_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
-    direction = _precondition(normal, square, step, betas, eps, out=force_normal)
+        skew.lerp_(torque, 1 - beta1)
+        square = _second_moment_(square_skew, max_square_skew, torque, beta2)
+        ahead = _precondition(skew, square, step, betas, eps, out=torque)
+        square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
+        if matrix is None:
+            normal.lerp_(force_normal, 1 - beta1)
+        else:
+            _scale_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
+        direction = _precondition(normal, square, step, betas, eps, out=force_normal)
+        lr = lr * _gain(betas, step, square_skew.dtype)
+    del force_normal, moments
     (inner,) = sums(row_sum, (point, direction))
     add_product_(direction, point, mended(mending, mended(mending, inner)), alpha=-1.0)
     del inner
     return _advance_(
-        point, direction, normal, preconditioned, mending, lr, transport, rotation, row_sum, watch
+        point, direction, normal, ahead, mending, lr, transport, rotation, row_sum, watch
     )
 
 
@@ -339,14 +353,18 @@ def _turn_point(
 
 
 def _measure(
-    point: Tensor, grad: Tensor, normal: Tensor | None, correct: bool, row_sum: RowSum | None
+    point: Tensor,
+    grad: Tensor,
+    normal: Tensor | None,
+    correct: bool | Tensor,
+    row_sum: RowSum | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return X'G, and with ``correct`` M = (I - X'X)/2 and X'B, so that X + X M is orthonormal.
 
     X'G is then that of X + X M. Square matrices are corrected where they are turned.
     """
     if normal is None or correct is False:
-        return sums(row_sum, (point, grad))[0], None, None
+        return sum_rows(row_sum, gram(point, grad)), None, None
     if isinstance(correct, Tensor):
         (inner, overlap), own = sums(row_sum, (point, grad), (point, normal)), correct
     else:
@@ -357,7 +375,9 @@ def _measure(
 
 def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
     """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
-    return _times(inner.mH - inner, force / (2 * (1 - a)))
+    # in the memory order of S, which is also the faster one
+    difference = torch.sub(inner.mH, inner, out=torch.empty_like(inner))
+    return _times(difference, force / (2 * (1 - a)))
 
 
 def _times(matrix: Tensor, factor: Scalar) -> Tensor:
@@ -381,10 +401,9 @@ def _advance_(
     As Xh R = X_new - eta V R, the transport of U needs no product with Xh:
     T U = U - eta^2 V R^2 (I + R)^(-1) C - eta Xh R C = U + eta^2 V R (I + R)^(-1) C - eta X_new C.
     """
-    squares = squares_like(ahead)
-    own, cross = sums(row_sum, (direction, direction), (direction, normal), out=squares.normal)
+    own, cross = sums(row_sum, (direction, direction), (direction, normal))
     if transport == "isometric":
-        moves = isometric_moves(ahead, squares, lr, rotation, bend=True)
+        moves = isometric_moves(ahead, own, lr, rotation, bend=True)
         frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
         if watch is not None:
             watch.go_on(cross, limit)
@@ -399,7 +418,7 @@ def _advance_(
         move_along_(normal, point, mended(mending, back), -lr)
         frame, step = after(turn, shrink), lr
         along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
-    del squares, own
+    del own
     if mending is not None:
         frame = after(mending, frame)
     new_point = add_product(point, point, frame)
@@ -435,6 +454,57 @@ def _precondition(
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
     return torch.div(first, denominator, out=result)
+
+
+Moments = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _fused_step(moments: list[Moments], step: Scalar, eps: float) -> float | None:
+    """Return ``step`` where torch's fused Adam may work out the moments: in eager mode on a CPU,
+    for real tensors that have their numbers in one order in memory, without gaps."""
+    value, first, second, _ = moments[0]
+    strides = value.stride()
+    if (
+        isinstance(step, Tensor)
+        or eps < _LEAST_EPS  # it would give NaN for 0/0
+        or not (reads(value) and value.is_floating_point())
+        or not (value.is_contiguous() or value.mT.is_contiguous())
+        or not strides == first.stride() == second.stride()
+    ):
+        return None
+    return step
+
+
+def _fused_moments_(
+    moments: list[Moments], step: float, betas: tuple[float, float], eps: float
+) -> list[Tensor]:
+    """Update first and second moments; return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^t.
+
+    One pass over memory where single operations need ten: Adam's own step, from zero with lr = -1.
+
+    Args:
+        moments: New value, first moment, second moment and its running maximum or None.
+        step: t.
+        betas, eps: b1, b2 and eps.
+    """
+    values, firsts, seconds, largest = map(list, zip(*moments, strict=True))
+    moved = [torch.zeros_like(first) for first in firsts]
+    torch._fused_adam_(
+        moved,
+        values,
+        firsts,
+        seconds,
+        largest if largest[0] is not None else [],
+        [torch.scalar_tensor(step, dtype=torch.float32)] * len(moved),
+        lr=-1.0,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=0.0,
+        eps=eps,
+        amsgrad=largest[0] is not None,
+        maximize=False,
+    )
+    return moved
 
 
 def _gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:

@@ -24,8 +24,9 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which products of tensors like this one keep their dtype."""
-    kind = tensor.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    kind = "cpu" if tensor.is_cpu else tensor.device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    if known and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return contextlib.nullcontext()
 

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.distributed import RowSums
 from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.functional.flows import sum_rows
+from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import own_gram, reads
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -343,7 +344,7 @@ class StiefelOptimizer(Optimizer):
         looks = due and stack.row_sum is None and reads(point)
         if looks or (stack.fresh and not torch.compiler.is_compiling()):
             # without a force nothing moves, not even by a correction
-            due = due and not (looks and not bool(torch.linalg.vector_norm(grad) != 0))
+            due = due and not (looks and float(torch.linalg.vector_norm(grad)) == 0.0)
             point, correct = self._settle(point, batch, due)
         new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
         if isinstance(lr, Tensor):
@@ -352,24 +353,29 @@ class StiefelOptimizer(Optimizer):
 
     def _settle(self, point: Tensor, batch: Batch, due: bool) -> tuple[Tensor, bool | Tensor]:
         """Project matrices that are off the manifold; return what is to be corrected, or X'X."""
-        row_sum = batch.row_sum
+        row_sum, n = batch.row_sum, batch.row_count
         own = sum_rows(row_sum, own_gram(point))
         error = identity_error(own)
-        tolerance = orthonormality_tolerance(point.dtype, batch.row_count)
-        off = ~(error <= 10 * tolerance)
-        if row_sum is None and bool(off.any()):  # X'X may overflow where X does not
-            off &= point.isfinite().all(dim=-1).all(dim=-1)
-        if bool(off.any()):
-            point = point.clone()
-            found = point[off]
-            if row_sum is None:
-                point[off] = polar_factor(found)
-            else:
-                point[off] = row_sum.with_all_rows(polar_factor, found)
-            return point, True
-        if due or bool((error > tolerance).any()) or self._is_stale(point, batch):
+        worst, tolerance = float(error.amax()), orthonormality_tolerance(point.dtype, n)
+        if not worst <= 10 * tolerance:
+            off = ~(error <= 10 * tolerance)
+            if row_sum is None:  # X'X may overflow where X does not
+                off &= point.isfinite().all(dim=-1).all(dim=-1)
+            if bool(off.any()):
+                return self._projected(point, off, row_sum), True
+        if due or not worst <= tolerance or self._is_stale(point, batch):
             return point, own if row_sum is None else True
         return point, False
+
+    def _projected(self, point: Tensor, off: Tensor, row_sum: RowSums | None) -> Tensor:
+        """Return the matrices with those that are ``off`` replaced by their polar factors."""
+        point = point.clone()
+        found = point[off]
+        if row_sum is None:
+            point[off] = polar_factor(found)
+        else:
+            point[off] = row_sum.with_all_rows(polar_factor, found)
+        return point
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

@@ -26,6 +26,16 @@ from stiefel_opt.optim.velocity import VelocityOptimizer, exceeds_rounding, meas
 
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
+_SGD_STATE = StateNames(
+    ["momentum_skew"], ["deferred_factor", "deferred_shift"], ["momentum_normal"]
+)
+_ADAM_STATE = StateNames(
+    ["momentum_skew", "exp_avg_sq_skew"], [], ["momentum_normal", "exp_avg_sq_normal"]
+)
+_AMSGRAD_STATE = StateNames(
+    [*_ADAM_STATE.small, "max_exp_avg_sq_skew"], [], [*_ADAM_STATE.tall, "max_exp_avg_sq_normal"]
+)
+
 
 class StiefelSGD(VelocityOptimizer):
     r"""SGD with momentum that keeps constrained parameters orthonormal; plain ones get torch's SGD.
@@ -122,8 +132,7 @@ class StiefelSGD(VelocityOptimizer):
 
     @override
     def _state_names(self, group: Group) -> StateNames:
-        deferred = ["deferred_factor", "deferred_shift"]
-        return StateNames(["momentum_skew"], deferred, ["momentum_normal"])
+        return _SGD_STATE
 
     @override
     def _move(
@@ -271,10 +280,7 @@ class StiefelAdam(VelocityOptimizer):
 
     @override
     def _state_names(self, group: Group) -> StateNames:
-        small, tall = ["momentum_skew", "exp_avg_sq_skew"], ["momentum_normal", "exp_avg_sq_normal"]
-        if group["amsgrad"]:
-            small, tall = [*small, "max_exp_avg_sq_skew"], [*tall, "max_exp_avg_sq_normal"]
-        return StateNames(small, [], tall)
+        return _AMSGRAD_STATE if group["amsgrad"] else _ADAM_STATE
 
     @override
     def _move(

@@ -90,7 +90,8 @@ class Stack:
             for state, others in zip(shown, states, strict=True):
                 for name, window in others.items():
                     state[name] = shards.like(window, state[name])
-        self._windows = {name: [state[name] for state in shown] for name in shown[0]}
+        self._names = list(shown[0])
+        self._windows = [state[name] for state in shown for name in self._names]
         self._shown = shown
 
     # ---- one step ------------------------------------------------------------------------------
@@ -173,12 +174,11 @@ class Stack:
     def intact(self) -> bool:
         """Say whether the states still hold the tensors that this stack gave them."""
         try:
-            return self.owners[0].dtype is self._dtype and all(
-                all(map(operator.is_, map(operator.itemgetter(name), self._shown), windows))
-                for name, windows in self._windows.items()
-            )
+            found = [state[name] for state in self._shown for name in self._names]
         except KeyError:
             return False
+        same = all(map(operator.is_, found, self._windows))
+        return same and self.owners[0].dtype is self._dtype
 
     # ---- building ------------------------------------------------------------------------------
 
@@ -304,6 +304,7 @@ class Batch:
         self._window: Tensor | None = None  # on the matrices of a single parameter
         self._copied = False  # channels_last, or batches of rows: what is read of it is a copy
         self._strides: tuple[int, ...] = ()  # of that parameter
+        self._offset = 0  # of the window from where that parameter begins
 
     def renew(self) -> None:
         """Take the parameters of the stack, which are other tensors now."""
@@ -363,14 +364,22 @@ class Batch:
         if window is not None and self._fits(window):
             return window
         matrices = self._read(self._parameters)
-        if self._single and self._whole and _aliases(matrices, self._parameters[0]):
-            self._window, self._strides = matrices, self._parameters[0].stride()
+        parameter = self._parameters[0]
+        if self._single and self._whole and _aliases(matrices, parameter):
+            self._window, self._strides = matrices, parameter.stride()
+            self._offset = int(matrices.storage_offset() - parameter.storage_offset())
         return matrices
 
     def grad(self) -> Tensor:
         """Return the matrices of their gradients."""
-        grad = self._read(self._stack.grads[self.members])
-        return grad if self._stack.masters is None else grad.float()
+        grad = self._stack.grads[self.members.start]
+        window = None if torch.compiler.is_compiling() else self._window
+        if window is not None and grad.stride() == self._strides and not grad.is_complex():
+            offset = grad.storage_offset() + self._offset  # as the window lies in the parameter
+            matrices: Tensor = grad.as_strided(window.size(), window.stride(), offset)
+        else:
+            matrices = self._read(self._stack.grads[self.members])
+        return matrices if self._stack.masters is None else matrices.float()
 
     def write(self, matrices: Tensor) -> None:
         """Put new ``matrices`` into the parameters."""
