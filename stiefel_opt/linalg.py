@@ -35,6 +35,7 @@ __all__ = [
     "roots",
     "skew",
     "sym",
+    "symmetric_product",
 ]
 
 # Power series of (1 + x)^(-1/2) and (1 + x)^(1/2); the first bounds the coefficients of both.
@@ -79,19 +80,31 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
 
 
 def own_gram(tall: Tensor) -> Tensor:
-    """Return A'A for a tall batch ``(k, n, m)``.
+    """Return A'A for a tall batch ``(k, n, m)``."""
+    return symmetric_product(tall.mH, tall)
 
-    Of many columns only the blocks on and above the diagonal are worked out: 5/8 of the flops.
+
+def symmetric_product(
+    left: Tensor, right: Tensor, into: Tensor | None = None, beta: float = 0.0
+) -> Tensor:
+    """Return left @ right, ``(k, m, n)`` by ``(k, n, m)``, where it is known to be symmetric.
+
+    If it is large only the blocks on and above the diagonal are worked out: 5/8 of the flops.
+
+    Args:
+        into: Symmetric; then the result is beta into + left @ right, in its memory.
     """
-    size = tall.size(-1)
+    size = right.size(-1)
     if size < _BLOCKED:
-        return torch.bmm(tall.mH, tall)
-    result = tall.new_empty(tall.size(0), size, size)
+        if into is None:
+            return torch.bmm(left, right)
+        return into.baddbmm_(left, right, beta=beta)
+    result = right.new_empty(right.size(0), size, size) if into is None else into
     width = max(-(-size // 4), _BLOCKED // 2)
     for start in range(0, size, width):
         stop = min(start + width, size)
-        rows = torch.bmm(tall[..., start:stop].mH, tall[..., start:])
-        result[:, start:stop, start:] = rows
+        rows = result[:, start:stop, start:]
+        rows.baddbmm_(left[:, start:stop], right[..., start:], beta=beta)
         result[:, stop:, start:stop] = rows[..., stop - start :].mH
     return result
 
@@ -228,7 +241,7 @@ def roots(
     few = matrix.numel() <= _FEW
     powers = [matrix]
     if plan.degree > 2 and not few:
-        powers.append(torch.bmm(matrix, matrix))
+        powers.append(symmetric_product(matrix, matrix))
         if plan.iterations or matrix.size(-1) > _MEDIUM:
             # |E|^2 <= |E^2| sharpens the bound, and may save products
             limit = min(limit, scale * largest_bound(powers[1], math.inf) ** 0.5)
@@ -274,9 +287,10 @@ def _polynomial(
     if len(coefficients) == 3 and len(powers) == 1:
         result = torch.baddbmm(matrix, matrix, matrix, beta=first, alpha=coefficients[2] * scale**2)
     elif len(coefficients) == 4 and len(powers) == 2:  # (c2 + c3 E) E^2
-        outer = add_to_diagonal_(matrix * (coefficients[3] * scale), coefficients[2])
+        outer = matrix * (coefficients[3] * scale**3)
+        add_to_diagonal_(outer, coefficients[2] * scale**2)
         target = matrix if out is matrix else matrix.clone()
-        result = target.baddbmm_(powers[1], outer, beta=first, alpha=scale**2)
+        result = symmetric_product(powers[1], outer, into=target, beta=first)
     else:
         result = torch.mul(matrix, first, out=out)
         for order, coefficient in enumerate(coefficients[2:], start=2):

@@ -140,7 +140,7 @@ def turn_square(compute: Callable[[], Tensor], lr: Scalar, rotation: str) -> Ten
     skew = compute()
     if rotation not in ("polar", "euler"):
         return _without_identity(skew * _shortened(skew, lr), rotation)
-    square = torch.bmm(skew.mH, skew)
+    square = own_gram(skew)
     turn, scale, limit = lr, 1.0, math.inf
     if isinstance(lr, float):
         scale = lr * lr

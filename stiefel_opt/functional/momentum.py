@@ -265,6 +265,7 @@ def adam_(
         del inner
         if fused_step is not None and point.size(0) > 1:
             (ahead,) = _fused_moments_(moments, fused_step, betas, eps)
+            del torque, moments
             return _turn_point(point, partial(_itself, ahead), lr, rotation, correct, row_sum)
         skew.lerp_(torque, 1 - beta1)
         square = _second_moment_(square_skew, max_square_skew, torque, beta2)
