@@ -10,8 +10,11 @@ from stiefel_opt.linalg import (
     exponential,
     infinity_norm,
     largest_bound,
+    own_gram,
+    plus_identity,
     polar_rotation,
     roots,
+    symmetric_product,
 )
 
 LIMITS = [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0, 4.0, 16.0]
@@ -84,3 +87,35 @@ def test_rotations_agree_to_second_order_and_are_orthogonal(size, angle, generat
             rotation.mT @ rotation, identity.expand_as(rotation), rtol=0, atol=1e-14 * size
         )
         assert (rotation - exponential(skew)).abs().max() <= angle**3 + 1e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("size", [1, 40, 256, 300, 517])
+def test_half_a_symmetric_product_gives_all_of_it(dtype, size, generator):
+    tall = torch.randn(2, size + 9, size, generator=generator, dtype=dtype)
+    expected = tall.mH @ tall
+    torch.testing.assert_close(own_gram(tall), expected, rtol=1e-12, atol=1e-10)
+    both = torch.bmm(expected, expected)
+    torch.testing.assert_close(symmetric_product(expected, expected), both, rtol=1e-11, atol=1e-5)
+    into = expected.clone()
+    found = symmetric_product(expected, expected, into=into, beta=0.5)
+    assert found.data_ptr() == into.data_ptr()
+    torch.testing.assert_close(found, 0.5 * expected + both, rtol=1e-11, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 16, 64, 65, 200])
+def test_identity_is_added_to_every_matrix_of_a_batch(size, generator):
+    matrices = torch.randn(3, size, size, generator=generator)
+    expected = matrices + torch.eye(size)
+    torch.testing.assert_close(plus_identity(matrices), expected, rtol=0, atol=0)
+
+
+def test_what_is_kept_between_calls_serves_autograd_and_inference(generator):
+    """Identities are cached; one made in inference mode could not be saved for a backward."""
+    matrices = torch.randn(2, 3, 3, generator=generator)
+    square = matrices.mT @ matrices / 100
+    with torch.inference_mode():
+        roots(square.to(torch.float64), 1.0)
+    leaf = square.double().requires_grad_()
+    roots(leaf, 1.0).shrink.sum().backward()
+    assert bool(leaf.grad.isfinite().all())

@@ -131,3 +131,42 @@ def test_a_velocity_is_a_number_not_a_graph(generator):
     optimizer = so.StiefelSGD([weight])
     optimizer.set_velocity(weight, torch.zeros(2, 2), torch.ones(5, 2, requires_grad=True).double())
     assert not optimizer.state[weight]["momentum_normal"].requires_grad
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("shape", "manifold"),
+    [
+        ((12, 4), so.Stiefel()),
+        ((4, 12), so.Stiefel()),
+        ((3, 12, 4), so.Stiefel()),
+        ((12, 12), so.Stiefel(heads=3)),
+        ((12, 12), so.Stiefel(heads=3, transposed=True)),
+        ((4, 2, 3, 3), so.Stiefel(flatten=True)),
+        ((12, 8), so.Stiefel(rows=(2, 8))),
+        ((12, 4), so.Stiefel(scale=2.0)),
+    ],
+    ids=str,
+)
+def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, generator):
+    """A gradient may be a transposed tensor, a part of another, or overlap itself."""
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    parameters = [so.ManifoldParameter(values.clone(), manifold) for _ in range(4)]
+    parameters.append(so.ManifoldParameter(values.mT.contiguous().mT.clone(), manifold))
+    so.project_(nn.ParameterList(parameters))
+    optimizers = [rule([parameter], lr=0.1) for parameter in parameters]
+    for _ in range(10):
+        grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        whole = torch.randn((3, *shape), generator=generator, dtype=torch.float64)
+        whole[1] = grad
+        gaps = grad.repeat_interleave(2, dim=-1)[..., ::2]
+        grads = grad, grad.mT.contiguous().mT, whole[1], gaps, grad
+        for parameter, own, optimizer in zip(parameters, grads, optimizers, strict=True):
+            parameter.grad = own
+            optimizer.step()
+    for parameter in parameters[1:]:
+        torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        parameter.grad = torch.ones((), dtype=torch.float64).expand(shape)
+        optimizer.step()
+        torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)

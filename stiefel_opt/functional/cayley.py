@@ -27,7 +27,7 @@ from torch import Tensor
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, subtract
 from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
-from stiefel_opt.functional.momentum import bias_correction
+from stiefel_opt.functional.moments import bias_correction
 from stiefel_opt.linalg import (
     absolute_square,
     add_product_,

@@ -20,7 +20,6 @@ processes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -46,8 +45,14 @@ from stiefel_opt.functional.flows import (
     sums,
     turn_square,
 )
+from stiefel_opt.functional.moments import (
+    fused_moments_,
+    fused_step,
+    gain,
+    precondition,
+    second_moment_,
+)
 from stiefel_opt.linalg import (
-    absolute_square,
     add_product,
     add_product_,
     add_to_diagonal_,
@@ -63,14 +68,11 @@ __all__ = [
     "ROTATIONS",
     "TRANSPORTS",
     "adam_",
-    "bias_correction",
     "metric_parameter",
     "normal_part",
     "sgd_",
 ]
 
-# Below it eps may vanish beside nothing, and the diagonal of p is zero.
-_LEAST_EPS: Final = 1e-30
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 TRANSPORTS: Final = ("isometric", "published")
 ROTATIONS: Final = ("polar", "euler", "cayley", "expm")
@@ -256,25 +258,25 @@ def adam_(
             square = square_skew if max_square_skew is None else max_square_skew
             before = step - 1.0
             counted = _at_least_one(before)
-            earlier = _precondition(skew, square, counted, betas, eps)
-            earlier_lr = lr * _gain(betas, counted, square.dtype) * (before > 0)
+            earlier = precondition(skew, square, counted, betas, eps)
+            earlier_lr = lr * gain(betas, counted, square.dtype) * (before > 0)
         matrix = coupling(earlier, beta1, earlier_lr, a, transport)
     moments = [(torque, skew, square_skew, max_square_skew)]
-    fused_step = _fused_step(moments, step, eps) if matrix is None else None
+    number_of_step = fused_step(moments, step, eps) if matrix is None else None
     if normal is None or square_normal is None:
         del inner
-        if fused_step is not None and point.size(0) > 1:
-            (ahead,) = _fused_moments_(moments, fused_step, betas, eps)
+        if number_of_step is not None and point.size(0) > 1:
+            (ahead,) = fused_moments_(moments, number_of_step, betas, eps)
             del torque, moments
             return _turn_point(point, partial(_itself, ahead), lr, rotation, correct, row_sum)
         skew.lerp_(torque, 1 - beta1)
-        square = _second_moment_(square_skew, max_square_skew, torque, beta2)
+        square = second_moment_(square_skew, max_square_skew, torque, beta2)
         del torque, moments
-        again = partial(_precondition, skew, square, step, betas, eps)
+        again = partial(precondition, skew, square, step, betas, eps)
         if point.size(0) > 1:  # a single matrix cannot be cut into batches that need less memory
             kept = again()
             again = partial(_itself, kept)
-        lr = lr * _gain(betas, step, square_skew.dtype)
+        lr = lr * gain(betas, step, square_skew.dtype)
         return _turn_point(point, again, lr, rotation, correct, row_sum)
 
     inner = mended(mending, _times(inner, force))
@@ -282,19 +284,19 @@ def adam_(
     if overlap is not None and mending is not None:
         add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
     moments.append((force_normal, normal, square_normal, max_square_normal))
-    if fused_step is not None and _fused_step(moments[1:], step, eps) is not None:
-        ahead, direction = _fused_moments_(moments, fused_step, betas, eps)
+    if number_of_step is not None and fused_step(moments[1:], step, eps) is not None:
+        ahead, direction = fused_moments_(moments, number_of_step, betas, eps)
     else:
         skew.lerp_(torque, 1 - beta1)
-        square = _second_moment_(square_skew, max_square_skew, torque, beta2)
-        ahead = _precondition(skew, square, step, betas, eps, out=torque)
-        square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
+        square = second_moment_(square_skew, max_square_skew, torque, beta2)
+        ahead = precondition(skew, square, step, betas, eps, out=torque)
+        square = second_moment_(square_normal, max_square_normal, force_normal, beta2)
         if matrix is None:
             normal.lerp_(force_normal, 1 - beta1)
         else:
             _scale_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
-        direction = _precondition(normal, square, step, betas, eps, out=force_normal)
-        lr = lr * _gain(betas, step, square_skew.dtype)
+        direction = precondition(normal, square, step, betas, eps, out=force_normal)
+        lr = lr * gain(betas, step, square_skew.dtype)
     del force_normal, moments
     (inner,) = sums(row_sum, (point, direction))
     add_product_(direction, point, mended(mending, mended(mending, inner)), alpha=-1.0)
@@ -432,102 +434,6 @@ def _advance_(
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         add_product_(normal, new_point, -overlap)
     return new_point
-
-
-def _precondition(
-    first: Tensor,
-    second: Tensor,
-    step: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return D with gamma D = (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step.
-
-    0/0 counts as 0. The factor gamma of :func:`_gain` is left to the learning rate.
-    """
-    if first.is_complex() or torch.compiler.is_compiling():
-        # The denominator is real; a compiler places results itself.
-        denominator, result = torch.sqrt(second), None
-    else:
-        denominator = result = torch.sqrt(second, out=out)
-    denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
-    if eps < _LEAST_EPS:
-        denominator.masked_fill_(denominator == 0, 1.0)
-    return torch.div(first, denominator, out=result)
-
-
-Moments = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def _fused_step(moments: list[Moments], step: Scalar, eps: float) -> float | None:
-    """Return ``step`` where torch's fused Adam may work out the moments: in eager mode on a CPU,
-    for real tensors that have their numbers in one order in memory, without gaps."""
-    value, first, second, _ = moments[0]
-    strides = value.stride()
-    if (
-        isinstance(step, Tensor)
-        or eps < _LEAST_EPS  # it would give NaN for 0/0
-        or not (reads(value) and value.is_floating_point())
-        or not (value.is_contiguous() or value.mT.is_contiguous())
-        or not strides == first.stride() == second.stride()
-    ):
-        return None
-    return step
-
-
-def _fused_moments_(
-    moments: list[Moments], step: float, betas: tuple[float, float], eps: float
-) -> list[Tensor]:
-    """Update first and second moments; return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^t.
-
-    One pass over memory where single operations need ten: Adam's own step, from zero with lr = -1.
-
-    Args:
-        moments: New value, first moment, second moment and its running maximum or None.
-        step: t.
-        betas, eps: b1, b2 and eps.
-    """
-    values, firsts, seconds, largest = map(list, zip(*moments, strict=True))
-    moved = [torch.zeros_like(first) for first in firsts]
-    torch._fused_adam_(
-        moved,
-        values,
-        firsts,
-        seconds,
-        largest if largest[0] is not None else [],
-        [torch.scalar_tensor(step, dtype=torch.float32)] * len(moved),
-        lr=-1.0,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=0.0,
-        eps=eps,
-        amsgrad=largest[0] is not None,
-        maximize=False,
-    )
-    return moved
-
-
-def _gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return gamma = sqrt(c2) / c1."""
-    first, second = (bias_correction(beta, step, dtype) for beta in betas)
-    return second**0.5 / first
-
-
-def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return 1 - beta^step, without the cancellation that a step in float32 would suffer."""
-    if isinstance(step, Tensor):
-        return -torch.expm1(step.to(dtype) * (math.log(beta) if beta > 0 else -math.inf))
-    return 1.0 - float(beta**step)
-
-
-def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2: float) -> Tensor:
-    """square <- b2 square + (1 - b2) |value|^2; return what divides: it, or its running maximum."""
-    if value.is_complex():
-        square.mul_(beta2).add_(absolute_square(value), alpha=1 - beta2)
-    else:
-        square.mul_(beta2).addcmul_(value, value, value=1 - beta2)
-    return square if largest is None else largest.copy_(torch.maximum(largest, square))
 
 
 def _at_least_one(number: Scalar) -> Scalar:

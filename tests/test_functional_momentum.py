@@ -1,0 +1,102 @@
+"""The rules of momentum: what may be handed to them, and that shortcuts change nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stiefel_opt.functional import adam_, cayley_adam_, cayley_sgd_, descend_, sgd_
+from stiefel_opt.geometry import random_point
+from stiefel_opt.linalg import own_gram
+
+SHAPES = [(9, 4), (7, 1), (40, 20), (5, 5)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+class State:
+    """The momenta of a batch after a few steps, for every rule."""
+
+    def __init__(self, shape: tuple[int, int], generator: torch.Generator, k: int = 2) -> None:
+        n, m = shape
+        make = partial(torch.randn, generator=generator, dtype=torch.float64)
+        self.point = random_point(k, n, m, generator=generator, dtype=torch.float64)
+        self.grad = make(k, n, m)
+        skew = make(k, m, m) / 4
+        self.skew = skew - skew.mT
+        normal = make(k, n, m) / 4
+        self.normal = None if n == m else normal - self.point @ (self.point.mT @ normal)
+        self.square_skew = self.skew.square() + 0.01  # symmetric
+        self.square_normal = None if n == m else (normal + 0.1).square()
+        self.identity = torch.eye(m, dtype=torch.float64).repeat(k, 1, 1)
+
+    def of(self, rule: Any) -> list[Tensor | None]:
+        """Copies of what the rule updates, in the order of its arguments."""
+        kept = [self.skew, self.normal]
+        if rule is sgd_:
+            deferred = [None] * 2 if self.normal is None else [self.identity, self.identity * 0]
+            kept += deferred
+        if rule is adam_:
+            kept = [self.skew, self.square_skew, self.normal, self.square_normal]
+        if rule is cayley_adam_:
+            kept.append(self.skew.new_full((self.skew.size(0), 1, 1), 0.5))
+        return [None if tensor is None else tensor.clone() for tensor in kept]
+
+
+@pytest.mark.parametrize("rule", [sgd_, adam_, descend_, cayley_sgd_, cayley_adam_])
+@every_shape
+def test_a_known_gram_matrix_saves_measuring_it(rule, shape, generator):
+    state = State(shape, generator)
+    state.point += 1e-7 * torch.randn(state.point.shape, generator=generator).double()
+    options: dict[str, Any] = {"lr": 0.1}
+    if rule in (adam_, cayley_adam_):
+        options["step"] = 3.0
+    found = []
+    for correct in (True, own_gram(state.point)):
+        kept = state.of(rule)
+        found.append([rule(state.point, state.grad, *kept, correct=correct, **options), *kept])
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-14)
+    error = own_gram(found[0][0]) - state.identity
+    assert error.abs().max() < 1e-12
+
+
+@every_shape
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+def test_one_pass_over_the_moments_gives_what_single_operations_give(
+    shape, eps, amsgrad, columns, generator
+):
+    """A number as ``step`` takes torch's fused kernel, one for each matrix does not."""
+    state = State(shape, generator)
+    if columns:  # the memory of wide parameters
+        for name in ("point", "grad", "normal", "square_normal"):
+            tensor = getattr(state, name)
+            if tensor is not None:
+                setattr(state, name, tensor.mT.contiguous().mT)
+    found = []
+    for step in (3.0, torch.full((2, 1, 1), 3.0, dtype=torch.float64)):
+        kept = state.of(adam_)
+        if amsgrad:
+            kept += [t if t is None else t * 1.5 for t in (state.square_skew, state.square_normal)]
+        moved = adam_(state.point, state.grad, *kept, lr=0.1, step=step, eps=eps)
+        found.append([moved, *kept])
+    for fused, single in zip(*found, strict=True):
+        torch.testing.assert_close(fused, single, rtol=1e-13, atol=1e-15)
+
+
+def test_moments_of_another_order_in_memory_are_told_apart(generator):
+    state = State((9, 4), generator)
+    found = []
+    for turned in (False, True):
+        kept = state.of(adam_)
+        if turned:  # second moments lie by columns, first ones by rows
+            kept[3] = kept[3].mT.contiguous().mT
+        moved = adam_(state.point, state.grad, *kept, lr=0.1, step=3.0)
+        found.append([moved, *kept])
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-13, atol=1e-15)
