@@ -100,7 +100,7 @@ def isometric_moves(
     """
     polar = rotation in ("polar", "euler")
     # -Z^2: its bound is the sharper one
-    squares = torch.cat([torch.bmm(skew.mH, skew), gram_normal]) if polar else gram_normal
+    squares = torch.cat([own_gram(skew), gram_normal]) if polar else gram_normal
     step, turn, scale, limit = lr, lr, 1.0, math.inf
     if isinstance(lr, float):
         scale = lr * lr
