@@ -157,10 +157,8 @@ def table(
     ours = runs[STIEFEL_SGD.name]
     for method in methods:
         own = runs[method.name]
-        ratio = statistics.median(
-            run.time / mine.time if mine.reached else math.nan
-            for run, mine in zip(own, ours, strict=False)  # one draw of those that miss it
-        )
+        pairs = zip(own, ours, strict=False)  # one draw of those that miss it
+        ratio = statistics.median(run.time / mine.time for run, mine in pairs if mine.reached)
         direct = method.kind == "eigensolver"
         lines.append([
             method.name,
