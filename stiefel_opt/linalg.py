@@ -26,7 +26,6 @@ __all__ = [
     "gram",
     "infinity_norm",
     "largest_bound",
-    "number",
     "own_gram",
     "plus_identity",
     "polar_rotation",
@@ -48,7 +47,7 @@ _DEGREE = 3
 _FEW = 1024
 _MEDIUM = 64
 _LARGE = 256
-# From here on (m) half of a symmetric product is worked out twice for nothing.
+# From here on (m) a symmetric product is worked out by half.
 _BLOCKED = 256
 
 
@@ -85,26 +84,33 @@ def own_gram(tall: Tensor) -> Tensor:
 
 
 def symmetric_product(
-    left: Tensor, right: Tensor, into: Tensor | None = None, beta: float = 0.0
+    left: Tensor,
+    right: Tensor,
+    into: Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    alpha: float = 1.0,
 ) -> Tensor:
     """Return left @ right, ``(k, m, n)`` by ``(k, n, m)``, where it is known to be symmetric.
 
-    If it is large only the blocks on and above the diagonal are worked out: 5/8 of the flops.
+    If it is large only the blocks on and above the diagonal are worked out: with four blocks a side
+    5/8 of the flops.
 
     Args:
-        into: Symmetric; then the result is beta into + left @ right, in its memory.
+        into: Symmetric; then the result is beta into + alpha left @ right, in its memory.
+        beta, alpha: Factors, for use with ``into``.
     """
     size = right.size(-1)
     if size < _BLOCKED:
         if into is None:
             return torch.bmm(left, right)
-        return into.baddbmm_(left, right, beta=beta)
+        return into.baddbmm_(left, right, beta=beta, alpha=alpha)
     result = right.new_empty(right.size(0), size, size) if into is None else into
     width = max(-(-size // 4), _BLOCKED // 2)
     for start in range(0, size, width):
         stop = min(start + width, size)
         rows = result[:, start:stop, start:]
-        rows.baddbmm_(left[:, start:stop], right[..., start:], beta=beta)
+        rows.baddbmm_(left[:, start:stop], right[..., start:], beta=beta, alpha=alpha)
         result[:, stop:, start:stop] = rows[..., stop - start :].mH
     return result
 
@@ -182,19 +188,6 @@ def plus_identity(matrix: Tensor) -> Tensor:
     if matrix.size(-1) > _MEDIUM or torch.compiler.is_compiling():
         return add_to_diagonal_(matrix.clone(), 1.0)
     return torch.add(matrix, _identity_for(matrix))
-
-
-def number(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return ``value`` as a factor of ``like``: a bare one costs three times the call on a CPU."""
-    if isinstance(value, Tensor) or type(like) is not Tensor or not reads(like):
-        return value
-    return _number(value, like.dtype)
-
-
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # what is kept must serve everybody
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(value, dtype=dtype)
 
 
 class Roots(NamedTuple):
@@ -277,7 +270,9 @@ def _polynomial(
     matrix = powers[0]
     if matrix.numel() <= _FEW and len(coefficients) > 2:  # Horner with I: one call a degree
         identity = _identity_for(matrix)
-        result = torch.add(identity, matrix, alpha=coefficients[-1] * scale / coefficients[-2])
+        # For bounds beyond 1e100 the coefficients vanish, the last one first.
+        ratio = coefficients[-1] * scale / coefficients[-2] if coefficients[-2] else 0.0
+        result = torch.add(identity, matrix, alpha=ratio)
         factor = coefficients[-2] * scale
         for coefficient in coefficients[-3:0:-1]:
             result = torch.baddbmm(identity, matrix, result, beta=coefficient, alpha=factor)
@@ -287,10 +282,9 @@ def _polynomial(
     if len(coefficients) == 3 and len(powers) == 1:
         result = torch.baddbmm(matrix, matrix, matrix, beta=first, alpha=coefficients[2] * scale**2)
     elif len(coefficients) == 4 and len(powers) == 2:  # (c2 + c3 E) E^2
-        outer = matrix * (coefficients[3] * scale**3)
-        add_to_diagonal_(outer, coefficients[2] * scale**2)
+        outer = add_to_diagonal_(matrix * (coefficients[3] * scale), coefficients[2])
         target = matrix if out is matrix else matrix.clone()
-        result = symmetric_product(powers[1], outer, into=target, beta=first)
+        result = symmetric_product(powers[1], outer, into=target, beta=first, alpha=scale**2)
     else:
         result = torch.mul(matrix, first, out=out)
         for order, coefficient in enumerate(coefficients[2:], start=2):
@@ -298,18 +292,28 @@ def _polynomial(
     return add_to_diagonal_(result, coefficients[0])
 
 
+_IDENTITIES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
 def _identity_for(matrix: Tensor) -> Tensor:
-    """Return I like the matrices of a batch, ``(m, m)``."""
-    # a fake tensor must not stay in the cache
-    plain = type(matrix) is Tensor and not torch.compiler.is_compiling()
-    make = _identity if plain else _identity.__wrapped__
-    return make(matrix.size(-1), matrix.dtype, matrix.device)
+    """Return I like the matrices of a batch, ``(m, m)``; it is kept for the next call."""
+    key = (matrix.size(-1), matrix.dtype, matrix.device)
+    if torch.compiler.is_compiling() or type(matrix) is not Tensor:
+        return torch.eye(key[0], dtype=key[1], device=key[2])
+    found = _IDENTITIES.get(key)
+    if found is None:
+        with torch.inference_mode(mode=False):  # what is kept must serve everybody
+            found = torch.eye(key[0], dtype=key[1], device=key[2])
+        if _is_ordinary(found):
+            if len(_IDENTITIES) >= 64:
+                _IDENTITIES.clear()
+            _IDENTITIES[key] = found
+    return found
 
 
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(mode=False)
-def _identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.eye(size, dtype=dtype, device=device)
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Say whether a tensor is what it seems: no fake one, and none that a transform made."""
+    return type(tensor) is Tensor and not torch._is_functional_tensor(tensor)
 
 
 class _Plan(NamedTuple):

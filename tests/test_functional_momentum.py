@@ -60,6 +60,9 @@ def test_a_known_gram_matrix_saves_measuring_it(rule, shape, generator):
         found.append([rule(state.point, state.grad, *kept, correct=correct, **options), *kept])
     for own, theirs in zip(*found, strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-14)
+    known = own_gram(state.point)
+    rule(state.point, state.grad, *state.of(rule), correct=known, **options)
+    torch.testing.assert_close(known, own_gram(state.point), rtol=0, atol=0)  # only read
     error = own_gram(found[0][0]) - state.identity
     assert error.abs().max() < 1e-12
 
@@ -87,6 +90,25 @@ def test_one_pass_over_the_moments_gives_what_single_operations_give(
         found.append([moved, *kept])
     for fused, single in zip(*found, strict=True):
         torch.testing.assert_close(fused, single, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (7, 7), (20, 6), (64, 10)], ids=str)
+def test_second_moments_of_the_skew_part_stay_symmetric(shape, generator):
+    """A steady torque adds up whatever (i, j) and (j, i) round differently."""
+    n, m = shape
+    point = random_point(3, n, m, generator=generator)
+    torque = torch.randn(3, m, m, generator=generator)
+    torque = torque - torque.mT
+    skew, square = torch.zeros(3, m, m), torch.zeros(3, m, m)
+    tall = [None, None] if n == m else [torch.zeros(3, n, m), torch.zeros(3, n, m)]
+    for step in range(1, 300):
+        force = point @ torque
+        point = adam_(
+            point, force, skew, square, *tall, lr=0.1, step=float(step), correct=step % 8 == 0
+        )
+    torch.testing.assert_close(square, square.mT, rtol=0, atol=0)
+    torch.testing.assert_close(skew, -skew.mT, rtol=0, atol=0)
+    assert (own_gram(point) - torch.eye(m)).abs().max() < 4e-6
 
 
 def test_moments_of_another_order_in_memory_are_told_apart(generator):

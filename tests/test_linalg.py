@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from stiefel_opt.linalg import (
     cayley,
@@ -119,3 +120,30 @@ def test_what_is_kept_between_calls_serves_autograd_and_inference(generator):
     leaf = square.double().requires_grad_()
     roots(leaf, 1.0).shrink.sum().backward()
     assert bool(leaf.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("limit", [1e131, 1e200])
+def test_an_enormous_bound_gives_no_error(limit):
+    """The published flows get there before they leave floating point."""
+    found = roots(torch.eye(2, dtype=torch.float64).unsqueeze(0) * limit, limit).shrink
+    torch.testing.assert_close(found[0].diagonal(), -torch.ones(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("scale", [1e-16, 1e-12, 1e10])
+def test_a_scale_far_from_one_costs_no_digits(scale, generator):
+    factor = torch.randn(1, 64, 64, generator=generator, dtype=torch.float64)
+    square = factor.mT @ factor
+    square *= 4.0 / torch.linalg.matrix_norm(square, 2).item()
+    for part in (1.0, 1e-3):
+        root = roots((square * (part / scale)).float(), 4.004 * part, scale=scale).inverse_root
+        identity = root.double() @ (square * part + torch.eye(64)) @ root.double()
+        assert (identity - torch.eye(64)).abs().max() < 1e-6
+
+
+def test_transforms_leave_nothing_behind():
+    """Identities are kept; one of a transform would break every later call."""
+    matrices = torch.randn(2, 11, 11)
+    torch.func.functionalize(plus_identity)(matrices)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        plus_identity(matrices)
+    torch.testing.assert_close(plus_identity(matrices), matrices + torch.eye(11))

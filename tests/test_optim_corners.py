@@ -170,3 +170,26 @@ def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, g
         parameter.grad = torch.ones((), dtype=torch.float64).expand(shape)
         optimizer.step()
         torch.testing.assert_close(parameter, parameters[0], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_plain_rows_take_a_conjugated_gradient(rule, generator):
+    """torch hands out conjugates as views that have not been worked out yet."""
+    values = torch.randn(8, 6, generator=generator, dtype=torch.complex128)
+    parameters = [so.ManifoldParameter(values.clone(), so.Stiefel(rows=(2, 6))) for _ in range(2)]
+    grad = torch.randn(8, 6, generator=generator, dtype=torch.complex128)
+    parameters[0].grad, parameters[1].grad = grad.conj(), grad.conj().resolve_conj()
+    for parameter in parameters:
+        rule([parameter], lr=0.1).step()
+    torch.testing.assert_close(*parameters, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lr", [1e-8, 1e7])
+def test_neither_rate_nor_gradient_has_to_be_of_size_one(lr, generator):
+    weight = so.ManifoldParameter(orthonormal((128, 64), generator, torch.float32))
+    optimizer = so.StiefelSGD([weight], lr=lr, momentum=0.0)
+    for _ in range(3):
+        weight.grad = torch.randn(128, 64, generator=generator) * 0.02 / lr
+        optimizer.step()
+    assert not optimizer.skipped_steps()
+    assert so.orthonormality_error(weight) < 5e-6

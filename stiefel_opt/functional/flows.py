@@ -21,7 +21,6 @@ from stiefel_opt.linalg import (
     gram,
     infinity_norm,
     largest_bound,
-    number,
     own_gram,
     plus_identity,
     polar_rotation,
@@ -210,7 +209,7 @@ def mend_long_step(
 
 def mend_(own: Tensor) -> Tensor:
     """Turn ``own`` = X'X into M = (I - X'X)/2: one Newton-Schulz step, X + X M, mends X."""
-    return add_to_diagonal_(own.mul_(number(-0.5, own)), 0.5)
+    return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
 def mended(mending: Tensor | None, small: Tensor) -> Tensor:

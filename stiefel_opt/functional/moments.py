@@ -18,13 +18,13 @@ __all__ = [
     "Moments",
     "bias_correction",
     "fused_moments_",
-    "fused_step",
     "gain",
+    "may_fuse",
     "precondition",
     "second_moment_",
 ]
 
-# Below it eps may vanish beside nothing, and the diagonal of p is zero.
+# Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30
 
 # New value, first moment, second moment, and the running maximum of that or None.
@@ -76,50 +76,41 @@ def gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar
     return second**0.5 / first
 
 
-def fused_step(moments: list[Moments], step: Scalar, eps: float) -> float | None:
-    """Return ``step`` where torch's fused Adam may work out the moments: in eager mode on a CPU,
-    for real tensors that have their numbers in one order in memory, without gaps."""
-    value, first, second, largest = moments[0]
-    strides = value.stride()
-    if (
-        isinstance(step, Tensor)
-        or eps < _LEAST_EPS  # it would give NaN for 0/0
-        or not (reads(value) and value.is_floating_point())
-        or not (value.is_contiguous() or value.mT.is_contiguous())
-        or not strides == first.stride() == second.stride()
-        or not (largest is None or largest.stride() == strides)
-    ):
-        return None
-    return step
+def may_fuse(moments: Moments, eps: float) -> bool:
+    """Say whether torch's fused Adam may work out the moments: in eager mode on a CPU, for real
+    tensors that have their numbers in one order in memory, without gaps."""
+    value, *others = (tensor for tensor in moments if tensor is not None)
+    return (
+        reads(value)
+        and value.is_floating_point()
+        and eps >= _LEAST_EPS
+        and (value.is_contiguous() or value.mT.is_contiguous())
+        and all(other.stride() == value.stride() for other in others)
+    )
 
 
-def fused_moments_(
-    moments: list[Moments], step: float, betas: tuple[float, float], eps: float
-) -> list[Tensor]:
-    """Update first and second moments; return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^t.
+def fused_moments_(moments: Moments, step: float, betas: tuple[float, float], eps: float) -> Tensor:
+    """Update first and second moment; return what :func:`precondition` does.
 
-    One pass over memory where single operations need ten: Adam's own step, from zero with lr = -1.
-
-    Args:
-        moments: Those of f, or of f and of g.
-        step: t.
-        betas, eps: b1, b2 and eps.
+    One pass over memory where single operations need five: Adam's own step, from zero. Not for
+    skew matrices: the kernel rounds the last few numbers differently, and the m x m would not stay
+    skew.
     """
-    values, firsts, seconds, largest = map(list, zip(*moments, strict=True))
-    moved = [torch.zeros_like(first) for first in firsts]
+    value, first, second, largest = moments
+    moved = torch.zeros_like(first)
     torch._fused_adam_(
-        moved,
-        values,
-        firsts,
-        seconds,
-        largest if largest[0] is not None else [],
-        [torch.scalar_tensor(step, dtype=torch.float32)] * len(moved),
-        lr=-1.0,
+        [moved],
+        [value],
+        [first],
+        [second],
+        [] if largest is None else [largest],
+        [torch.scalar_tensor(step, dtype=torch.float32, device=first.device)],
+        lr=-1.0 / float(gain(betas, step, first.dtype)),
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=0.0,
         eps=eps,
-        amsgrad=largest[0] is not None,
+        amsgrad=largest is not None,
         maximize=False,
     )
     return moved

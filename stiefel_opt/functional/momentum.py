@@ -47,8 +47,8 @@ from stiefel_opt.functional.flows import (
 )
 from stiefel_opt.functional.moments import (
     fused_moments_,
-    fused_step,
     gain,
+    may_fuse,
     precondition,
     second_moment_,
 )
@@ -57,7 +57,6 @@ from stiefel_opt.linalg import (
     add_product_,
     add_to_diagonal_,
     gram,
-    number,
     own_gram,
     product,
     reads,
@@ -177,7 +176,7 @@ def sgd_(
     if transport == "isometric":
         moves = isometric_moves(ahead, gram_normal, lr, rotation, root=factor)
         frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
-        torch.mul(gram_normal, number(step, shift), out=shift)
+        torch.mul(gram_normal, step, out=shift)
     else:
         turn, turn_gram = published_turn(ahead, lr, rotation)
         shrink, pulled, limit = published_root(gram_normal, turn_gram, lr, root=factor)
@@ -261,42 +260,33 @@ def adam_(
             earlier = precondition(skew, square, counted, betas, eps)
             earlier_lr = lr * gain(betas, counted, square.dtype) * (before > 0)
         matrix = coupling(earlier, beta1, earlier_lr, a, transport)
-    moments = [(torque, skew, square_skew, max_square_skew)]
-    number_of_step = fused_step(moments, step, eps) if matrix is None else None
+    skew.lerp_(torque, 1 - beta1)
+    square = second_moment_(square_skew, max_square_skew, torque, beta2)
     if normal is None or square_normal is None:
-        del inner
-        if number_of_step is not None and point.size(0) > 1:
-            (ahead,) = fused_moments_(moments, number_of_step, betas, eps)
-            del torque, moments
-            return _turn_point(point, partial(_itself, ahead), lr, rotation, correct, row_sum)
-        skew.lerp_(torque, 1 - beta1)
-        square = second_moment_(square_skew, max_square_skew, torque, beta2)
-        del torque, moments
+        del inner, torque
         again = partial(precondition, skew, square, step, betas, eps)
         if point.size(0) > 1:  # a single matrix cannot be cut into batches that need less memory
             kept = again()
             again = partial(_itself, kept)
         lr = lr * gain(betas, step, square_skew.dtype)
         return _turn_point(point, again, lr, rotation, correct, row_sum)
+    ahead = precondition(skew, square, step, betas, eps, out=torque)
 
     inner = mended(mending, _times(inner, force))
     force_normal = _subtract_(product(point, inner), grad, force)  # -g
     if overlap is not None and mending is not None:
         add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
-    moments.append((force_normal, normal, square_normal, max_square_normal))
-    if number_of_step is not None and fused_step(moments[1:], step, eps) is not None:
-        ahead, direction = fused_moments_(moments, number_of_step, betas, eps)
+    moments = force_normal, normal, square_normal, max_square_normal
+    if matrix is None and not isinstance(step, Tensor) and may_fuse(moments, eps):
+        direction = fused_moments_(moments, step, betas, eps)
     else:
-        skew.lerp_(torque, 1 - beta1)
-        square = second_moment_(square_skew, max_square_skew, torque, beta2)
-        ahead = precondition(skew, square, step, betas, eps, out=torque)
         square = second_moment_(square_normal, max_square_normal, force_normal, beta2)
         if matrix is None:
             normal.lerp_(force_normal, 1 - beta1)
         else:
             _scale_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
         direction = precondition(normal, square, step, betas, eps, out=force_normal)
-        lr = lr * gain(betas, step, square_skew.dtype)
+    lr = lr * gain(betas, step, square_skew.dtype)
     del force_normal, moments
     (inner,) = sums(row_sum, (point, direction))
     add_product_(direction, point, mended(mending, mended(mending, inner)), alpha=-1.0)
@@ -347,12 +337,15 @@ def _turn_point(
     correct: bool | Tensor,
     row_sum: RowSum | None,
 ) -> Tensor:
-    """Return square X turned by eta Z; with ``correct``, rounding is taken out of X before."""
-    turn = turn_square(ahead, lr, rotation)
+    """Return square X turned by eta Z; with ``correct``, rounding is taken out of the result.
+
+    X'X is measured there even if that of X is known: it would take as much memory as X meanwhile.
+    """
+    new_point = add_product(point, point, turn_square(ahead, lr, rotation))
     if correct is not False:
-        own = correct if isinstance(correct, Tensor) else sums(row_sum, (point, point))[0]
-        turn = after(mend_(own), turn)
-    return add_product(point, point, turn)
+        (own,) = sums(row_sum, (new_point, new_point))
+        new_point = add_product(new_point, new_point, mend_(own))
+    return new_point
 
 
 def _measure(
@@ -364,12 +357,12 @@ def _measure(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return X'G, and with ``correct`` M = (I - X'X)/2 and X'B, so that X + X M is orthonormal.
 
-    X'G is then that of X + X M. Square matrices are corrected where they are turned.
+    X'G is then that of X + X M. Square matrices are corrected at the end of their step instead.
     """
     if normal is None or correct is False:
         return sum_rows(row_sum, gram(point, grad)), None, None
     if isinstance(correct, Tensor):
-        (inner, overlap), own = sums(row_sum, (point, grad), (point, normal)), correct
+        (inner, overlap), own = sums(row_sum, (point, grad), (point, normal)), correct.clone()
     else:
         own, inner, overlap = sums(row_sum, (point, point), (point, grad), (point, normal))
     mending = mend_(own)

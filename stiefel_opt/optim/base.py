@@ -364,7 +364,7 @@ class StiefelOptimizer(Optimizer):
             if bool(off.any()):
                 return self._projected(point, off, row_sum), True
         if due or not worst <= tolerance or self._is_stale(point, batch):
-            return point, own if row_sum is None else True
+            return point, own if row_sum is None and own.size(-1) < n else True
         return point, False
 
     def _projected(self, point: Tensor, off: Tensor, row_sum: RowSums | None) -> Tensor:

@@ -95,7 +95,8 @@ def step_rows(
     """Move the plain rows of parameters that are constrained in part, by ``rule``."""
     split = stack.manifold.plain_parts
     parameters = [part for p in stack.parameters for part in split(p)]
-    grads = [part.to(parameters[0].dtype) for grad in stack.grads for part in split(grad)]
+    dtype = parameters[0].dtype
+    grads = [part.to(dtype).resolve_conj() for grad in stack.grads for part in split(grad)]
     states = []
     for state, step, parameter in zip(stack.states, stack.steps, stack.parameters, strict=True):
         own = {n: t for n, t in state.items() if t is not parameter}  # a master is no state here

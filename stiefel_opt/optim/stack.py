@@ -304,7 +304,6 @@ class Batch:
         self._window: Tensor | None = None  # on the matrices of a single parameter
         self._copied = False  # channels_last, or batches of rows: what is read of it is a copy
         self._strides: tuple[int, ...] = ()  # of that parameter
-        self._offset = 0  # of the window from where that parameter begins
 
     def renew(self) -> None:
         """Take the parameters of the stack, which are other tensors now."""
@@ -367,7 +366,6 @@ class Batch:
         parameter = self._parameters[0]
         if self._single and self._whole and _aliases(matrices, parameter):
             self._window, self._strides = matrices, parameter.stride()
-            self._offset = int(matrices.storage_offset() - parameter.storage_offset())
         return matrices
 
     def grad(self) -> Tensor:
@@ -375,8 +373,8 @@ class Batch:
         grad = self._stack.grads[self.members.start]
         window = None if torch.compiler.is_compiling() else self._window
         if window is not None and grad.stride() == self._strides and not grad.is_complex():
-            offset = grad.storage_offset() + self._offset  # as the window lies in the parameter
-            matrices: Tensor = grad.as_strided(window.size(), window.stride(), offset)
+            # as the window lies in the parameter, from its first number on
+            matrices: Tensor = grad.as_strided(window.size(), window.stride())
         else:
             matrices = self._read(self._stack.grads[self.members])
         return matrices if self._stack.masters is None else matrices.float()
