@@ -69,7 +69,7 @@ class Timings:
         return {
             "median_ms": 1e3 * self.median(name),
             "quartiles_ms": [1e3 * low, 1e3 * high],
-            "rounds_ms": [1e3 * seconds for seconds in self.seconds[name]],
+            "rounds_ms": [float(f"{1e3 * seconds:.4g}") for seconds in self.seconds[name]],
         }
 
 

@@ -212,7 +212,6 @@ def measure(
     return {
         "label": row.label,
         "threads": torch.get_num_threads(),
-        "table": text,
         "contestants": record,
         "bars": [{**vars(bar), "met": bar.met} for bar in bars],
     }
