@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -344,7 +345,7 @@ class StiefelOptimizer(Optimizer):
         looks = due and stack.row_sum is None and reads(point)
         if looks or (stack.fresh and not torch.compiler.is_compiling()):
             # without a force nothing moves, not even by a correction
-            due = due and not (looks and float(torch.linalg.vector_norm(grad)) == 0.0)
+            due = due and not (looks and float(torch.linalg.vector_norm(grad, ord=math.inf)) == 0.0)
             point, correct = self._settle(point, batch, due)
         new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
         if isinstance(lr, Tensor):
