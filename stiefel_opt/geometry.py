@@ -8,7 +8,6 @@ Everything here broadcasts over leading dimensions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,16 +45,10 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
-def gram_error(point: Tensor, row_sum: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return max abs of X'X - I for each matrix, shape ``(...)``: how far X is from orthonormal.
-
-    ``row_sum`` adds up what the processes that share the rows have.
-    """
+def gram_error(point: Tensor) -> Tensor:
+    """Return max abs of X'X - I for each matrix, shape ``(...)``: how far X is from orthonormal."""
     point = widened(point)
-    gram = point.mH @ point
-    if row_sum is not None:
-        gram = row_sum(gram)
-    return identity_error(gram)
+    return identity_error(point.mH @ point)
 
 
 def identity_error(matrix: Tensor) -> Tensor:
