@@ -37,6 +37,7 @@ def run(size: int, *calls: Call) -> None:
 
 def _work(rank: int, size: int, store: str, calls: Sequence[Call]) -> None:
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # checkpoints of torch 2.9
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store, TIMEOUT, size, rank)
     for function, *arguments in calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,7 @@ MapT = TypeVar("MapT", bound=Callable[..., Any])
 
 _MKLDNN: Any = torch.backends.mkldnn
 _BACKENDS: Any = (torch.backends.cuda.matmul, _MKLDNN.matmul)
+_EXACT = ("none", "ieee")  # nobody has asked for less, or somebody for all digits
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -39,18 +41,25 @@ def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """
     if torch.compiler.is_compiling():  # the precision is set once, outside
         return no_autocast(tensor)
-    try:
-        legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by the newer names, for some backends only
-        legacy = None
-    if legacy == "highest":
+    if all(backend.fp32_precision in _EXACT for backend in _BACKENDS):
         return no_autocast(tensor)
-    return _suspended(tensor, legacy)
+    return _suspended(tensor)
+
+
+def _legacy_precision() -> str | None:
+    """Return the precision by its older name; None if the newer ones were used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns once of the older name
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError:  # set for some backends only
+            return None
 
 
 @contextlib.contextmanager
-def _suspended(tensor: Tensor, legacy: str | None) -> Iterator[None]:
+def _suspended(tensor: Tensor) -> Iterator[None]:
     """Set the precision of products to the highest, by the older name if that was used."""
+    legacy = _legacy_precision()
     earlier = [] if legacy else [backend.fp32_precision for backend in _BACKENDS]
     try:
         if legacy:
