@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import stiefel_opt as so
-from stiefel_opt.linalg import roots
+from stiefel_opt.roots import roots
 
 RULES = [so.StiefelSGD, so.StiefelAdam]
 

@@ -36,8 +36,8 @@ from stiefel_opt.linalg import (
     gram,
     product,
     reads,
-    roots,
 )
+from stiefel_opt.roots import roots
 
 __all__ = ["cayley_adam_", "cayley_sgd_"]
 

@@ -46,8 +46,8 @@ from stiefel_opt.linalg import (
     polar_rotation,
     product,
     reads,
-    roots,
 )
+from stiefel_opt.roots import roots
 
 __all__ = ["RETRACTIONS", "carry_", "descend_", "measure", "move_along_cayley", "subtract"]
 

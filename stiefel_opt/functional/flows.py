@@ -25,8 +25,8 @@ from stiefel_opt.linalg import (
     plus_identity,
     polar_rotation,
     reads,
-    roots,
 )
+from stiefel_opt.roots import roots
 
 __all__ = [
     "CANONICAL",
