@@ -21,11 +21,11 @@ from stiefel_opt._checks import check_range, fail
 from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
 from stiefel_opt.optim.options import check_sgd
 from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.stack import Batch
 
 __all__ = ["SGDG", "AdamG", "CaileySGD"]
 

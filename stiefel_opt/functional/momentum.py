@@ -20,7 +20,6 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -35,7 +34,6 @@ from stiefel_opt.functional.flows import (
     after,
     coupling,
     isometric_moves,
-    mend_,
     mend_long_step,
     mended,
     move_along_,
@@ -43,7 +41,6 @@ from stiefel_opt.functional.flows import (
     published_turn,
     sum_rows,
     sums,
-    turn_square,
 )
 from stiefel_opt.functional.moments import (
     fused_moments_,
@@ -52,11 +49,22 @@ from stiefel_opt.functional.moments import (
     precondition,
     second_moment_,
 )
+from stiefel_opt.functional.phases import (
+    advance_,
+    carry_,
+    measure,
+    momentum_of_square_,
+    scaled,
+    subtract_gradient_,
+    times_gram,
+    torque_of,
+    turn_point,
+    watch_result,
+)
 from stiefel_opt.linalg import (
     add_product,
     add_product_,
     add_to_diagonal_,
-    gram,
     own_gram,
     product,
     reads,
@@ -137,31 +145,29 @@ def sgd_(
     """
     a = metric_parameter(metric)
     if normal is None:
-        ahead = _momentum_of_square_(
-            point, grad, skew, momentum, force, nesterov, a, row_sum, watch
-        )
-        return _turn_point(point, lambda: ahead, lr, rotation, correct, row_sum)
-    inner, mending, overlap = _measure(point, grad, normal, correct, row_sum)
+        ahead = momentum_of_square_(point, grad, skew, momentum, force, nesterov, a, row_sum, watch)
+        return turn_point(point, lambda: ahead, lr, rotation, correct, row_sum)
+    inner, mending, overlap = measure(point, grad, normal, correct, row_sum)
     if watch is not None:
         watch.begin(inner)
-    torque = _torque(inner, a, force)
+    torque = torque_of(inner, a, force)
     matrix = coupling(skew, momentum, lr, a, transport)
     torch.add(torque, skew, alpha=momentum, out=skew)
     ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
     if factor is None or shift is None:
-        inner = mended(mending, _times(inner, force))
-        force_normal = _subtract_(product(point, inner), grad, force)  # -g
+        inner = mended(mending, scaled(inner, force))
+        force_normal = subtract_gradient_(product(point, inner), grad, force)  # -g
         if overlap is not None and mending is not None:
             add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
-        _scale_(normal, momentum, matrix).add_(force_normal)
+        carry_(normal, momentum, matrix).add_(force_normal)
         direction = force_normal.add_(normal, alpha=momentum) if nesterov else normal
-        return _advance_(
+        return advance_(
             point, direction, normal, ahead, mending, lr, transport, rotation, row_sum, watch
         )
 
     if overlap is not None and mending is not None:
         shift.copy_(mended(mending, mended(mending, torch.bmm(overlap, factor))))
-    inner = mended(mending, _times(inner, force))
+    inner = mended(mending, scaled(inner, force))
     if matrix is None:
         pending = product(normal, factor)
         inner = torch.sub(inner, shift, alpha=momentum)
@@ -169,7 +175,7 @@ def sgd_(
     else:
         pending = product(normal, torch.bmm(factor, matrix))
         add_product_(pending, point, torch.baddbmm(inner, shift, matrix, alpha=-1.0))
-    _subtract_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
+    subtract_gradient_(pending, grad, force, out=normal)  # B is the U of phi_3 from here on
     del pending
 
     gram_normal = sum_rows(row_sum, own_gram(normal))
@@ -183,7 +189,7 @@ def sgd_(
         torch.mul(torch.bmm(factor, gram_normal), lr, out=shift)
         add_to_diagonal_(torch.mul(pulled, lr * lr, out=factor), 1.0)
         frame, step = after(turn, shrink), lr
-        along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
+        along = times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
     if watch is not None:
         watch.go_on(gram_normal, limit)
     if mending is not None:
@@ -191,7 +197,7 @@ def sgd_(
     new_point = add_product(point, point, frame)
     move_along_(new_point, normal, along, step)
     if watch is not None and transport == "published":
-        _watch_result(watch, new_point, row_sum)
+        watch_result(watch, new_point, row_sum)
     if limit > 1 and reads(point):
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         torch.bmm(overlap, factor, out=shift)
@@ -246,10 +252,10 @@ def adam_(
     """
     a = metric_parameter(metric)
     beta1, beta2 = betas
-    inner, mending, overlap = _measure(point, grad, normal, correct, row_sum)
+    inner, mending, overlap = measure(point, grad, normal, correct, row_sum)
     if watch is not None:
         watch.begin(inner)
-    torque = _torque(inner, a, force)
+    torque = torque_of(inner, a, force)
     matrix = None
     if normal is not None and (transport == "published" or a != CANONICAL):
         earlier, earlier_lr = skew, lr
@@ -269,11 +275,11 @@ def adam_(
             kept = again()
             again = partial(_itself, kept)
         lr = lr * gain(betas, step, square_skew.dtype)
-        return _turn_point(point, again, lr, rotation, correct, row_sum)
+        return turn_point(point, again, lr, rotation, correct, row_sum)
     ahead = precondition(skew, square, step, betas, eps, out=torque)
 
-    inner = mended(mending, _times(inner, force))
-    force_normal = _subtract_(product(point, inner), grad, force)  # -g
+    inner = mended(mending, scaled(inner, force))
+    force_normal = subtract_gradient_(product(point, inner), grad, force)  # -g
     if overlap is not None and mending is not None:
         add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
     moments = force_normal, normal, square_normal, max_square_normal
@@ -284,181 +290,20 @@ def adam_(
         if matrix is None:
             normal.lerp_(force_normal, 1 - beta1)
         else:
-            _scale_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
+            carry_(normal, beta1, matrix).add_(force_normal, alpha=1 - beta1)
         direction = precondition(normal, square, step, betas, eps, out=force_normal)
     lr = lr * gain(betas, step, square_skew.dtype)
     del force_normal, moments
     (inner,) = sums(row_sum, (point, direction))
     add_product_(direction, point, mended(mending, mended(mending, inner)), alpha=-1.0)
     del inner
-    return _advance_(
+    return advance_(
         point, direction, normal, ahead, mending, lr, transport, rotation, row_sum, watch
     )
 
 
-# ---- the pieces, in the order of a step --------------------------------------------------------
-
-
-def _momentum_of_square_(
-    point: Tensor,
-    grad: Tensor,
-    skew: Tensor,
-    momentum: float,
-    force: Scalar,
-    nesterov: bool,
-    a: float,
-    row_sum: RowSum | None,
-    watch: Watch | None,
-) -> Tensor:
-    """Z <- mu Z - f of SGD on SO(n); return the direction of X: Z, or Nesterov's."""
-    if nesterov:
-        (inner,) = sums(row_sum, (point, grad))
-        if watch is not None:
-            watch.begin(inner)
-        torque = _torque(inner, a, force)
-        torch.add(torque, skew, alpha=momentum, out=skew)
-        return torque.add_(skew, alpha=momentum)
-    factor = force / (2 * (1 - a))
-    if row_sum is None and isinstance(factor, float):
-        half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
-    else:
-        half = sums(row_sum, (grad, point))[0] * factor
-        half.add_(skew, alpha=momentum / 2)
-    if watch is not None:
-        watch.begin(half)
-    return torch.sub(half, half.mH, out=skew)  # mu Z - f, as Z itself is skew
-
-
-def _turn_point(
-    point: Tensor,
-    ahead: Callable[[], Tensor],
-    lr: Scalar,
-    rotation: str,
-    correct: bool | Tensor,
-    row_sum: RowSum | None,
-) -> Tensor:
-    """Return square X turned by eta Z; with ``correct``, rounding is taken out of the result.
-
-    X'X is measured there even if that of X is known: it would take as much memory as X meanwhile.
-    """
-    new_point = add_product(point, point, turn_square(ahead, lr, rotation))
-    if correct is not False:
-        (own,) = sums(row_sum, (new_point, new_point))
-        new_point = add_product(new_point, new_point, mend_(own))
-    return new_point
-
-
-def _measure(
-    point: Tensor,
-    grad: Tensor,
-    normal: Tensor | None,
-    correct: bool | Tensor,
-    row_sum: RowSum | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return X'G, and with ``correct`` M = (I - X'X)/2 and X'B, so that X + X M is orthonormal.
-
-    X'G is then that of X + X M. Square matrices are corrected at the end of their step instead.
-    """
-    if normal is None or correct is False:
-        return sum_rows(row_sum, gram(point, grad)), None, None
-    if isinstance(correct, Tensor):
-        (inner, overlap), own = sums(row_sum, (point, grad), (point, normal)), correct.clone()
-    else:
-        own, inner, overlap = sums(row_sum, (point, point), (point, grad), (point, normal))
-    mending = mend_(own)
-    return mended(mending, inner), mending, overlap
-
-
-def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
-    """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
-    # in the memory order of S, which is also the faster one
-    difference = torch.sub(inner.mH, inner, out=torch.empty_like(inner))
-    return _times(difference, force / (2 * (1 - a)))
-
-
-def _times(matrix: Tensor, factor: Scalar) -> Tensor:
-    return matrix if isinstance(factor, float) and factor == 1.0 else matrix * factor
-
-
-def _advance_(
-    point: Tensor,
-    direction: Tensor,
-    normal: Tensor,
-    ahead: Tensor,
-    mending: Tensor | None,
-    lr: Scalar,
-    transport: str,
-    rotation: str,
-    row_sum: RowSum | None,
-    watch: Watch | None,
-) -> Tensor:
-    """phi_1 along ``ahead`` and phi_3 along V = ``direction``: return the new point, carry U.
-
-    As Xh R = X_new - eta V R, the transport of U needs no product with Xh:
-    T U = U - eta^2 V R^2 (I + R)^(-1) C - eta Xh R C = U + eta^2 V R (I + R)^(-1) C - eta X_new C.
-    """
-    own, cross = sums(row_sum, (direction, direction), (direction, normal))
-    if transport == "isometric":
-        moves = isometric_moves(ahead, own, lr, rotation, bend=True)
-        frame, along, step, limit = moves.frame, moves.inverse_root, moves.step, moves.limit
-        if watch is not None:
-            watch.go_on(cross, limit)
-        move_along_(normal, direction, _times_gram(moves.bend, cross), step * step)
-        del moves
-    else:
-        turn, turn_gram = published_turn(ahead, lr, rotation)
-        shrink, _, limit = published_root(own, turn_gram, lr)
-        if watch is not None:
-            watch.go_on(cross, limit)
-        back = torch.baddbmm(cross, turn, cross)
-        move_along_(normal, point, mended(mending, back), -lr)
-        frame, step = after(turn, shrink), lr
-        along = _times_gram(turn_gram, add_to_diagonal_(shrink, 1.0))
-    del own
-    if mending is not None:
-        frame = after(mending, frame)
-    new_point = add_product(point, point, frame)
-    move_along_(new_point, direction, along, step)
-    if watch is not None and transport == "published":
-        _watch_result(watch, new_point, row_sum)
-    if transport == "isometric":
-        move_along_(normal, new_point, cross, -step)
-    if limit > 1 and reads(point):
-        new_point, overlap = mend_long_step(new_point, normal, row_sum)
-        add_product_(normal, new_point, -overlap)
-    return new_point
-
-
 def _at_least_one(number: Scalar) -> Scalar:
     return number.clamp(min=1.0) if isinstance(number, Tensor) else max(number, 1.0)
-
-
-def _scale_(normal: Tensor, momentum: float, coupling: Tensor | None) -> Tensor:
-    """U <- U M in place; M is ``coupling``, or the number ``momentum``."""
-    if coupling is None:
-        return normal.mul_(momentum)
-    return normal.copy_(product(normal, coupling))
-
-
-def _subtract_(target: Tensor, grad: Tensor, force: Scalar, out: Tensor | None = None) -> Tensor:
-    """out = target - force grad; ``out`` defaults to ``target``."""
-    out = target if out is None else out
-    if torch.compiler.is_compiling():  # takes no ``out`` with gaps
-        return out.copy_(target - grad * force)
-    if isinstance(force, Tensor):
-        return torch.addcmul(target, grad, force, value=-1.0, out=out)
-    return torch.sub(target, grad, alpha=force, out=out)
-
-
-def _times_gram(left: Tensor | None, right: Tensor) -> Tensor:
-    """Return left @ right; None is the identity."""
-    return right if left is None else torch.bmm(left, right)
-
-
-def _watch_result(watch: Watch, new_point: Tensor, row_sum: RowSum | None) -> None:
-    """Look at the new point: the published flows may leave floating point in one step."""
-    (own,) = sums(row_sum, (new_point, new_point))
-    watch.go_on(own, float(own.abs().max()) if reads(own) else 0.0)
 
 
 def _itself(tensor: Tensor) -> Tensor:

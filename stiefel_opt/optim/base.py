@@ -24,6 +24,7 @@ from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import own_gram, reads
 from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.loading import (
     check_plain_rule,
@@ -52,7 +53,7 @@ from stiefel_opt.optim.refusals import (
     warn_if_nothing_is_constrained,
 )
 from stiefel_opt.optim.shards import Shards, shards_of
-from stiefel_opt.optim.stack import Batch, Stack
+from stiefel_opt.optim.stack import Stack
 from stiefel_opt.optim.state import State, StateNames, complete_state
 
 __all__ = ["StiefelOptimizer"]

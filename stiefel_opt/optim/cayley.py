@@ -10,10 +10,10 @@ from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.options import check_adam, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.stack import Batch
 from stiefel_opt.optim.state import StateNames
 from stiefel_opt.optim.velocity import VelocityOptimizer
 

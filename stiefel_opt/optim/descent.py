@@ -10,10 +10,10 @@ from stiefel_opt._checks import check_choice
 from stiefel_opt.functional.descent import RETRACTIONS, descend_
 from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.options import check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.stack import Batch
 from stiefel_opt.optim.state import StateNames
 from stiefel_opt.optim.velocity import VelocityOptimizer
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from stiefel_opt.functional.finite import UnsafeSumError, Watch, largest_safe
 from stiefel_opt.linalg import reads
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.master import state_dtype
 from stiefel_opt.optim.readings import Group, name_of
-from stiefel_opt.optim.stack import Batch, Stack
+from stiefel_opt.optim.stack import Stack
 
 __all__ = ["is_safe", "step_safely", "warn_of_skipped", "warn_of_tallies"]
 

@@ -17,10 +17,10 @@ from stiefel_opt.functional.momentum import (
     sgd_,
 )
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.options import check_adam, check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.stack import Batch
 from stiefel_opt.optim.state import StateNames
 from stiefel_opt.optim.velocity import VelocityOptimizer, exceeds_rounding, measure_overlap
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
 from stiefel_opt.functional.momentum import METRICS
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.stack import Batch
 
 __all__ = ["check_adam", "check_common", "check_metric", "check_sgd", "force_of"]
 

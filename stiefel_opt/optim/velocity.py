@@ -13,9 +13,9 @@ from stiefel_opt._checks import fail
 from stiefel_opt.functional.flows import RowSum
 from stiefel_opt.linalg import gram
 from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.master import point_of
 from stiefel_opt.optim.readings import reading
-from stiefel_opt.optim.stack import Batch
 
 __all__ = ["VelocityOptimizer", "exceeds_rounding", "measure_overlap"]
 
