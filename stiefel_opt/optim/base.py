@@ -6,26 +6,22 @@ import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.distributed import RowSums
 from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import sum_rows
 from stiefel_opt.functional.precision import exact_products
-from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import own_gram, reads
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.linalg import reads
+from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.batch import Batch
 from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
+from stiefel_opt.optim.gathered import Gathered, gather
 from stiefel_opt.optim.loading import (
     check_plain_rule,
     check_state_dict,
@@ -52,7 +48,8 @@ from stiefel_opt.optim.refusals import (
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
-from stiefel_opt.optim.shards import Shards, shards_of
+from stiefel_opt.optim.settling import settle
+from stiefel_opt.optim.shards import Shards
 from stiefel_opt.optim.stack import Stack
 from stiefel_opt.optim.state import State, StateNames, complete_state
 
@@ -61,30 +58,6 @@ __all__ = ["StiefelOptimizer"]
 # Rounding in X'X and X'U is measured and removed every so many steps where reading the count is
 # free, and in every step elsewhere.
 _CORRECTION_PERIOD = 8
-
-
-@dataclass
-class Gathered:
-    """What one step of one group works on; kept while the same parameters have gradients."""
-
-    active: list[Tensor]
-    tags: list[Any]
-    stiefel: Any
-    names: StateNames
-    plain: list[Tensor] = field(default_factory=list)
-    equals: list[tuple[Stiefel, list[Tensor], Shards | None]] = field(default_factory=list)
-    stacks: list[Stack] = field(default_factory=list)  # one for each of ``equals``, once built
-
-    def fits(self, active: list[Tensor], stiefel: Any, names: StateNames) -> bool:
-        """Say whether this still describes the group."""
-        return (
-            len(active) == len(self.active)
-            and all(map(operator.is_, active, self.active))
-            and all(map(operator.is_, map(manifold_of, active), self.tags))
-            and stiefel is self.stiefel
-            and names == self.names
-            and all(stack.intact() for stack in self.stacks)
-        )
 
 
 class StiefelOptimizer(Optimizer):
@@ -220,29 +193,12 @@ class StiefelOptimizer(Optimizer):
                     self._step_stack(group, stack)
 
     def _gather(self, number: int, group: Group) -> Gathered:
-        """Split the parameters that have a gradient into plain ones and lists of equals."""
+        """Return what a step of a group works on; kept while nothing of it has changed."""
         active = [p for p in group["params"] if p.grad is not None]
         names = self._state_names(group)
         work = self._gathered.get(number)
-        if work is not None and work.fits(active, group["stiefel"], names):
-            return work
-        work = Gathered(active, list(map(manifold_of, active)), group["stiefel"], names)
-        equals: dict[Any, tuple[Stiefel, list[Tensor], Shards | None]] = {}
-        for parameter in active:
-            manifold = reading(parameter, group)
-            if manifold is None:
-                work.plain.append(parameter)
-                continue
-            alone = id(parameter) if manifold.rows is not None else None
-            layout = None
-            if isinstance(parameter, DTensor):
-                layout = (parameter.device_mesh, tuple(parameter.placements))
-            key = (parameter.shape, parameter.dtype, parameter.device, manifold, alone, layout)
-            if key not in equals:
-                equals[key] = (manifold, [], shards_of(parameter, manifold))
-            equals[key][1].append(parameter)
-        work.equals = list(equals.values())
-        self._gathered[number] = work
+        if work is None or not work.fits(active, group["stiefel"], names):
+            work = self._gathered[number] = gather(active, group, names)
         return work
 
     def _check_gradients(self, work: Gathered, raises: bool) -> None:
@@ -347,37 +303,11 @@ class StiefelOptimizer(Optimizer):
         if looks or (stack.fresh and not torch.compiler.is_compiling()):
             # without a force nothing moves, not even by a correction
             due = due and not (looks and float(torch.linalg.vector_norm(grad, ord=math.inf)) == 0.0)
-            point, correct = self._settle(point, batch, due)
+            point, correct = settle(point, batch, due, self._is_stale)
         new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
         if isinstance(lr, Tensor):
             new_point = torch.where(lr == 0, point, new_point)
         return new_point if scale == 1.0 else new_point.mul_(scale)
-
-    def _settle(self, point: Tensor, batch: Batch, due: bool) -> tuple[Tensor, bool | Tensor]:
-        """Project matrices that are off the manifold; return what is to be corrected, or X'X."""
-        row_sum, n = batch.row_sum, batch.row_count
-        own = sum_rows(row_sum, own_gram(point))
-        error = identity_error(own)
-        worst, tolerance = float(error.amax()), orthonormality_tolerance(point.dtype, n)
-        if not worst <= 10 * tolerance:
-            off = ~(error <= 10 * tolerance)
-            if row_sum is None:  # X'X may overflow where X does not
-                off &= point.isfinite().all(dim=-1).all(dim=-1)
-            if bool(off.any()):
-                return self._projected(point, off, row_sum), True
-        if due or not worst <= tolerance or self._is_stale(point, batch):
-            return point, own if row_sum is None and own.size(-1) < n else True
-        return point, False
-
-    def _projected(self, point: Tensor, off: Tensor, row_sum: RowSums | None) -> Tensor:
-        """Return the matrices with those that are ``off`` replaced by their polar factors."""
-        point = point.clone()
-        found = point[off]
-        if row_sum is None:
-            point[off] = polar_factor(found)
-        else:
-            point[off] = row_sum.with_all_rows(polar_factor, found)
-        return point
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
