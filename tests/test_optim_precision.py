@@ -122,6 +122,7 @@ def settings() -> list[str]:
 LOW = [(legacy, "high"), (legacy, "medium"), (every_backend, "tf32"), (cuda_only, "tf32")]
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
 @pytest.mark.parametrize(("choose", "value"), LOW)
 @pytest.mark.usefixtures("restored")
 def test_the_choice_is_suspended_in_a_step_and_then_back(choose, value, monkeypatch):
@@ -208,6 +209,7 @@ class LowProducts(TorchDispatchMode):
 
 
 @every_optimizer
+@pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
 @pytest.mark.parametrize(("choose", "value"), LOW)
 @pytest.mark.usefixtures("restored")
 def test_errors_stay_at_float32_rounding_where_products_are_rounded(name, choose, value, generator):
