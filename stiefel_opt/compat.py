@@ -18,10 +18,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.batch import Batch
+from stiefel_opt.optim.batch import Batch, Given
 from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
 from stiefel_opt.optim.options import check_sgd
 from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
@@ -240,19 +239,10 @@ class AdamG(CayleyAdam):
         check_range("epsilon", group["epsilon"], 0.0)
 
     @override
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         betas = group["momentum"], group["beta2"]
         options = {**group, "betas": betas, "eps": group["epsilon"]}
-        return super()._move(options, point, grad, batch, lr, correct, watch)
+        return super()._move(options, batch, given)
 
     @override
     def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.precision import exact_products
 from stiefel_opt.linalg import reads
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch
+from stiefel_opt.optim.batch import Batch, Given
 from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.gathered import Gathered, gather
 from stiefel_opt.optim.loading import (
@@ -89,16 +89,7 @@ class StiefelOptimizer(Optimizer):
         """Return what a group keeps for each matrix, which may depend on its options."""
 
     @abstractmethod
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         """Return the new point of a batch and update its state."""
 
     @abstractmethod
@@ -304,7 +295,7 @@ class StiefelOptimizer(Optimizer):
             # without a force nothing moves, not even by a correction
             due = due and not (looks and float(torch.linalg.vector_norm(grad, ord=math.inf)) == 0.0)
             point, correct = settle(point, batch, due, self._is_stale)
-        new_point = self._move(group, point, grad, batch, lr / scale, correct, watch)
+        new_point = self._move(group, batch, Given(point, grad, lr / scale, correct, watch))
         if isinstance(lr, Tensor):
             new_point = torch.where(lr == 0, point, new_point)
         return new_point if scale == 1.0 else new_point.mul_(scale)

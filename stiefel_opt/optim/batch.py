@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from stiefel_opt.functional.finite import Watch
 from stiefel_opt.linalg import reads
 from stiefel_opt.optim.state import State
 
 if TYPE_CHECKING:
     from stiefel_opt.optim.stack import Stack
 
-__all__ = ["Batch", "aliases", "as_batch"]
+__all__ = ["Batch", "Given", "aliases", "as_batch"]
+
+
+class Given(NamedTuple):
+    """What one step gives a rule for a batch of matrices, beside their state and the options.
+
+    Attributes:
+        point, grad: X and G, ``(k, n, m)``; only read.
+        lr: eta for orthonormal X.
+        correct: Whether rounding in X'X and X'U is to be removed; or X'X, if known.
+        watch: Looks at the sums of the step; None: nobody does.
+    """
+
+    point: Tensor
+    grad: Tensor
+    lr: float | Tensor
+    correct: bool | Tensor
+    watch: Watch | None
 
 
 class Batch:

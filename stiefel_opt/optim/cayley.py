@@ -8,9 +8,8 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
-from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch
+from stiefel_opt.optim.batch import Batch, Given
 from stiefel_opt.optim.options import check_adam, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
@@ -102,30 +101,21 @@ class CayleySGD(VelocityOptimizer):
         return StateNames(["momentum_skew"], [], ["momentum_normal"])
 
     @override
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         return cayley_sgd_(
-            point,
-            grad,
+            given.point,
+            given.grad,
             batch.state["momentum_skew"],
             batch.state.get("momentum_normal"),
-            lr=lr,
+            lr=given.lr,
             momentum=group["momentum"],
             force=force_of(group, batch),
             nesterov=group["nesterov"],
             steps=group["steps"],
             exact=group["exact"],
-            correct=correct,
+            correct=given.correct,
             row_sum=batch.row_sum,
-            watch=watch,
+            watch=given.watch,
         )
 
     @override
@@ -222,34 +212,25 @@ class CayleyAdam(VelocityOptimizer):
         return StateNames(["momentum_skew"], [], ["momentum_normal"], norms, rows)
 
     @override
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         state = batch.state
         return cayley_adam_(
-            point,
-            grad,
+            given.point,
+            given.grad,
             state["momentum_skew"],
             state.get("momentum_normal"),
             state["exp_avg_sq_norm"],
             state.get("max_exp_avg_sq_norm"),
-            lr=lr,
+            lr=given.lr,
             step=batch.step_number(),
             betas=group["betas"],
             eps=group["eps"],
             force=-1.0 if group["maximize"] else 1.0,
             steps=group["steps"],
             exact=group["exact"],
-            correct=correct,
+            correct=given.correct,
             row_sum=batch.row_sum,
-            watch=watch,
+            watch=given.watch,
         )
 
     @override

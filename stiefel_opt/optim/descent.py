@@ -8,9 +8,8 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice
 from stiefel_opt.functional.descent import RETRACTIONS, descend_
-from stiefel_opt.functional.finite import Watch
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch
+from stiefel_opt.optim.batch import Batch, Given
 from stiefel_opt.optim.options import check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
@@ -105,30 +104,21 @@ class ProjectedRGD(VelocityOptimizer):
         return StateNames(["momentum_skew"], [], ["momentum_normal"])
 
     @override
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         return descend_(
-            point,
-            grad,
+            given.point,
+            given.grad,
             batch.state.get("momentum_skew"),
             batch.state.get("momentum_normal"),
-            lr=lr,
+            lr=given.lr,
             momentum=group["momentum"],
             force=force_of(group, batch),
             nesterov=group["nesterov"],
             metric=group["metric"],
             retraction=group["retraction"],
-            correct=correct,
+            correct=given.correct,
             row_sum=batch.row_sum,
-            watch=watch,
+            watch=given.watch,
         )
 
     @override

@@ -8,7 +8,6 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice
-from stiefel_opt.functional.finite import Watch
 from stiefel_opt.functional.momentum import (
     ROTATIONS,
     TRANSPORTS,
@@ -17,7 +16,7 @@ from stiefel_opt.functional.momentum import (
     sgd_,
 )
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch
+from stiefel_opt.optim.batch import Batch, Given
 from stiefel_opt.optim.options import check_adam, check_metric, check_sgd, force_of
 from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
 from stiefel_opt.optim.readings import Group
@@ -135,23 +134,14 @@ class StiefelSGD(VelocityOptimizer):
         return _SGD_STATE
 
     @override
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         state = batch.state
         normal = state.get("momentum_normal")
         factor, shift = state.get("deferred_factor"), state.get("deferred_shift")
         if normal is not None and factor is not None and shift is not None:
             if group["nesterov"]:
                 if batch.deferred:
-                    normal.copy_(normal_part(point, normal, factor, shift))
+                    normal.copy_(normal_part(given.point, normal, factor, shift))
                     factor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
                     shift.zero_()
                     batch.deferred = False
@@ -159,22 +149,22 @@ class StiefelSGD(VelocityOptimizer):
             else:
                 batch.deferred = True
         return sgd_(
-            point,
-            grad,
+            given.point,
+            given.grad,
             state["momentum_skew"],
             normal,
             factor,
             shift,
-            lr=lr,
+            lr=given.lr,
             momentum=group["momentum"],
             force=force_of(group, batch),
             nesterov=group["nesterov"],
             metric=group["metric"],
             transport=group["transport"],
             rotation=group["rotation"],
-            correct=correct,
+            correct=given.correct,
             row_sum=batch.row_sum,
-            watch=watch,
+            watch=given.watch,
         )
 
     @override
@@ -283,27 +273,18 @@ class StiefelAdam(VelocityOptimizer):
         return _AMSGRAD_STATE if group["amsgrad"] else _ADAM_STATE
 
     @override
-    def _move(
-        self,
-        group: Group,
-        point: Tensor,
-        grad: Tensor,
-        batch: Batch,
-        lr: float | Tensor,
-        correct: bool | Tensor,
-        watch: Watch | None,
-    ) -> Tensor:
+    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
         state = batch.state
         return adam_(
-            point,
-            grad,
+            given.point,
+            given.grad,
             state["momentum_skew"],
             state["exp_avg_sq_skew"],
             state.get("momentum_normal"),
             state.get("exp_avg_sq_normal"),
             state.get("max_exp_avg_sq_skew"),
             state.get("max_exp_avg_sq_normal"),
-            lr=lr,
+            lr=given.lr,
             step=batch.step_number(),
             betas=group["betas"],
             eps=group["eps"],
@@ -311,9 +292,9 @@ class StiefelAdam(VelocityOptimizer):
             metric=group["metric"],
             transport=group["transport"],
             rotation=group["rotation"],
-            correct=correct,
+            correct=given.correct,
             row_sum=batch.row_sum,
-            watch=watch,
+            watch=given.watch,
         )
 
     @override
