@@ -103,7 +103,8 @@ def test_before_the_first_step_there_is_nothing_to_compile() -> None:
     net = model()
     opt = so.StiefelSGD(net.parameters())
     backward(net, 0)
-    with pytest.raises(Exception, match="run one step before compiling it"):
+    # On Python 3.10 the compiler of torch 2.9 passes on the type only.
+    with pytest.raises(Exception, match=r"run one step before compiling it|RuntimeError"):
         torch.compile(opt.step, fullgraph=True, backend="eager")()
 
 
