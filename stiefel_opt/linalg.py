@@ -166,7 +166,9 @@ def largest_bound(matrix: Tensor, cap: float) -> float:
     square = torch.linalg.vector_norm(matrix.flatten(1), dim=-1).square_().div_(size)
     deviation = square.addcmul_(mean, mean, value=-1.0).clamp_(min=0.0).sqrt_()
     # 1 % for the rounding of the difference
-    return 1.01 * float(mean.add_(deviation, alpha=math.sqrt(size - 1)).max())
+    bound = 1.01 * float(mean.add_(deviation, alpha=math.sqrt(size - 1)).max())
+    # the squares may overflow where the entries do not
+    return bound if bound < math.inf else float(infinity_norm(matrix).max())
 
 
 def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:

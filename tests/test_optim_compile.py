@@ -123,3 +123,41 @@ def test_inductor_gives_the_same_numbers(name: str) -> None:
         twin_opt.step()
     for left, right in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler record function", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch about itself
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@compiled_optimizers
+def test_small_steps_of_half_precision_add_up(
+    name: str, backend: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Each is lost in the rounding of the parameter, not in that of its master."""
+    wide, rows = so.Stiefel(), so.Stiefel(rows=((0, 4), (6, 10)))
+    values = [torch.randn(shape, generator=generator) for shape in ((6, 4), (6, 4), (12, 5))]
+    both = []
+    for _ in range(2):
+        params = [
+            so.ManifoldParameter(value.to(dtype), manifold)
+            for value, manifold in zip(values, (wide, wide, rows), strict=True)
+        ]
+        both.append((params, optimizer(name, params, lr=torch.tensor(1e-5), weight_decay=0)))
+    (params, opt), (others, eager) = both
+    steps = [opt.step, eager.step]
+    for number in range(21):
+        for own, theirs in zip(params, others, strict=True):
+            own.grad = theirs.grad = torch.randn(own.shape, generator=generator).add_(2.0).to(dtype)
+        for step in steps:
+            step()
+        if number == 0:
+            starts = [opt.state[own]["master"].clone() for own in params]
+            steps[0] = torch.compile(opt.step, fullgraph=True, backend=backend)
+    for own, theirs, start in zip(params, others, starts, strict=True):
+        master, expected = opt.state[own]["master"], eager.state[theirs]["master"]
+        torch.testing.assert_close(master, expected, rtol=0, atol=2e-6)
+        assert (master - start).abs().max() > 2e-5
+        assert torch.equal(master.to(dtype), own)
+        assert so.orthonormality_error(master, own.manifold) < 1e-6

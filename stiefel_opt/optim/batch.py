@@ -91,11 +91,10 @@ class Batch:
 
     def finite_members(self) -> Tensor:
         """Say for each parameter whether its state is finite."""
-        found = [
-            tensor.isfinite().all(dim=-1).all(dim=-1).view(self.count, -1).all(dim=-1)
-            for tensor in self.state.values()
-        ]
-        return torch.stack(found).all(dim=0)
+        finite = torch.ones(self.count, dtype=torch.bool, device=self._parameters[0].device)
+        for tensor in self.state.values():  # none for descent without momentum
+            finite &= tensor.isfinite().all(dim=-1).all(dim=-1).view(self.count, -1).all(dim=-1)
+        return finite
 
     def restart(self, members: Tensor) -> None:
         """Make the state of these parameters that of a first step.

@@ -38,13 +38,14 @@ def point_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     return value.to(state_dtype(value.dtype))
 
 
-def follow_(masters: Tensor, parameters: list[Tensor]) -> None:
-    """Let masters take the values that somebody else wrote into their parameters.
+def follow_(masters: Tensor, found: Tensor) -> None:
+    """Let masters take the values that somebody else wrote into their parameters, ``found``.
 
-    A number that still is the rounded master leaves the master its digits.
+    A number that still is the rounded master leaves the master its digits. Bits are compared: a
+    compiler may drop the rounding in front of a comparison of numbers.
     """
-    found = torch.stack(parameters)
-    torch.where(masters.to(found.dtype) == found, masters, found.to(masters.dtype), out=masters)
+    same = masters.to(found.dtype).view(torch.int16) == found.view(torch.int16)
+    torch.where(same, masters, found.to(masters.dtype), out=masters)
 
 
 def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) -> None:

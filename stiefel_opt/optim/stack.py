@@ -121,7 +121,11 @@ class Stack:
         if self.shards is not None:
             found = [self.shards.local(parameter) for parameter in found]
         if self.masters is not None:
-            follow_(self.masters, found)
+            if torch.compiler.is_compiling():  # it must see one tensor for each memory
+                for master, parameter in zip(self.parameters, found, strict=True):
+                    follow_(master, parameter)
+            else:
+                follow_(self.masters, torch.stack(found))
         elif self.shards is not None:
             self.parameters = found
             for batch in self.batches:
