@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Collection
 
 import torch
@@ -32,9 +33,10 @@ def check_range(
 ) -> None:
     """Raise unless ``value`` is a number in [low, high), or in (low, high) with ``open_low``."""
     interval = f"{'(' if open_low else '['}{low:g}, {high:g})"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(fail(name, f"be a number in {interval}", repr(value)))
-    if not low <= value < high or (open_low and value == low):
+    number = float(value)
+    if not low <= number < high or (open_low and number == low):
         raise ValueError(fail(name, f"be in {interval}", value))
 
 

@@ -10,6 +10,7 @@ rounding; steps are bounded by the Frobenius norm of W, not by its 1-norm, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.manifold import Stiefel, manifold_of, tag
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.batch import Batch, Given
 from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
@@ -37,7 +38,8 @@ class SGDG(CayleySGD):
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: As in :class:`CayleySGD`; dampening
             acts on both kinds.
-        stiefel: Whether a group is constrained. Default: no.
+        stiefel: Whether a group is constrained; parameters with a tag then keep its reading.
+            Default: those with a tag.
         omega: Must be 0: the released code never used it.
         grad_clip: Must be None: the released code never used it.
 
@@ -55,7 +57,7 @@ class SGDG(CayleySGD):
         dampening: float = 0,
         weight_decay: float = 0,
         nesterov: bool = False,
-        stiefel: bool = False,
+        stiefel: bool | None = None,
         omega: float = 0,
         grad_clip: float | None = None,
     ) -> None:
@@ -74,8 +76,7 @@ class SGDG(CayleySGD):
     @override
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
-        for group in _split(param_group, self.defaults):
-            super().add_param_group(group)
+        _add_parts(self, super().add_param_group, param_group)
 
 
 class CaileySGD(SGDG):
@@ -100,14 +101,16 @@ class CaileySGD(SGDG):
         dampening: float = 0,
         weight_decay: float = 0,
         nesterov: bool = False,
-        stiefel: bool = False,
+        stiefel: bool | None = None,
         iters: int = 5,
         grad_clip: float | None = None,
         dtype: str | None = None,
     ) -> None:
-        if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-            raise ValueError(fail("dtype", "be None or the name of a dtype of torch", repr(dtype)))
-        self._dtype = None if dtype is None else getattr(torch, dtype)
+        self._dtype = None if dtype is None else getattr(torch, str(dtype), None)
+        known = isinstance(self._dtype, torch.dtype) and self._dtype.is_floating_point
+        if dtype is not None and not known:
+            wanted = "be None or the name of a floating-point dtype of torch"
+            raise ValueError(fail("dtype", wanted, repr(dtype)))
         self._copies: list[tuple[Tensor, Tensor]] = []  # a parameter, and what moves for it
         self._iterations = iters
         super().__init__(
@@ -118,14 +121,22 @@ class CaileySGD(SGDG):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as :class:`SGDG`; parameters of another dtype are represented by copies."""
         pairs: list[tuple[Tensor, Tensor]] = []
+        if not isinstance(param_group, dict):
+            raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
 
         def moving(item: Any) -> Any:
             if isinstance(item, tuple):
                 return (item[0], moving(item[1]))
             if self._dtype is None or not isinstance(item, Tensor) or item.dtype == self._dtype:
                 return item
-            pairs.append((item, torch.nn.Parameter(item.detach().to(self._dtype))))
-            return pairs[-1][1]
+            if any(item is other for other, _ in (*self._copies, *pairs)):
+                called, remedy = f"params, shape {tuple(item.shape)},", "list each only once"
+                raise ValueError(fail(called, "appear once", "it twice", remedy))
+            copy = torch.nn.Parameter(item.detach().to(self._dtype))
+            if (manifold := manifold_of(item)) is not None:
+                tag(copy, manifold)
+            pairs.append((item, copy))
+            return copy
 
         params = _listed(param_group["params"])
         group = {"steps": self._iterations, **param_group, "params": params}
@@ -178,7 +189,7 @@ class AdamG(CayleyAdam):
         dampening, nesterov: For plain parameters.
         grassmann: Must be False: it has no effect in the released code.
         beta2, epsilon: Second beta and eps.
-        stiefel: Whether a group is constrained; in the released code only groups can say so.
+        stiefel: As in :class:`SGDG`; in the released code only groups can say so.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -200,7 +211,7 @@ class AdamG(CayleyAdam):
         omega: float = 0,
         grad_clip: float | None = None,
         *,
-        stiefel: bool = False,
+        stiefel: bool | None = None,
     ) -> None:
         _refuse_what_was_ignored(omega, grad_clip)
         if grassmann:
@@ -228,8 +239,7 @@ class AdamG(CayleyAdam):
     @override
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
-        for group in _split(param_group, self.defaults):
-            super().add_param_group(group)
+        _add_parts(self, super().add_param_group, param_group)
 
     @override
     def _check_options(self, group: Group) -> None:
@@ -271,18 +281,43 @@ def _listed(params: Any) -> Any:
     return params if isinstance(params, set) else list(params)
 
 
+def _add_parts(optimizer: StiefelOptimizer, add: Callable[[Group], None], group: Group) -> None:
+    """Add the parts of a group, all of them or none."""
+    count = len(optimizer.param_groups)
+    try:
+        for part in _split(group, optimizer.defaults):
+            add(part)
+    except Exception:
+        del optimizer.param_groups[count:]
+        raise
+
+
 def _split(group: Group, defaults: Group) -> list[Group]:
-    """Return a group with ``stiefel=True`` as one constrained and one plain, others as they are."""
-    if not isinstance(group, dict) or group.get("stiefel", defaults["stiefel"]) is not True:
+    """Return a group as up to three: read as in the released code, by tags, and plain.
+
+    ``stiefel=True`` constrains matrices of few rows; parameters with a tag keep its reading, as in
+    every optimizer here. ``stiefel=None`` constrains only those.
+    """
+    if not isinstance(group, dict):
         return [group]
-    params = _listed(group["params"])
-    if isinstance(params, set):
+    wanted, params = group.get("stiefel", defaults["stiefel"]), _listed(group["params"])
+    if isinstance(params, set) or not (wanted is None or wanted is True):
         return [group]
-    flat: list[Any] = [item for item in params if _has_few_rows(item)]
-    rest: list[Any] = [item for item in params if not _has_few_rows(item)]
-    constrained = {**group, "params": flat, "stiefel": Stiefel(flatten=True)}
-    plain = {**group, "params": rest, "stiefel": False}
-    return [part for part in (constrained, plain) if part["params"]] or [group]
+    tagged: list[Any] = [item for item in params if _is_tagged(item)]
+    others: list[Any] = [item for item in params if not _is_tagged(item)]
+    flat: list[Any] = [item for item in others if wanted and _has_few_rows(item)]
+    rest: list[Any] = [item for item in others if not (wanted and _has_few_rows(item))]
+    parts = [
+        {**group, "params": flat, "stiefel": Stiefel(flatten=True)},
+        {**group, "params": tagged, "stiefel": None},
+        {**group, "params": rest, "stiefel": False},
+    ]
+    return [part for part in parts if part["params"]] or [group]
+
+
+def _is_tagged(item: Any) -> bool:
+    parameter = item[1] if isinstance(item, tuple) else item
+    return isinstance(parameter, Tensor) and manifold_of(parameter) is not None
 
 
 def _has_few_rows(item: Any) -> bool:

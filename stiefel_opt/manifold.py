@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -94,6 +94,10 @@ class Stiefel:
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:
         """Return the reading that :meth:`as_dict` described."""
+        known = {field.name for field in fields(cls)}
+        if not known >= reading.keys():
+            wanted = f"have no other keys than {sorted(known)}"
+            raise ValueError(fail("stiefel", wanted, dict(reading)))
         return cls(**reading)
 
     # ---- as shapes -----------------------------------------------------------------------------

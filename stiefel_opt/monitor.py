@@ -52,6 +52,8 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
         raise TypeError(fail("x", "be a tensor or a torch.nn.Module", type(x).__name__))
     if not (x.is_floating_point() or x.is_complex()):
         raise TypeError(fail("x", "have a floating-point dtype", x.dtype))
+    if not (manifold is None or isinstance(manifold, Stiefel)):
+        raise TypeError(fail("manifold", "be None or a Stiefel", repr(manifold)))
     reading = manifold or manifold_of(x) or Stiefel()
     reading.check(x.shape, "x")
     return _error(x, reading)

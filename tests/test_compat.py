@@ -172,7 +172,11 @@ def test_a_closure_is_called_once():
         (SGDG, {"grad_clip": 1.0}, "`grad_clip` must be None, got 1.0; it was never used; call"),
         (CaileySGD, {"grad_clip": 1.0}, "`grad_clip` must be None, got 1.0"),
         (CaileySGD, {"dtype": "float"}, None),
-        (CaileySGD, {"dtype": "floating"}, "`dtype` must be None or the name of a dtype of torch"),
+        (
+            CaileySGD,
+            {"dtype": "floating"},
+            "`dtype` must be None or the name of a floating",
+        ),
         (CaileySGD, {"iters": -1}, "`steps` must be at least 0, got -1"),
         (AdamG, {"grassmann": True}, "`grassmann` must be False, got True; set stiefel=True"),
         (AdamG, {"beta2": 1.0}, r"`beta2` must be in \[0, 1\), got 1.0"),
@@ -198,3 +202,40 @@ def test_a_copy_follows_a_parameter_that_is_loaded():
     opt.param_groups[0]["momentum"] = 0.0
     opt.step()
     assert (layer.weight.float() - torch.eye(4, 8)).abs().max() < 1e-2  # not the weights of before
+
+
+@pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
+@pytest.mark.parametrize("stiefel", [None, True])
+def test_a_tag_decides_how_its_parameter_is_read(rule, stiefel):
+    heads = so.constrain(nn.Linear(6, 12, bias=False), heads=4)
+    tall = so.constrain(nn.Linear(3, 6, bias=False))
+    plain = nn.Parameter(torch.ones(3))
+    options = {} if stiefel is None else {"stiefel": stiefel}
+    opt = rule([heads.weight, plain, tall.weight], lr=0.1, momentum=0.9, **options)
+    for _ in range(3):
+        for parameter in (heads.weight, plain, tall.weight):
+            parameter.grad = torch.ones_like(parameter).cumsum(0)
+        opt.step()
+    assert so.orthonormality_error(heads.weight) < 1e-6
+    assert so.orthonormality_error(tall.weight) < 1e-6
+    assert not torch.equal(plain, torch.ones(3))
+
+
+@pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
+def test_a_refused_group_leaves_no_trace(rule):
+    first, second = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))
+    opt = rule([second], lr=0.1)
+    with pytest.raises(ValueError, match="appear once"):
+        opt.add_param_group({"params": [first, second], "stiefel": True})
+    assert len(opt.param_groups) == 1
+    opt.add_param_group({"params": [first], "stiefel": True})
+    assert len(opt.param_groups) == 2
+
+
+def test_no_parameter_is_copied_twice():
+    weight = nn.Parameter(torch.randn(3, 5).bfloat16())
+    groups = [{"params": [weight]}, {"params": [weight]}]
+    with pytest.raises(ValueError, match="appear once, got it twice"):
+        CaileySGD(groups, lr=0.1, stiefel=True, dtype="float32")
+    with pytest.raises(TypeError, match="`param_group` must be a dict, got list"):
+        CaileySGD([weight], lr=0.1, stiefel=True).add_param_group([weight])

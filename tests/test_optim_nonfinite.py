@@ -279,3 +279,32 @@ def test_loading_keeps_the_tally_and_refuses_an_unknown_choice() -> None:
     saved["param_groups"][0]["nonfinite"] = "rise"
     with pytest.raises(ValueError, match="`nonfinite` must be one of"):
         opt.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("retraction", ["cayley", "qr", "polar"])
+@pytest.mark.parametrize("shape", [(40, 39), (60, 30), (16, 16), (300, 100)])
+def test_gradients_up_to_the_limit_move(
+    retraction: str, momentum: float, shape: tuple[int, int], generator: torch.Generator
+) -> None:
+    """Bounds on sums take squares of them: |G|^4 leaves float32 long before |G|^2."""
+    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+    opt = so.ProjectedRGD([weight], lr=0.1, momentum=momentum, retraction=retraction)
+    for size in (1e9, 4e10, 1e13):
+        before = weight.detach().clone()
+        grad = torch.randn(shape, generator=generator)
+        weight.grad = grad * (size / grad.norm())
+        opt.step()
+        assert not torch.equal(weight, before)
+        assert so.orthonormality_error(weight) < 1e-5
+    assert opt.skipped_steps() == {}
+
+
+def test_an_overflow_without_momentum_is_a_skipped_step() -> None:
+    weight, plain = so.ManifoldParameter(torch.eye(40, 39)), nn.Parameter(torch.zeros(3))
+    opt = so.ProjectedRGD([plain, weight], lr=0.1)
+    weight.grad, plain.grad = torch.full((40, 39), 1e15), torch.ones(3)
+    with pytest.warns(UserWarning, match="was not finite"):
+        opt.step()
+    assert torch.equal(weight, torch.eye(40, 39))
+    assert opt.state[weight]["step"] == 0

@@ -524,7 +524,7 @@ BAD = {
     "max_iter": ({"max_iter": -1}, "`max_iter` must be at least 0, got -1"),
     "tol": ({"tol": -1.0}, r"`tol` must be in \[0, inf\), got -1"),
     "restarts": ({"restarts": 0}, "`restarts` must be at least 1, got 0"),
-    "seed": ({"seed": 1.5}, "`seed` must be an integer at least 0, got 1.5"),
+    "seed": ({"seed": 1.5}, r"`seed` must be an integer in \[0, \d+\], got 1.5"),
     "sinkhorn": ({"sinkhorn_iterations": 0}, "`sinkhorn_iterations` must be at least 1, got 0"),
     "progress": ({"progress": 1}, "`progress` must be True or False, got 1"),
     "init shape": ({"init": np.eye(3)}, r"`init` must have shape \(3, 2\), got shape \(3, 3\)"),
@@ -581,3 +581,24 @@ def test_too_few_pivots_are_an_error(rng: np.random.Generator) -> None:
 def test_progress_shows_a_bar(capsys: Any) -> None:
     PROBLEMS["equal"].solve(progress=True, max_iter=3)
     assert "step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reg", [1e-3, 1.0])
+@pytest.mark.parametrize("shape", [(40, 6), (30, 4)])
+def test_equal_clouds_are_at_distance_zero(shape: tuple[int, int], reg: float) -> None:
+    points = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = solve(points, points, k=2, reg=reg)
+    assert found.converged
+    assert found.value >= 0.0
+    if reg < 0.1:  # else the plan spreads
+        assert found.value < 1e-10
+
+
+def test_runs_where_gradients_are_off() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 20, 4, generator=generator, dtype=torch.float64)
+    expected = solve(x, y, k=2, reg=0.5).objective
+    with torch.no_grad():
+        assert solve(x, y, k=2, reg=0.5).objective == expected
+    with torch.inference_mode():
+        assert solve(x * 1, y, k=2, reg=0.5).objective == expected

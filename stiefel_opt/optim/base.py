@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -51,13 +52,16 @@ from stiefel_opt.optim.refusals import (
 from stiefel_opt.optim.settling import settle
 from stiefel_opt.optim.shards import Shards
 from stiefel_opt.optim.stack import Stack
-from stiefel_opt.optim.state import State, StateNames, complete_state
+from stiefel_opt.optim.state import State, StateNames, complete_state, forget_constrained
 
 __all__ = ["StiefelOptimizer"]
 
 # Rounding in X'X and X'U is measured and removed every so many steps where reading the count is
 # free, and in every step elsewhere.
 _CORRECTION_PERIOD = 8
+
+# A turn is complete long before; the square of the rate must be a number of float32.
+_LONGEST_RATE = 2.0**50
 
 
 class StiefelOptimizer(Optimizer):
@@ -119,6 +123,10 @@ class StiefelOptimizer(Optimizer):
             group["params"] = [group["params"]]
         elif not isinstance(group["params"], set):  # a set is refused by torch
             group["params"] = list(group["params"])
+        for name, value in group.items():  # numpy's: a checkpoint holds plain numbers
+            plain = type(value) in (bool, int, float)
+            if isinstance(value, numbers.Real) and not plain:
+                group[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
         self._check_options(group)
         check_new_group(group, self.param_groups)
         super().add_param_group(group)
@@ -154,6 +162,9 @@ class StiefelOptimizer(Optimizer):
             map(operator.is_, states, self._known_states)
         ):
             self._gathered = {}  # somebody dropped or replaced the state of a parameter
+        for group in self.param_groups:  # a schedule may have left the numbers
+            if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
+                raise ValueError(fail("lr", "be finite", group["lr"], "look at its schedule"))
         gathered = [self._gather(i, group) for i, group in enumerate(self.param_groups)]
         for group, work in zip(self.param_groups, gathered, strict=True):
             self._check_gradients(work, raises=group["nonfinite"] == "raise")
@@ -190,6 +201,8 @@ class StiefelOptimizer(Optimizer):
         work = self._gathered.get(number)
         if work is None or not work.fits(active, group["stiefel"], names):
             work = self._gathered[number] = gather(active, group, names)
+            for parameter in work.plain:
+                forget_constrained(self.state, parameter, names)
         return work
 
     def _check_gradients(self, work: Gathered, raises: bool) -> None:
@@ -252,7 +265,7 @@ class StiefelOptimizer(Optimizer):
         """Move all parameters of a stack."""
         lr = group["lr"]
         if not isinstance(lr, Tensor) or reads(lr):
-            lr = float(lr)
+            lr = min(float(lr), _LONGEST_RATE)
         frozen = not isinstance(lr, Tensor) and lr == 0
         stack.advance()
         due = not reads(stack.steps) or stack.due(_CORRECTION_PERIOD)

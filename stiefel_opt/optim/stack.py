@@ -59,6 +59,7 @@ class Stack:
             _settle_allocator()
         self.owners = parameters  # what the user sees
         self._dtype = parameters[0].dtype  # model.to(dtype) may change it
+        self._shape = parameters[0].shape  # and p.data = ... this
         self.sizes = [size for size, _ in _sizes(manifold, parameters[0].shape)]  # of all rows
         self.wide = [wide for _, wide in _sizes(manifold, parameters[0].shape)]
         self.manifold = manifold
@@ -183,7 +184,8 @@ class Stack:
         except KeyError:
             return False
         same = all(map(operator.is_, found, self._windows))
-        return same and self.owners[0].dtype is self._dtype
+        first = self.owners[0]
+        return same and first.dtype is self._dtype and first.shape == self._shape
 
     # ---- building ------------------------------------------------------------------------------
 

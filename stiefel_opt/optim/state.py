@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ __all__ = [
     "StateNames",
     "complete_state",
     "expected_shapes",
+    "forget_constrained",
     "is_small",
     "state_shapes",
 ]
@@ -65,11 +66,11 @@ def complete_state(
         state.clear()
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     for name, shape in expected.items():
+        shared = manifold.rows is not None and shape == parameter.shape  # by torch's own rule
+        dtype = state_dtype(parameter.dtype, "" if shared else name)
         if name not in state and name == MASTER:
-            state[name] = parameter.detach().to(state_dtype(parameter.dtype))
+            state[name] = parameter.detach().to(dtype)
         elif name not in state:
-            shared = manifold.rows is not None and shape == parameter.shape  # by torch's own rule
-            dtype = state_dtype(parameter.dtype, "" if shared else name)
             state[name] = _zeros(name, shape, dtype, parameter, shards)
             if name.startswith("deferred_factor"):
                 made = state[name]
@@ -84,11 +85,21 @@ def complete_state(
                     "load the state of a parameter of the same shape and reading",
                 )
             )
+        if state[name].dtype != dtype:  # the model is in another precision now
+            state[name] = state[name].to(dtype)
         if shards is not None and (placements := _placements(name, shards)) is not None:
             state[name] = placed(state[name], shards.mesh, placements)
     for name in state.keys() - expected.keys() - {"step"}:
         del state[name]
     return state
+
+
+def forget_constrained(states: Any, parameter: Tensor, names: StateNames) -> None:
+    """Clear the state of a plain parameter that was constrained until now."""
+    state = states.get(parameter, {})
+    constrained = {*names.small, *names.small_of_tall, MASTER}
+    if any(name.partition(".")[0] in constrained for name in state):
+        state.clear()
 
 
 def expected_shapes(

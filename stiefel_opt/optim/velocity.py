@@ -55,13 +55,24 @@ class VelocityOptimizer(StiefelOptimizer):
         Of Z the skew part is taken, of U the part that is normal to the point.
 
         Raises:
-            TypeError: for sharded parameters, whose momentum can only be read.
+            TypeError: for sharded parameters, whose momentum can only be read, and for what is no
+                tensor.
+            ValueError: for tensors of another shape, and values that are not finite. Nothing has
+                changed then.
         """
         if isinstance(parameter, DTensor):
             raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
-        several = isinstance(skew, tuple)
-        values = zip(skew, normal, strict=True) if several else ((skew, normal),)
+        values = [(skew, normal)]
+        if isinstance(skew, tuple) and isinstance(normal, tuple):
+            values = list(zip(skew, normal, strict=False))
         ranges = self._ranges(parameter, make=True)
+        if len(values) != len(ranges):
+            wanted = f"be tuples of {len(ranges)} tensors each"
+            raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
+        for (_, point, _, _), (new_skew, new_normal) in zip(ranges, values, strict=True):
+            small = torch.Size((*point.shape[:-2], point.size(-1), point.size(-1)))
+            _check_velocity("skew", new_skew, small)
+            _check_velocity("normal", new_normal, point.shape)
         for (suffix, point, state, window), (new_skew, new_normal) in zip(
             ranges, values, strict=True
         ):
@@ -112,6 +123,15 @@ class VelocityOptimizer(StiefelOptimizer):
             return window.clone()
         deferred = point @ state["deferred_shift" + suffix]
         return window @ state["deferred_factor" + suffix] - deferred
+
+
+def _check_velocity(name: str, value: Any, shape: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(fail(name, f"be a tensor of shape {tuple(shape)}", type(value).__name__))
+    if value.shape != shape:
+        raise ValueError(fail(name, f"have shape {tuple(shape)}", f"shape {tuple(value.shape)}"))
+    if not bool(value.isfinite().all()):
+        raise ValueError(fail(name, "be finite", f"NaN or inf in shape {tuple(shape)}"))
 
 
 def _gathered(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ OptimizerFactory = Callable[[list[Tensor]], Optimizer]
 # L1 errors of the marginals, and the products with the kernel that may be spent on them.
 _FINAL_ERROR, _FINAL_PASSES = 1e-8, 20_000
 _ACCEPTED_ERROR = 1e-6
+_ROUNDING = 1e-13
 _LARGEST_ERROR, _ERROR_BY_GRADIENT, _PASSES = 1e-3, 0.05, 2000
 
 # Default steps, in units of one over the transport cost; the objective's weight in its mean.
@@ -75,6 +76,9 @@ class Ascent:
         self.cost, self.relative, self.objective = 0.0, 1.0, -float("inf")
         self.tangent = torch.zeros_like(start)
         self.log: list[Iteration] = []
+        # below it a gradient is rounding: that of equal clouds is nothing else
+        spread = clouds.a @ clouds.x.square().sum(1) + clouds.b @ clouds.y.square().sum(1)
+        self._least = _ROUNDING * float(spread)
         self._best = (start, transport.f, transport.g)
 
     def run(
@@ -129,11 +133,12 @@ class Ascent:
         x, y = self._x, self._y
         to_y, to_x = transport.transported(x, y)
         rows, columns = transport.rows[:, None] * x - to_y, clouds.b[:, None] * y - to_x
-        self.cost = float((x * rows).sum() + (y * columns).sum())
+        self.cost = max(float((x * rows).sum() + (y * columns).sum()), 0.0)
         gradient = 2 * (rows.T @ clouds.x + columns.T @ clouds.y).T
         self.tangent = project_tangent(self.point.detach(), gradient)
         norm = float(torch.linalg.vector_norm(gradient))
-        self.relative = float(torch.linalg.vector_norm(self.tangent)) / norm if norm > 0 else 0.0
+        size = float(torch.linalg.vector_norm(self.tangent))
+        self.relative = size / norm if norm > self._least else 0.0
         # Not the gradient itself: near the maximum its part along U is hundreds of times larger,
         # and an optimizer that takes it off multiplies the rounding in U'U - I by as much.
         self.point.grad = -self.tangent

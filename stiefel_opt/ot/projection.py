@@ -110,7 +110,8 @@ def projection_robust_wasserstein(
     Reference:
         Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
-    clouds = read_clouds(x, y, a, b)
+    with torch.inference_mode(mode=False):
+        clouds = read_clouds(x, y, a, b)
     k = check_integer("k", k, 1, clouds.dimension)
     check_range("reg", reg, 0.0, open_low=True)
     check_integer("max_iter", max_iter, 0)
@@ -121,16 +122,17 @@ def projection_robust_wasserstein(
     check_flag("progress", progress)
     if optimizer is not None and not callable(optimizer):
         raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
-    starts = _starting_points(clouds, k, restarts, init, seed)
-    transport = EntropicTransport(clouds.a, clouds.b, reg)
-    ascents = []
-    with _ProgressBar(max_iter * restarts, progress) as bar:
-        for start in starts:
-            ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations)
-            ascent.run(optimizer, max_iter, bar.update)
-            ascents.append(ascent)
-    best = max(ascents, key=lambda ascent: ascent.objective)
-    return _result(clouds, best, [ascent.objective for ascent in ascents])
+    with torch.inference_mode(mode=False):  # optimizers count what is written to a tensor
+        starts = _starting_points(clouds, k, restarts, init, seed)
+        transport = EntropicTransport(clouds.a, clouds.b, reg)
+        ascents = []
+        with _ProgressBar(max_iter * restarts, progress) as bar:
+            for start in starts:
+                ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations)
+                ascent.run(optimizer, max_iter, bar.update)
+                ascents.append(ascent)
+        best = max(ascents, key=lambda ascent: ascent.objective)
+        return _result(clouds, best, [ascent.objective for ascent in ascents])
 
 
 def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
@@ -165,7 +167,7 @@ def _starting_points(
     if seed is None:
         generator.seed()
     else:
-        generator.manual_seed(check_integer("seed", seed, 0))
+        generator.manual_seed(check_integer("seed", seed, 0, 2**63 - 1))
     shape = clouds.dimension, k
     others = [
         random_point(*shape, generator=generator, dtype=torch.float64) for _ in range(restarts - 1)

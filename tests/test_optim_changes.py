@@ -1,0 +1,115 @@
+"""What changes between steps, and numbers at the edge: shapes, precision, velocity, rates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import every_optimizer, optimizer, through_file
+from torch import nn
+
+import stiefel_opt as so
+
+
+@every_optimizer
+def test_a_group_that_stops_constraining_starts_a_plain_state(name: str) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = optimizer(name, [weight], weight_decay=0)
+    for step in range(4):
+        opt.param_groups[0]["stiefel"] = None if step < 2 else False
+        weight.grad = torch.ones_like(weight).cumsum(0)
+        opt.step()
+    assert "momentum_skew" not in opt.state[weight]
+    assert so.orthonormality_error(weight) > 1e-3
+
+
+@every_optimizer
+def test_a_parameter_of_another_shape_is_named_before_anything_moves(name: str) -> None:
+    plain, weight = nn.Parameter(torch.zeros(3)), so.ManifoldParameter(torch.eye(4, 2))
+    opt = optimizer(name, [("bias", plain), ("weight", weight)])
+    plain.grad, weight.grad = torch.ones(3), torch.ones(4, 2).cumsum(0)
+    opt.step()
+    before = plain.detach().clone()
+    weight.data = torch.eye(6, 3)
+    weight.grad = torch.ones(6, 3)
+    with pytest.raises(ValueError, match=r"of weight.* must have shape .*, got shape"):
+        opt.step()
+    assert torch.equal(plain, before)
+
+
+@every_optimizer
+def test_a_model_may_change_its_precision_between_steps(name: str) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = optimizer(name, [weight])
+    for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float64):
+        weight.data = weight.data.to(dtype)
+        for step in range(10):
+            weight.grad = torch.ones_like(weight).cumsum(0) * (-1) ** step
+            opt.step()
+        eps = torch.finfo(dtype).eps
+        assert so.orthonormality_error(weight) < 30 * eps
+        kept = torch.float32 if dtype is torch.bfloat16 else dtype
+        assert all(t.dtype == kept for key, t in opt.state[weight].items() if key != "step")
+
+
+@pytest.mark.parametrize(
+    ("skew", "normal", "message"),
+    [
+        (torch.zeros(3, 3), torch.zeros(5, 3), r"`normal` must have shape \(6, 3\), got shape"),
+        (torch.zeros(2, 2), torch.zeros(6, 3), r"`skew` must have shape \(3, 3\), got shape"),
+        (torch.full((3, 3), torch.nan), torch.zeros(6, 3), "`skew` must be finite"),
+        (None, None, r"`skew` must be a tensor of shape \(3, 3\), got NoneType"),
+        ((torch.zeros(3, 3),) * 2, (torch.zeros(6, 3),) * 2, "must be tuples of 1 tensors each"),
+    ],
+)
+def test_a_velocity_is_checked_before_it_is_set(skew: Any, normal: Any, message: str) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = so.StiefelSGD([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight).cumsum(0)
+    opt.step()
+    before = opt.velocity(weight)
+    with pytest.raises((ValueError, TypeError), match=message):
+        opt.set_velocity(weight, skew, normal)
+    for now, then in zip(opt.velocity(weight), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("lr", [1e15, 1e20, 1e30, 1e200])
+@every_optimizer
+def test_an_absurd_rate_is_no_fault_of_the_gradient(name: str, lr: float) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = optimizer(name, [weight], lr=lr)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight).cumsum(0)
+        opt.step()
+    assert so.orthonormality_error(weight) < 1e-5
+    assert opt.skipped_steps() == {}
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf])
+def test_a_rate_that_is_no_number_is_named(lr: float) -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = so.StiefelSGD([weight], lr=0.1)
+    opt.param_groups[0]["lr"] = lr
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ValueError, match="`lr` must be finite, got"):
+        opt.step()
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = so.StiefelSGD([weight], lr=np.float32(0.5), momentum=np.float64(0.5))
+    assert type(opt.param_groups[0]["lr"]) is type(opt.param_groups[0]["momentum"]) is float
+    weight.grad = torch.ones_like(weight)
+    opt.step()
+    through_file(opt.state_dict())
+
+
+def test_unknown_words_of_a_reading_are_named() -> None:
+    with pytest.raises(ValueError, match="`stiefel` must have no other keys than"):
+        so.StiefelSGD([nn.Parameter(torch.eye(3))], stiefel={"foo": 2})
+    with pytest.raises(TypeError, match="`manifold` must be None or a Stiefel, got 'x'"):
+        so.orthonormality_error(torch.eye(3), "x")
