@@ -26,6 +26,7 @@ __all__ = [
     "identity_for",
     "infinity_norm",
     "largest_bound",
+    "largest_stretch",
     "own_gram",
     "plus_identity",
     "polar_rotation",
@@ -169,6 +170,18 @@ def largest_bound(matrix: Tensor, cap: float) -> float:
     bound = 1.01 * float(mean.add_(deviation, alpha=math.sqrt(size - 1)).max())
     # the squares may overflow where the entries do not
     return bound if bound < math.inf else float(infinity_norm(matrix).max())
+
+
+def largest_stretch(matrix: Tensor) -> float:
+    """Return about the largest singular value of a batch ``(k, m, m)``, rather too low; it is read.
+
+    Two steps of the power method from a vector that has no structure to be orthogonal to.
+    """
+    squares = torch.arange(matrix.size(-1), dtype=torch.float64, device=matrix.device).square_()
+    vector = squares.cos_().to(matrix.dtype).unsqueeze(-1)
+    image = matrix @ (matrix.mH @ vector)
+    ratio = (matrix.mH @ image).norm(dim=-2) / image.norm(dim=-2).clamp(min=1e-30)
+    return float(ratio.max())
 
 
 def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:

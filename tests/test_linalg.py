@@ -11,6 +11,7 @@ from stiefel_opt.linalg import (
     exponential,
     infinity_norm,
     largest_bound,
+    largest_stretch,
     own_gram,
     plus_identity,
     polar_rotation,
@@ -93,3 +94,15 @@ def test_transforms_leave_nothing_behind():
     with FakeTensorMode(allow_non_fake_inputs=True):
         plus_identity(matrices)
     torch.testing.assert_close(plus_identity(matrices), matrices + torch.eye(11))
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 100])
+@pytest.mark.parametrize("kind", ["random", "radial", "low rank"])
+def test_the_stretch_is_nearly_the_largest_singular_value(size, kind, generator):
+    matrices = torch.randn(5, size, size, generator=generator, dtype=torch.float64)
+    if kind == "radial":
+        matrices = 3.0 * torch.eye(size, dtype=torch.float64) + 0.01 * matrices
+    elif kind == "low rank":
+        matrices = matrices[..., :1] @ matrices[..., :1, :] + 0.01 * matrices
+    largest = float(torch.linalg.matrix_norm(matrices, 2).max())
+    assert 0.6 * largest < largest_stretch(matrices) < 1.001 * largest

@@ -113,3 +113,35 @@ def test_unknown_words_of_a_reading_are_named() -> None:
         so.StiefelSGD([nn.Parameter(torch.eye(3))], stiefel={"foo": 2})
     with pytest.raises(TypeError, match="`manifold` must be None or a Stiefel, got 'x'"):
         so.orthonormality_error(torch.eye(3), "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["along", "against", "alternating", "constant"])
+@pytest.mark.parametrize("shape", [(6, 3), (64, 16), (40, 39), (16, 16)])
+@every_optimizer
+def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
+    name: str,
+    shape: tuple[int, int],
+    kind: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    """Rounding in X'X comes back times eta X'G, of which the length of a step shows nothing."""
+    weight = so.ManifoldParameter(
+        torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype)).Q
+    )
+    opt = optimizer(name, [weight], lr=0.05)
+    fixed = torch.randn(shape, generator=generator, dtype=dtype)
+    for size in (1.0, 10.0, 100.0):
+        for step in range(24):
+            noise = torch.randn(shape, generator=generator, dtype=dtype) / 20
+            force = {
+                "along": weight.detach() + noise,
+                "against": noise - weight.detach(),
+                "alternating": (-1) ** step * fixed,
+                "constant": fixed,
+            }
+            weight.grad = size * force[kind]
+            opt.step()
+        assert so.orthonormality_error(weight) < 40 * torch.finfo(dtype).eps
+    assert opt.skipped_steps() == {}

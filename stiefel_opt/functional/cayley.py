@@ -24,9 +24,15 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, subtract
+from stiefel_opt.functional.descent import (
+    carry_,
+    measure,
+    mend_point,
+    move_along_cayley,
+    subtract,
+)
 from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
+from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, sum_rows
 from stiefel_opt.functional.moments import bias_correction
 from stiefel_opt.linalg import (
     absolute_square,
@@ -84,6 +90,7 @@ def cayley_sgd_(
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
     point, inner = measure(point, grad, normal, correct, row_sum, watch)
+    steep = is_steep(inner, lr)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2
@@ -96,6 +103,8 @@ def cayley_sgd_(
         normal.mul_(momentum).add_(own)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
     new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, row_sum, watch)
+    if steep:
+        new_point = mend_point(new_point, row_sum)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import RowSum, Scalar, sum_rows
+from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, sum_rows
 from stiefel_opt.functional.momentum import metric_parameter
 from stiefel_opt.linalg import (
     add_product,
@@ -49,7 +49,15 @@ from stiefel_opt.linalg import (
 )
 from stiefel_opt.roots import roots
 
-__all__ = ["RETRACTIONS", "carry_", "descend_", "measure", "move_along_cayley", "subtract"]
+__all__ = [
+    "RETRACTIONS",
+    "carry_",
+    "descend_",
+    "measure",
+    "mend_point",
+    "move_along_cayley",
+    "subtract",
+]
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 
@@ -98,6 +106,7 @@ def descend_(
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
     point, inner = measure(point, grad, normal, correct, row_sum, watch)
+    steep = is_steep(inner, lr)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
@@ -106,7 +115,7 @@ def descend_(
         # V for the Cayley map, XT + V for the others: one product either way.
         inside = inner if retraction == "cayley" else inner - turn
         direction = None if square else subtract(grad, point, inside, force)
-        return _retract(point, turn, direction, lr, retraction, row_sum, watch)
+        return _retract(point, turn, direction, lr, retraction, row_sum, watch, steep)
 
     skew.mul_(momentum).add_(turn)
     ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
@@ -117,7 +126,7 @@ def descend_(
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
             direction = add_product(direction, point, ahead)
-    new_point = _retract(point, ahead, direction, lr, retraction, row_sum, watch)
+    new_point = _retract(point, ahead, direction, lr, retraction, row_sum, watch, steep)
     carry_(point, new_point, skew, normal, row_sum)
     return new_point
 
@@ -204,6 +213,7 @@ def _retract(
     retraction: str,
     row_sum: RowSum | None,
     watch: Watch | None,
+    steep: bool,
 ) -> Tensor:
     """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
     size = torch.bmm(turn.mH, turn)
@@ -224,11 +234,16 @@ def _retract(
             else:
                 factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
             new_point = product(_forward(point, direction, step), factor)
-    if limit > 1 and reads(point):
+    if steep or (limit > 1 and reads(point)):
         # A long step amplifies rounding. Where that cannot be seen every step begins with this.
-        own = sum_rows(row_sum, gram(new_point, new_point))
-        new_point = product(new_point, add_to_diagonal_(own.mul_(-0.5), 1.5))
+        return mend_point(new_point, row_sum)
     return new_point
+
+
+def mend_point(point: Tensor, row_sum: RowSum | None) -> Tensor:
+    """Return X made orthonormal again by one Newton-Schulz step."""
+    own = sum_rows(row_sum, gram(point, point))
+    return product(point, add_to_diagonal_(own.mul_(-0.5), 1.5))
 
 
 def _forward(point: Tensor, direction: Tensor, step: Scalar) -> Tensor:

@@ -56,8 +56,10 @@ class Watch:
         self._reads = reads
         self.finite: Tensor | None = None
 
-    def begin(self, sums: Tensor) -> None:
-        """Look at sums over G, ``(k, ., .)``, before anything has changed.
+    def begin(self, sums: Tensor) -> float | None:
+        """Look at sums over G, ``(k, ., .)``, before anything has changed; return their length.
+
+        It is None where values are not read.
 
         Raises:
             UnsafeSumError: where values are read and some are not safe.
@@ -65,8 +67,11 @@ class Watch:
         most = largest_safe(sums.dtype)
         if not self._reads:
             self.finite = sums.abs().amax(dim=(-2, -1), keepdim=True) <= most
-        elif not float(torch.linalg.vector_norm(sums)) <= most:  # NaN is not either
+            return None
+        length = float(torch.linalg.vector_norm(sums))
+        if not length <= most:  # NaN is not either
             raise UnsafeSumError(changed=False)
+        return length
 
     def go_on(self, sums: Tensor, bound: float) -> None:
         """Look at sums over the new momentum; ``bound``, where values are read, bounds them.

@@ -21,6 +21,7 @@ from stiefel_opt.linalg import (
     gram,
     infinity_norm,
     largest_bound,
+    largest_stretch,
     own_gram,
     plus_identity,
     polar_rotation,
@@ -35,6 +36,7 @@ __all__ = [
     "Scalar",
     "after",
     "coupling",
+    "is_steep",
     "isometric_moves",
     "mend_",
     "mend_long_step",
@@ -53,6 +55,8 @@ Scalar = float | Tensor
 CANONICAL: Final = 0.5
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
 _SATURATION: Final = 4.0
+# Beyond this step times gradient the rounding in X'X is taken out after every step.
+_STEEP: Final = 0.15
 # Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
 _PUBLISHED_CAP: Final = 1e4
 
@@ -205,6 +209,24 @@ def mend_long_step(
     own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
     mending = mend_(own)
     return add_product(new_point, new_point, mending), mended(mending, overlap)
+
+
+def is_steep(inner: Tensor, lr: Scalar, length: float | None = None) -> bool:
+    """Say whether a step amplifies the rounding in X'X, if that may be read.
+
+    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
+    step multiplies the error by 1 + 2 eta |S|, and momentum does so again.
+
+    Args:
+        inner: S, ``(k, m, m)``.
+        lr: eta.
+        length: The norm of all of S, if known.
+    """
+    if isinstance(lr, Tensor) or not reads(inner):
+        return False
+    if length is None:
+        length = float(torch.linalg.vector_norm(inner))
+    return lr * length > _STEEP and lr * largest_stretch(inner) > _STEEP
 
 
 def mend_(own: Tensor) -> Tensor:

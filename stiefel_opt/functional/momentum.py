@@ -33,6 +33,7 @@ from stiefel_opt.functional.flows import (
     Scalar,
     after,
     coupling,
+    is_steep,
     isometric_moves,
     mend_long_step,
     mended,
@@ -148,8 +149,8 @@ def sgd_(
         ahead = momentum_of_square_(point, grad, skew, momentum, force, nesterov, a, row_sum, watch)
         return turn_point(point, lambda: ahead, lr, rotation, correct, row_sum)
     inner, mending, overlap = measure(point, grad, normal, correct, row_sum)
-    if watch is not None:
-        watch.begin(inner)
+    length = None if watch is None else watch.begin(inner)
+    steep = is_steep(inner, lr, length)
     torque = torque_of(inner, a, force)
     matrix = coupling(skew, momentum, lr, a, transport)
     torch.add(torque, skew, alpha=momentum, out=skew)
@@ -162,7 +163,7 @@ def sgd_(
         carry_(normal, momentum, matrix).add_(force_normal)
         direction = force_normal.add_(normal, alpha=momentum) if nesterov else normal
         return advance_(
-            point, direction, normal, ahead, mending, lr, transport, rotation, row_sum, watch
+            point, direction, normal, ahead, mending, lr, transport, rotation, row_sum, watch, steep
         )
 
     if overlap is not None and mending is not None:
@@ -196,11 +197,11 @@ def sgd_(
         frame = after(mending, frame)
     new_point = add_product(point, point, frame)
     move_along_(new_point, normal, along, step)
-    if watch is not None and transport == "published":
-        watch_result(watch, new_point, row_sum)
-    if limit > 1 and reads(point):
+    if steep or (limit > 1 and reads(point)):
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         torch.bmm(overlap, factor, out=shift)
+    if watch is not None and transport == "published":
+        watch_result(watch, new_point, row_sum)
     return new_point
 
 

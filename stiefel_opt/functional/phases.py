@@ -153,6 +153,7 @@ def advance_(
     rotation: str,
     row_sum: RowSum | None,
     watch: Watch | None,
+    steep: bool = False,
 ) -> Tensor:
     """phi_1 along ``ahead`` and phi_3 along V = ``direction``: return the new point, carry U.
 
@@ -181,13 +182,13 @@ def advance_(
         frame = after(mending, frame)
     new_point = add_product(point, point, frame)
     move_along_(new_point, direction, along, step)
-    if watch is not None and transport == "published":
-        watch_result(watch, new_point, row_sum)
     if transport == "isometric":
         move_along_(normal, new_point, cross, -step)
-    if limit > 1 and reads(point):
+    if steep or (limit > 1 and reads(point)):
         new_point, overlap = mend_long_step(new_point, normal, row_sum)
         add_product_(normal, new_point, -overlap)
+    if watch is not None and transport == "published":
+        watch_result(watch, new_point, row_sum)
     return new_point
 
 

@@ -111,6 +111,8 @@ def _step_the_others(stack: Stack, batch: Batch, move: Move, write: bool) -> lis
     """Move a batch but for the parameters whose gradient is not safe; return those."""
     grads = stack.grads[batch.members]
     bad = _unsafe_members(stack, batch)
+    if not bool(bad.any()):  # the point is to blame: published flows may leave the manifold far
+        bad = torch.ones_like(bad)
     if not bool(bad.all()):
         for index in bad.nonzero().flatten().tolist():
             stack.grads[batch.members.start + index] = torch.zeros_like(grads[index])
