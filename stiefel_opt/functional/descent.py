@@ -101,7 +101,8 @@ def descend_(
 
     Returns: The new point, ``(k, n, m)``.
     Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with
-        ``correct`` two more, and two for the momentum. A step longer than 64 is cut to 64.
+        ``correct`` two more, and two for the momentum; two more in a step
+        that would amplify rounding. A step longer than 64 is cut to 64.
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """

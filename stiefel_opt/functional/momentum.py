@@ -141,7 +141,7 @@ def sgd_(
 
     Returns: The new point, ``(k, n, m)``.
     Note: 6 products of n x m by m x m, 8 with ``correct``, 8 with ``nesterov``, three more in a
-        step so long that it would amplify rounding.
+        step so long, or a gradient so large, that rounding would be amplified.
     Reference: Kong et al., Algorithm 1, with the geometry corrected.
     """
     a = metric_parameter(metric)
