@@ -117,7 +117,7 @@ def test_unknown_words_of_a_reading_are_named() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["along", "against", "alternating", "constant"])
-@pytest.mark.parametrize("shape", [(6, 3), (64, 16), (40, 39), (16, 16)])
+@pytest.mark.parametrize("shape", [(6, 3), (40, 39)])
 @every_optimizer
 def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
     name: str,
@@ -133,7 +133,7 @@ def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
     opt = optimizer(name, [weight], lr=0.05)
     fixed = torch.randn(shape, generator=generator, dtype=dtype)
     for size in (1.0, 10.0, 100.0):
-        for step in range(24):
+        for step in range(15):
             noise = torch.randn(shape, generator=generator, dtype=dtype) / 20
             force = {
                 "along": weight.detach() + noise,

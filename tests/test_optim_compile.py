@@ -131,7 +131,10 @@ def test_inductor_gives_the_same_numbers(name: str) -> None:
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@compiled_optimizers
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "sgd" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
+)
 def test_small_steps_of_half_precision_add_up(
     name: str, backend: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:

@@ -69,10 +69,11 @@ class VelocityOptimizer(StiefelOptimizer):
         if len(values) != len(ranges):
             wanted = f"be tuples of {len(ranges)} tensors each"
             raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
-        for (_, point, _, _), (new_skew, new_normal) in zip(ranges, values, strict=True):
+        for (_, point, _, window), (new_skew, new_normal) in zip(ranges, values, strict=True):
             small = torch.Size((*point.shape[:-2], point.size(-1), point.size(-1)))
             _check_velocity("skew", new_skew, small)
-            _check_velocity("normal", new_normal, point.shape)
+            if window is not None:  # square matrices have no normal part
+                _check_velocity("normal", new_normal, point.shape)
         for (suffix, point, state, window), (new_skew, new_normal) in zip(
             ranges, values, strict=True
         ):
