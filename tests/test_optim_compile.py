@@ -24,6 +24,12 @@ compiled_optimizers = pytest.mark.parametrize(
 )
 
 
+one_compiled_optimizer = pytest.mark.parametrize(
+    "name",
+    [name if name == "sgd" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
+)
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
@@ -40,7 +46,7 @@ def prepared(name: str, **options: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler record function")
-@compiled_optimizers
+@one_compiled_optimizer
 def test_one_graph_serves_every_rate_and_step(name: str) -> None:
     lr = torch.tensor(0.05, dtype=torch.float64)
     net, opt = prepared(name, lr=lr)
@@ -131,10 +137,7 @@ def test_inductor_gives_the_same_numbers(name: str) -> None:
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "sgd" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
-)
+@one_compiled_optimizer
 def test_small_steps_of_half_precision_add_up(
     name: str, backend: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
