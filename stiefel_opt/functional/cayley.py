@@ -90,7 +90,7 @@ def cayley_sgd_(
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
     point, inner = measure(point, grad, normal, correct, row_sum, watch)
-    steep = is_steep(inner, lr)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov))
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2

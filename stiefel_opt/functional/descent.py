@@ -107,7 +107,7 @@ def descend_(
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
     point, inner = measure(point, grad, normal, correct, row_sum, watch)
-    steep = is_steep(inner, lr)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov))
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))

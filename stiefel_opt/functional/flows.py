@@ -56,7 +56,7 @@ CANONICAL: Final = 0.5
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
 _SATURATION: Final = 4.0
 # Beyond this step times gradient the rounding in X'X is taken out after every step.
-_STEEP: Final = 0.15
+_STEEP: Final = 0.26
 # Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
 _PUBLISHED_CAP: Final = 1e4
 
@@ -215,7 +215,8 @@ def is_steep(inner: Tensor, lr: Scalar, length: float | None = None) -> bool:
     """Say whether a step amplifies the rounding in X'X, if that may be read.
 
     For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
-    step multiplies the error by 1 + 2 eta |S|, and momentum does so again.
+    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the limit eight
+    steps cost two digits at the most.
 
     Args:
         inner: S, ``(k, m, m)``.

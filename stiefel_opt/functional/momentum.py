@@ -150,7 +150,7 @@ def sgd_(
         return turn_point(point, lambda: ahead, lr, rotation, correct, row_sum)
     inner, mending, overlap = measure(point, grad, normal, correct, row_sum)
     length = None if watch is None else watch.begin(inner)
-    steep = is_steep(inner, lr, length)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), length)
     torque = torque_of(inner, a, force)
     matrix = coupling(skew, momentum, lr, a, transport)
     torch.add(torque, skew, alpha=momentum, out=skew)
