@@ -308,3 +308,17 @@ def test_an_overflow_without_momentum_is_a_skipped_step() -> None:
         opt.step()
     assert torch.equal(weight, torch.eye(40, 39))
     assert opt.state[weight]["step"] == 0
+
+
+def test_a_point_far_off_the_manifold_is_not_spoilt(generator: torch.Generator) -> None:
+    """X'G is too large to be safe although G is not: no gradient is to blame, nothing may move."""
+    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(40, 39, generator=generator)).Q)
+    opt = so.StiefelSGD([weight], lr=0.05)
+    weight.grad = torch.randn(40, 39, generator=generator)
+    opt.step()
+    weight.data.mul_(1e10)  # unseen for some steps; published flows get there by themselves
+    before = everything(opt, weight)
+    weight.grad = 1e10 * weight.grad
+    with pytest.warns(UserWarning, match="was not finite"):
+        opt.step()
+    assert_same(everything(opt, weight), before)
