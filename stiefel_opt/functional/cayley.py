@@ -27,12 +27,11 @@ from torch import Tensor
 from stiefel_opt.functional.descent import (
     carry_,
     measure,
-    mend_point,
     move_along_cayley,
     subtract,
 )
 from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, sum_rows
+from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, mend_point, sum_rows
 from stiefel_opt.functional.moments import bias_correction
 from stiefel_opt.linalg import (
     absolute_square,
@@ -89,8 +88,8 @@ def cayley_sgd_(
         solve of m x m.
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
-    point, inner = measure(point, grad, normal, correct, row_sum, watch)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov))
+    point, inner, length = measure(point, grad, normal, correct, row_sum, watch)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), length)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2
@@ -151,7 +150,7 @@ def cayley_adam_(
     size = sum_rows(row_sum, absolute_square(grad).sum(dim=(-2, -1), keepdim=True))
     if watch is not None:
         watch.begin(size.sqrt())
-    point, inner = measure(point, grad, normal, correct, row_sum)
+    point, inner, _ = measure(point, grad, normal, correct, row_sum)
     square.mul_(beta2).add_(size, alpha=1 - beta2)
     if max_square is not None:
         square = torch.maximum(max_square, square, out=max_square)

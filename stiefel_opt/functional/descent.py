@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, sum_rows
+from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, mend_point, sum_rows
 from stiefel_opt.functional.momentum import metric_parameter
 from stiefel_opt.linalg import (
     add_product,
@@ -54,7 +54,6 @@ __all__ = [
     "carry_",
     "descend_",
     "measure",
-    "mend_point",
     "move_along_cayley",
     "subtract",
 ]
@@ -106,8 +105,8 @@ def descend_(
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
-    point, inner = measure(point, grad, normal, correct, row_sum, watch)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov))
+    point, inner, length = measure(point, grad, normal, correct, row_sum, watch)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), length)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
@@ -139,29 +138,28 @@ def measure(
     correct: bool | Tensor,
     row_sum: RowSum | None,
     watch: Watch | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return X and X'G; with ``correct`` for X made orthonormal again, and ``normal`` normal to it.
+) -> tuple[Tensor, Tensor, float | None]:
+    """Return X, X'G and the length of X'G if the watch has read it.
+
+    With ``correct`` for X made orthonormal again, and ``normal`` normal to it.
 
     One Newton-Schulz step, X C with C = (3I - X'X)/2, is enough to take rounding out of X'X.
     """
     if correct is False:
         inner = sum_rows(row_sum, gram(point, grad))
-        if watch is not None:
-            watch.begin(inner)
-        return point, inner
+        return point, inner, None if watch is None else watch.begin(inner)
     known = isinstance(correct, Tensor)
     others = (grad, None if known else point, normal)
     parts = [gram(point, other) for other in others if other is not None]
     packed = sum_rows(row_sum, torch.cat(parts, dim=-1))
     inner, *overlap = torch.split(packed, point.size(-1), dim=-1)
     own = correct if isinstance(correct, Tensor) else overlap.pop(0)
-    if watch is not None:
-        watch.begin(inner)
+    length = None if watch is None else watch.begin(inner)
     mend = add_to_diagonal_(own * -0.5, 1.5)
     point = product(point, mend)
     if normal is not None:
         add_product_(normal, point, torch.bmm(mend, overlap[0]), alpha=-1.0)
-    return point, torch.bmm(mend, inner)
+    return point, torch.bmm(mend, inner), length
 
 
 def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tensor:
@@ -239,12 +237,6 @@ def _retract(
         # A long step amplifies rounding. Where that cannot be seen every step begins with this.
         return mend_point(new_point, row_sum)
     return new_point
-
-
-def mend_point(point: Tensor, row_sum: RowSum | None) -> Tensor:
-    """Return X made orthonormal again by one Newton-Schulz step."""
-    own = sum_rows(row_sum, gram(point, point))
-    return product(point, add_to_diagonal_(own.mul_(-0.5), 1.5))
 
 
 def _forward(point: Tensor, direction: Tensor, step: Scalar) -> Tensor:

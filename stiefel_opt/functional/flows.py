@@ -40,6 +40,7 @@ __all__ = [
     "isometric_moves",
     "mend_",
     "mend_long_step",
+    "mend_point",
     "mended",
     "move_along_",
     "published_root",
@@ -209,6 +210,12 @@ def mend_long_step(
     own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
     mending = mend_(own)
     return add_product(new_point, new_point, mending), mended(mending, overlap)
+
+
+def mend_point(point: Tensor, row_sum: RowSum | None) -> Tensor:
+    """Return X made orthonormal again by one Newton-Schulz step."""
+    (own,) = sums(row_sum, (point, point))
+    return add_product(point, point, mend_(own))
 
 
 def is_steep(inner: Tensor, lr: Scalar, length: float | None = None) -> bool:

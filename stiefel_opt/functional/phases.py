@@ -18,6 +18,7 @@ from stiefel_opt.functional.flows import (
     isometric_moves,
     mend_,
     mend_long_step,
+    mend_point,
     mended,
     move_along_,
     published_root,
@@ -117,10 +118,7 @@ def turn_point(
     X'X is measured there even if that of X is known: it would take as much memory as X meanwhile.
     """
     new_point = add_product(point, point, turn_square(ahead, lr, rotation))
-    if correct is not False:
-        (own,) = sums(row_sum, (new_point, new_point))
-        new_point = add_product(new_point, new_point, mend_(own))
-    return new_point
+    return new_point if correct is False else mend_point(new_point, row_sum)
 
 
 def subtract_gradient_(
