@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -144,6 +144,17 @@ class Stiefel:
             return (tensor,)
         dim = self._row_dim(tensor)
         return tuple(tensor.narrow(dim, start, stop - start) for start, stop in self._ranges())
+
+    def blocks(self, tensor: Tensor) -> list[tuple[Tensor, Stiefel]]:
+        """Return for each constrained range a view of the stored ``tensor``, and its own reading.
+
+        Equal views with equal readings are one kind, whatever tensor they are part of.
+        """
+        heads = self._heads()
+        return [
+            (part, replace(self, rows=None, heads=heads[index]))
+            for index, part in enumerate(self.parts(tensor))
+        ]
 
     def plain_parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return one view of the stored ``tensor`` for each range of rows that is left plain."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stiefel_opt.device import is_compiling, is_free_to_read
 from stiefel_opt.linalg import (
     FEW,
     MEDIUM,
@@ -76,9 +77,9 @@ def roots(
     powers = [matrix]
     if plan.degree > 2 and not few:
         powers.append(symmetric_product(matrix, matrix))
-        if plan.iterations or matrix.size(-1) > MEDIUM:
+        if is_free_to_read(matrix) and (plan.iterations or matrix.size(-1) > MEDIUM):
             # |E|^2 <= |E^2| sharpens the bound, and may save products
-            limit = min(limit, scale * largest_bound(powers[1], math.inf) ** 0.5)
+            limit = min(limit, scale * largest_bound(powers[1]) ** 0.5)
             plan = _plan(limit, matrix)
     if plan.iterations == 0:
         bent = None
@@ -145,7 +146,7 @@ class _Plan(NamedTuple):
 def _plan(limit: float, matrix: Tensor) -> _Plan:
     """Return the plan for a bound rounded up to one of four numbers an octave."""
     size, dtype, least = matrix.size(-1), matrix.dtype, 1 + (matrix.numel() <= FEW)
-    make = _plan_for.__wrapped__ if torch.compiler.is_compiling() else _plan_for
+    make = _plan_for.__wrapped__ if is_compiling() else _plan_for
     if not 0.0 < limit < math.inf:  # the result is I, or not finite
         return make(0.0, dtype, size, least)
     mantissa, exponent = math.frexp(limit)

@@ -3,7 +3,7 @@
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.functional.delta import delta_product
 from stiefel_opt.functional.descent import descend_
-from stiefel_opt.functional.momentum import adam_, metric_parameter, normal_part, sgd_
+from stiefel_opt.functional.flows import Setting, metric_parameter
 from stiefel_opt.functional.own import own
 from stiefel_opt.functional.recurrence import rollout
 from stiefel_opt.functional.reflections import (
@@ -14,9 +14,15 @@ from stiefel_opt.functional.reflections import (
     tcwy,
 )
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
+from stiefel_opt.functional.stiefel_adam import Moments, adam_
+from stiefel_opt.functional.stiefel_sgd import Deferred, Velocity, sgd_
 from stiefel_opt.functional.unitary import eurnn, urnn
 
 __all__ = [
+    "Deferred",
+    "Moments",
+    "Setting",
+    "Velocity",
     "adam_",
     "cayley_adam_",
     "cayley_map",
@@ -30,7 +36,6 @@ __all__ = [
     "generalized_householder",
     "householder",
     "metric_parameter",
-    "normal_part",
     "own",
     "rollout",
     "sgd_",

@@ -28,19 +28,25 @@ from stiefel_opt.functional.descent import (
     carry_,
     measure,
     move_along_cayley,
+    receive_,
     subtract,
 )
-from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, mend_point, sum_rows
-from stiefel_opt.functional.moments import bias_correction
+from stiefel_opt.functional.flows import (
+    Scalar,
+    Setting,
+    is_steep,
+    keep_,
+    mend_point,
+    sums,
+    zeroed,
+)
+from stiefel_opt.functional.stiefel_adam import bias_correction
 from stiefel_opt.linalg import (
     absolute_square,
     add_product_,
     add_to_diagonal_,
     cayley,
-    gram,
     product,
-    reads,
 )
 from stiefel_opt.roots import roots
 
@@ -61,9 +67,7 @@ def cayley_sgd_(
     nesterov: bool = False,
     steps: int = 2,
     exact: bool = False,
-    correct: bool | Tensor = True,
-    row_sum: RowSum | None = None,
-    watch: Watch | None = None,
+    setting: Setting = Setting(),  # noqa: B008 - it is immutable
 ) -> Tensor:
     r"""One step of CayleySGD; returns the new point and updates the momentum in place.
 
@@ -79,32 +83,31 @@ def cayley_sgd_(
         nesterov: X moves along mu M - G.
         steps: s, the number of iterations.
         exact: Solve for the Cayley map instead.
-        correct: Measure X'X and X'V and remove what rounding left there; or X'X, if known.
-        row_sum: Sum over the processes that share the rows. Default: all rows are here.
-        watch: Looks at the sums of the step, before anything has changed. Default: nobody.
+        setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
-    Note: 8 products of n x m by m x m, with ``correct`` 11; with ``exact`` one fewer and one LU
+    Note: 8 products of n x m by m x m, with ``setting.correct`` 11; with ``exact`` one fewer and one LU
         solve of m x m.
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
-    point, inner, length = measure(point, grad, normal, correct, row_sum, watch)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov), length)
+    ok, reader = setting.ok, setting.reader_for(point)
+    point, inner = measure(point, grad, normal, setting)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), reader)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2
-    skew.mul_(momentum).add_(turn)
+    keep_(skew, torch.add(turn, skew, alpha=momentum), ok)
     ahead, direction = skew, normal
     if nesterov:
         ahead = torch.add(turn, skew, alpha=momentum)
     if normal is not None:
-        own = subtract(grad, point, inner, force)
-        normal.mul_(momentum).add_(own)
+        own = zeroed(subtract(grad, point, inner, force), ok)
+        receive_(normal, own, momentum, 1.0, ok)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
-    new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, row_sum, watch)
+    new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, setting)
     if steep:
-        new_point = mend_point(new_point, row_sum)
-    carry_(point, new_point, skew, normal, row_sum)
+        new_point = mend_point(new_point, setting.row_sum)
+    carry_(point, new_point, skew, normal, setting)
     return new_point
 
 
@@ -123,9 +126,7 @@ def cayley_adam_(
     force: float = 1.0,
     steps: int = 2,
     exact: bool = False,
-    correct: bool | Tensor = True,
-    row_sum: RowSum | None = None,
-    watch: Watch | None = None,
+    setting: Setting = Setting(),  # noqa: B008 - it is immutable
 ) -> Tensor:
     r"""One step of CayleyAdam; returns the new point and updates the momenta in place.
 
@@ -133,8 +134,7 @@ def cayley_adam_(
     W / (c1 sqrt(v/c2 + eps)) for W, with ci = 1 - bi^t.
 
     Args:
-        point, grad, skew, normal, lr, steps, exact, correct, row_sum, watch: as in
-            :func:`cayley_sgd_`.
+        point, grad, skew, normal, lr, steps, exact, setting: as in :func:`cayley_sgd_`.
         square: v, ``(k, 1, 1)``, updated.
         max_square: Running maximum of v, which then divides (amsgrad), updated. None: off.
         step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
@@ -146,24 +146,26 @@ def cayley_adam_(
     Note: As :func:`cayley_sgd_`.
     Reference: Li, Li & Todorovic (2020), Algorithm 2.
     """
-    beta1, beta2 = betas
-    size = sum_rows(row_sum, absolute_square(grad).sum(dim=(-2, -1), keepdim=True))
-    if watch is not None:
-        watch.begin(size.sqrt())
-    point, inner, _ = measure(point, grad, normal, correct, row_sum)
-    square.mul_(beta2).add_(size, alpha=1 - beta2)
+    (beta1, beta2), ok = betas, setting.ok
+    size = absolute_square(grad).sum(dim=(-2, -1), keepdim=True)
+    if setting.row_sum is not None:
+        size = setting.row_sum(size)
+    point, inner = measure(point, grad, normal, setting)
+    keep_(square, torch.add(square * beta2, size, alpha=1 - beta2), ok)
     if max_square is not None:
         square = torch.maximum(max_square, square, out=max_square)
     force = -force
     inner = inner * force
-    skew.mul_(beta1).add_(inner - inner.mH, alpha=(1 - beta1) / 2)
+    turn = (inner - inner.mH) / 2
+    keep_(skew, torch.add(skew * beta1, turn, alpha=1 - beta1), ok)
     if normal is not None:
-        normal.mul_(beta1).add_(subtract(grad, point, inner, force), alpha=1 - beta1)
+        own = zeroed(subtract(grad, point, inner, force), ok)
+        receive_(normal, own, beta1, 1 - beta1, ok)
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0
-    new_point = _transform(point, skew, normal, lr, divisor, steps, exact, row_sum, watch)
-    carry_(point, new_point, skew, normal, row_sum)
+    new_point = _transform(point, skew, normal, lr, divisor, steps, exact, setting)
+    carry_(point, new_point, skew, normal, setting)
     return new_point
 
 
@@ -175,18 +177,15 @@ def _transform(
     divisor: Scalar,
     steps: int,
     exact: bool,
-    row_sum: RowSum | None,
-    watch: Watch | None,
+    setting: Setting,
 ) -> Tensor:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
     size = absolute_square(turn).sum(dim=(-2, -1), keepdim=True)
     own = None
     if normal is not None:
-        own = sum_rows(row_sum, gram(normal, normal))
+        (own,) = sums(setting.row_sum, (normal, normal))
         size = size + 2 * own.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[..., None, None]
     norm = size.sqrt() / divisor
-    if watch is not None:
-        watch.go_on(size, float(norm.max()) if reads(size) else math.inf)
     alpha = torch.clamp(1 / (norm + _TINY), max=lr)
     step = alpha / divisor
     if exact:
@@ -195,7 +194,8 @@ def _transform(
         return move_along_cayley(point, turn, normal, own, step)
 
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
-    reach = 1.0 if not reads(point) else float((alpha * norm).max())
+    exact_reader = setting.reader_for(point).is_exact
+    reach = float((alpha * norm).max()) if exact_reader else 1.0
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(turn, own, step / 2, steps)
     square = torch.bmm(turned.mH, turned)

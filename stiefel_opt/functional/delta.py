@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.functional.precision import no_autocast, readable
+from stiefel_opt.device import no_autocast, readable
 
 __all__ = ["delta_product"]
 

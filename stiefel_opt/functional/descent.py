@@ -20,32 +20,35 @@ that is diagonal, and what remains once it is eliminated is of m x m:
 
 K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. For the
 gradient of the canonical metric W is GX' - XG'. Batches are ``(k, n, m)`` with n >= m;
-``row_sum`` is that of :mod:`stiefel_opt.functional.momentum`.
+sums over rows are those of :class:`stiefel_opt.functional.Setting`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.flows import RowSum, Scalar, is_steep, mend_point, sum_rows
-from stiefel_opt.functional.momentum import metric_parameter
+from stiefel_opt.functional.flows import (
+    Scalar,
+    Setting,
+    cut,
+    is_steep,
+    keep_,
+    mend_point,
+    metric_parameter,
+    sums,
+    zeroed,
+)
 from stiefel_opt.linalg import (
     add_product,
     add_product_,
     add_to_diagonal_,
     cayley,
     cholesky_factor,
-    gram,
-    infinity_norm,
-    largest_bound,
     polar_rotation,
     product,
-    reads,
 )
 from stiefel_opt.roots import roots
 
@@ -55,6 +58,7 @@ __all__ = [
     "descend_",
     "measure",
     "move_along_cayley",
+    "receive_",
     "subtract",
 ]
 
@@ -76,9 +80,7 @@ def descend_(
     nesterov: bool = False,
     metric: str | float = "canonical",
     retraction: str = "cayley",
-    correct: bool | Tensor = True,
-    row_sum: RowSum | None = None,
-    watch: Watch | None = None,
+    setting: Setting = Setting(),  # noqa: B008 - it is immutable
 ) -> Tensor:
     r"""One step of ProjectedRGD; returns the new point and updates the momentum in place.
 
@@ -94,72 +96,74 @@ def descend_(
         nesterov: X moves along mu M - grad.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         retraction: "cayley", "qr" or "polar".
-        correct: Measure X'X and X'V and remove what rounding left there; or X'X, if known.
-        row_sum: Sum over the processes that share the rows. Default: all rows are here.
-        watch: Looks at the sums of the step, before anything has changed. Default: nobody.
+        setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with
-        ``correct`` two more, and two for the momentum; two more in a step
+        ``setting.correct`` two more, and two for the momentum; two more in a step
         that would amplify rounding. A step longer than 64 is cut to 64.
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
-    point, inner, length = measure(point, grad, normal, correct, row_sum, watch)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov), length)
+    ok, reader = setting.ok, setting.reader_for(point)
+    point, inner = measure(point, grad, normal, setting)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), reader)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
     if skew is None:
-        square = row_sum is None and point.size(-2) == point.size(-1)
+        square = setting.row_sum is None and point.size(-2) == point.size(-1)
         # V for the Cayley map, XT + V for the others: one product either way.
         inside = inner if retraction == "cayley" else inner - turn
-        direction = None if square else subtract(grad, point, inside, force)
-        return _retract(point, turn, direction, lr, retraction, row_sum, watch, steep)
+        direction = None if square else zeroed(subtract(grad, point, inside, force), ok)
+        return _retract(point, turn, direction, lr, retraction, setting, steep)
 
-    skew.mul_(momentum).add_(turn)
+    keep_(skew, torch.add(turn, skew, alpha=momentum), ok)
     ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
     direction = None
     if normal is not None:
-        own = subtract(grad, point, inner, force)
-        normal.mul_(momentum).add_(own)
+        own = zeroed(subtract(grad, point, inner, force), ok)
+        receive_(normal, own, momentum, 1.0, ok)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
             direction = add_product(direction, point, ahead)
-    new_point = _retract(point, ahead, direction, lr, retraction, row_sum, watch, steep)
-    carry_(point, new_point, skew, normal, row_sum)
+    new_point = _retract(point, ahead, direction, lr, retraction, setting, steep)
+    carry_(point, new_point, skew, normal, setting)
     return new_point
 
 
 def measure(
-    point: Tensor,
-    grad: Tensor,
-    normal: Tensor | None,
-    correct: bool | Tensor,
-    row_sum: RowSum | None,
-    watch: Watch | None = None,
-) -> tuple[Tensor, Tensor, float | None]:
-    """Return X, X'G and the length of X'G if the watch has read it.
+    point: Tensor, grad: Tensor, normal: Tensor | None, setting: Setting
+) -> tuple[Tensor, Tensor]:
+    """Return X and X'G, which is zero for the matrices that do not move.
 
-    With ``correct`` for X made orthonormal again, and ``normal`` normal to it.
+    With ``setting.correct`` for X made orthonormal again, and ``normal`` normal to it.
 
     One Newton-Schulz step, X C with C = (3I - X'X)/2, is enough to take rounding out of X'X.
     """
+    correct, pairs = setting.correct, [(point, grad)]
     if correct is False:
-        inner = sum_rows(row_sum, gram(point, grad))
-        return point, inner, None if watch is None else watch.begin(inner)
-    known = isinstance(correct, Tensor)
-    others = (grad, None if known else point, normal)
-    parts = [gram(point, other) for other in others if other is not None]
-    packed = sum_rows(row_sum, torch.cat(parts, dim=-1))
-    inner, *overlap = torch.split(packed, point.size(-1), dim=-1)
-    own = correct if isinstance(correct, Tensor) else overlap.pop(0)
-    length = None if watch is None else watch.begin(inner)
+        (inner,) = sums(setting.row_sum, *pairs)
+        return point, zeroed(inner, setting.ok)
+    if correct is True:
+        pairs.append((point, point))
+    if normal is not None:
+        pairs.append((point, normal))
+    inner, *others = sums(setting.row_sum, *pairs)
+    own = correct if isinstance(correct, Tensor) else others.pop(0)
     mend = add_to_diagonal_(own * -0.5, 1.5)
     point = product(point, mend)
     if normal is not None:
-        add_product_(normal, point, torch.bmm(mend, overlap[0]), alpha=-1.0)
-    return point, torch.bmm(mend, inner), length
+        add_product_(normal, point, torch.bmm(mend, others[0]), alpha=-1.0)
+    return point, torch.bmm(mend, zeroed(inner, setting.ok))
+
+
+def receive_(normal: Tensor, value: Tensor, decay: float, weight: float, ok: Tensor | None) -> None:
+    """V <- decay V + weight value for the matrices that move; ``value`` is zero for the others."""
+    if ok is None:
+        torch.mul(normal, decay, out=normal).add_(value, alpha=weight)
+    else:
+        normal.mul_(torch.where(ok, decay, 1.0).to(normal.dtype)).add_(value, alpha=weight)
 
 
 def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tensor:
@@ -170,18 +174,16 @@ def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tens
 
 
 def carry_(
-    point: Tensor,
-    new_point: Tensor,
-    skew: Tensor,
-    normal: Tensor | None,
-    row_sum: RowSum | None,
+    point: Tensor, new_point: Tensor, skew: Tensor, normal: Tensor | None, setting: Setting
 ) -> None:
     """M <- M - X+ sym(X+'M) for M = XT + V, in place; ``normal`` is None for square matrices."""
-    moved = product(point, skew) if normal is None else add_product_(normal, point, skew)
-    inner = sum_rows(row_sum, gram(new_point, moved))
-    torch.sub(inner, inner.mH, out=skew).mul_(0.5)
+    ok = setting.ok
+    own = zeroed(skew, ok)
+    moved = product(point, own) if normal is None else add_product_(normal, point, own)
+    (inner,) = sums(setting.row_sum, (new_point, moved))
+    keep_(skew, (inner - inner.mH) / 2, ok)
     if normal is not None:
-        add_product_(normal, new_point, inner, alpha=-1.0)
+        add_product_(normal, new_point, zeroed(inner, ok), alpha=-1.0)
 
 
 def move_along_cayley(
@@ -210,20 +212,19 @@ def _retract(
     direction: Tensor | None,
     step: Scalar,
     retraction: str,
-    row_sum: RowSum | None,
-    watch: Watch | None,
+    setting: Setting,
     steep: bool,
 ) -> Tensor:
     """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
+    reader = setting.reader_for(point)
     size = torch.bmm(turn.mH, turn)
     if direction is None:
-        step, limit = _shorten(step, size)
+        step, limit = cut(step, size, _LONGEST, reader)
         new_point = product(point, _turn(turn, size, step, limit, retraction))
     else:
-        own = sum_rows(row_sum, gram(direction, direction))
-        step, limit = _shorten(step, size.add_(own) if retraction == "cayley" else own)
-        if watch is not None:
-            watch.go_on(own, limit)
+        (own,) = sums(setting.row_sum, (direction, direction))
+        size = size.add_(own) if retraction == "cayley" else own
+        step, limit = cut(step, size, _LONGEST, reader)
         if retraction == "cayley":
             new_point = move_along_cayley(point, turn, direction, own, step)
         else:
@@ -233,9 +234,9 @@ def _retract(
             else:
                 factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
             new_point = product(_forward(point, direction, step), factor)
-    if steep or (limit > 1 and reads(point)):
+    if not reader.is_blind and (steep or limit > 1):
         # A long step amplifies rounding. Where that cannot be seen every step begins with this.
-        return mend_point(new_point, row_sum)
+        return mend_point(new_point, setting.row_sum)
     return new_point
 
 
@@ -257,16 +258,3 @@ def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: st
         return add_to_diagonal_(polar_rotation(turn, shrink, step), 1.0)
     moved = add_to_diagonal_(turn * step, 1.0)
     return torch.bmm(moved, cholesky_factor(add_to_diagonal_(size * (step * step), 1.0)))
-
-
-def _shorten(step: Scalar, size: Tensor) -> tuple[Scalar, float]:
-    """Return the step, cut where it is longer than 64 for xi'xi = ``size``, and a bound of its
-    square: the largest eigenvalue of step^2 xi'xi."""
-    most = _LONGEST * _LONGEST
-    bound = most
-    if isinstance(step, float):
-        bound = step * step * largest_bound(size, math.inf)
-        if bound <= most:
-            return step, bound
-    shorter = (most / infinity_norm(size * (step * step))).clamp(max=1.0)
-    return step * shorter.sqrt(), bound if reads(size) and not bound < math.inf else most

@@ -1,6 +1,8 @@
-"""The flows that a step of momentum is made of, on batches ``(k, n, m)``; notation of momentum.py.
+"""The moves that a step of momentum is made of, in m x m matrices; notation of stiefel_sgd.py.
 
-phi_1 turns X within its span, phi_2 couples U to the turn, phi_3 moves X along a normal direction.
+X turns within its span by D = rot(eta Z) and moves along a normal direction V by the polar
+retraction, R = (I + eta^2 V'V)^(-1/2). Both roots are worked out together, as small differences
+from I, so that X'X = I suffers one rounding of X a step.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from stiefel_opt.device import Reader, is_free_to_read, reader_for
 from stiefel_opt.linalg import (
     add_product,
     add_product_,
     add_to_diagonal_,
-    cayley,
-    exponential,
     gram,
     infinity_norm,
     largest_bound,
@@ -25,231 +26,75 @@ from stiefel_opt.linalg import (
     own_gram,
     plus_identity,
     polar_rotation,
-    reads,
 )
 from stiefel_opt.roots import roots
 
 __all__ = [
-    "CANONICAL",
+    "METRICS",
     "Moves",
     "RowSum",
     "Scalar",
+    "Setting",
     "after",
     "coupling",
+    "cut",
     "is_steep",
-    "isometric_moves",
-    "mend_",
-    "mend_long_step",
+    "keep_",
+    "mend",
+    "mend_after",
     "mend_point",
     "mended",
+    "metric_parameter",
     "move_along_",
-    "published_root",
-    "published_turn",
-    "sum_rows",
+    "moves_of",
+    "scaled",
     "sums",
-    "turn_square",
+    "turn_of_square",
+    "zeroed",
 ]
 
 RowSum = Callable[[Tensor], Tensor]
 Scalar = float | Tensor
 
-CANONICAL: Final = 0.5
+METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
+
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
 _SATURATION: Final = 4.0
+# Where bounds are those of the step before: steps below the root of the first, 14 degrees, cost
+# hardly less if more is known; longer ones may grow by the root of the second from step to step.
+_SHORT: Final = 0.06
+_MARGIN: Final = 4.0
 # Beyond this step times gradient the rounding in X'X is taken out after every step.
 _STEEP: Final = 0.26
-# Published flows do not saturate; where bounds cannot be read they get roots good to this bound.
-_PUBLISHED_CAP: Final = 1e4
 
 
-class Moves(NamedTuple):
-    """phi_1 and phi_3 in m x m matrices, for a direction V with W = V'V.
+class Setting(NamedTuple):
+    """How a step is worked out, beside what it works out: the same for every rule.
 
     Attributes:
-        frame: D R - I for Xh = X D and R = (I + eta^2 W)^(-1/2): X + X frame + eta V R is the new
-            point, and what is added is small, so that X'X = I suffers one rounding of X a step.
-        inverse_root: R.
-        bend: R (I + R)^(-1), if asked for.
-        step: eta, shortened where it saturates.
-        limit: A bound on K'K and eta^2 W, or the largest that is possible.
+        ok: Which matrices move, ``(k, 1, 1)``; the others, whose gradient may be anything, stay as
+            they are, and so does their state. None: all of them move.
+        correct: Measure X'X and X'U and remove what rounding left there; or X'X, if known.
+        row_sum: Sum over the processes that share the rows. None: all rows are here.
+        reader: Who may read bounds. None: whoever can, of this step only.
     """
 
-    frame: Tensor
-    inverse_root: Tensor
-    bend: Tensor | None
-    step: Scalar
-    limit: float
+    ok: Tensor | None = None
+    correct: bool | Tensor = True
+    row_sum: RowSum | None = None
+    reader: Reader | None = None
+
+    def reader_for(self, tensor: Tensor) -> Reader:
+        """Return the reader of a step on ``tensor``."""
+        return reader_for(tensor) if self.reader is None else self.reader
 
 
-def isometric_moves(
-    skew: Tensor,
-    gram_normal: Tensor,
-    lr: Scalar,
-    rotation: str,
-    *,
-    root: Tensor | None = None,
-    bend: bool = False,
-) -> Moves:
-    """Return the isometric phi_1 along ``skew`` and phi_3 along a direction V.
-
-    Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it.
-
-    Args:
-        skew: K / eta, ``(k, m, m)``.
-        gram_normal: W = V'V, ``(k, m, m)``.
-        lr: eta, a number or ``(k, 1, 1)``.
-        rotation: "polar", "euler" (the same here), "cayley" or "expm".
-        root: Where to put A^(1/2) = (I + eta^2 W)^(1/2), if wanted.
-        bend: Whether R (I + R)^(-1) is wanted.
-    """
-    polar = rotation in ("polar", "euler")
-    # -Z^2: its bound is the sharper one
-    squares = torch.cat([own_gram(skew), gram_normal]) if polar else gram_normal
-    step, turn, scale, limit = lr, lr, 1.0, math.inf
-    if isinstance(lr, float):
-        scale = lr * lr
-        limit = scale * largest_bound(squares, math.inf)
-    # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
-    short = math.sqrt(skew.size(-1)) * limit <= _SATURATION**2
-    if not (short and _is_short(skew, lr, limit if polar else math.inf)):
-        gram_normal = gram_normal * (lr * lr)
-        shorter = (_SATURATION**2 / infinity_norm(gram_normal)).clamp(max=1.0)
-        gram_normal, step = gram_normal * shorter, lr * shorter.sqrt()
-        turn, scale = _shortened(skew, lr), 1.0
-        own = [squares[: skew.size(0)] * (turn * turn)] if polar else []
-        squares = torch.cat([*own, gram_normal])
-        limit = largest_bound(squares, _SATURATION**2)
-    found = roots(squares, limit, scale=scale, bend=skew.size(0) if bend else 0)
-    shrink = found.shrink
-    if polar:
-        own_shrink, shrink = shrink.unsafe_chunk(2)
-        frame = polar_rotation(skew, own_shrink, turn)
-    else:
-        kept = skew * turn
-        frame = _without_identity(kept, rotation)
-        limit = max(limit, largest_bound(torch.bmm(kept.mT, kept), limit))
-    inverse_root = plus_identity(shrink)
-    frame = torch.baddbmm(shrink, frame, inverse_root)  # D R - I, without forming D
-    if root is not None:
-        torch.baddbmm(inverse_root, gram_normal, inverse_root, alpha=scale, out=root)
-    return Moves(frame, inverse_root, found.bend, step, limit)
+def metric_parameter(metric: str | float) -> float:
+    """Return a of the metric tr(D1'(I - a XX')D2): 1/2 is canonical, 0 Euclidean."""
+    return METRICS[metric] if isinstance(metric, str) else float(metric)
 
 
-def turn_square(compute: Callable[[], Tensor], lr: Scalar, rotation: str) -> Tensor:
-    """Return D - I of phi_1 for square matrices: X D is the whole move.
-
-    For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
-    not kept while the roots are worked out.
-    """
-    skew = compute()
-    if rotation not in ("polar", "euler"):
-        return _without_identity(skew * _shortened(skew, lr), rotation)
-    square = own_gram(skew)
-    turn, scale, limit = lr, 1.0, math.inf
-    if isinstance(lr, float):
-        scale = lr * lr
-        limit = scale * largest_bound(square, math.inf)
-    if not _is_short(skew, lr, limit):
-        turn = _shortened(skew, lr)
-        square, scale, limit = square * (turn * turn), 1.0, min(limit, _SATURATION**2)
-    del skew
-    shrink = roots(square, limit, scale=scale, overwrite=True).shrink
-    del square
-    return polar_rotation(compute(), shrink, turn)
-
-
-def published_turn(skew: Tensor, lr: Scalar, rotation: str) -> tuple[Tensor, Tensor | None]:
-    """Return D - I of Xh = X D for K = lr ``skew``, and Xh'Xh where it is not I: Euler's I + K."""
-    step = skew * lr
-    if rotation in ("cayley", "expm"):
-        return _without_identity(step, rotation), None
-    square = torch.bmm(step.mH, step)
-    if rotation == "euler":
-        return step, add_to_diagonal_(square, 1.0)
-    limit = min(largest_bound(square, math.inf), _PUBLISHED_CAP)
-    return polar_rotation(step, roots(square, limit).shrink), None
-
-
-def published_root(
-    gram_direction: Tensor, turn_gram: Tensor | None, lr: Scalar, root: Tensor | None = None
-) -> tuple[Tensor, Tensor, float]:
-    """Return R - I for R = (Xd'Xd)^(-1/2), Xd = Xh + eta V P, P = Xh'Xh; P W; the bound used."""
-    if turn_gram is None:
-        excess, pulled = gram_direction * (lr * lr), gram_direction
-    else:  # Xd'Xd - I = (P - I) + eta^2 P W P
-        pulled = torch.bmm(turn_gram, gram_direction)
-        excess = torch.bmm(pulled, turn_gram).mul_(lr * lr).add_(turn_gram)
-        add_to_diagonal_(excess, -1.0)
-    limit = largest_bound(excess, _PUBLISHED_CAP)
-    shrink = roots(excess, limit).shrink
-    if root is not None:  # A R
-        torch.baddbmm(shrink, excess, shrink, out=root).add_(excess)
-        add_to_diagonal_(root, 1.0)
-    return shrink, pulled, limit
-
-
-def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, transport: str) -> Tensor | None:
-    """phi_2 without the force: U <- U M. Return M, or None where it is the number ``momentum``."""
-    if momentum == 0:
-        return None
-    if transport == "published":
-        return add_to_diagonal_(skew * (lr * (3 * a - 2) / 2), momentum)
-    if a == CANONICAL:
-        return None
-    turn = turn_square(lambda: skew, lr * (2 * a - 1), "polar")
-    return add_to_diagonal_(turn, 1.0).mul_(momentum)
-
-
-def mend_long_step(
-    new_point: Tensor, normal: Tensor, row_sum: RowSum | None
-) -> tuple[Tensor, Tensor]:
-    """Return X made orthonormal again, and X'B for it: a long step amplifies rounding.
-
-    Where bounds cannot be read every step begins with this correction instead.
-    """
-    own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
-    mending = mend_(own)
-    return add_product(new_point, new_point, mending), mended(mending, overlap)
-
-
-def mend_point(point: Tensor, row_sum: RowSum | None) -> Tensor:
-    """Return X made orthonormal again by one Newton-Schulz step."""
-    (own,) = sums(row_sum, (point, point))
-    return add_product(point, point, mend_(own))
-
-
-def is_steep(inner: Tensor, lr: Scalar, length: float | None = None) -> bool:
-    """Say whether a step amplifies the rounding in X'X, if that may be read.
-
-    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
-    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the limit eight
-    steps cost two digits at the most.
-
-    Args:
-        inner: S, ``(k, m, m)``.
-        lr: eta.
-        length: The norm of all of S, if known.
-    """
-    if isinstance(lr, Tensor) or not reads(inner):
-        return False
-    if length is None:
-        length = float(torch.linalg.vector_norm(inner))
-    return lr * length > _STEEP and lr * largest_stretch(inner) > _STEEP
-
-
-def mend_(own: Tensor) -> Tensor:
-    """Turn ``own`` = X'X into M = (I - X'X)/2: one Newton-Schulz step, X + X M, mends X."""
-    return add_to_diagonal_(own.mul_(-0.5), 0.5)
-
-
-def mended(mending: Tensor | None, small: Tensor) -> Tensor:
-    """Return (I + M) small; None stands for M = 0."""
-    return small if mending is None else torch.baddbmm(small, mending, small)
-
-
-def after(left: Tensor, right: Tensor) -> Tensor:
-    """Return (I + left)(I + right) - I without forming the two factors."""
-    return torch.baddbmm(left, left, right).add_(right)
+# ---- sums over rows and masks ------------------------------------------------------------------
 
 
 def sums(row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -261,9 +106,179 @@ def sums(row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
     return list(torch.split(packed, found[0].size(-1), dim=-1))
 
 
-def sum_rows(row_sum: RowSum | None, packed: Tensor) -> Tensor:
-    """Sum ``packed`` over the processes that share the rows; None: all rows are here."""
-    return packed if row_sum is None else row_sum(packed)
+def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
+    """Return ``tensor`` with zeros for the matrices that do not move."""
+    return tensor if ok is None else torch.where(ok, tensor, 0.0)
+
+
+def keep_(target: Tensor, value: Tensor, ok: Tensor | None) -> Tensor:
+    """target = value for the matrices that move, in place."""
+    return target.copy_(value if ok is None else torch.where(ok, value, target))
+
+
+def scaled(matrix: Tensor, factor: Scalar) -> Tensor:
+    """Return factor matrix; the matrix itself for a factor of 1."""
+    return matrix if isinstance(factor, float) and factor == 1.0 else matrix * factor
+
+
+# ---- rounding ----------------------------------------------------------------------------------
+
+
+def mend(own: Tensor) -> Tensor:
+    """Turn ``own`` = X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal again.
+
+    One Newton-Schulz step, enough to take rounding out.
+    """
+    return add_to_diagonal_(own.mul_(-0.5), 0.5)
+
+
+def mended(mending: Tensor | None, small: Tensor) -> Tensor:
+    """Return (I + M) small; None stands for M = 0."""
+    return small if mending is None else torch.baddbmm(small, mending, small)
+
+
+def mend_point(point: Tensor, row_sum: RowSum | None) -> Tensor:
+    """Return X made orthonormal again."""
+    (own,) = sums(row_sum, (point, point))
+    return add_product(point, point, mend(own))
+
+
+def mend_after(new_point: Tensor, normal: Tensor, row_sum: RowSum | None) -> tuple[Tensor, Tensor]:
+    """Return X made orthonormal again, and X'B for it: a long step amplifies rounding."""
+    own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
+    mending = mend(own)
+    return add_product(new_point, new_point, mending), mended(mending, overlap)
+
+
+def is_steep(inner: Tensor, lr: Scalar, reader: Reader) -> bool:
+    """Say whether a step amplifies the rounding in X'X, if that can be known.
+
+    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
+    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the limit eight
+    steps cost two digits at the most.
+    """
+    if isinstance(lr, Tensor) or reader.is_blind:
+        return False
+    if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
+        return False
+    return lr * reader.number("stretch", lambda: largest_stretch(inner)) > _STEEP
+
+
+# ---- moves -------------------------------------------------------------------------------------
+
+
+class Moves(NamedTuple):
+    """Turn and move in m x m matrices, for a direction V with W = V'V.
+
+    Attributes:
+        frame: D R - I: X + X frame + eta V R is the new point, and what is added is small.
+        shrink: R - I.
+        turn: D - I.
+        turn_shrink: (I + K'K)^(-1/2) - I, of the turn.
+        bend: R (I + R)^(-1), if asked for.
+        excess: eta^2 W.
+        step: eta, shortened where it saturates.
+        limit: A bound on K'K and eta^2 W.
+    """
+
+    frame: Tensor
+    shrink: Tensor
+    turn: Tensor
+    turn_shrink: Tensor
+    bend: Tensor | None
+    excess: tuple[Tensor, float]
+    step: Scalar
+    limit: float
+
+    @property
+    def inverse_root(self) -> Tensor:
+        """R."""
+        return plus_identity(self.shrink)
+
+    @property
+    def root(self) -> Tensor:
+        """R^(-1) = (I + eta^2 W) R."""
+        matrix, scale = self.excess
+        inverse_root = self.inverse_root
+        return torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
+
+
+def moves_of(
+    skew: Tensor, gram_normal: Tensor, lr: Scalar, reader: Reader, *, bend: bool = False
+) -> Moves:
+    """Return the turn along ``skew`` and the move along a direction V.
+
+    Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Beyond
+    eta sigma = 4, or what the reader allows, a step saturates.
+
+    Args:
+        skew: K / eta, ``(k, m, m)``.
+        gram_normal: W = V'V, ``(k, m, m)``.
+        lr: eta, a number or ``(k, 1, 1)``.
+        reader: Who may read how long the step is.
+        bend: Whether R (I + R)^(-1) is wanted.
+    """
+    count, size = skew.size(0), skew.size(-1)
+    squares = torch.cat([own_gram(skew), gram_normal])  # -Z^2: its bound is the sharper one
+    step, turn, scale, limit = lr, lr, 1.0, math.inf
+    if reader.is_exact and isinstance(lr, float):
+        scale = lr * lr
+        limit = scale * largest_bound(squares)
+    # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
+    is_short = math.sqrt(size) * limit <= _SATURATION**2
+    if not (is_short and _turns_little(skew, lr, limit)):
+        norm, norm_skew = infinity_norm(gram_normal), infinity_norm(skew)
+        most = _longest(lr, reader, lambda: torch.maximum(norm.amax(), norm_skew.amax().square()))
+        shorter = (most / (norm * (lr * lr))).clamp(max=1.0)
+        gram_normal, step = gram_normal * (shorter * (lr * lr)), lr * shorter.sqrt()
+        turn, scale = _shortened(norm_skew, lr, most), 1.0
+        squares = torch.cat([squares[:count] * (turn * turn), gram_normal])
+        limit = largest_bound(squares) if reader.is_exact else most
+    found = roots(squares, limit, scale=scale, bend=count if bend else 0)
+    turn_shrink, shrink = found.shrink.unsafe_chunk(2)
+    rotation = polar_rotation(skew, turn_shrink, turn)
+    frame = after(rotation, shrink)
+    return Moves(
+        frame, shrink, rotation, turn_shrink, found.bend, (gram_normal, scale), step, limit
+    )
+
+
+def turn_of_square(
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+) -> tuple[Tensor, Tensor]:
+    """Return D - I and (I + K'K)^(-1/2) - I for square matrices: X D is the whole move.
+
+    For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
+    not kept while the roots are worked out.
+    """
+    skew = compute()
+    square = own_gram(skew)
+    turn, scale, limit = lr, 1.0, math.inf
+    if reader.is_exact and isinstance(lr, float):
+        scale = lr * lr
+        limit = scale * largest_bound(square)
+    if not _turns_little(skew, lr, limit):
+        norm = infinity_norm(skew)
+        most = _longest(lr, reader, lambda: norm.square())
+        turn = _shortened(norm, lr, most)
+        square, scale, limit = square * (turn * turn), 1.0, min(limit, most)
+    del skew
+    shrink = roots(square, limit, scale=scale, overwrite=True).shrink
+    del square
+    return polar_rotation(compute(), shrink, turn), shrink
+
+
+def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, reader: Reader) -> Tensor | None:
+    """Return M of U <- U M, momentum rot((2a - 1) eta Z); None where it is the number."""
+    if momentum == 0 or a == METRICS["canonical"]:
+        return None
+    turn, _ = turn_of_square(lambda: skew, lr * (2 * a - 1), _Apart(reader))
+    return add_to_diagonal_(turn, 1.0).mul_(momentum)
+
+
+def after(left: Tensor, right: Tensor) -> Tensor:
+    """Return (I + left)(I + right) - I without forming the two factors."""
+    return torch.baddbmm(left, left, right).add_(right)
 
 
 def move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scalar) -> Tensor:
@@ -273,25 +288,60 @@ def move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scala
     return add_product_(new_point, direction, small, alpha=step)
 
 
-def _is_short(skew: Tensor, lr: Scalar, limit: float) -> bool:
+def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
+    """Return the step, shortened so that step^2 A is at most ``longest``^2, and a bound of that.
+
+    Args:
+        step: A number or ``(k, 1, 1)``.
+        size: A = xi'xi, ``(k, m, m)``.
+        longest: Beyond it a step gains nothing.
+        reader: Who may read how long the step is.
+    """
+    most = longest * longest
+    bound = most
+    if isinstance(step, float) and reader.is_exact:
+        bound = step * step * largest_bound(size)
+        if bound <= most:
+            return step, bound
+    norm = infinity_norm(size)
+    if not reader.is_exact:
+        most = _longest(step, reader, lambda: norm, most)
+    shorter = (most / (norm * (step * step))).clamp(max=1.0)
+    return step * shorter.sqrt(), bound if reader.is_exact and not bound < math.inf else most
+
+
+class _Apart(Reader):
+    """A reader that keeps the numbers of a second turn in a step apart from those of the first."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.is_exact, self.is_blind, self._reader = reader.is_exact, reader.is_blind, reader
+
+    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+        return self._reader.number("coupling " + name, value)
+
+
+def _longest(
+    lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _SATURATION**2
+) -> float:
+    """Return up to where roots are worked out, for lr^2 ``value()`` as far as it is known."""
+    if reader.is_exact or isinstance(lr, Tensor):
+        return most
+    known = _MARGIN * lr * lr * reader.number("length", value)
+    return min(most, max(_SHORT, known)) if known == known else most
+
+
+def _turns_little(skew: Tensor, lr: Scalar, limit: float) -> bool:
     """Say whether the infinity norm of K is known to be below saturation."""
     if skew.size(-1) * limit <= _SATURATION**2:
         return True
-    if isinstance(lr, Tensor) or not reads(skew):
+    if isinstance(lr, Tensor) or not limit < math.inf or not is_free_to_read(skew):
         return False
     return abs(lr) * float(infinity_norm(skew).max()) <= _SATURATION
 
 
-def _shortened(skew: Tensor, lr: Scalar) -> Tensor:
-    """Return eta, ``(k, 1, 1)``, shortened so that the infinity norm of eta Z is at most 4."""
-    norm = infinity_norm(skew)
-    most = (_SATURATION / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
+def _shortened(norm: Tensor, lr: Scalar, most: float) -> Tensor:
+    """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most the root of ``most``."""
+    longest = (math.sqrt(most) / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
     if isinstance(lr, Tensor):
-        return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), most), lr)
-    return most.clamp(max=abs(lr)) * math.copysign(1.0, lr)
-
-
-def _without_identity(step: Tensor, rotation: str) -> Tensor:
-    """Return D - I for the Cayley transform or the exponential of ``step``."""
-    rotated = cayley(step) if rotation == "cayley" else exponential(step)
-    return add_to_diagonal_(rotated, -1.0)
+        return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), longest), lr)
+    return longest.clamp(max=abs(lr)) * math.copysign(1.0, lr)

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.functional.precision import full_precision, no_autocast
+from stiefel_opt.device import full_precision, no_autocast
 
 __all__ = ["own"]
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.functional.precision import full_precision, no_autocast, readable
+from stiefel_opt.device import full_precision, no_autocast, readable
 
 __all__ = ["cwy", "cwy_factors", "generalized_householder", "householder", "tcwy"]
 

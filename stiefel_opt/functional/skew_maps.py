@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.functional.precision import full_precision
+from stiefel_opt.device import full_precision
 from stiefel_opt.linalg import exponential
 
 __all__ = ["cayley_map", "exponential_map"]

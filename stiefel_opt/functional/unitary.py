@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.functional.precision import readable
+from stiefel_opt.device import readable
 
 __all__ = ["eurnn", "urnn"]
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
-from stiefel_opt.functional.precision import no_autocast
+from stiefel_opt.device import no_autocast
 from stiefel_opt.functional.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
 from stiefel_opt.nn._transition import (
     check_transition,

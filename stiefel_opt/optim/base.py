@@ -1,14 +1,18 @@
-"""The only step(): closure, gathering, lazy state, stacking, checkpoints, plain parameters."""
+"""The one base class, and the only step(): a gradient becomes a block, passes a rule, is written.
+
+A step gathers the gradients of every group and looks at them before anything changes. Plain
+parameters then follow torch's own function, constrained ones the rule of the subclass.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
 import operator
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import torch
 from torch import Tensor
@@ -16,69 +20,99 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.functional.finite import Watch
-from stiefel_opt.functional.precision import exact_products
-from stiefel_opt.linalg import reads
-from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch, Given
-from stiefel_opt.optim.faults import step_safely, warn_of_skipped, warn_of_tallies
-from stiefel_opt.optim.gathered import Gathered, gather
-from stiefel_opt.optim.loading import (
+from stiefel_opt.device import is_compiling, is_free_to_read
+from stiefel_opt.distributed import is_sharded, whole
+from stiefel_opt.manifold import manifold_of
+from stiefel_opt.optim.blocks import Owner
+from stiefel_opt.optim.checkpoint import (
     check_plain_rule,
+    check_saved_readings,
     check_state_dict,
     check_states,
+    keep_precision,
     mark,
-    rule_of,
     take_marks,
     without_plain,
 )
-from stiefel_opt.optim.master import keep_precision
-from stiefel_opt.optim.plain import step_rows
-from stiefel_opt.optim.readings import (
-    Group,
+from stiefel_opt.optim.checks import (
     as_plain_data,
-    check_saved_readings,
-    name_of,
-    reading,
-)
-from stiefel_opt.optim.refusals import (
     check_finite,
     check_new_group,
+    name_of,
+    names_of,
+    reading,
     refuse_gradient,
     refuse_nonfinite,
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
-from stiefel_opt.optim.settling import settle
-from stiefel_opt.optim.shards import Shards
-from stiefel_opt.optim.stack import Stack
-from stiefel_opt.optim.state import State, StateNames, complete_state, forget_constrained
+from stiefel_opt.optim.constrained import Constrained, Given
+from stiefel_opt.optim.plain import Group, step_rows
+from stiefel_opt.optim.safety import deferred_in, warn_of_skipped, warn_of_tallies
+from stiefel_opt.optim.sharding import Shards, shards_of
+from stiefel_opt.optim.state import (
+    State,
+    StateNames,
+    complete_state,
+    forget_constrained,
+    point_of,
+    suffix_of,
+)
+from stiefel_opt.optim.traced import in_graph, remember
 
 __all__ = ["StiefelOptimizer"]
 
-# Rounding in X'X and X'U is measured and removed every so many steps where reading the count is
-# free, and in every step elsewhere.
-_CORRECTION_PERIOD = 8
-
 # A turn is complete long before; the square of the rate must be a number of float32.
-_LONGEST_RATE = 2.0**50
+_LONGEST_RATE: Final = 2.0**50
 
 
-class StiefelOptimizer(Optimizer):
-    """Base of all optimizers here: a group holds constrained and plain parameters side by side.
+class Members:
+    """The parameters of a group, told apart: plain ones, and constrained ones that have state.
 
-    A subclass says which state it keeps (:meth:`_state_names`), how a batch of matrices moves
-    (:meth:`_move`), and which functions of torch move plain parameters (:meth:`_step_plain`,
-    :meth:`_step_plain_rows`).
+    Attributes:
+        plain: Plain parameters.
+        waiting: Places of constrained ones that have never had a gradient.
+        constrained: The others, those of one device together, each with its places in the group.
     """
 
+    def __init__(self, group: Group, names: StateNames) -> None:
+        self._params = list(group["params"])
+        self._tags = list(map(manifold_of, self._params))
+        self._stiefel, self._names = group["stiefel"], names
+        self.readings = [reading(parameter, group) for parameter in self._params]
+        self.plain = [i for i, found in enumerate(self.readings) if found is None]
+        self.waiting = [i for i, found in enumerate(self.readings) if found is not None]
+        self.constrained: list[tuple[Constrained, list[int]]] = []
+
+    def fit(self, group: Group, names: StateNames) -> bool:
+        """Say whether this still describes the group, and the state that it found."""
+        params = group["params"]
+        return (
+            len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and all(map(operator.is_, map(manifold_of, params), self._tags))
+            and group["stiefel"] is self._stiefel
+            and names == self._names
+            and all(constrained.is_intact() for constrained, _ in self.constrained)
+        )
+
+
+class StiefelOptimizer(Optimizer, ABC):
+    """Base of all optimizers here: a group holds constrained and plain parameters side by side.
+
+    A subclass declares its options (:meth:`_check_options`), the state of a matrix
+    (:meth:`_state_names`), how a batch of matrices moves (:meth:`_move`), and which function of
+    torch moves plain tensors (:meth:`_step_plain`).
+    """
+
+    rule: str = ""  # whose state a checkpoint holds
     _sparse_allowed: bool = False  # gradients of plain parameters
 
     def __init__(self, params: Any, defaults: Group) -> None:
-        self._gathered: dict[int, Gathered] = {}
-        self._known_states: list[Group] = []  # the state of each parameter, as a step left it
-        self._tallies: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}  # of skipped steps
-        self._told = 0  # how many of them a warning has told
+        self._handle = remember(self)
+        self._members: list[Members | None] = []
+        self._missed: dict[int, tuple[Tensor, int]] = {}  # steps, by parameters without tally
+        self._told = 0  # how many skipped steps a warning has told
         super().__init__(params, defaults)
         warn_if_nothing_is_constrained(type(self).__name__, self.param_groups)
 
@@ -93,22 +127,22 @@ class StiefelOptimizer(Optimizer):
         """Return what a group keeps for each matrix, which may depend on its options."""
 
     @abstractmethod
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
+    def _move(self, group: Group, given: Given) -> Tensor:
         """Return the new point of a batch and update its state."""
 
     @abstractmethod
-    def _is_stale(self, point: Tensor, batch: Batch) -> bool:
-        """Say whether the momentum of a batch belongs to another point."""
-
-    @abstractmethod
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        """Apply torch's own rule to whole parameters."""
-
-    @abstractmethod
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+    def _step_plain(
+        self,
+        group: Group,
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        states: list[Group],
+        left: Tensor | None = None,
     ) -> None:
-        """Apply torch's own rule to views of rows; ``states`` are the same rows of the state."""
+        """Apply torch's own rule; ``left`` as in :func:`stiefel_opt.optim.plain.step_sgd`."""
+
+    def _adapt(self, owner: Owner, names: StateNames) -> None:
+        """Turn momentum that other options have left in the state into that of these."""
 
     # ---- groups --------------------------------------------------------------------------------
 
@@ -130,6 +164,7 @@ class StiefelOptimizer(Optimizer):
         self._check_options(group)
         check_new_group(group, self.param_groups)
         super().add_param_group(group)
+        self._members.append(None)
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -154,164 +189,181 @@ class StiefelOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.compiler.is_compiling():
-            self._step_traced()
+        if is_compiling():
+            for index, group in enumerate(self.param_groups):
+                self._init_group(group)
+                self._step_traced(index, group)
             return loss
-        states = self.state.values()
-        if len(states) != len(self._known_states) or not all(
-            map(operator.is_, states, self._known_states)
-        ):
-            self._gathered = {}  # somebody dropped or replaced the state of a parameter
-        for group in self.param_groups:  # a schedule may have left the numbers
-            if isinstance(group["lr"], float) and not math.isfinite(group["lr"]):
-                raise ValueError(fail("lr", "be finite", group["lr"], "look at its schedule"))
-        gathered = [self._gather(i, group) for i, group in enumerate(self.param_groups)]
-        for group, work in zip(self.param_groups, gathered, strict=True):
-            self._check_gradients(work, raises=group["nonfinite"] == "raise")
-        for group, work in zip(self.param_groups, gathered, strict=True):
-            self._init_group(group, work)
-        for group, work in zip(self.param_groups, gathered, strict=True):
-            if work.plain:
-                self._step_plain(group, work.plain)
-            for stack in work.stacks:
-                with exact_products(stack.parameters[0]):
-                    self._step_stack(group, stack)
-        self._known_states = list(self.state.values())
+        for index, group in enumerate(self.param_groups):
+            self._init(index, group)
+        missed: list[Tensor] = []
+        prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
+        for index, (group, plain) in enumerate(zip(self.param_groups, prepared, strict=True)):
+            if plain:
+                grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
+                self._step_plain(group, plain, grads, [self.state[p] for p in plain])
+            missed += self._step_constrained(index, group)
+        warn_of_skipped(names_of(missed, self.param_groups))  # last: it may be an error
         return loss
 
-    def _step_traced(self) -> None:
-        """The same for ``torch.compile``: on what the last eager step gathered."""
-        for number, group in enumerate(self.param_groups):
-            work = self._gathered.get(number)
-            if work is None:
-                raise RuntimeError(
-                    "`step` must have made its state, got none; run one step before compiling it"
-                )
-            if work.plain:
-                self._step_plain(group, work.plain)
-            for stack in work.stacks:
-                stack.take([p.grad for p in stack.owners])  # type: ignore[misc]
-                with exact_products(stack.parameters[0]):
-                    self._step_stack(group, stack)
-
-    def _gather(self, number: int, group: Group) -> Gathered:
-        """Return what a step of a group works on; kept while nothing of it has changed."""
-        active = [p for p in group["params"] if p.grad is not None]
-        names = self._state_names(group)
-        work = self._gathered.get(number)
-        if work is None or not work.fits(active, group["stiefel"], names):
-            work = self._gathered[number] = gather(active, group, names)
-            for parameter in work.plain:
-                forget_constrained(self.state, parameter, names)
-        return work
-
-    def _check_gradients(self, work: Gathered, raises: bool) -> None:
-        """Raise naming the parameter where a gradient, or a value about to be projected, is bad."""
-        groups = self.param_groups
-        for parameter in work.plain:
-            plain_grad: Tensor = parameter.grad  # type: ignore[assignment]
-            if plain_grad.is_sparse and not self._sparse_allowed:
-                refuse_sparse(parameter, groups)
-            if plain_grad.shape != parameter.shape:
-                refuse_gradient(parameter, groups)
-        for index, (_, members, shards) in enumerate(work.equals):
-            shape, dtype = members[0].shape, members[0].dtype
-            grads: list[Tensor] = [p.grad for p in members]  # type: ignore[misc]
-            for parameter, grad in zip(members, grads, strict=True):
-                if grad.layout is not torch.strided:
-                    refuse_sparse(parameter, groups)
-                if grad.shape != shape or grad.dtype is not dtype:
-                    refuse_gradient(parameter, groups)
-            if raises:
-                for parameter in members:
-                    refuse_nonfinite(parameter, groups, shards)
-            stack = work.stacks[index] if work.stacks else None
-            if stack is not None:
-                stack.take(grads)
-            if stack is None or not stack.untouched():
-                for parameter in members:
-                    check_finite(parameter, groups, shards)
-
-    def _init_group(self, group: Group, work: Gathered) -> None:
-        """Make the state that is still missing, and stack it."""
-        if len(work.stacks) == len(work.equals):
+    def _step_traced(self, index: int, group: Group) -> None:
+        """The same for ``torch.compile``: the constrained part is one operation of the graph."""
+        members = self._members[index]
+        if members is None:
             return
-        work.stacks = [
-            Stack(
-                members,
-                manifold,
-                [self._init_state(p, manifold, group, shards) for p in members],
-                shards,
-            )
-            for manifold, members, shards in work.equals
-        ]
-        for stack in work.stacks:
-            owners = stack.owners
-            key = tuple(map(id, owners))
-            stack.skipped = self._tallies.setdefault(key, (owners, stack.skipped))[1]
-            stack.take([p.grad for p in owners])  # type: ignore[misc]
+        params = group["params"]
+        plain = [params[i] for i in members.plain if params[i].grad is not None]
+        if plain:
+            grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
+            self._step_plain(group, plain, grads, [self.state[p] for p in plain])
+        for number in range(len(members.constrained)):
+            in_graph(self._handle, index, number, members.constrained[number][0], group["lr"])
 
-    def _init_state(
-        self, parameter: Tensor, manifold: Stiefel, group: Group, shards: Shards | None = None
-    ) -> State:
-        """Return the state of a constrained parameter, with what is missing made."""
-        names, groups = self._state_names(group), self.param_groups
-        state: State = self.state[parameter]
-        return complete_state(
-            state, names, parameter, manifold, lambda: name_of(parameter, groups), shards
-        )
+    def _init_group(self, group: Group) -> None:
+        """Make missing state: ``torch.compile`` calls it, and guards on which gradients there are."""
+        index = next(i for i, other in enumerate(self.param_groups) if other is group)
+        self._init(index, group)
+        members = self._members[index]
+        if members is not None:
+            for place in members.plain:
+                self._init_plain(group, group["params"][place])
 
-    def _step_stack(self, group: Group, stack: Stack) -> None:
-        """Move all parameters of a stack."""
-        lr = group["lr"]
-        if not isinstance(lr, Tensor) or reads(lr):
+    def _init_plain(self, group: Group, parameter: Tensor) -> None:
+        """Make the state that a traced step needs of a plain parameter beforehand."""
+
+    def _init(self, index: int, group: Group) -> None:
+        """Make the state of constrained parameters that have a gradient for the first time."""
+        names = self._state_names(group)
+        members = self._members[index]
+        if members is None or not members.fit(group, names):
+            members = self._renew(index, group, names)
+        if members.waiting:
+            params = group["params"]
+            late = [place for place in members.waiting if params[place].grad is not None]
+            if late:
+                self._admit(members, group, names, late)
+
+    def _renew(self, index: int, group: Group, names: StateNames) -> Members:
+        """Tell the parameters of a group apart anew; those that have state are admitted."""
+        earlier, members = self._members[index], Members(group, names)
+        self._members[index] = members
+        self._note(earlier)
+        for place in members.plain:
+            forget_constrained(self.state, group["params"][place])
+        known = [i for i in members.waiting if self.state.get(group["params"][i])]
+        if known:
+            self._admit(members, group, names, known)
+        for constrained, _ in earlier.constrained if earlier else ():
+            constrained.release()
+        alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
+        self._missed = {k: item for k, item in self._missed.items() if k in alive}
+        return members
+
+    def _note(self, members: Members | None) -> None:
+        """Note which steps the parameters of a group have missed: their tally is about to go."""
+        for constrained, _ in members.constrained if members else ():
+            counts = constrained.skipped.tolist()
+            for owner, count in zip(constrained.owners, counts, strict=True):
+                if count:
+                    self._missed[id(owner.parameter)] = owner.parameter, count
+
+    def _admit(self, members: Members, group: Group, names: StateNames, places: list[int]) -> None:
+        """Stack the state of these parameters together with that of the ones before."""
+        params = group["params"]
+        everyone = sorted({*places, *(p for _, before in members.constrained for p in before)})
+        self._note(members)
+        layouts: dict[Any, Shards | None] = {}
+        owners: dict[torch.device, tuple[list[Owner], list[int]]] = {}
+        for place in everyone:
+            parameter, manifold = params[place], members.readings[place]
+            if manifold is None:
+                continue
+            key: Any = None
+            if is_sharded(parameter):
+                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
+            if key not in layouts:
+                layouts[key] = shards_of(parameter, manifold)
+            called = partial(name_of, parameter, self.param_groups)
+            state: State = self.state[parameter]
+            members_here, places_here = owners.setdefault(parameter.device, ([], []))
+            owner = Owner(parameter, manifold, state, layouts[key], len(members_here))
+            self._adapt(owner, names)
+            complete_state(state, names, parameter, manifold, called, layouts[key])
+            members_here.append(owner)
+            places_here.append(place)
+        members.constrained = [(Constrained(here), at) for here, at in owners.values()]
+        for constrained, _ in members.constrained:
+            for owner in constrained.owners:
+                _, count = self._missed.pop(id(owner.parameter), (None, 0))
+                if count:
+                    constrained.skipped[owner.place] = count
+        members.waiting = [place for place in members.waiting if place not in everyone]
+
+    def _prepare(self, index: int, group: Group) -> list[Tensor]:
+        """Look at the gradients of a group before anything changes; return who is plain."""
+        lr, groups, members = group["lr"], self.param_groups, self._members[index]
+        if isinstance(lr, float) and not math.isfinite(lr):
+            raise ValueError(fail("lr", "be finite", lr, "look at its schedule"))
+        if members is None:
+            return []
+        params, plain = group["params"], []
+        for place in members.plain:
+            grad = params[place].grad
+            if grad is None:
+                continue
+            if grad.is_sparse and not self._sparse_allowed:
+                refuse_sparse(params[place], groups)
+            if grad.shape != params[place].shape:
+                refuse_gradient(params[place], groups)
+            plain.append(params[place])
+        for constrained, _ in members.constrained:
+            grads = []
+            for owner in constrained.owners:
+                grad = owner.parameter.grad
+                grads.append(grad)
+                if grad is None:
+                    continue
+                if grad.layout is not torch.strided:
+                    refuse_sparse(owner.parameter, groups)
+                if grad.shape != owner.parameter.shape or grad.dtype is not owner.parameter.dtype:
+                    refuse_gradient(owner.parameter, groups)
+            changed = constrained.take(grads, group["nonfinite"])
+            if group["nonfinite"] == "raise" and constrained.missed:
+                refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, groups)
+            check_finite([owner.parameter for owner in changed], groups)
+        return plain
+
+    def step_in_graph(
+        self, index: int, number: int, grads: list[Tensor | None], lr: Tensor | None
+    ) -> None:
+        """Do what :func:`in_graph` stands for: the step of some constrained parameters."""
+        group, members = self.param_groups[index], self._members[index]
+        if members is None:
+            return
+        constrained = members.constrained[number][0]
+        changed = constrained.take(grads, group["nonfinite"], in_graph=True)
+        if group["nonfinite"] == "raise" and constrained.missed:
+            refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, self.param_groups)
+        check_finite([owner.parameter for owner in changed], self.param_groups)
+        missed = self._step_constrained(index, group, number, lr)
+        warn_of_skipped(names_of(missed, self.param_groups))
+
+    def _step_constrained(
+        self, index: int, group: Group, only: int | None = None, given_lr: Tensor | None = None
+    ) -> list[Tensor]:
+        """Move the constrained parameters of a group; return those that were left as they were."""
+        members, lr = self._members[index], group["lr"] if given_lr is None else given_lr
+        if members is None:
+            return []
+        if not isinstance(lr, Tensor) or is_free_to_read(lr):
             lr = min(float(lr), _LONGEST_RATE)
-        frozen = not isinstance(lr, Tensor) and lr == 0
-        stack.advance()
-        due = not reads(stack.steps) or stack.due(_CORRECTION_PERIOD)
-        move = partial(self._moved, group, stack, lr, due)
-        move_rows = None
-        if stack.manifold.rows is not None:
-            move_rows = partial(step_rows, stack, self._step_plain_rows, group)
-        skipped: list[Tensor] = []
-        if group["nonfinite"] == "skip":
-            skipped = step_safely(stack, move, move_rows, write=not frozen)
-        else:
-            for batch in stack.batches:
-                new_point = move(batch)
-                if not frozen:  # else it keeps its bits, also where X C would differ in the last
-                    batch.write(new_point)
-            if move_rows is not None:
-                move_rows()
-        stack.finish(written=not frozen, all_of_them=not skipped)
-        if skipped:
-            warn_of_skipped(skipped, self.param_groups)
-
-    def _moved(
-        self,
-        group: Group,
-        stack: Stack,
-        lr: float | Tensor,
-        due: bool,
-        batch: Batch,
-        watch: Watch | None = None,
-    ) -> Tensor:
-        """Return the new matrices of a batch, as they are written; its state changes."""
-        scale = stack.manifold.scale
-        point, grad = batch.point(), batch.grad()
-        if scale != 1.0:
-            point = point / scale
-        correct: bool | Tensor = due
-        # Writes through ``.data`` show only here; rows that are shared are not added up for it.
-        looks = due and stack.row_sum is None and reads(point)
-        if looks or (stack.fresh and not torch.compiler.is_compiling()):
-            # without a force nothing moves, not even by a correction
-            due = due and not (looks and float(torch.linalg.vector_norm(grad, ord=math.inf)) == 0.0)
-            point, correct = settle(point, batch, due, self._is_stale)
-        new_point = self._move(group, batch, Given(point, grad, lr / scale, correct, watch))
-        if isinstance(lr, Tensor):
-            new_point = torch.where(lr == 0, point, new_point)
-        return new_point if scale == 1.0 else new_point.mul_(scale)
+        move, missed = partial(self._move, group), []
+        move_rows = partial(step_rows, self._step_plain, group)
+        chosen = members.constrained if only is None else members.constrained[only : only + 1]
+        for constrained, _ in chosen:
+            constrained.step(move, move_rows, lr, group["nonfinite"])
+            missed += [constrained.owners[place].parameter for place in constrained.missed]
+        return missed
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -319,13 +371,13 @@ class StiefelOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
         packed = super().state_dict()
-        if any(not reads(tally) for _, tally in self._tallies.values()):
+        if any(not is_free_to_read(found.skipped) for found in self._all_constrained()):
             self._told = warn_of_tallies(self.skipped_steps(), self._told)
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             readings = [reading(parameter, group) for parameter in group["params"]]
-            if any(reading is not None for reading in readings):
+            if any(found is not None for found in readings):
                 saved["readings"] = [r if r is None else r.as_dict() for r in readings]
-        mark(packed["param_groups"], rule_of(type(self)))
+        mark(packed["param_groups"], self.rule)
         return packed
 
     @override
@@ -344,7 +396,7 @@ class StiefelOptimizer(Optimizer):
         """
         check_state_dict(state_dict)
         saved_groups = [dict(saved) for saved in state_dict["param_groups"]]
-        of_torch = take_marks(saved_groups, type(self))
+        of_torch = take_marks(saved_groups, self.rule)
         if of_torch:
             check_plain_rule(state_dict["state"], saved_groups, self.defaults)
         check_saved_readings(self.param_groups, saved_groups)
@@ -353,7 +405,6 @@ class StiefelOptimizer(Optimizer):
             for name in self.defaults:  # a checkpoint of torch lacks our options
                 saved.setdefault(name, group[name])
         final: dict[str, Any] = {}
-        tallies, told = self._tallies, self._told
 
         def examine(_: Optimizer, found: dict[str, Any]) -> None:  # as other hooks leave it
             groups = self.param_groups, found["param_groups"]
@@ -370,13 +421,17 @@ class StiefelOptimizer(Optimizer):
         finally:
             handle.remove()
         keep_precision(self.state, self.param_groups, final)
-        self._tallies, self._told = tallies, told
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for members in self.__dict__.get("_members", ()):
+            self._note(members)  # only the counts outlive what is loaded
         super().__setstate__(state)
-        self._gathered, self._known_states = {}, []
-        self._tallies, self._told = {}, 0
+        self._members = [None] * len(self.param_groups)
+        if "_handle" not in self.__dict__:
+            self._handle = remember(self)
+        self.__dict__.setdefault("_missed", {})
+        self.__dict__.setdefault("_told", 0)
         for kept in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in kept and not isinstance(kept["step"], Tensor):
                 kept["step"] = torch.tensor(float(kept["step"]))
@@ -392,17 +447,119 @@ class StiefelOptimizer(Optimizer):
         Parameters that missed none are left out. Counted since this optimizer was made, under
         ``nonfinite="skip"``. Waits for an accelerator.
         """
-        counts = self.skipped_steps_of().items()
-        return {name_of(parameter, self.param_groups): count for parameter, count in counts}
+        counts = self.skipped_steps_of()
+        return dict(zip(names_of(list(counts), self.param_groups), counts.values(), strict=True))
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
-        found: dict[Tensor, int] = {}
-        for owners, tally in self._tallies.values():
-            for parameter, count in zip(owners, tally.tolist(), strict=True):
+        found = {parameter: count for parameter, count in self._missed.values()}
+        for constrained in self._all_constrained():
+            counts = constrained.skipped.tolist()
+            for owner, count in zip(constrained.owners, counts, strict=True):
                 if count:
-                    found[parameter] = found.get(parameter, 0) + count
+                    found[owner.parameter] = count
         return found
+
+    def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
+        """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
+
+        Z, skew, has shape ``(..., m, m)``; U, normal to the point, ``(..., n, m)``, with the batch
+        and head dimensions of the reading in front. U is zero for square matrices. For a reading
+        with several ranges of rows each of the two is a tuple, one tensor for each range. Before
+        the first step both are zero. A sharded parameter is gathered: every process must call.
+        """
+        skews, normals = [], []
+        for suffix, point, state in self._blocks_of(parameter):
+            skew = state.get("momentum_skew" + suffix)
+            m = point.size(-1)
+            skews.append(point.new_zeros(*point.shape[:-2], m, m) if skew is None else skew.clone())
+            normal = deferred_in({k: state[k + suffix] for k in _MOMENTA if k + suffix in state})
+            flat = point.reshape(-1, *point.shape[-2:])
+            normals.append(torch.zeros_like(point))
+            if normal is not None:
+                parts = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in normal]
+                value = type(normal)(*parts).value(flat)  # type: ignore[arg-type]
+                normals[-1] = value.reshape(point.shape)
+        if len(skews) == 1:
+            return skews[0], normals[0]
+        return tuple(skews), tuple(normals)
+
+    @torch.no_grad()
+    def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
+        """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
+
+        Of Z the skew part is taken, of U the part that is normal to the point.
+
+        Raises:
+            TypeError: for sharded parameters, whose momentum can only be read, and for what is no
+                tensor.
+            ValueError: for tensors of another shape, and values that are not finite. Nothing has
+                changed then.
+        """
+        if is_sharded(parameter):
+            raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
+        values = [(skew, normal)]
+        if isinstance(skew, tuple) and isinstance(normal, tuple):
+            values = list(zip(skew, normal, strict=False))
+        blocks = self._blocks_of(parameter, make=True)
+        if len(values) != len(blocks):
+            wanted = f"be tuples of {len(blocks)} tensors each"
+            raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
+        for (suffix, point, state), (new_skew, new_normal) in zip(blocks, values, strict=True):
+            small = torch.Size((*point.shape[:-2], point.size(-1), point.size(-1)))
+            _check_velocity("skew", new_skew, small)
+            if any(name + suffix in state for name in _TALL):  # square matrices have no normal part
+                _check_velocity("normal", new_normal, point.shape)
+        for (suffix, point, state), (new_skew, new_normal) in zip(blocks, values, strict=True):
+            if "momentum_skew" + suffix in state:
+                state["momentum_skew" + suffix].copy_((new_skew - new_skew.mH) / 2)
+            for name in _TALL:
+                if name + suffix in state:
+                    state[name + suffix].copy_(new_normal - point @ (point.mH @ new_normal))
+            if "deferred_shift" + suffix in state:
+                state["deferred_shift" + suffix].zero_()
+            if "deferred_factor" + suffix in state:
+                factor = state["deferred_factor" + suffix]
+                factor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+
+    @torch.no_grad()
+    def _blocks_of(
+        self, parameter: Tensor, make: bool = False
+    ) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Return, for each constrained range, its suffix, the point and all state, read so too."""
+        for group in self.param_groups:
+            manifold = reading(parameter, group)
+            if manifold is not None and any(parameter is other for other in group["params"]):
+                break
+        else:
+            raise ValueError(
+                fail("parameter", "be constrained in this optimizer", "one that is not")
+            )
+        state = self.state.get(parameter, {})
+        if make:
+            names, called = self._state_names(group), partial(name_of, parameter, self.param_groups)
+            state = complete_state(self.state[parameter], names, parameter, manifold, called)
+        state = {n: whole(t) for n, t in state.items() if isinstance(t, Tensor)}
+        found = []
+        for index, (part, own) in enumerate(
+            manifold.blocks(point_of(whole(parameter.detach()), state))
+        ):
+            suffix = suffix_of(index)
+            read = dict(state)
+            for name in _TALL:
+                if name + suffix in state:
+                    read[name + suffix] = own.matrices(state[name + suffix])
+            found.append((suffix, own.matrices(part) / own.scale, read))
+        return found
+
+    def constrained_of(self, index: int) -> list[Constrained]:
+        """Return the constrained parameters of a group that have state, by device."""
+        members = self._members[index]
+        return [] if members is None else [constrained for constrained, _ in members.constrained]
+
+    def _all_constrained(self) -> list[Constrained]:
+        found = [members for members in self._members if members is not None]
+        return [constrained for members in found for constrained, _ in members.constrained]
 
     @override
     def __repr__(self) -> str:
@@ -421,6 +578,19 @@ class StiefelOptimizer(Optimizer):
             f"Plain: {_counted(plain)}."
         )
         return f"{super().__repr__()}\n{header}"
+
+
+_TALL: Final = ("momentum_normal", "deferred_base")
+_MOMENTA: Final = (*_TALL, "deferred_factor", "deferred_shift")
+
+
+def _check_velocity(name: str, value: Any, shape: torch.Size) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(fail(name, f"be a tensor of shape {tuple(shape)}", type(value).__name__))
+    if value.shape != shape:
+        raise ValueError(fail(name, f"have shape {tuple(shape)}", f"shape {tuple(value.shape)}"))
+    if not bool(value.isfinite().all()):
+        raise ValueError(fail(name, "be finite", f"NaN or inf in shape {tuple(shape)}"))
 
 
 def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:

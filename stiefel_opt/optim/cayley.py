@@ -9,17 +9,15 @@ from typing_extensions import override
 from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch, Given
-from stiefel_opt.optim.options import check_adam, check_sgd, force_of
-from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
-from stiefel_opt.optim.readings import Group
+from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.families import AdamLike, SGDLike, force_of, options_of
+from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import StateNames
-from stiefel_opt.optim.velocity import VelocityOptimizer
 
 __all__ = ["CayleyAdam", "CayleySGD"]
 
 
-class CayleySGD(VelocityOptimizer):
+class CayleySGD(SGDLike):
     r"""Cayley SGD with momentum for constrained parameters; plain ones get torch's SGD.
 
     .. math::
@@ -54,7 +52,7 @@ class CayleySGD(VelocityOptimizer):
         transform (ICLR 2020), Algorithm 1.
     """
 
-    _sparse_allowed = True
+    rule = "CayleySGD"
 
     def __init__(
         self,
@@ -74,62 +72,35 @@ class CayleySGD(VelocityOptimizer):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "steps": steps,
-            "exact": exact,
-            "nonfinite": nonfinite,
-            "stiefel": stiefel,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     @override
     def _check_options(self, group: Group) -> None:
-        check_sgd(group)
+        super()._check_options(group)
         _check_iteration(group)
 
     @override
     def _state_names(self, group: Group) -> StateNames:
-        return StateNames(["momentum_skew"], [], ["momentum_normal"])
+        return StateNames(("momentum_skew",), (), ("momentum_normal",))
 
     @override
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
+    def _move(self, group: Group, given: Given) -> Tensor:
         return cayley_sgd_(
             given.point,
             given.grad,
-            batch.state["momentum_skew"],
-            batch.state.get("momentum_normal"),
+            given.state["momentum_skew"],
+            given.state.get("momentum_normal"),
             lr=given.lr,
             momentum=group["momentum"],
-            force=force_of(group, batch),
+            force=force_of(group, given.step, given.point),
             nesterov=group["nesterov"],
             steps=group["steps"],
             exact=group["exact"],
-            correct=given.correct,
-            row_sum=batch.row_sum,
-            watch=given.watch,
+            setting=given.setting,
         )
 
-    @override
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        step_sgd(group, parameters, self.state)
 
-    @override
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-    ) -> None:
-        step_sgd_rows(group, parameters, grads, states)
-
-
-class CayleyAdam(VelocityOptimizer):
+class CayleyAdam(AdamLike):
     r"""Cayley Adam for constrained parameters; plain ones get torch's Adam.
 
     As :class:`CayleySGD`, with one second moment v for each matrix:
@@ -160,6 +131,8 @@ class CayleyAdam(VelocityOptimizer):
         Li, Li & Todorovic (ICLR 2020), Algorithm 2.
     """
 
+    rule = "CayleyAdam"
+
     def __init__(
         self,
         params: ParamsT,
@@ -180,69 +153,36 @@ class CayleyAdam(VelocityOptimizer):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "steps": steps,
-            "exact": exact,
-            "nonfinite": nonfinite,
-            "stiefel": stiefel,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     @override
     def _check_options(self, group: Group) -> None:
-        check_adam(group)
+        super()._check_options(group)
         _check_iteration(group)
 
     @override
     def _state_names(self, group: Group) -> StateNames:
-        norms, rows = ["exp_avg_sq_norm"], ["exp_avg_sq_rows"]
-        if group["amsgrad"]:
-            norms, rows = [*norms, "max_exp_avg_sq_norm"], [*rows, "max_exp_avg_sq_rows"]
-        return StateNames(["momentum_skew"], [], ["momentum_normal"], norms, rows)
+        norms = ("exp_avg_sq_norm", "max_exp_avg_sq_norm")[: 1 + group["amsgrad"]]
+        return StateNames(("momentum_skew",), (), ("momentum_normal",), norms)
 
     @override
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
-        state = batch.state
+    def _move(self, group: Group, given: Given) -> Tensor:
         return cayley_adam_(
             given.point,
             given.grad,
-            state["momentum_skew"],
-            state.get("momentum_normal"),
-            state["exp_avg_sq_norm"],
-            state.get("max_exp_avg_sq_norm"),
+            given.state["momentum_skew"],
+            given.state.get("momentum_normal"),
+            given.state["exp_avg_sq_norm"],
+            given.state.get("max_exp_avg_sq_norm"),
             lr=given.lr,
-            step=batch.step_number(),
+            step=given.step,
             betas=group["betas"],
             eps=group["eps"],
             force=-1.0 if group["maximize"] else 1.0,
             steps=group["steps"],
             exact=group["exact"],
-            correct=given.correct,
-            row_sum=batch.row_sum,
-            watch=given.watch,
+            setting=given.setting,
         )
-
-    @override
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        step_adam(group, parameters, self.state)
-
-    @override
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-    ) -> None:
-        moments = ["momentum_normal", *self._state_names(group).rows]
-        step_adam_rows(group, parameters, grads, states, moments)
 
 
 def _check_iteration(group: Group) -> None:

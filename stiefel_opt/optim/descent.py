@@ -9,17 +9,16 @@ from typing_extensions import override
 from stiefel_opt._checks import check_choice
 from stiefel_opt.functional.descent import RETRACTIONS, descend_
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch, Given
-from stiefel_opt.optim.options import check_metric, check_sgd, force_of
-from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
-from stiefel_opt.optim.readings import Group
+from stiefel_opt.optim.checks import check_metric
+from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.families import SGDLike, force_of, options_of
+from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import StateNames
-from stiefel_opt.optim.velocity import VelocityOptimizer
 
 __all__ = ["ProjectedRGD"]
 
 
-class ProjectedRGD(VelocityOptimizer):
+class ProjectedRGD(SGDLike):
     r"""Riemannian gradient descent with projected momentum; plain parameters get torch's SGD.
 
     .. math::
@@ -54,7 +53,7 @@ class ProjectedRGD(VelocityOptimizer):
         Likhosherstov et al. (AISTATS 2021), section 2.3, where they are RGD-{C,E}-{C,QR}.
     """
 
-    _sparse_allowed = True
+    rule = "ProjectedRGD"
 
     def __init__(
         self,
@@ -74,59 +73,32 @@ class ProjectedRGD(VelocityOptimizer):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "metric": metric,
-            "retraction": retraction,
-            "nonfinite": nonfinite,
-            "stiefel": stiefel,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     @override
     def _check_options(self, group: Group) -> None:
-        check_sgd(group)
+        super()._check_options(group)
         check_metric(group)
         check_choice("retraction", group["retraction"], RETRACTIONS)
 
     @override
     def _state_names(self, group: Group) -> StateNames:
         if group["momentum"] == 0:
-            return StateNames([], [], [])
-        return StateNames(["momentum_skew"], [], ["momentum_normal"])
+            return StateNames()
+        return StateNames(("momentum_skew",), (), ("momentum_normal",))
 
     @override
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
+    def _move(self, group: Group, given: Given) -> Tensor:
         return descend_(
             given.point,
             given.grad,
-            batch.state.get("momentum_skew"),
-            batch.state.get("momentum_normal"),
+            given.state.get("momentum_skew"),
+            given.state.get("momentum_normal"),
             lr=given.lr,
             momentum=group["momentum"],
-            force=force_of(group, batch),
+            force=force_of(group, given.step, given.point),
             nesterov=group["nesterov"],
             metric=group["metric"],
             retraction=group["retraction"],
-            correct=given.correct,
-            row_sum=batch.row_sum,
-            watch=given.watch,
+            setting=given.setting,
         )
-
-    @override
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        step_sgd(group, parameters, self.state)
-
-    @override
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-    ) -> None:
-        step_sgd_rows(group, parameters, grads, states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,117 +10,33 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.stack import Stack
+__all__ = ["Group", "PlainRule", "adam_moments", "step_adam", "step_rows", "step_sgd"]
 
-__all__ = ["adam_moments", "step_adam", "step_adam_rows", "step_rows", "step_sgd", "step_sgd_rows"]
-
-
-def step_sgd(group: Group, parameters: list[Tensor], state: Any) -> None:
-    """Apply ``torch.optim.SGD`` with the options of ``group``; ``state[p]`` is that of each p."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    buffers = []
-    if group["momentum"] != 0:
-        buffers = [state[p].get("momentum_buffer") for p in parameters]
-    _torch_sgd(group, parameters, grads, buffers)
-    if group["momentum"] != 0:
-        for parameter, buffer in zip(parameters, buffers, strict=True):
-            state[parameter]["momentum_buffer"] = buffer
+Group = dict[str, Any]
+PlainRule = Callable[..., None]
 
 
-def step_sgd_rows(
+def step_sgd(
     group: Group,
     parameters: list[Tensor],
     grads: list[Tensor],
-    states: list[Group],
-    name: str = "momentum_normal",
+    states: Sequence[Group],
+    left: Tensor | None = None,
 ) -> None:
-    """Apply ``torch.optim.SGD`` to rows; their momentum lies in the state ``name``."""
+    """Apply ``torch.optim.SGD`` with the options of ``group``.
+
+    Args:
+        group: The options.
+        parameters, grads, states: The tensors, and what ``optimizer.state`` holds of each.
+        left: Not 0 where they are to stay as they are, which only fused kernels can do without
+            anybody reading it. Default: they move.
+    """
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
-        # The first momentum is the gradient, undamped: with dampening zeros would not do.
-        begun = group["dampening"] == 0 or torch.compiler.is_compiling()
-        buffers = [state[name] if begun or bool(state["step"] > 0) else None for state in states]
-    _torch_sgd(group, parameters, grads, buffers)
-    for buffer, state in zip(buffers, states, strict=False):
-        if buffer is not None and buffer is not state[name]:
-            state[name].copy_(buffer)
-
-
-def adam_moments(group: Group) -> list[str]:
-    """Return torch's names of Adam's moments."""
-    return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-
-
-def step_adam(group: Group, parameters: list[Tensor], state: Any) -> None:
-    """Apply ``torch.optim.Adam`` with the options of ``group``; ``state[p]`` is that of each p."""
-    for parameter in parameters:
-        own = state[parameter]
-        if not own:
-            # as torch: float64 only where that is the default, and never for fused
-            wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-            own["step"] = torch.zeros(
-                (),
-                dtype=torch.float64 if wide else torch.float32,
-                device=parameter.device if group["capturable"] or group["fused"] else "cpu",
-            )
-            for name in adam_moments(group):
-                own[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    _torch_adam(group, parameters, grads, [state[p] for p in parameters])
-
-
-def step_adam_rows(
-    group: Group,
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    states: list[Group],
-    names: list[str],
-) -> None:
-    """Apply ``torch.optim.Adam`` to rows; their moments lie in the states ``names``."""
-    on_device = group["capturable"] or group["fused"]
-    plain = []
-    for state in states:
-        moments = zip(adam_moments(group), names, strict=True)
-        plain.append({torch_name: state[name] for torch_name, name in moments})
-        plain[-1]["step"] = state["step"] if on_device else state["step"].cpu()
-    _torch_adam(group, parameters, grads, plain)
-
-
-def step_rows(
-    stack: Stack,
-    rule: Callable[[Group, list[Tensor], list[Tensor], list[Group]], None],
-    group: Group,
-) -> None:
-    """Move the plain rows of parameters that are constrained in part, by ``rule``."""
-    split = stack.manifold.plain_parts
-    parameters = [part for p in stack.parameters for part in split(p)]
-    dtype = parameters[0].dtype
-    grads = [part.to(dtype).resolve_conj() for grad in stack.grads for part in split(grad)]
-    states = []
-    for state, step, parameter in zip(stack.states, stack.steps, stack.parameters, strict=True):
-        own = {n: t for n, t in state.items() if t is not parameter}  # a master is no state here
-        rows = {n: split(t) for n, t in own.items() if t.shape == parameter.shape}
-        for index in range(len(split(parameter))):
-            states.append({n: parts[index] for n, parts in rows.items()})
-            states[-1]["step"] = step - 1  # torch counts this step itself
-    if parameters and not group["fused"]:
-        rule(group, parameters, grads, states)
-    elif parameters:  # fused kernels read memory straight through, also where rows are columns
-        dense = [part.contiguous() for part in parameters]
-        dense_states = [{n: t.contiguous() for n, t in state.items()} for state in states]
-        dense_grads = [grad.contiguous() for grad in grads]
-        rule(group, dense, dense_grads, dense_states)
-        for state, dense_state in zip(states, dense_states, strict=True):
-            parameters, dense = [*parameters, *state.values()], [*dense, *dense_state.values()]
-        for part, copy in zip(parameters, dense, strict=True):
-            if part is not copy:
-                part.copy_(copy)
-
-
-def _torch_sgd(
-    group: Group, parameters: list[Tensor], grads: list[Tensor], buffers: list[Any]
-) -> None:
+        for state, parameter in zip(states, parameters, strict=True):
+            if left is not None and "momentum_buffer" not in state:  # the kernel may not fill it
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [state.get("momentum_buffer") for state in states]
     sgd(
         parameters,
         grads,
@@ -132,20 +48,52 @@ def _torch_sgd(
         nesterov=group["nesterov"],
         maximize=group["maximize"],
         has_sparse_grad=any(grad.is_sparse for grad in grads),
-        foreach=group["foreach"],
-        fused=group["fused"],
+        foreach=group["foreach"] if left is None else False,
+        fused=group["fused"] if left is None else True,
+        found_inf=left,
     )
+    for state, buffer in zip(states, buffers, strict=False):
+        state["momentum_buffer"] = buffer
 
 
-def _torch_adam(
-    group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
+def adam_moments(group: Group) -> list[str]:
+    """Return torch's names of Adam's moments."""
+    return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+
+
+def init_adam(group: Group, parameter: Tensor, state: Group, *, on_device: bool = False) -> None:
+    """Make the state of ``torch.optim.Adam`` for a tensor that has none."""
+    if "step" not in state:
+        # as torch: float64 only where that is the default, and never for fused
+        on_device = on_device or bool(group["capturable"] or group["fused"])
+        wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        state["step"] = torch.zeros(
+            (),
+            dtype=torch.float64 if wide else torch.float32,
+            device=parameter.device if on_device else "cpu",
+        )
+    for name in adam_moments(group):
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def step_adam(
+    group: Group,
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    states: Sequence[Group],
+    left: Tensor | None = None,
 ) -> None:
+    """Apply ``torch.optim.Adam`` with the options of ``group``; arguments as :func:`step_sgd`."""
+    for parameter, state in zip(parameters, states, strict=True):
+        init_adam(group, parameter, state, on_device=left is not None)
+    moments = [[state[name] for state in states] for name in adam_moments(group)]
     adam(
         parameters,
         grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+        moments[0],
+        moments[1],
+        moments[2] if group["amsgrad"] else [],
         [state["step"] for state in states],
         amsgrad=group["amsgrad"],
         has_complex=any(parameter.is_complex() for parameter in parameters),
@@ -155,8 +103,48 @@ def _torch_adam(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
-        foreach=group["foreach"],
+        foreach=group["foreach"] if left is None else False,
         capturable=group["capturable"],
-        fused=group["fused"],
+        fused=group["fused"] if left is None else True,
         decoupled_weight_decay=group["decoupled_weight_decay"],
+        found_inf=left,
     )
+
+
+def step_rows(
+    rule: PlainRule,
+    group: Group,
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    states: Sequence[Group],
+    left: Tensor | None,
+) -> None:
+    """Apply a rule to views on rows; fused kernels get copies that are real and without gaps."""
+    if not group["fused"] and left is None:
+        rule(group, parameters, grads, states)
+        return
+    dense = list(map(_dense, parameters))
+    copies = [{name: _dense(tensor) for name, tensor in state.items()} for state in states]
+    rule(group, dense, list(map(_dense, grads)), copies, left)
+    for parameter, copy in zip(parameters, dense, strict=True):
+        _put_back(parameter, copy)
+    for parameter, state, copied in zip(parameters, states, copies, strict=True):
+        for name, copy in copied.items():
+            if name not in state:
+                state[name] = copy
+                if parameter.is_complex() and copy.ndim > parameter.ndim:
+                    state[name] = torch.view_as_complex(copy)
+            else:
+                _put_back(state[name], copy)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.contiguous()
+
+
+def _put_back(tensor: Tensor, copy: Tensor) -> None:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if real.data_ptr() != copy.data_ptr():
+        real.copy_(copy)

@@ -1,43 +1,90 @@
-"""Which state a constrained parameter has: names, shapes, first values."""
+"""Which state a constrained parameter has: names, shapes, first values, precision.
+
+Each constrained range of a parameter has state of its own; that of the second range and on has the
+number of the range behind its name: ``momentum_skew``, ``momentum_skew.1``. Plain rows have the
+state of torch's own rule behind ``rows.``. Half-precision parameters have a float32 ``master``:
+bfloat16 has 8 bits, a step of 1e-3 would vanish in its rounding, and X'X = I can hold only to that.
+So the point lives in float32 in the state, and the parameter is what it rounds to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor import zeros as sharded_zeros
 
 from stiefel_opt._checks import fail
+from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.master import HALF, MASTER, state_dtype
-from stiefel_opt.optim.shards import Shards, placed
+from stiefel_opt.optim.sharding import Shards, placed, sharded_zeros
 
 __all__ = [
+    "HALF",
+    "MASTER",
+    "ROWS",
     "State",
     "StateNames",
     "complete_state",
     "expected_shapes",
+    "follow_",
     "forget_constrained",
+    "is_kept",
     "is_small",
-    "state_shapes",
+    "point_of",
+    "state_dtype",
+    "suffix_of",
 ]
 
-State = dict[str, Tensor]
+State = dict[str, Any]
+
+HALF: Final = (torch.bfloat16, torch.float16)
+MASTER: Final = "master"
+ROWS: Final = "rows."
+_SMALL: Final = ("skew", "factor", "shift", "norm")
+_KEPT: Final = (*_SMALL, "normal", "base", MASTER)  # the last words of our names
 
 
 class StateNames(NamedTuple):
-    """What a rule keeps beside ``step``: m x m for each matrix, the same of tall matrices only,
-    of the shape of the parameter, one number for each matrix, and of the shape of the parameter
-    where some of its rows are plain."""
+    """What a rule keeps beside ``step``.
 
-    small: list[str]
-    small_of_tall: list[str]
-    tall: list[str]
-    norms: Sequence[str] = ()
-    rows: Sequence[str] = ()
+    Attributes:
+        small: m x m for each matrix.
+        small_of_tall: The same, of tall matrices only.
+        tall: Of the shape of the constrained range, where its matrices are tall.
+        norms: One number for each matrix.
+    """
+
+    small: tuple[str, ...] = ()
+    small_of_tall: tuple[str, ...] = ()
+    tall: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+
+
+def suffix_of(index: int) -> str:
+    """Return what stands behind the names of the state of range ``index``."""
+    return f".{index}" if index else ""
+
+
+def is_kept(name: str) -> bool:
+    """Say whether a name is one of ours, not torch's or a user's."""
+    return name.startswith(ROWS) or name.partition(".")[0].endswith(_KEPT)
+
+
+def is_small(name: str) -> bool:
+    """Say whether state of this name is m x m, or one number, for each matrix."""
+    return name.partition(".")[0].endswith(_SMALL)
+
+
+def state_dtype(dtype: torch.dtype, name: str = "") -> torch.dtype:
+    """Return the dtype of the state ``name`` of a constrained parameter of ``dtype``.
+
+    The second moment of a complex number is that of its absolute value.
+    """
+    if dtype.is_complex and "exp_avg_sq" in name:
+        return dtype.to_real()
+    return torch.float32 if dtype in HALF else dtype
 
 
 def complete_state(
@@ -49,6 +96,8 @@ def complete_state(
     shards: Shards | None = None,
 ) -> State:
     """Make in ``state`` what is missing, and drop what the rule does not keep.
+
+    What a user has put there under a name of their own stays.
 
     Args:
         state: State of one parameter; that of a plain one is started anew.
@@ -62,20 +111,19 @@ def complete_state(
         ValueError: for state of another shape.
     """
     expected = expected_shapes(names, parameter, manifold)
-    if "step" not in state or (expected and not expected.keys() & state.keys()):
-        state.clear()
+    for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        if name in state:  # of a plain parameter until now
+            state.clear()
+    if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
     for name, shape in expected.items():
-        shared = manifold.rows is not None and shape == parameter.shape  # by torch's own rule
-        dtype = state_dtype(parameter.dtype, "" if shared else name)
+        dtype = state_dtype(parameter.dtype, name)
         if name not in state and name == MASTER:
             state[name] = parameter.detach().to(dtype)
         elif name not in state:
             state[name] = _zeros(name, shape, dtype, parameter, shards)
             if name.startswith("deferred_factor"):
-                made = state[name]
-                own = made.to_local() if isinstance(made, DTensor) else made
-                own.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+                local_part(state[name]).diagonal(dim1=-2, dim2=-1).fill_(1.0)
         elif state[name].shape != shape:
             raise ValueError(
                 fail(
@@ -87,72 +135,73 @@ def complete_state(
             )
         if state[name].dtype != dtype:  # the model is in another precision now
             state[name] = state[name].to(dtype)
-        if shards is not None and (placements := _placements(name, shards)) is not None:
-            state[name] = placed(state[name], shards.mesh, placements)
-    for name in state.keys() - expected.keys() - {"step"}:
-        del state[name]
+        if shards is not None:
+            placements = shards.small if is_small(name) else shards.working
+            if placements is not None:
+                state[name] = placed(state[name], shards.mesh, placements)
+    for name in [name for name in state if is_kept(name) and name not in expected]:
+        if not name.startswith(ROWS):
+            del state[name]
     return state
 
 
-def forget_constrained(states: Any, parameter: Tensor, names: StateNames) -> None:
+def forget_constrained(states: Any, parameter: Tensor) -> None:
     """Clear the state of a plain parameter that was constrained until now."""
     state = states.get(parameter, {})
-    constrained = {*names.small, *names.small_of_tall, MASTER}
-    if any(name.partition(".")[0] in constrained for name in state):
+    if any(is_kept(name) for name in state):
         state.clear()
 
 
 def expected_shapes(
     names: StateNames, parameter: Tensor, manifold: Stiefel
 ) -> dict[str, torch.Size]:
-    """Return the shape of all state of a constrained parameter but ``step``, by name."""
-    ranges, needs_tall = state_shapes(manifold, parameter.shape)
+    """Return the shape of all state of a constrained parameter but ``step``, by name.
+
+    No tall state where every matrix is square: nothing is normal to the point then.
+    """
     expected: dict[str, torch.Size] = {}
-    for index, (shape, is_tall) in enumerate(ranges):
-        suffix = f".{index}" if index else ""
-        small = names.small + names.small_of_tall if is_tall else names.small
-        expected.update({name + suffix: shape for name in small})
-        single = torch.Size((*shape[:-2], 1, 1))
-        expected.update({name + suffix: single for name in names.norms})
-    if needs_tall:
-        expected.update(dict.fromkeys(names.tall, parameter.shape))
-    if manifold.rows is not None:
-        expected.update(dict.fromkeys(names.rows, parameter.shape))
+    for index, (part, reading) in enumerate(
+        manifold.blocks(torch.empty(parameter.shape, device="meta"))
+    ):
+        *lead, n, m = reading.matrices(part).shape
+        small = names.small + names.small_of_tall if n > m else names.small
+        for name in small:
+            expected[name + suffix_of(index)] = torch.Size((*lead, m, m))
+        for name in names.norms:
+            expected[name + suffix_of(index)] = torch.Size((*lead, 1, 1))
+        if n > m:
+            for name in names.tall:
+                expected[name + suffix_of(index)] = part.shape
     if parameter.dtype in HALF:
         expected[MASTER] = parameter.shape
     return expected
-
-
-def _placements(name: str, shards: Shards) -> tuple[Placement, ...] | None:
-    return shards.small if is_small(name) else shards.working
 
 
 def _zeros(
     name: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
 ) -> Tensor:
     """Return state of zeros; m x m sums over rows are no DTensor, the same everywhere."""
-    placements = None if shards is None else _placements(name, shards)
+    placements = None
+    if shards is not None:
+        placements = shards.small if is_small(name) else shards.working
     if shards is None or placements is None:
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return sharded_zeros(shape, dtype=dtype, device_mesh=shards.mesh, placements=placements)
+    return sharded_zeros(shape, dtype, shards.mesh, placements)
 
 
-def state_shapes(
-    manifold: Stiefel, shape: torch.Size
-) -> tuple[list[tuple[torch.Size, bool]], bool]:
-    """Return, for each range, the shape of its m x m state and whether it is tall; then whether
-    tall state, of the parameter's shape, is needed.
+# ---- masters -----------------------------------------------------------------------------------
 
-    It is not where every matrix is square and no row is plain: nothing is normal to the point then.
+
+def point_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Return what a constrained parameter stands for: its master, or its own value."""
+    value = state.get(MASTER, parameter.detach())
+    return value.to(state_dtype(value.dtype))
+
+
+def follow_(master: Tensor, found: Tensor) -> None:
+    """Let masters take the values that somebody else wrote into their parameters, ``found``.
+
+    A number that still is the rounded master leaves the master its digits.
     """
-    model = torch.empty(shape, device="meta")
-    ranges = []
-    for index, part in enumerate(manifold.parts(model)):
-        size = manifold.matrices(part, index).shape
-        ranges.append((torch.Size((*size[:-2], size[-1], size[-1])), size[-2] > size[-1]))
-    return ranges, any(high for _, high in ranges) or bool(manifold.plain_parts(model))
-
-
-def is_small(name: str) -> bool:
-    """Say whether state of this name is m x m, or one number, for each matrix, by its last word."""
-    return name.partition(".")[0].endswith(("skew", "factor", "shift", "norm"))
+    same = master.to(found.dtype).view(torch.int16) == found.view(torch.int16)
+    torch.where(same, master, found.to(master.dtype), out=master)

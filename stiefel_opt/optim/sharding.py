@@ -16,17 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from stiefel_opt.distributed import RowSums
+from stiefel_opt.distributed import RowSums, is_sharded
 from stiefel_opt.manifold import Stiefel
 
-__all__ = ["Shards", "placed", "shards_of"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = ["Shards", "placed", "sharded_zeros", "shards_of"]
 
 _WHOLE, _ROWS = "whole matrices", "rows of matrices"
 
@@ -42,7 +44,7 @@ class Shards:
         manifold: How a local shard is read.
         wide: Whether the matrices of each range of rows are wide.
         row_sum: Sum over the processes that share rows; None: matrices are whole.
-        alike: Whether every process has some of each parameter.
+        shared: Dimensions of the mesh along which anything is cut.
     """
 
     mesh: DeviceMesh
@@ -52,7 +54,7 @@ class Shards:
     manifold: Stiefel
     wide: tuple[bool, ...]
     row_sum: RowSums | None
-    alike: bool
+    shared: tuple[int, ...]
 
     def local(self, tensor: Any) -> Tensor:
         """Return our shard of a parameter or gradient, in the working layout."""
@@ -75,32 +77,38 @@ class Shards:
 
     def like(self, shard: Tensor, tensor: Tensor) -> Tensor:
         """Return ``shard`` as what ``tensor`` is: a part of a DTensor, or all there is."""
-        if not isinstance(tensor, DTensor):
+        if not is_sharded(tensor):
             return shard
         return self._whole(shard, tensor, tensor.placements)
 
     def _whole(self, shard: Tensor, like: Tensor, placements: Sequence[Placement]) -> DTensor:
+        from torch.distributed.tensor import DTensor
+
         shape, stride = like.shape, like.stride()
         return DTensor.from_local(
             shard, self.mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
-    def any(self, flag: bool) -> bool:
-        """Say whether ``flag`` holds in any of the processes that share rows."""
-        if self.row_sum is None:
-            return flag
-        count = torch.full((1,), float(flag), device=self.mesh.device_type)
-        return bool(self.row_sum(count) > 0)
+    def agree(self, ok: Tensor) -> Tensor:
+        """Return where ``ok`` holds on every process that has a part of the parameters."""
+        import torch.distributed as dist
+
+        least = ok.to(torch.float32)
+        for dim in self.shared:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.get_group(dim))
+        return least > 0
 
 
 def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
     """Return how a parameter is shared out; None for one that is not a DTensor."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return None
+    from torch.distributed.tensor import Replicate, Shard
+
     mesh, stored, shape = parameter.device_mesh, tuple(parameter.placements), parameter.shape
     working = _working_placements(stored, manifold, shape, mesh)
     kinds = [_kind(p, manifold, shape, mesh.size(i)) for i, p in enumerate(working)]
-    shared = [index for index, kind in enumerate(kinds) if kind == _ROWS]
+    by_rows = [index for index, kind in enumerate(kinds) if kind == _ROWS]
     small: list[Placement] = []
     local_manifold = manifold
     row_dim = manifold.dimensions(len(shape))[0]
@@ -124,22 +132,35 @@ def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
         tuple(small) if any(isinstance(p, Shard) for p in small) else None,
         local_manifold,
         tuple(manifold.is_wide(part.shape, i) for i, part in enumerate(manifold.parts(model))),
-        RowSums(mesh, shared) if shared else None,
-        all(_fills(p, shape, mesh.size(i)) for i, p in enumerate(stored)),
+        RowSums(mesh, by_rows) if by_rows else None,
+        tuple(i for i, placement in enumerate(stored) if not isinstance(placement, Replicate)),
     )
 
 
-def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Return a state tensor in this layout; one that is no DTensor is the same everywhere."""
-    if not isinstance(tensor, DTensor):
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not is_sharded(tensor):
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return tensor.redistribute(mesh, placements)
+
+
+def sharded_zeros(
+    shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> Tensor:
+    """Return zeros in this layout."""
+    from torch.distributed.tensor import zeros
+
+    return zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 def _working_placements(
     stored: tuple[Placement, ...], manifold: Stiefel, shape: torch.Size, mesh: DeviceMesh
 ) -> tuple[Placement, ...]:
     """Return the layout in which a step can work, the nearest to ``stored``."""
+    from torch.distributed.tensor import Replicate, Shard
+
     replicated = (Replicate(),) * mesh.ndim
     sharded = [i for i, placement in enumerate(stored) if not isinstance(placement, Replicate)]
     row_dim, column_dims = manifold.dimensions(len(shape))
@@ -165,6 +186,8 @@ def _working_placements(
 
 def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int) -> str | None:
     """Say what a process gets of a tensor cut in ``size``; None: what no step can work on."""
+    from torch.distributed.tensor import Replicate, Shard
+
     if isinstance(placement, Replicate):
         return _WHOLE
     dim = getattr(placement, "dim", None)
@@ -185,9 +208,3 @@ def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int)
     length = -(-shape[dim] // size)
     whole = type(placement) is Shard and length % (shape[dim] // heads) == 0
     return _WHOLE if whole else None
-
-
-def _fills(placement: Placement, shape: torch.Size, size: int) -> bool:
-    """Say whether no process is left without a part."""
-    dim = getattr(placement, "dim", None)
-    return dim is None or -(-shape[dim] // size) * (size - 1) < shape[dim]

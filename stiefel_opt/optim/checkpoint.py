@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.optim.readings import Group, label, reading
-from stiefel_opt.optim.state import StateNames, expected_shapes
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.checks import label, reading
+from stiefel_opt.optim.plain import Group
+from stiefel_opt.optim.state import HALF, ROWS, StateNames, expected_shapes
 
 __all__ = [
     "check_plain_rule",
+    "check_saved_readings",
     "check_state_dict",
     "check_states",
+    "keep_precision",
     "mark",
-    "rule_of",
     "take_marks",
     "without_plain",
 ]
@@ -26,11 +30,6 @@ FORMAT: Final = 1  # of what state_dict() returns; one more when older code woul
 _RULE, _FORMAT = "rule", "format"  # keys of saved groups, and of no others
 _OF_SGD: Final = frozenset({"momentum_buffer"})
 _OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-
-
-def rule_of(kind: type) -> str:
-    """Return the name of the class whose state ``kind`` keeps: its own, or that of a base."""
-    return next(base.__name__ for base in kind.__mro__ if "_step_plain" in vars(base))
 
 
 def mark(saved_groups: list[Group], rule: str) -> None:
@@ -51,13 +50,12 @@ def check_state_dict(state_dict: object) -> None:
         )
 
 
-def take_marks(saved_groups: list[Group], kind: type) -> bool:
+def take_marks(saved_groups: list[Group], rule: str) -> bool:
     """Take the marks out of saved groups; return whether an optimizer of torch has saved them.
 
     Raises:
         ValueError: for a format that is newer than this code, and for the state of another rule.
     """
-    rule = rule_of(kind)
     of_torch = all("stiefel" not in saved for saved in saved_groups)
     for saved in saved_groups:
         number, found = saved.pop(_FORMAT, FORMAT), saved.pop(_RULE, rule)
@@ -148,3 +146,64 @@ def check_states(
                 if value.is_complex() and not parameter.is_complex():
                     remedy = "load the state of a real parameter"
                     raise ValueError(fail(called, "be real", value.dtype, remedy))
+
+
+def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
+    """Take the readings out of ``saved_groups``; raise where one differs from that of today.
+
+    Raises:
+        ValueError: naming the parameter and the reading that it was saved under.
+    """
+    for number, (group, saved) in enumerate(
+        zip(groups, saved_groups, strict=False)  # torch checks the numbers
+    ):
+        names = group.get("param_names")
+        for index, (parameter, earlier) in enumerate(
+            zip(group["params"], _saved_readings(saved), strict=False)
+        ):
+            current = reading(parameter, group)
+            if earlier is not None and (current is None or current.as_dict() != earlier):
+                raise ValueError(
+                    fail(
+                        f"reading of {label(names[index] if names else None, index, number)}",
+                        f"be the saved one, {Stiefel.from_dict(earlier)}",
+                        current,
+                        "constrain it as it was when the checkpoint was written",
+                    )
+                )
+
+
+def _saved_readings(saved: Group) -> list[Any]:
+    """Take the readings out of a saved group, in the order of its ``params``.
+
+    ``torch.distributed.checkpoint`` replaces numbers by names and may reorder ``params``, but not
+    what else is listed; a reading whose parameter cannot be told any more is not compared.
+    """
+    readings: list[Any] = saved.pop("readings", [])
+    if all(isinstance(number, int) for number in saved["params"]):
+        return readings
+    named = dict(zip(saved.pop("param_names", ()), readings, strict=False))
+    return [named.get(name) for name in saved["params"]]
+
+
+def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) -> None:
+    """Undo in ``state`` what torch does on load: it casts to the dtype of the parameter.
+
+    Only for constrained parameters: in half precision their state is of float32, and the steps of
+    their plain rows are numbers of float32 on the device where they were counted. Plain parameters
+    have the state of torch.
+    """
+    for group, saved_group in zip(groups, saved["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved_group["params"], strict=True):
+            values = saved["state"].get(number)
+            if values is None or reading(parameter, group) is None:
+                continue
+            for name, value in values.items():
+                if not isinstance(value, Tensor) or name == "step":
+                    continue
+                if name.startswith(ROWS + "step"):
+                    on_device = group.get("capturable") or group.get("fused")
+                    device = parameter.device if on_device else value.device
+                    state[parameter][name] = value.detach().clone().to(device)
+                elif parameter.dtype in HALF:
+                    state[parameter][name] = value.to(parameter.device, torch.float32)

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice
-from stiefel_opt.functional.momentum import (
-    ROTATIONS,
-    TRANSPORTS,
-    adam_,
-    normal_part,
-    sgd_,
-)
+from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.functional.stiefel_adam import Moments, adam_
+from stiefel_opt.functional.stiefel_sgd import Velocity, sgd_
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.batch import Batch, Given
-from stiefel_opt.optim.options import check_adam, check_metric, check_sgd, force_of
-from stiefel_opt.optim.plain import step_adam, step_adam_rows, step_sgd, step_sgd_rows
-from stiefel_opt.optim.readings import Group
-from stiefel_opt.optim.state import StateNames
-from stiefel_opt.optim.velocity import VelocityOptimizer, exceeds_rounding, measure_overlap
+from stiefel_opt.optim.blocks import Owner
+from stiefel_opt.optim.checks import check_metric
+from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.families import AdamLike, SGDLike, force_of, options_of
+from stiefel_opt.optim.plain import Group
+from stiefel_opt.optim.safety import deferred_in
+from stiefel_opt.optim.state import StateNames, suffix_of
 
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
-_SGD_STATE = StateNames(
-    ["momentum_skew"], ["deferred_factor", "deferred_shift"], ["momentum_normal"]
-)
-_ADAM_STATE = StateNames(
-    ["momentum_skew", "exp_avg_sq_skew"], [], ["momentum_normal", "exp_avg_sq_normal"]
-)
-_AMSGRAD_STATE = StateNames(
-    [*_ADAM_STATE.small, "max_exp_avg_sq_skew"], [], [*_ADAM_STATE.tall, "max_exp_avg_sq_normal"]
-)
+TRANSPORTS: Final = ("isometric", "projected", "published")
+ROTATIONS: Final = ("euler", "cayley", "expm")
 
 
-class StiefelSGD(VelocityOptimizer):
+class StiefelSGD(SGDLike):
     r"""SGD with momentum that keeps constrained parameters orthonormal; plain ones get torch's SGD.
 
     With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
@@ -85,7 +76,7 @@ class StiefelSGD(VelocityOptimizer):
         corrected.
     """
 
-    _sparse_allowed = True
+    rule = "StiefelSGD"
 
     def __init__(
         self,
@@ -102,92 +93,54 @@ class StiefelSGD(VelocityOptimizer):
         differentiable: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str = "polar",
+        rotation: str | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "metric": metric,
-            "transport": transport,
-            "rotation": rotation,
-            "nonfinite": nonfinite,
-            "stiefel": stiefel,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     @override
     def _check_options(self, group: Group) -> None:
-        check_sgd(group)
+        super()._check_options(group)
         _check_flows(group)
 
     @override
     def _state_names(self, group: Group) -> StateNames:
-        return _SGD_STATE
+        if group["transport"] == "published":
+            return StateNames(("momentum_skew",), (), ("momentum_normal",))
+        if group["momentum"] == 0:
+            return StateNames()
+        if group["transport"] == "projected":
+            return StateNames(("momentum_skew",), ("deferred_shift",), ("deferred_base",))
+        if group["nesterov"]:
+            return StateNames(("momentum_skew",), (), ("momentum_normal",))
+        deferred = ("deferred_factor", "deferred_shift")
+        return StateNames(("momentum_skew",), deferred, ("deferred_base",))
 
     @override
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
-        state = batch.state
-        normal = state.get("momentum_normal")
-        factor, shift = state.get("deferred_factor"), state.get("deferred_shift")
-        if normal is not None and factor is not None and shift is not None:
-            if group["nesterov"]:
-                if batch.deferred:
-                    normal.copy_(normal_part(given.point, normal, factor, shift))
-                    factor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
-                    shift.zero_()
-                    batch.deferred = False
-                factor = shift = None
-            else:
-                batch.deferred = True
+    def _move(self, group: Group, given: Given) -> Tensor:
+        state = given.state
+        force = force_of(group, given.step, given.point)
+        velocity = Velocity(state.get("momentum_skew"), deferred_in(state))
         return sgd_(
             given.point,
             given.grad,
-            state["momentum_skew"],
-            normal,
-            factor,
-            shift,
+            velocity,
             lr=given.lr,
             momentum=group["momentum"],
-            force=force_of(group, batch),
+            force=force,
             nesterov=group["nesterov"],
             metric=group["metric"],
             transport=group["transport"],
-            rotation=group["rotation"],
-            correct=given.correct,
-            row_sum=batch.row_sum,
-            watch=given.watch,
+            setting=given.setting,
         )
 
     @override
-    def _is_stale(self, point: Tensor, batch: Batch) -> bool:
-        normal = batch.state.get("momentum_normal")
-        if normal is None:
-            return False
-        overlap, size = measure_overlap(point, normal, batch.row_sum)
-        overlap = torch.bmm(overlap, batch.state["deferred_factor"])
-        return exceeds_rounding(overlap - batch.state["deferred_shift"], size)
-
-    @override
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        step_sgd(group, parameters, self.state)
-
-    @override
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-    ) -> None:
-        step_sgd_rows(group, parameters, grads, states)
+    def _adapt(self, owner: Owner, names: StateNames) -> None:
+        _undefer(owner, names)
 
 
-class StiefelAdam(VelocityOptimizer):
+class StiefelAdam(AdamLike):
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -222,6 +175,8 @@ class StiefelAdam(VelocityOptimizer):
         the correction of the first moment corrected.
     """
 
+    rule = "StiefelAdam"
+
     def __init__(
         self,
         params: ParamsT,
@@ -239,76 +194,89 @@ class StiefelAdam(VelocityOptimizer):
         decoupled_weight_decay: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str = "polar",
+        rotation: str | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "metric": metric,
-            "transport": transport,
-            "rotation": rotation,
-            "nonfinite": nonfinite,
-            "stiefel": stiefel,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, options_of(locals()))
 
     @override
     def _check_options(self, group: Group) -> None:
-        check_adam(group)
+        super()._check_options(group)
         _check_flows(group)
 
     @override
     def _state_names(self, group: Group) -> StateNames:
-        return _AMSGRAD_STATE if group["amsgrad"] else _ADAM_STATE
+        largest = ("max_",) if group["amsgrad"] else ()
+        words = ("momentum_", "exp_avg_sq_", *(word + "exp_avg_sq_" for word in largest))
+        small, tall = (tuple(word + kind for word in words) for kind in ("skew", "normal"))
+        return StateNames(small, (), tall)
 
     @override
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
-        state = batch.state
+    def _move(self, group: Group, given: Given) -> Tensor:
+        state = given.state
+        moments = [
+            Moments(
+                state["momentum_" + kind],
+                state["exp_avg_sq_" + kind],
+                state.get("max_exp_avg_sq_" + kind),
+            )
+            if "momentum_" + kind in state
+            else None
+            for kind in ("skew", "normal")
+        ]
         return adam_(
             given.point,
             given.grad,
-            state["momentum_skew"],
-            state["exp_avg_sq_skew"],
-            state.get("momentum_normal"),
-            state.get("exp_avg_sq_normal"),
-            state.get("max_exp_avg_sq_skew"),
-            state.get("max_exp_avg_sq_normal"),
+            moments[0],
+            moments[1],
             lr=given.lr,
-            step=batch.step_number(),
+            step=given.step,
             betas=group["betas"],
             eps=group["eps"],
             force=-1.0 if group["maximize"] else 1.0,
             metric=group["metric"],
             transport=group["transport"],
-            rotation=group["rotation"],
-            correct=given.correct,
-            row_sum=batch.row_sum,
-            watch=given.watch,
+            setting=given.setting,
         )
-
-    @override
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        step_adam(group, parameters, self.state)
-
-    @override
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-    ) -> None:
-        step_adam_rows(group, parameters, grads, states, self._state_names(group).tall)
 
 
 def _check_flows(group: Group) -> None:
     check_metric(group)
     check_choice("transport", group["transport"], TRANSPORTS)
-    check_choice("rotation", group["rotation"], ROTATIONS)
+    if group["transport"] == "published":
+        check_choice("rotation", group["rotation"] or "euler", ROTATIONS)
+    elif group["rotation"] is not None:
+        remedy = "leave it out: these flows turn by the polar rotation"
+        wanted = "be None unless transport='published'"
+        raise ValueError(fail("rotation", wanted, repr(group["rotation"]), remedy))
+
+
+@torch.no_grad()
+def _undefer(owner: Owner, names: StateNames) -> None:
+    """Turn a momentum that other options have left behind into what ``names`` says is kept."""
+    state, kept = owner.state, {*names.tall, *names.small_of_tall}
+    blocks = owner.manifold.blocks(owner.parameter)
+    if owner.shards is not None:
+        return
+    for index, (part, reading) in enumerate(blocks):
+        suffix = suffix_of(index)
+        if "deferred_base" in kept and "momentum_normal" + suffix in state:
+            state["deferred_base" + suffix] = state.pop("momentum_normal" + suffix)
+        if "deferred_base" + suffix not in state or not kept:
+            continue
+        base = state["deferred_base" + suffix]
+        factor, shift = (state.get(f"deferred_{word}{suffix}") for word in ("factor", "shift"))
+        gone = "deferred_base" not in kept
+        value = reading.matrices(base)
+        if factor is not None and "deferred_factor" not in kept:
+            value = value @ factor
+            del state["deferred_factor" + suffix]
+            gone = True
+        if shift is not None and "deferred_shift" not in kept:
+            point = reading.matrices(part).to(value.dtype) / reading.scale
+            value = value - point @ shift
+        if gone:
+            name = "deferred_base" if "deferred_base" in kept else "momentum_normal"
+            state.pop("deferred_base" + suffix)
+            state[name + suffix] = reading.stored(value, base.shape).contiguous()

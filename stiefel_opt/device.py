@@ -1,0 +1,284 @@
+"""Machines: the only file that asks where a tensor lives, whether code is traced, what may be read.
+
+A step may choose its work by the size of a number, if the number can be had. :class:`Now` reads it
+(a CPU, where reading is free). :class:`Lagged` knows that of the step before, copied by the device
+without anybody waiting. :class:`Fixed` knows nothing: a captured graph would freeze what it read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from stiefel_opt._checks import fail
+
+__all__ = [
+    "NOW",
+    "Fixed",
+    "Lagged",
+    "Now",
+    "Reader",
+    "exact_products",
+    "full_precision",
+    "is_compiling",
+    "is_cpu",
+    "is_free_to_read",
+    "no_autocast",
+    "readable",
+    "reader_for",
+    "writes_into",
+]
+
+MapT = TypeVar("MapT", bound=Callable[..., Any])
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+# ---- where -------------------------------------------------------------------------------------
+
+
+def is_compiling() -> bool:
+    """Say whether this code is being traced by ``torch.compile`` or exported."""
+    return torch.compiler.is_compiling()
+
+
+def is_cpu(tensor: Tensor) -> bool:
+    """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
+    return tensor.is_cpu
+
+
+def is_free_to_read(tensor: Tensor) -> bool:
+    """Say whether the values of ``tensor`` can be read without waiting: on a CPU, not traced."""
+    return is_cpu(tensor) and not is_compiling()
+
+
+def writes_into(out: Tensor) -> Tensor | None:
+    """Return ``out`` for an operation to write into; None where a compiler places results."""
+    return None if is_compiling() else out
+
+
+def readable(tensor: Tensor) -> Tensor | None:
+    """Return the values of ``tensor`` where looking at them is free, else None.
+
+    They are on the CPU in eager mode; on an accelerator a look would wait for it.
+    """
+    if not is_free_to_read(tensor):
+        return None
+    return torch.func.debug_unwrap(tensor.detach(), recurse=True)
+
+
+# ---- readers -----------------------------------------------------------------------------------
+
+
+class Reader(ABC):
+    """Who may look at a number that decides how much work a step does.
+
+    Attributes:
+        is_exact: Whether what :meth:`number` returns is the number of this very step.
+        is_blind: Whether nothing is ever known, so that rounding is removed in every step.
+    """
+
+    is_exact: bool = False
+    is_blind: bool = False
+
+    @abstractmethod
+    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+        """Return what is known of the largest entry of ``value()``; inf if nothing is.
+
+        Args:
+            name: What the number is; each name has one place in a step.
+            value: Works out the tensor; not called where it would not be used.
+        """
+
+
+class Now(Reader):
+    """Reads the numbers of this step: on a CPU."""
+
+    is_exact = True
+
+    @override
+    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+        return float(value().max())
+
+
+class Fixed(Reader):
+    """Reads nothing."""
+
+    is_blind = True
+
+    @override
+    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+        return math.inf
+
+
+class Lagged(Reader):
+    """Knows the numbers of the step before: the device copies them to the host in its own time.
+
+    What is returned is the last number whose copy has arrived; a margin is left to the caller.
+    """
+
+    def __init__(self) -> None:
+        self._host: dict[str, tuple[Tensor, Any]] = {}
+
+    @override
+    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+        largest = value().amax()
+        if name not in self._host:
+            pinned = largest.is_cuda
+            host = torch.full((), math.inf, dtype=torch.float64, device="cpu", pin_memory=pinned)
+            self._host[name] = host, host.numpy()
+        host, memory = self._host[name]
+        earlier = float(memory)  # a number in memory: no operation of torch, and no wait
+        host.copy_(largest, non_blocking=True)
+        return earlier
+
+
+NOW: Final = Now()
+_FIXED: Final = Fixed()
+
+
+def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
+    """Return who may read about a step on ``tensor``.
+
+    Args:
+        tensor: What moves.
+        lagged: The memory of earlier steps. Default: there is none.
+    """
+    if is_compiling():
+        return _FIXED
+    if is_cpu(tensor):
+        return NOW
+    if lagged is None or torch.are_deterministic_algorithms_enabled():
+        return _FIXED
+    if tensor.is_cuda:
+        return _FIXED if torch.cuda.is_current_stream_capturing() else lagged
+    return lagged if tensor.is_cpu else _FIXED  # without pinned memory a copy would wait
+
+
+# ---- precision ---------------------------------------------------------------------------------
+
+_MKLDNN: Any = torch.backends.mkldnn
+_BACKENDS: Any = (torch.backends.cuda.matmul, _MKLDNN.matmul)
+_EXACT = ("none", "ieee")  # nobody has asked for less, or somebody for all digits
+
+
+def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which products of tensors like this one keep their dtype."""
+    kind = "cpu" if tensor.is_cpu else tensor.device.type
+    known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    if known and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which products of tensors like this one keep all digits of their dtype.
+
+    Neither autocast nor ``torch.set_float32_matmul_precision`` (TF32, bfloat16) acts; X'X = I would
+    hold to 1e-3 only. The precision belongs to the process: steps of several threads share one
+    suspension, and the last of them ends it.
+    """
+    if is_compiling():  # what is traced runs under the precision of the day; rules are not traced
+        return no_autocast(tensor)
+    if not _SUSPENSION.active and all(backend.fp32_precision in _EXACT for backend in _BACKENDS):
+        return no_autocast(tensor)
+    return _suspended(tensor)
+
+
+class _Suspension:
+    """Holds the precision of products at the highest while anybody needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.active = 0
+        self._legacy: str | None = None
+        self._earlier: list[str] = []
+
+    def begin(self) -> None:
+        with self._lock:
+            self.active += 1
+            if self.active > 1:
+                return
+            self._legacy = _legacy_precision()
+            if self._legacy:
+                torch.set_float32_matmul_precision("highest")
+                return
+            self._earlier = [backend.fp32_precision for backend in _BACKENDS]
+            for backend in _BACKENDS:
+                backend.fp32_precision = "ieee"
+
+    def end(self) -> None:
+        with self._lock:
+            self.active -= 1
+            if self.active:
+                return
+            if self._legacy:
+                torch.set_float32_matmul_precision(self._legacy)
+                return
+            for backend, value in zip(_BACKENDS, self._earlier, strict=True):
+                backend.fp32_precision = "none"  # what a more general setting says
+                if backend.fp32_precision != value:
+                    backend.fp32_precision = value
+
+
+_SUSPENSION: Final = _Suspension()
+
+
+def _legacy_precision() -> str | None:
+    """Return the precision by its older name; None if the newer ones were used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns once of the older name
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError:  # set for some backends only
+            return None
+
+
+@contextlib.contextmanager
+def _suspended(tensor: Tensor) -> Iterator[None]:
+    _SUSPENSION.begin()
+    try:
+        with no_autocast(tensor):
+            yield
+    finally:
+        _SUSPENSION.end()
+
+
+def full_precision(function: MapT) -> MapT:
+    """Decorator: run in float32 under autocast and for half-precision tensors.
+
+    A tensor that comes back has the dtype of the first argument, which must be one with a fraction.
+    """
+    leading = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        if not arguments and leading not in options:
+            return function(**options)  # raises, and says what is missing
+        first = arguments[0] if arguments else options[leading]
+        if not isinstance(first, Tensor):
+            raise TypeError(fail(leading, "be a tensor", type(first).__name__))
+        if not (first.is_floating_point() or first.is_complex()):
+            raise TypeError(fail(leading, "have a floating-point dtype", first.dtype))
+        with no_autocast(first):
+            wide = {name: _widened(value) for name, value in options.items()}
+            result = function(*(_widened(argument) for argument in arguments), **wide)
+            return result.to(first.dtype) if isinstance(result, Tensor) else result
+
+    return cast("MapT", wrapped)
+
+
+def _widened(argument: Any) -> Any:
+    is_half = isinstance(argument, Tensor) and argument.dtype in _HALF
+    return argument.float() if is_half else argument

@@ -1,0 +1,350 @@
+"""Equal blocks of the parameters of a group, stacked: one batch of products serves them all.
+
+A block is one constrained range of one parameter. The state of a stack lies in one tensor for each
+name; ``optimizer.state`` holds windows on it, shaped like the range and with storages of their own,
+so that saving one parameter's state writes only its bytes. A stack belongs to the group, not to the
+gradients of one step: blocks without a gradient are left out of a step by an index.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.device import Lagged, is_cpu
+from stiefel_opt.distributed import local_part
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.optim.state import MASTER, State, is_small, suffix_of
+
+__all__ = ["Batch", "Block", "Owner", "Stack", "blocks_of", "windows_on"]
+
+# On a CPU a batch should stay in the last-level cache together with its temporaries; on an
+# accelerator launches cost more than memory.
+_BYTES_ON_CPU: Final = 2**22
+_BYTES_ELSEWHERE: Final = 2**28
+# Above this a stack is cut so that temporaries stay below one and a half times its parameters.
+_BYTES_WITHOUT_CARE: Final = 2**20
+_TEMPORARIES: Final = 1.5
+# On a CPU, joining blocks of at least this size costs more than calling the rule for each.
+_BYTES_ALONE: Final = 2**20
+
+
+@dataclass(eq=False)
+class Owner:
+    """A constrained parameter.
+
+    Attributes:
+        parameter: What the user sees.
+        manifold: How all of it is read.
+        state: ``optimizer.state[parameter]``.
+        shards: How it is shared out over processes. None: it is not.
+        place: Its number among the parameters of the group that are constrained.
+    """
+
+    parameter: Tensor
+    manifold: Stiefel
+    state: State
+    shards: Shards | None
+    place: int
+
+    @property
+    def local_manifold(self) -> Stiefel:
+        """How what this process has of it is read."""
+        return self.manifold if self.shards is None else self.shards.manifold
+
+    def moving(self) -> Tensor:
+        """Return the tensor that moves: the parameter, our shard of it, or its master."""
+        if MASTER in self.state:
+            return local_part(self.state[MASTER])
+        return self.parameter if self.shards is None else self.shards.local(self.parameter)
+
+
+@dataclass(eq=False)
+class Block:
+    """One constrained range of a parameter.
+
+    Attributes:
+        owner: The parameter.
+        index: Number of the range.
+        reading: How the range is read by itself.
+        wide: Whether its matrices are, which our shard of it does not tell.
+        narrow: Dimension, start and length of the range. None: it is all of the parameter.
+    """
+
+    owner: Owner
+    index: int
+    reading: Stiefel
+    wide: bool
+    narrow: tuple[int, int, int] | None
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this range of a tensor like the parameter, as it is stored."""
+        return tensor if self.narrow is None else tensor.narrow(*self.narrow)
+
+    def matrices(self, part: Tensor, *, stacked: bool = False) -> Tensor:
+        """Read the range as tall matrices ``(..., n, m)``, or as our rows of such."""
+        return self.reading.matrices(part, stacked=stacked, wide=self.wide)
+
+    def stored(self, matrices: Tensor, shape: torch.Size, *, stacked: bool = False) -> Tensor:
+        """Undo :meth:`matrices`."""
+        return self.reading.stored(matrices, shape, stacked=stacked, wide=self.wide)
+
+
+def blocks_of(owner: Owner) -> list[Block]:
+    """Return the constrained ranges of a parameter."""
+    value, manifold = owner.moving(), owner.local_manifold
+    dim = manifold.dimensions(value.ndim)[0]
+    ranges = manifold.rows or ()
+    blocks = []
+    for index, (part, reading) in enumerate(manifold.blocks(value)):
+        wide = reading.is_wide(part.shape) if owner.shards is None else owner.shards.wide[index]
+        narrow = None
+        if ranges:
+            start, stop = ranges[index]  # type: ignore[misc]
+            narrow = dim, start, stop - start
+        blocks.append(Block(owner, index, reading, wide, narrow))
+    return blocks
+
+
+class Stack:
+    """Blocks of one shape, dtype, device and reading, and their state.
+
+    Args:
+        blocks: The blocks.
+        names: Names of the state of one block, of which one tensor each is made.
+
+    Attributes:
+        row_count: n of the whole matrices.
+        whole: The state of all blocks by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``,
+            tall or as the matrices are stored; None once a window is gone.
+        batches: What one call of a rule works on.
+        lagged: Numbers of earlier steps, for the reader of each batch.
+    """
+
+    def __init__(self, blocks: list[Block], names: Sequence[str]) -> None:
+        first = blocks[0]
+        value = first.owner.moving()
+        if is_cpu(value):
+            _settle_allocator()
+        self.blocks = blocks
+        self.places = [block.owner.place for block in blocks]
+        self.row_sum = None if first.owner.shards is None else first.owner.shards.row_sum
+        self.part_shape = first.part(value).shape
+        self.lead = first.matrices(first.part(value)).shape[:-2]
+        model = torch.empty(first.owner.parameter.shape, device="meta")
+        self.row_count = first.matrices(first.part(model)).size(-2)
+        self.whole: dict[str, Tensor] | None = {name: self._stacked(name) for name in names}
+        self.batches = self._cut(value)
+
+    @property
+    def each(self) -> int:
+        """How many matrices a block holds."""
+        return self.lead.numel()
+
+    def state_of(self, batch: Batch, whole: dict[str, Tensor]) -> State:
+        """Return the state of a batch as ``(k, n, m)`` and ``(k, m, m)``, views on the whole."""
+        return {
+            name: as_batch(tensor.mT if self.blocks[0].wide and not is_small(name) else tensor)[
+                batch.rows
+            ]
+            for name, tensor in whole.items()
+        }
+
+    def forget(self, _: Any = None) -> None:
+        """Let go of the state: somebody has replaced a window, perhaps to free its memory."""
+        self.whole = None
+        for batch in self.batches:
+            batch.state = {}
+
+    # ---- building ------------------------------------------------------------------------------
+
+    def _stacked(self, name: str) -> Tensor:
+        """Join the state ``name`` of all blocks, and leave windows in its place."""
+        keys = [name + suffix_of(block.index) for block in self.blocks]
+        shown = [block.owner.state[key] for block, key in zip(self.blocks, keys, strict=True)]
+        tensors = [local_part(tensor).detach() for tensor in shown]
+        first, shape = self.blocks[0], tensors[0].shape
+        if not is_small(name):  # laid out in the order of the matrices
+            matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
+            tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
+        whole = torch.stack(tensors)
+        for block, key, earlier, window in zip(
+            self.blocks, keys, shown, windows_on(whole), strict=True
+        ):
+            if not is_small(name):
+                window = block.stored(window.mT if first.wide else window, shape)
+            if block.owner.shards is not None:
+                window = block.owner.shards.like(window, earlier)
+            block.owner.state[key] = window
+        return whole
+
+    def _cut(self, value: Tensor) -> list[Batch]:
+        """Cut the stack into batches: some whole blocks, or some matrices of a single one."""
+        count, each = len(self.blocks), self.each
+        if self.row_sum is not None:  # one sum for all, and as many on every process
+            return [Batch(self, 0, count, slice(0, each))]
+        part = self.blocks[0].part(value)
+        if part.numel() == 0:
+            return []
+        size, on_cpu = part.numel() * part.element_size(), is_cpu(part)
+        if on_cpu and count > 1 and size >= _BYTES_ALONE:
+            return [Batch(self, i, i + 1, slice(0, each)) for i in range(count)]
+        if count > 1:
+            length = self._length(count * size, count, on_cpu)
+            return [Batch(self, low, high, slice(0, each)) for low, high in _spans(count, length)]
+        length = self._length(size, each, on_cpu)
+        return [Batch(self, 0, 1, slice(*span)) for span in _spans(each, length)]
+
+    def _length(self, size: int, count: int, on_cpu: bool) -> int:
+        """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
+        m = self.blocks[0].matrices(torch.empty(self.part_shape, device="meta")).size(-1)
+        pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
+        if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
+            joined = len(self.blocks) > 1
+            alone = 4 if self.row_count == m else 3 + 8 * m / self.row_count
+            temporaries = alone + (3 if self.row_count == m else 2) * joined
+            pieces = max(pieces, math.ceil(temporaries / _TEMPORARIES))
+        return -(-count // min(pieces, count))
+
+
+class Batch:
+    """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
+
+    Args:
+        stack: The stack.
+        start, stop: Which of its blocks.
+        share: Which matrices of the block, if it is a single one.
+
+    Attributes:
+        places: Whose blocks they are.
+        each: How many matrices of each block.
+        rows: Its matrices among those of the stack.
+        state: Views on the state of the stack.
+        lagged: Numbers of earlier steps.
+    """
+
+    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
+        self.blocks, self.places = stack.blocks[start:stop], stack.places[start:stop]
+        self.row_sum, self.row_count = stack.row_sum, stack.row_count
+        self.each = share.stop - share.start
+        low = start * stack.each + share.start
+        self.rows = slice(low, low + (stop - start - 1) * stack.each + self.each)
+        self.lagged = Lagged()
+        self.state: State = {} if stack.whole is None else stack.state_of(self, stack.whole)
+        self._lead, self._part_shape = stack.lead, stack.part_shape
+        self._share = None if share == slice(0, stack.each) else share
+        self._is_one = stop - start == 1
+        self._in_parts = any(block.narrow is not None for block in self.blocks)
+        self._strides: tuple[int, ...] | None = None  # of tensors that the next fits
+        self._view: tuple[torch.Size, tuple[int, ...], int] = (torch.Size(), (), 0)
+
+    def read(self, tensors: list[Tensor]) -> Tensor:
+        """Return the matrices of these blocks, one tensor like the parameter for each."""
+        first, tensor = self.blocks[0], tensors[0]
+        if not self._is_one:
+            parts = self._parts(tensors)
+            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
+            return as_batch(first.matrices(joined, stacked=True))
+        if tensor.stride() == self._strides:
+            size, stride, offset = self._view
+            return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+        matrices = as_batch(first.matrices(first.part(tensor)))
+        if self._share is not None:
+            matrices = matrices[self._share]
+        if not tensor.is_complex() and shares_memory(matrices, tensor):
+            offset = matrices.storage_offset() - tensor.storage_offset()
+            self._strides = tensor.stride()
+            self._view = matrices.size(), matrices.stride(), offset
+        return matrices
+
+    def write(self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None) -> None:
+        """Put new ``matrices`` into the tensors of these ``blocks``; None: of all."""
+        first, tensor = self.blocks[0], tensors[0]
+        if self._is_one:
+            if tensor.stride() == self._strides:
+                self.read(tensors).copy_(matrices)
+                return
+            part = first.part(tensor)
+            whole = first.matrices(part)
+            target = as_batch(whole)
+            (target if self._share is None else target[self._share]).copy_(matrices)
+            if not shares_memory(target, part):  # channels_last, or batches of rows
+                part.copy_(first.stored(target.view(whole.shape), part.shape))
+            return
+        parts = self._parts(tensors, blocks)
+        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
+        shape = torch.Size((len(parts), *self._part_shape))
+        stored = first.stored(batch, shape, stacked=True)
+        if is_cpu(stored) and not self._in_parts:
+            torch.unbind_copy(stored, out=parts)
+        else:
+            torch._foreach_copy_(parts, list(stored.unbind()))
+
+    def picked(self, blocks: list[int], device: torch.device) -> tuple[Tensor, State]:
+        """Return an index of these blocks, and a copy of their state."""
+        index = torch.tensor(blocks, device=device)
+        state = {
+            name: tensor.unflatten(0, (-1, self.each))[index].flatten(0, 1)
+            for name, tensor in self.state.items()
+        }
+        return index, state
+
+    def put_back(self, index: Tensor, state: State) -> None:
+        """Put a copy of the state of some blocks back."""
+        for name, tensor in self.state.items():
+            tensor.unflatten(0, (-1, self.each))[index] = state[name].unflatten(0, (-1, self.each))
+
+    def of_each(self, of_block: Tensor) -> Tensor:
+        """Return ``(k, 1, 1)``: for each matrix what ``of_block`` says of its block."""
+        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
+
+    def _parts(self, tensors: list[Tensor], blocks: list[int] | None = None) -> list[Tensor]:
+        if not self._in_parts:
+            return tensors
+        chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]
+        return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
+
+
+def as_batch(matrices: Tensor) -> Tensor:
+    """Return ``(..., n, m)`` as ``(k, n, m)``: a view where strides allow."""
+    if matrices.ndim == 2:
+        return matrices.unsqueeze(0)
+    return matrices if matrices.ndim == 3 else matrices.flatten(0, -3)
+
+
+def shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Say whether one tensor is a view on the memory of the other."""
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def windows_on(whole: Tensor) -> list[Tensor]:
+    """Return ``whole[i]`` for each i as a tensor whose storage ends where it ends."""
+    storage = whole.untyped_storage()
+    size = storage.nbytes() // max(whole.size(0), 1)
+    return [
+        whole.new_empty(0).set_(storage[i * size : (i + 1) * size], 0, item.shape, item.stride())
+        for i, item in enumerate(whole)
+    ]
+
+
+def _spans(count: int, length: int) -> list[tuple[int, int]]:
+    """Cut ``range(count)`` into pieces of ``length``; the last may be shorter."""
+    return [(low, min(low + length, count)) for low in range(0, count, length)]
+
+
+@functools.lru_cache(maxsize=1)
+def _settle_allocator() -> None:
+    """Let glibc keep blocks of a few MB instead of returning them to the system at every free.
+
+    It raises its threshold, for the whole process, when a larger block is freed; without that each
+    temporary of a step is faulted in page by page again, which for small matrices costs more than
+    the arithmetic.
+    """
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)

@@ -1,0 +1,246 @@
+"""What is refused before a step or a group changes anything, and how a group reads parameters."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import check_choice, check_dtype, check_flag, check_range, fail
+from stiefel_opt.distributed import local_part
+from stiefel_opt.functional.flows import METRICS
+from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.optim.plain import Group
+from stiefel_opt.optim.safety import largest_safe
+
+__all__ = [
+    "as_plain_data",
+    "check_adam",
+    "check_finite",
+    "check_metric",
+    "check_new_group",
+    "check_sgd",
+    "label",
+    "names_of",
+    "reading",
+    "refuse_gradient",
+    "refuse_nonfinite",
+    "refuse_sparse",
+    "warn_if_nothing_is_constrained",
+]
+
+NONFINITE: Final = ("skip", "raise", "ignore")
+
+
+# ---- how a group reads its parameters, and what they are called ----------------------------------
+
+
+def reading(parameter: Tensor, group: Group) -> Stiefel | None:
+    """Return how a group reads a parameter: the group's key if it has one, else the tag."""
+    key = group["stiefel"]
+    if key is None:
+        return manifold_of(parameter)
+    if key is False:
+        return None
+    if key is True:
+        return manifold_of(parameter) or Stiefel()
+    if isinstance(key, Stiefel):  # put there by hand
+        return key
+    return Stiefel.from_dict(key)
+
+
+def as_plain_data(stiefel: Any) -> Any:
+    """Return the option ``stiefel`` as None, a bool, or a dict of numbers and lists."""
+    if stiefel is None or isinstance(stiefel, bool):
+        return stiefel
+    if isinstance(stiefel, Stiefel):
+        return stiefel.as_dict()
+    if isinstance(stiefel, Mapping):
+        return Stiefel.from_dict(stiefel).as_dict()
+    raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(stiefel)))
+
+
+def label(name: str | None, index: int, group_number: int) -> str:
+    """Return what a message calls a parameter: its name, or its place in the groups."""
+    return f"parameter {index} of group {group_number}" if name is None else name
+
+
+def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
+    """Return the label of each of some parameters of ``groups``, after one walk through them."""
+    wanted, found = {id(parameter) for parameter in parameters}, {}
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for index, other in enumerate(group["params"]):
+            if id(other) in wanted:
+                found[id(other)] = label(names[index] if names else None, index, number)
+    return [found[id(parameter)] for parameter in parameters]
+
+
+def name_of(parameter: Tensor, groups: list[Group]) -> str:
+    """Return the label of a parameter of ``groups``."""
+    return names_of([parameter], groups)[0]
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+def check_common(group: Group) -> None:
+    """Raise unless the options that all optimizers share make sense."""
+    check_choice("nonfinite", group["nonfinite"], NONFINITE)
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
+        if lr.device.type == "cpu":
+            check_range("lr", float(lr), 0.0)
+    else:
+        check_range("lr", lr, 0.0)
+    check_range("weight_decay", group["weight_decay"], 0.0)
+    check_flag("maximize", group["maximize"])
+    if group["differentiable"] is not False:
+        raise ValueError(
+            fail(
+                "differentiable",
+                "be False",
+                group["differentiable"],
+                "differentiate through a parametrization, stiefel_opt.orthogonal, instead",
+            )
+        )
+    for name in ("foreach", "fused"):
+        if group[name] is not None:
+            check_flag(name, group[name])
+    if group["foreach"] and group["fused"]:
+        raise ValueError(fail("fused", "not be True together with foreach", True))
+
+
+def check_metric(group: Group) -> None:
+    """Raise unless the metric is one."""
+    if isinstance(group["metric"], str):
+        check_choice("metric", group["metric"], METRICS)
+    else:
+        check_range("metric", group["metric"], -math.inf, 1.0, open_low=True)
+
+
+def check_sgd(group: Group) -> None:
+    """Raise unless the options of SGD make sense, the common ones included."""
+    check_common(group)
+    check_range("momentum", group["momentum"], 0.0)
+    check_range("dampening", group["dampening"], -math.inf)
+    check_flag("nesterov", group["nesterov"])
+    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+        given = f"momentum {group['momentum']} and dampening {group['dampening']}"
+        raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
+
+
+def check_adam(group: Group) -> None:
+    """Raise unless the options of Adam make sense, the common ones included."""
+    check_common(group)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
+    for index, beta in enumerate(betas):
+        check_range(f"betas[{index}]", beta, 0.0, 1.0)
+    check_range("eps", group["eps"], 0.0)
+    for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
+        check_flag(name, group[name])
+    if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
+        raise ValueError(
+            fail("lr", "be a number with foreach=True", "a tensor", "or set capturable=True")
+        )
+
+
+# ---- parameters and gradients --------------------------------------------------------------------
+
+
+def check_new_group(group: Group, groups: list[Group]) -> None:
+    """Raise for parameters that torch would accept but that cannot be constrained."""
+    seen = {id(parameter) for other in groups for parameter in other["params"]}
+    for index, item in enumerate(group["params"]):
+        name, parameter = item if isinstance(item, tuple) else (None, item)
+        if not isinstance(parameter, Tensor):
+            continue  # refused by torch
+        called = label(name, index, len(groups))
+        if id(parameter) in seen:
+            raise ValueError(
+                fail(called, "appear once", "it twice", "list every parameter in one group only")
+            )
+        seen.add(id(parameter))
+        manifold = reading(parameter, group)
+        if manifold is not None:
+            manifold.check(parameter.shape, called)
+            check_dtype(called, parameter.dtype)
+            if not (parameter.is_meta or bool(torch.isfinite(local_part(parameter)).all())):
+                raise ValueError(
+                    fail(called, "be finite", "NaN or inf", "initialise it before optimizing")
+                )
+
+
+def warn_if_nothing_is_constrained(optimizer: str, groups: list[Group]) -> None:
+    """Warn where matrices are optimized, none is tagged, and nobody said that this is intended."""
+    parameters = [p for group in groups for p in group["params"]]
+    if (
+        all(group["stiefel"] is None for group in groups)
+        and all(manifold_of(p) is None for p in parameters)
+        and any(p.ndim >= 2 for p in parameters)
+    ):
+        warnings.warn(
+            f"{optimizer}: no parameter is constrained, all of them are plain. Tag "
+            "some with stiefel_opt.constrain(module, 'weight'), or pass stiefel=True for a "
+            "group; stiefel=False says that this is intended.",
+            stacklevel=4,
+        )
+
+
+def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:
+    """Raise for a value that cannot be projected."""
+    for parameter in parameters:
+        if not bool(torch.isfinite(local_part(parameter)).all()):
+            raise ValueError(
+                fail(
+                    name_of(parameter, groups),
+                    "be finite",
+                    f"NaN or inf in a tensor of shape {tuple(parameter.shape)}",
+                    "initialise it, or load a good checkpoint",
+                )
+            )
+
+
+def refuse_gradient(parameter: Tensor, groups: list[Group]) -> NoReturn:
+    """Raise for a gradient of another shape, which torch would broadcast, or another dtype."""
+    grad = parameter.grad
+    raise ValueError(
+        fail(
+            f"grad of {name_of(parameter, groups)}",
+            f"have shape {tuple(parameter.shape)} and dtype {parameter.dtype}",
+            f"shape {tuple(grad.shape)} and dtype {grad.dtype}",  # type: ignore[union-attr]
+            "set it to None and run backward again",
+        )
+    )
+
+
+def refuse_nonfinite(parameter: Tensor, groups: list[Group]) -> NoReturn:
+    """Raise for a gradient that is not finite or safe."""
+    raise ValueError(
+        fail(
+            f"grad of {name_of(parameter, groups)}",
+            f"be finite and shorter than {largest_safe(parameter.dtype):.0e}",
+            f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}",
+            "look for its cause, or choose nonfinite='skip'",
+        )
+    )
+
+
+def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:
+    """Raise for a sparse gradient."""
+    raise TypeError(
+        fail(
+            f"grad of {name_of(parameter, groups)}",
+            "be dense",
+            f"one of shape {tuple(parameter.shape)} that is sparse",
+            "use sparse=False in the layer that produces it",
+        )
+    )

@@ -1,0 +1,141 @@
+"""What keeps a step from spoiling anything: safe gradients, points on the manifold, warnings."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.distributed import RowSums
+from stiefel_opt.functional.flows import sums
+from stiefel_opt.functional.stiefel_sgd import Deferred
+from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.linalg import gram
+from stiefel_opt.optim.state import State, state_dtype
+
+__all__ = [
+    "deferred_in",
+    "largest_safe",
+    "lengths_of",
+    "settle",
+    "warn_of_skipped",
+    "warn_of_tallies",
+]
+
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = (*_REAL, torch.complex64, torch.complex128)
+_SAFE: Final = {dtype: math.sqrt(torch.finfo(dtype).max) * 2.0**-20 for dtype in _DTYPES}
+
+
+def largest_safe(dtype: torch.dtype) -> float:
+    """Return the length up to which a gradient is safe: 2e13 in float32, 1e148 in float64.
+
+    A millionth of the root of the largest number: room for momenta and sums of squares. Those of
+    half precision are added up in float32.
+    """
+    return _SAFE[state_dtype(dtype)]
+
+
+def lengths_of(grads: Sequence[Tensor]) -> Tensor:
+    """Return the length of each of several gradients of one dtype and device, without waiting."""
+    dtype = state_dtype(grads[0].dtype)
+    wide = None if dtype == grads[0].dtype else dtype
+    return torch.stack(torch._foreach_norm(list(grads), 2, wide))
+
+
+def deferred_in(state: Mapping[str, Tensor]) -> Deferred | None:
+    """Return the normal momentum in the state of a batch; None for square matrices."""
+    if "deferred_base" in state:
+        return Deferred(
+            state["deferred_base"], state.get("deferred_factor"), state["deferred_shift"]
+        )
+    return Deferred(state["momentum_normal"]) if "momentum_normal" in state else None
+
+
+# ---- before a step: is the point on the manifold, and the momentum tangent there? -----------------
+
+
+def settle(
+    point: Tensor, state: State, row_sum: RowSums | None, n: int, due: bool
+) -> tuple[Tensor, bool | Tensor]:
+    """Project matrices that are off the manifold; return what is to be corrected, or X'X.
+
+    Args:
+        point: X, ``(k, n, m)``, or our rows of it; only read.
+        state: The state of a batch.
+        row_sum: Sum over the processes that share the rows.
+        n: How many rows there are in all.
+        due: Whether rounding is to be removed in any case.
+    """
+    (own,) = sums(row_sum, (point, point))
+    error = identity_error(own)
+    worst, tolerance = float(error.amax()), orthonormality_tolerance(point.dtype, n)
+    if not worst <= 10 * tolerance:
+        off = ~(error <= 10 * tolerance)
+        if row_sum is None:  # X'X may overflow where X does not
+            off &= point.isfinite().all(dim=-1).all(dim=-1)
+        if bool(off.any()):
+            return _projected(point, off, row_sum), True
+    if due or not worst <= tolerance or _is_stale(point, deferred_in(state), row_sum):
+        return point, own if row_sum is None and own.size(-1) < n else True
+    return point, False
+
+
+def _projected(point: Tensor, off: Tensor, row_sum: RowSums | None) -> Tensor:
+    """Return the matrices with those that are ``off`` replaced by their polar factors."""
+    point = point.clone()
+    found = point[off]
+    if row_sum is None:
+        point[off] = polar_factor(found)
+    else:
+        point[off] = row_sum.with_all_rows(polar_factor, found)
+    return point
+
+
+def _is_stale(point: Tensor, normal: Deferred | None, row_sum: RowSums | None) -> bool:
+    """Say whether X'U is more than rounding can explain: U belongs to another point."""
+    if normal is None:
+        return False
+    base = normal.base
+    overlap = gram(point, base)
+    squares = torch.linalg.vector_norm(base, dim=-2, keepdim=True).square()
+    if row_sum is not None:
+        packed = row_sum(torch.cat([overlap, squares.to(overlap.dtype)], dim=-2))
+        overlap, squares = packed[:, :-1], packed[:, -1:].real
+    if normal.factor is not None:
+        overlap = torch.bmm(overlap, normal.factor)
+    if normal.shift is not None:
+        overlap = overlap - normal.shift
+    size = squares.amax().sqrt()
+    return bool(overlap.abs().amax() > 1e3 * torch.finfo(overlap.dtype).eps * size)
+
+
+# ---- after a step -------------------------------------------------------------------------------
+
+
+def warn_of_skipped(names: Sequence[str]) -> None:
+    """Say which parameters were left as they were."""
+    if names:
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        _warn(shown)
+
+
+def warn_of_tallies(tallies: Mapping[str, int], told: int) -> int:
+    """Say which parameters missed steps if some did since ``told`` steps; return their number."""
+    total = sum(tallies.values())
+    if total > told:
+        _warn(", ".join(f"{name} ({count} steps)" for name, count in tallies.items()))
+    return total
+
+
+def _warn(who: str) -> None:
+    warnings.warn(
+        f"The gradient of {who}, or the step it made, was not finite: point, momentum and step "
+        "stay as they were, or the momentum starts again if it overflowed. "
+        "Look for its cause; nonfinite='raise' stops there, 'ignore' looks at nothing.",
+        stacklevel=4,
+    )
