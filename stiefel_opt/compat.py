@@ -19,13 +19,14 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.manifold import Stiefel, manifold_of, tag
+from stiefel_opt.functional.cayley import cayley_adam_
+from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.batch import Batch, Given
-from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
-from stiefel_opt.optim.options import check_sgd
-from stiefel_opt.optim.plain import step_sgd, step_sgd_rows
-from stiefel_opt.optim.readings import Group
+from stiefel_opt.optim.cayley import CayleySGD
+from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.families import SGDLike
+from stiefel_opt.optim.plain import Group
+from stiefel_opt.optim.state import StateNames
 
 __all__ = ["SGDG", "AdamG", "CaileySGD"]
 
@@ -86,8 +87,8 @@ class CaileySGD(SGDG):
         params, lr, momentum, dampening, weight_decay, nesterov, stiefel, grad_clip: As in
             :class:`SGDG`.
         iters: Fixed-point iterations of the Cayley map.
-        dtype: Name of a dtype, such as "float32", in which parameters of any other are moved: a
-            copy is kept, and after each step rounded into the parameter. Default: None, their own.
+        dtype: Must be None, "float32", or the dtype of the parameters. Constrained parameters in
+            half precision are moved in float32 in any case: their masters are part of the state.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -106,12 +107,7 @@ class CaileySGD(SGDG):
         grad_clip: float | None = None,
         dtype: str | None = None,
     ) -> None:
-        self._dtype = None if dtype is None else getattr(torch, str(dtype), None)
-        known = isinstance(self._dtype, torch.dtype) and self._dtype.is_floating_point
-        if dtype is not None and not known:
-            wanted = "be None or the name of a floating-point dtype of torch"
-            raise ValueError(fail("dtype", wanted, repr(dtype)))
-        self._copies: list[tuple[Tensor, Tensor]] = []  # a parameter, and what moves for it
+        self._dtype = dtype
         self._iterations = iters
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, stiefel, grad_clip=grad_clip
@@ -119,68 +115,33 @@ class CaileySGD(SGDG):
 
     @override
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as :class:`SGDG`; parameters of another dtype are represented by copies."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        """Add a group, as :class:`SGDG`."""
         if not isinstance(param_group, dict):
             raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
-
-        def moving(item: Any) -> Any:
-            if isinstance(item, tuple):
-                return (item[0], moving(item[1]))
-            if self._dtype is None or not isinstance(item, Tensor) or item.dtype == self._dtype:
-                return item
-            if any(item is other for other, _ in (*self._copies, *pairs)):
-                called, remedy = f"params, shape {tuple(item.shape)},", "list each only once"
-                raise ValueError(fail(called, "appear once", "it twice", remedy))
-            copy = torch.nn.Parameter(item.detach().to(self._dtype))
-            if (manifold := manifold_of(item)) is not None:
-                tag(copy, manifold)
-            pairs.append((item, copy))
-            return copy
-
         params = _listed(param_group["params"])
-        group = {"steps": self._iterations, **param_group, "params": params}
-        if isinstance(params, list):
-            group["params"] = [moving(item) for item in params]
-        super().add_param_group(group)
-        self._copies.extend(pairs)
-
-    @override
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """As :meth:`CayleySGD.step`."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for parameter, copy in self._copies:
-            rounded = copy.to(parameter.dtype)
-            if not torch.equal(rounded, parameter):  # loaded, or written by somebody else
-                copy.copy_(torch.where(rounded == parameter, copy, parameter.to(copy.dtype)))
-            copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
-        super().step()
-        for parameter, copy in self._copies:
-            if parameter.grad is not None:
-                parameter.copy_(copy)
-        return loss
-
-    @override
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters, and of what moves for them."""
-        super().zero_grad(set_to_none)
-        for parameter, _ in self._copies:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        for item in params:
+            parameter = item[1] if isinstance(item, tuple) else item
+            if isinstance(parameter, Tensor):
+                _check_moving_dtype(self._dtype, parameter.dtype)
+        super().add_param_group({"steps": self._iterations, **param_group, "params": params})
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("_dtype", "_copies", "_iterations")}
+        own = {name: self.__dict__[name] for name in ("_dtype", "_iterations")}
         return {**super().__getstate__(), **own}
 
 
-class AdamG(CayleyAdam):
+def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
+    """Raise unless parameters of ``dtype`` are moved in the one called ``name``."""
+    moving = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    known = {None, str(moving).removeprefix("torch."), str(dtype).removeprefix("torch.")}
+    if name not in known:
+        wanted = f"be None or {str(moving).removeprefix('torch.')!r} for parameters of {dtype}"
+        remedy = "convert the parameters to move them in another precision"
+        raise ValueError(fail("dtype", wanted, repr(name), remedy))
+
+
+class AdamG(SGDLike):
     """:class:`stiefel_opt.CayleyAdam` with the signature of Li et al.; the rest moves by SGD.
 
     Args:
@@ -196,6 +157,8 @@ class AdamG(CayleyAdam):
     Note: Cost and state are those of :class:`stiefel_opt.CayleyAdam` with ``steps=5``.
     Reference: Li, Li & Todorovic (ICLR 2020), Algorithm 2.
     """
+
+    rule = "AdamG"
 
     def __init__(
         self,
@@ -225,16 +188,13 @@ class AdamG(CayleyAdam):
             "beta2": beta2,
             "epsilon": epsilon,
             "maximize": False,
-            "amsgrad": False,
             "foreach": None,
             "fused": None,
             "differentiable": False,
-            "steps": _STEPS,
-            "exact": False,
             "nonfinite": "skip",
             "stiefel": stiefel,
         }
-        StiefelOptimizer.__init__(self, params, defaults)
+        super().__init__(params, defaults)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -243,26 +203,30 @@ class AdamG(CayleyAdam):
 
     @override
     def _check_options(self, group: Group) -> None:
-        check_sgd(group)
+        super()._check_options(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
         check_range("beta2", group["beta2"], 0.0, 1.0)
         check_range("epsilon", group["epsilon"], 0.0)
 
     @override
-    def _move(self, group: Group, batch: Batch, given: Given) -> Tensor:
-        betas = group["momentum"], group["beta2"]
-        options = {**group, "betas": betas, "eps": group["epsilon"]}
-        return super()._move(options, batch, given)
+    def _state_names(self, group: Group) -> StateNames:
+        return StateNames(("momentum_skew",), (), ("momentum_normal",), ("exp_avg_sq_norm",))
 
     @override
-    def _step_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        step_sgd(group, parameters, self.state)
-
-    @override
-    def _step_plain_rows(
-        self, group: Group, parameters: list[Tensor], grads: list[Tensor], states: list[Group]
-    ) -> None:
-        step_sgd_rows(group, parameters, grads, states)
+    def _move(self, group: Group, given: Given) -> Tensor:
+        return cayley_adam_(
+            given.point,
+            given.grad,
+            given.state["momentum_skew"],
+            given.state.get("momentum_normal"),
+            given.state["exp_avg_sq_norm"],
+            lr=given.lr,
+            step=given.step,
+            betas=(group["momentum"], group["beta2"]),
+            eps=group["epsilon"],
+            steps=_STEPS,
+            setting=given.setting,
+        )
 
 
 def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:

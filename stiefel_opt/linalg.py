@@ -73,10 +73,8 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
     few = right.size(-1) <= _FEW_COLUMNS and right.size(-2) > _ROWS_AT_A_TIME
     if not few or not is_cpu(right):
         return torch.bmm(left.mH, right)
-    pairs = zip(
-        left.split(_ROWS_AT_A_TIME, dim=-2), right.split(_ROWS_AT_A_TIME, dim=-2), strict=True
-    )
-    return torch.stack([torch.bmm(rows.mH, others) for rows, others in pairs]).sum(dim=0)
+    rows = torch.split(left, _ROWS_AT_A_TIME, dim=-2), torch.split(right, _ROWS_AT_A_TIME, dim=-2)
+    return torch.stack([torch.bmm(a.mH, b) for a, b in zip(*rows, strict=True)]).sum(dim=0)
 
 
 def own_gram(tall: Tensor) -> Tensor:
@@ -187,7 +185,8 @@ def largest_stretch(matrix: Tensor) -> Tensor:
     vector = squares.cos_().to(matrix.dtype).unsqueeze(-1)
     image = matrix @ (matrix.mH @ vector)
     ratio = (matrix.mH @ image).norm(dim=-2) / image.norm(dim=-2).clamp(min=1e-30)
-    return ratio.amax()
+    largest: Tensor = ratio.amax()
+    return largest
 
 
 def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:

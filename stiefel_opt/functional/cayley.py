@@ -86,8 +86,8 @@ def cayley_sgd_(
         setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
-    Note: 8 products of n x m by m x m, with ``setting.correct`` 11; with ``exact`` one fewer and one LU
-        solve of m x m.
+    Note: 8 products of n x m by m x m, with ``setting.correct`` 11; with ``exact`` one fewer and
+        one LU solve of m x m.
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
     ok, reader = setting.ok, setting.reader_for(point)

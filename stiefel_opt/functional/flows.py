@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stiefel_opt.device import Reader, is_free_to_read, reader_for
 from stiefel_opt.linalg import (
@@ -316,6 +317,7 @@ class _Apart(Reader):
     def __init__(self, reader: Reader) -> None:
         self.is_exact, self.is_blind, self._reader = reader.is_exact, reader.is_blind, reader
 
+    @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         return self._reader.number("coupling " + name, value)
 

@@ -157,7 +157,7 @@ def sgd_(
         moved = point, direction, carried, ahead, skew, mending, lr
         return advance_(*moved, transport, setting, steep)
 
-    B, L, N = normal
+    B, L, N = normal.base, normal.factor, normal.shift
     if overlap is not None and mending is not None:  # X'U = 0 again
         N = mended(mending, mended(mending, overlap if L is None else torch.bmm(overlap, L)))
     if matrix is None:
@@ -175,7 +175,7 @@ def sgd_(
         subtract_(pending, grad, force, pending, None)
         V = zeroed(pending * (1 + momentum), setting.ok).sub_(zeroed(earlier, setting.ok), alpha=mu)
         keep_(B, pending, setting.ok)
-        across = zeroed(N * mu, setting.ok)
+        across = zeroed(mu * N, setting.ok)
         del earlier
     del pending
     if across is None:
@@ -202,8 +202,7 @@ def sgd_(
         new_N = new_N if new_L is None else torch.bmm(new_N, new_L)
     if L is not None and new_L is not None:
         keep_(L, new_L, setting.ok)
-    if normal.shift is not None:
-        keep_(normal.shift, new_N, setting.ok)
+    keep_(normal.shift, new_N, setting.ok)
     return new_point
 
 

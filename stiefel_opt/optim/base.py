@@ -214,13 +214,13 @@ class StiefelOptimizer(Optimizer, ABC):
         params = group["params"]
         plain = [params[i] for i in members.plain if params[i].grad is not None]
         if plain:
-            grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
+            grads: list[Tensor] = [p.grad for p in plain]
             self._step_plain(group, plain, grads, [self.state[p] for p in plain])
         for number in range(len(members.constrained)):
             in_graph(self._handle, index, number, members.constrained[number][0], group["lr"])
 
     def _init_group(self, group: Group) -> None:
-        """Make missing state: ``torch.compile`` calls it, and guards on which gradients there are."""
+        """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient."""
         index = next(i for i, other in enumerate(self.param_groups) if other is group)
         self._init(index, group)
         members = self._members[index]
@@ -452,7 +452,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
-        found = {parameter: count for parameter, count in self._missed.values()}
+        found = dict(self._missed.values())
         for constrained in self._all_constrained():
             counts = constrained.skipped.tolist()
             for owner, count in zip(constrained.owners, counts, strict=True):

@@ -204,7 +204,7 @@ class Stack:
 
     def _length(self, size: int, count: int, on_cpu: bool) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
-        m = self.blocks[0].matrices(torch.empty(self.part_shape, device="meta")).size(-1)
+        m = int(self.blocks[0].matrices(torch.empty(self.part_shape, device="meta")).size(-1))
         pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
         if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
             joined = len(self.blocks) > 1
@@ -259,7 +259,7 @@ class Batch:
         if self._share is not None:
             matrices = matrices[self._share]
         if not tensor.is_complex() and shares_memory(matrices, tensor):
-            offset = matrices.storage_offset() - tensor.storage_offset()
+            offset = int(matrices.storage_offset() - tensor.storage_offset())
             self._strides = tensor.stride()
             self._view = matrices.size(), matrices.stride(), offset
         return matrices

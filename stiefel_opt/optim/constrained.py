@@ -138,7 +138,7 @@ class Constrained:
         return [Stack(*kind) for kind in kinds.values()]
 
     def _find_rows(self, values: list[Tensor]) -> list[tuple[Owner, list[State]]]:
-        """Return the parameters of which some rows are plain, and torch's state of each such part."""
+        """Return the parameters of which some rows are plain, and torch's state of each part."""
         found = []
         for owner, value in zip(self.owners, values, strict=True):
             if parts := owner.local_manifold.plain_parts(value):
@@ -259,7 +259,7 @@ class Constrained:
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters whose gradient is not safe: all processes that have a part agree."""
         is_read = is_cpu(self.steps)
-        places = range(len(self.owners))
+        places = list(range(len(self.owners)))
         if is_read and nonfinite == "skip":  # each batch judges the others
             places = self._joint
         present = [place for place in places if place not in self._out]
@@ -351,7 +351,7 @@ class Constrained:
         if judges and numbers is not None:
             length, most = float(torch.linalg.vector_norm(grad)), largest_safe(grad.dtype)
             if not length <= most and places[0] not in self._joint:  # NaN is not either
-                blocks = grad.unflatten(0, (len(places), -1)).flatten(1)
+                blocks = grad.reshape(len(places), -1)
                 good = (torch.linalg.vector_norm(blocks, dim=1) <= most).tolist()
                 if not all(good):
                     found = [p for p, is_good in zip(places, good, strict=True) if not is_good]
@@ -416,7 +416,10 @@ class Constrained:
 
     def _move_rows(self, move_rows: MoveRows, values: list[Tensor]) -> None:
         """Move the plain rows of parameters that are constrained in part, by torch's own rule."""
-        parameters, grads, states, owners = [], [], [], []
+        parameters: list[Tensor] = []
+        grads: list[Tensor] = []
+        states: list[State] = []
+        owners: list[tuple[Owner, list[State]]] = []
         for owner, own in self._rows:
             grad = self._grads[owner.place]
             if grad is None or owner.place in self._out:

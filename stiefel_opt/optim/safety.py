@@ -56,7 +56,7 @@ def deferred_in(state: Mapping[str, Tensor]) -> Deferred | None:
     return Deferred(state["momentum_normal"]) if "momentum_normal" in state else None
 
 
-# ---- before a step: is the point on the manifold, and the momentum tangent there? -----------------
+# ---- before a step: is the point on the manifold, and the momentum tangent there? --------------
 
 
 def settle(

@@ -19,7 +19,7 @@ from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import AdamLike, SGDLike, force_of, options_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.safety import deferred_in
-from stiefel_opt.optim.state import StateNames, suffix_of
+from stiefel_opt.optim.state import State, StateNames, suffix_of
 
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
@@ -215,21 +215,11 @@ class StiefelAdam(AdamLike):
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
         state = given.state
-        moments = [
-            Moments(
-                state["momentum_" + kind],
-                state["exp_avg_sq_" + kind],
-                state.get("max_exp_avg_sq_" + kind),
-            )
-            if "momentum_" + kind in state
-            else None
-            for kind in ("skew", "normal")
-        ]
         return adam_(
             given.point,
             given.grad,
-            moments[0],
-            moments[1],
+            _moments(state, "skew"),
+            _moments(state, "normal") if "momentum_normal" in state else None,
             lr=given.lr,
             step=given.step,
             betas=group["betas"],
@@ -239,6 +229,12 @@ class StiefelAdam(AdamLike):
             transport=group["transport"],
             setting=given.setting,
         )
+
+
+def _moments(state: State, part: str) -> Moments:
+    """Return the moments of one part of the velocity."""
+    first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
+    return Moments(first, second, state.get("max_exp_avg_sq_" + part))
 
 
 def _check_flows(group: Group) -> None:

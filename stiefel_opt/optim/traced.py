@@ -21,7 +21,7 @@ __all__ = ["in_graph", "remember"]
 
 _OPTIMIZERS: weakref.WeakValueDictionary[int, StiefelOptimizer] = weakref.WeakValueDictionary()
 
-_LIBRARY = torch.library.Library("stiefel_opt", "DEF")
+_LIBRARY: Any = torch.library.Library("stiefel_opt", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "step(Tensor(a!)[] parameters, Tensor(b!)[] state, Tensor[] grads, int[] places, Tensor? lr, "
     "int handle, int group, int number) -> ()"
