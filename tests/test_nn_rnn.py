@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn, pairwise
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
@@ -69,8 +70,7 @@ def assert_same_training(ours: nn.Module, theirs: nn.Module, ours_out: Any, thei
 # ---- the conventions of nn.RNN -----------------------------------------------------------------
 
 
-@every_convention
-@pytest.mark.parametrize("given", [True, False], ids=["with-start", "from-zero"])
+@pytest.mark.parametrize(("options", "given"), in_turn([*CONVENTIONS.values(), {}], [True, False]))
 def test_results_and_gradients_are_those_of_torch(options, given, generator):
     ours, theirs = twins(**options)
     shape = (BATCH, STEPS) if options.get("batch_first") else (STEPS, BATCH)
@@ -88,9 +88,10 @@ def test_without_batch_as_torch(options, generator):
     torch.testing.assert_close(ours(inputs), theirs(inputs))
 
 
-@every_convention
-@pytest.mark.parametrize("enforce_sorted", [True, False])
-@pytest.mark.parametrize("given", [True, False], ids=["with-start", "from-zero"])
+@pytest.mark.parametrize(
+    ("options", "enforce_sorted", "given"),
+    in_turn([*CONVENTIONS.values(), {}], [True, False], [True, True, False]),
+)
 def test_packed_sequences_as_torch(options, enforce_sorted, given, generator):
     ours, theirs = twins(**options)
     lengths = (7, 5, 5, 1) if enforce_sorted else (2, 7, 1, 4)
@@ -150,7 +151,12 @@ def plain(inputs, hidden, left, right, nonlinearity, threshold):
 
 
 def arguments(
-    factors: bool, nonlinearity: str, generator: torch.Generator, dtype=torch.float64, steps=5
+    factors: bool,
+    nonlinearity: str,
+    generator: torch.Generator,
+    dtype=torch.float64,
+    steps=5,
+    batch=3,
 ) -> list[Tensor | None]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
@@ -161,7 +167,7 @@ def arguments(
     if nonlinearity == "modrelu":
         real = torch.float32 if dtype == torch.complex64 else torch.float64
         threshold = torch.randn(4, generator=generator, dtype=real).requires_grad_()
-    return [random(steps, 3, 4), random(3, 4), left, right, threshold]
+    return [random(steps, batch, 4), random(batch, 4), left, right, threshold]
 
 
 def ours(inputs, hidden, left, right, threshold, nonlinearity):
@@ -169,9 +175,9 @@ def ours(inputs, hidden, left, right, threshold, nonlinearity):
     return rollout(inputs, hidden, transition, nonlinearity=nonlinearity, threshold=threshold)
 
 
-@every_nonlinearity
-@pytest.mark.parametrize("factors", [False, True], ids=["matrix", "factors"])
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize(
+    ("nonlinearity", "factors", "steps"), pairwise(NONLINEARITIES, [False, True], [1, 5])
+)
 def test_rollout_equals_its_loop_with_gradients(nonlinearity, factors, steps, generator):
     given = arguments(factors, nonlinearity, generator, steps=steps)
     found = ours(*given, nonlinearity)
@@ -189,7 +195,7 @@ def test_rollout_equals_its_loop_with_gradients(nonlinearity, factors, steps, ge
 @every_nonlinearity
 @pytest.mark.parametrize("factors", [False, True], ids=["matrix", "factors"])
 def test_rollout_has_gradients_of_both_orders(nonlinearity, factors, generator):
-    given = arguments(factors, nonlinearity, generator, steps=3)
+    given = arguments(factors, nonlinearity, generator, steps=2, batch=1)
 
     def function(*leaves: Tensor) -> Tensor:
         rest = iter(leaves)
@@ -234,8 +240,7 @@ def test_norm_is_kept_without_input(options, generator):
     assert torch.equal(outputs[-1], last[0])
 
 
-@every_transition
-@every_nonlinearity
+@pytest.mark.parametrize(("options", "nonlinearity"), in_turn(TRANSITIONS.values(), NONLINEARITIES))
 def test_gradient_does_not_grow_backwards(options, nonlinearity, generator):
     options = {"nonlinearity": nonlinearity, "dtype": torch.float64, **options}
     module = OrthogonalRNN(INPUT, HIDDEN, **options)
@@ -250,8 +255,9 @@ def test_gradient_does_not_grow_backwards(options, nonlinearity, generator):
     assert bool((torch.linalg.vector_norm(back, dim=-1) <= bound).all())
 
 
-@every_transition
-@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    ("options", "bidirectional"), in_turn(TRANSITIONS.values(), [False, True, False])
+)
 def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectional, generator):
     """Remember the first of eight random numbers."""
     module = OrthogonalRNN(1, 12, bidirectional=bidirectional, **options)
@@ -295,8 +301,9 @@ def test_the_start_is_drawn_from_the_generator(options):
     assert not torch.allclose(weight(1), weight(2))
 
 
-@every_transition
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("options", "dtype"), in_turn(TRANSITIONS.values(), [torch.bfloat16, torch.float64])
+)
 def test_other_precisions_and_autocast(options, dtype, generator):
     module = OrthogonalRNN(INPUT, HIDDEN, **options)
     inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator)
