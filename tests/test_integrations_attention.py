@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import in_turn
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -145,9 +146,14 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("which", ["q", "k", "qk", "kv", "qkv"])
-@pytest.mark.parametrize("constraint", ["within", "across"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "which", "constraint"),
+    in_turn(
+        [name for name in MODULES for _ in range(3)],
+        ["q", "qkv", "k", "kv", "qk"],
+        ["within", "across"],
+    ),
+)
 def test_what_was_asked_for_is_orthonormal_and_the_rest_is_untouched(name, constraint, which):
     make, weights = MODULES[name]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Sequential(make()))
@@ -168,8 +174,7 @@ def test_what_was_asked_for_is_orthonormal_and_the_rest_is_untouched(name, const
     assert str(found).count("\n") == 2 + len(tagged)
 
 
-@pytest.mark.parametrize("constraint", ["within", "across"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "constraint"), in_turn(MODULES, ["within", "across"]))
 def test_training_keeps_it_so(name, constraint):
     make, weights = MODULES[name]
     model = make()
