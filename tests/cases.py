@@ -158,8 +158,9 @@ OPTION_GRID = [
         algorithm,
         {"metric": metric, "transport": transport, "rotation": rotation},
     )
-    for algorithm, metric, transport, rotation in itertools.product(
-        ("sgd", "adam"), METRICS, TRANSPORTS, ROTATIONS
+    for algorithm, metric, transport, rotation in (
+        *pairwise(("sgd", "adam"), METRICS, TRANSPORTS[:1], ROTATIONS),
+        *in_turn(("sgd", "adam"), METRICS, TRANSPORTS[1:], ROTATIONS),
     )
 ]
 
