@@ -169,16 +169,16 @@ def test_double_precision_is_projected_in_double_precision():
             torch.testing.assert_close(block @ block.mT, identity, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((WIDTH, HEADS, "inside"), r"`constraint` must be one of \['across', 'within'\], got"),
-        ((WIDTH, 5, "within"), "`num_heads` must divide embed_dim = 12, got 5"),
-        ((WIDTH, 0, "within"), "`num_heads` must be a positive integer, got 0"),
-        ((12.0, 3, None), "`embed_dim` must be a positive integer, got 12.0"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message):
-    width, heads, constraint = arguments
-    with pytest.raises(ValueError, match=message):
-        MultiheadAttention(width, heads, constraint=constraint)
+WRONG_OPTIONS = [
+    ((WIDTH, HEADS, "inside"), r"`constraint` must be one of \['across', 'within'\], got"),
+    ((WIDTH, 5, "within"), "`num_heads` must divide embed_dim = 12, got 5"),
+    ((WIDTH, 0, "within"), "`num_heads` must be a positive integer, got 0"),
+    ((12.0, 3, None), "`embed_dim` must be a positive integer, got 12.0"),
+]
+
+
+def test_wrong_options_are_named():
+    for arguments, message in WRONG_OPTIONS:
+        width, heads, constraint = arguments
+        with pytest.raises(ValueError, match=message):
+            MultiheadAttention(width, heads, constraint=constraint)
