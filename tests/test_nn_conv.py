@@ -151,7 +151,7 @@ def test_training_lowers_the_loss_and_keeps_the_kernel(options, generator):
     torch.testing.assert_close(matrix.mT @ matrix, torch.eye(8), rtol=0, atol=1e-5)
 
 
-@every_transition
+@pytest.mark.parametrize("options", [TRANSITIONS["tagged"], TRANSITIONS["own"]], ids=str)
 def test_copies_checkpoints_and_the_generator(options):
     def module(seed: int) -> ConvNERU:
         return unit(3, generator=torch.Generator().manual_seed(seed), **options)
@@ -173,20 +173,20 @@ def test_a_free_state_loads_as_its_nearest_point():
     torch.testing.assert_close(matrix.mT @ matrix, identity, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"kernel_size": 4}, ValueError, "`kernel_size` must be odd, got 4"),
-        ({"hidden_channels": 0}, ValueError, "`hidden_channels` must be a positive integer, got 0"),
-        ({"nonlinearity": "modrelu"}, ValueError, "`nonlinearity` must be one of"),
-        ({"bias": None}, TypeError, "`bias` must be True or False"),
-        ({"scale": 0.5}, TypeError, "`scale` must be left out: K is 1 / kernel_size times"),
-        ({"transition": "tcwyy"}, ValueError, "`transition` must be one of"),
-    ],
-)
-def test_wrong_options_are_named(options, error, message):
-    with pytest.raises(error, match=message):
-        ConvNERU(**{"in_channels": CHANNELS, "hidden_channels": HIDDEN, **options})
+WRONG_OPTIONS = [
+    ({"kernel_size": 4}, ValueError, "`kernel_size` must be odd, got 4"),
+    ({"hidden_channels": 0}, ValueError, "`hidden_channels` must be a positive integer, got 0"),
+    ({"nonlinearity": "modrelu"}, ValueError, "`nonlinearity` must be one of"),
+    ({"bias": None}, TypeError, "`bias` must be True or False"),
+    ({"scale": 0.5}, TypeError, "`scale` must be left out: K is 1 / kernel_size times"),
+    ({"transition": "tcwyy"}, ValueError, "`transition` must be one of"),
+]
+
+
+def test_wrong_options_are_named():
+    for options, error, message in WRONG_OPTIONS:
+        with pytest.raises(error, match=message):
+            ConvNERU(**{"in_channels": CHANNELS, "hidden_channels": HIDDEN, **options})
 
 
 def test_wrong_input_is_named():
