@@ -337,44 +337,44 @@ def test_one_layer_learns_parity_and_keeps_it_on_longer_input(generator):
 # ---- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"strengths": torch.full((4, 2), 2.5)}, r"`strengths` must lie in \[0, 2\], got \[2.5"),
-        ({"strengths": torch.full((4, 2), -0.1)}, r"`strengths` must lie in \[0, 2\]"),
-        ({"strengths": torch.full((4, 2), torch.nan)}, r"`strengths` must lie in \[0, 2\]"),
-        ({"strengths": torch.ones(4)}, r"`strengths` must have shape \(4, 2\)"),
-        ({"queries": torch.ones(4, 5)}, r"`queries` must have shape \(4, 3\)"),
-        ({"values": torch.ones(4, 5)}, r"`values` must have shape \(4, 2, 5\)"),
-        ({"log_gate": torch.zeros(3)}, r"`log_gate` must have shape \(4,\)"),
-        ({"state": torch.zeros(3, 6)}, r"`state` must have shape \(3, 5\)"),
-        ({"keys": torch.zeros(4, 3)}, r"`keys` must have shape \(..., T, h, d\)"),
-        ({"keys": torch.zeros(0, 2, 3)}, r"`keys` must have shape \(..., T, h, d\), none"),
-        ({"log_gate": torch.full((4,), 0.5)}, "`log_gate` must be at most 0, got 0.5"),
-        ({"chunk_size": 0}, r"`chunk_size` must be a positive integer or None, got 0"),
-    ],
-)
-def test_wrong_input_is_named(change, message):
-    good = {
-        "queries": torch.ones(4, 3),
-        "keys": torch.ones(4, 2, 3),
-        "values": torch.ones(4, 2, 5),
-        "strengths": torch.ones(4, 2),
-    }
-    with pytest.raises(ValueError, match=message):
-        delta_product(**{**good, **change})
+WRONG_INPUT = [
+    ({"strengths": torch.full((4, 2), 2.5)}, r"`strengths` must lie in \[0, 2\], got \[2.5"),
+    ({"strengths": torch.full((4, 2), -0.1)}, r"`strengths` must lie in \[0, 2\]"),
+    ({"strengths": torch.full((4, 2), torch.nan)}, r"`strengths` must lie in \[0, 2\]"),
+    ({"strengths": torch.ones(4)}, r"`strengths` must have shape \(4, 2\)"),
+    ({"queries": torch.ones(4, 5)}, r"`queries` must have shape \(4, 3\)"),
+    ({"values": torch.ones(4, 5)}, r"`values` must have shape \(4, 2, 5\)"),
+    ({"log_gate": torch.zeros(3)}, r"`log_gate` must have shape \(4,\)"),
+    ({"state": torch.zeros(3, 6)}, r"`state` must have shape \(3, 5\)"),
+    ({"keys": torch.zeros(4, 3)}, r"`keys` must have shape \(..., T, h, d\)"),
+    ({"keys": torch.zeros(0, 2, 3)}, r"`keys` must have shape \(..., T, h, d\), none"),
+    ({"log_gate": torch.full((4,), 0.5)}, "`log_gate` must be at most 0, got 0.5"),
+    ({"chunk_size": 0}, r"`chunk_size` must be a positive integer or None, got 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_heads": 5}, "`num_heads` must divide embed_dim = 12, got 5"),
-        ({"num_factors": 0}, "`num_factors` must be a positive integer, got 0"),
-        ({"head_dim": 2.0}, "`head_dim` must be a positive integer, got 2.0"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        DeltaProduct(12, **options)
-    with pytest.raises(ValueError, match=r"`input` must have shape \(..., T, 12\) with T > 0"):
-        DeltaProduct(12)(torch.zeros(3, 4))
+def test_wrong_input_is_named():
+    for change, message in WRONG_INPUT:
+        good = {
+            "queries": torch.ones(4, 3),
+            "keys": torch.ones(4, 2, 3),
+            "values": torch.ones(4, 2, 5),
+            "strengths": torch.ones(4, 2),
+        }
+        with pytest.raises(ValueError, match=message):
+            delta_product(**{**good, **change})
+
+
+WRONG_OPTIONS = [
+    ({"num_heads": 5}, "`num_heads` must divide embed_dim = 12, got 5"),
+    ({"num_factors": 0}, "`num_factors` must be a positive integer, got 0"),
+    ({"head_dim": 2.0}, "`head_dim` must be a positive integer, got 2.0"),
+]
+
+
+def test_wrong_options_are_named():
+    for options, message in WRONG_OPTIONS:
+        with pytest.raises(ValueError, match=message):
+            DeltaProduct(12, **options)
+        with pytest.raises(ValueError, match=r"`input` must have shape \(..., T, 12\) with T > 0"):
+            DeltaProduct(12)(torch.zeros(3, 4))
