@@ -30,6 +30,10 @@ TRANSITIONS: dict[str, dict[str, Any]] = {
     "trivialization": {"transition": "trivialization"},
 }
 every_transition = pytest.mark.parametrize("options", TRANSITIONS.values(), ids=TRANSITIONS)
+some_transitions = pytest.mark.parametrize(
+    "options",
+    [TRANSITIONS[name] for name in ("tagged", "cwy-short", "matrix_exp", "trivialization")],
+)
 every_nonlinearity = pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
 
 CONVENTIONS: dict[str, dict[str, Any]] = {
@@ -256,7 +260,7 @@ def test_gradient_does_not_grow_backwards(options, nonlinearity, generator):
 
 
 @pytest.mark.parametrize(
-    ("options", "bidirectional"), in_turn(TRANSITIONS.values(), [False, True, False])
+    ("options", "bidirectional"), in_turn([*TRANSITIONS.values()][::2], [False, True])
 )
 def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectional, generator):
     """Remember the first of eight random numbers."""
@@ -279,7 +283,7 @@ def test_training_lowers_the_loss_and_keeps_the_transition(options, bidirectiona
         torch.testing.assert_close(weight.mT @ weight, torch.eye(12), rtol=0, atol=1e-5)
 
 
-@every_transition
+@some_transitions
 def test_copies_and_checkpoints_compute_the_same(options, generator):
     module = OrthogonalRNN(INPUT, HIDDEN, num_layers=2, **options)
     inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator)
@@ -290,7 +294,7 @@ def test_copies_and_checkpoints_compute_the_same(options, generator):
     torch.testing.assert_close(other(inputs), expected, rtol=0, atol=0)
 
 
-@every_transition
+@some_transitions
 def test_the_start_is_drawn_from_the_generator(options):
     def weight(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -439,36 +443,36 @@ def test_complex_transitions_keep_the_norm_and_train(transition, generator):
 # ---- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"nonlinearity": "gelu"}, ValueError, "`nonlinearity` must be one of"),
-        ({"hidden_size": 0}, ValueError, "`hidden_size` must be a positive integer, got 0"),
-        ({"num_layers": 1.0}, ValueError, "`num_layers` must be a positive integer, got 1.0"),
-        ({"batch_first": 1}, TypeError, "`batch_first` must be True or False, got 1"),
-        ({"dropout": 1.5}, ValueError, "`dropout` must be in"),
-        ({"transition": "cwyy"}, ValueError, "`transition` must be one of"),
-        ({"reflections": 7}, ValueError, "`reflections` must be at most 6"),
-        ({"transition": "own"}, ValueError, "`weight`"),
-        ({"transition": "urnn"}, TypeError, "`weight` must be complex for URNN"),
-        ({"transition": "tagged", "start": "haar"}, ValueError, "`start` must be one of"),
-        ({"transition": None, "reflections": 2}, TypeError, "`options` must be empty"),
-        (
-            {"transition": "tagged", "reflections": 2},
-            TypeError,
-            "`options of .tagged.` must be known, got reflections",
-        ),
-        ({"reflections": 2, "start": "henaff"}, ValueError, "`start` must be None for .cwy., refl"),
-        (
-            {"dtype": torch.complex64, "nonlinearity": "abs"},
-            ValueError,
-            "`nonlinearity` must be modrelu or tanh",
-        ),
-    ],
-)
-def test_wrong_options_are_named(options, error, message):
-    with pytest.raises(error, match=message):
-        OrthogonalRNN(**{"input_size": INPUT, "hidden_size": HIDDEN, **options})
+WRONG_OPTIONS = [
+    ({"nonlinearity": "gelu"}, ValueError, "`nonlinearity` must be one of"),
+    ({"hidden_size": 0}, ValueError, "`hidden_size` must be a positive integer, got 0"),
+    ({"num_layers": 1.0}, ValueError, "`num_layers` must be a positive integer, got 1.0"),
+    ({"batch_first": 1}, TypeError, "`batch_first` must be True or False, got 1"),
+    ({"dropout": 1.5}, ValueError, "`dropout` must be in"),
+    ({"transition": "cwyy"}, ValueError, "`transition` must be one of"),
+    ({"reflections": 7}, ValueError, "`reflections` must be at most 6"),
+    ({"transition": "own"}, ValueError, "`weight`"),
+    ({"transition": "urnn"}, TypeError, "`weight` must be complex for URNN"),
+    ({"transition": "tagged", "start": "haar"}, ValueError, "`start` must be one of"),
+    ({"transition": None, "reflections": 2}, TypeError, "`options` must be empty"),
+    (
+        {"transition": "tagged", "reflections": 2},
+        TypeError,
+        "`options of .tagged.` must be known, got reflections",
+    ),
+    ({"reflections": 2, "start": "henaff"}, ValueError, "`start` must be None for .cwy., refl"),
+    (
+        {"dtype": torch.complex64, "nonlinearity": "abs"},
+        ValueError,
+        "`nonlinearity` must be modrelu or tanh",
+    ),
+]
+
+
+def test_wrong_options_are_named():
+    for options, error, message in WRONG_OPTIONS:
+        with pytest.raises(error, match=message):
+            OrthogonalRNN(**{"input_size": INPUT, "hidden_size": HIDDEN, **options})
 
 
 def test_wrong_input_is_named(generator):
@@ -489,26 +493,26 @@ def test_random_point_is_the_start(generator):
     assert torch.equal(module.weight_hh_l0, again)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"nonlinearity": "sin"}, "`nonlinearity` must be one of"),
-        ({"inputs": torch.zeros(0, 2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
-        ({"inputs": torch.zeros(2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
-        ({"start": torch.zeros(3)}, r"`start` must have shape \(2, 3\), got shape \(3,\)"),
-        ({"inputs": torch.zeros(4, 2, 3, dtype=torch.complex64), "nonlinearity": "relu"}, "one of"),
-        ({"transition": torch.eye(4)}, r"`transition` must have shape \(3, 3\) for inputs of sha"),
-        (
-            {"transition": (torch.zeros(3, 2), torch.zeros(3, 2))},
-            r"`transition` must have shape \(2, 3\) for inputs",
-        ),
-        ({"threshold": torch.zeros(2)}, r"`threshold` must have shape \(3,\)"),
-    ],
-)
-def test_wrong_input_of_the_rollout_is_named(change, message):
-    good = {"inputs": torch.zeros(4, 2, 3), "start": torch.zeros(2, 3)}
-    with pytest.raises(ValueError, match=message):
-        rollout(**{**good, "transition": torch.eye(3), **change})
+WRONG_INPUT = [
+    ({"nonlinearity": "sin"}, "`nonlinearity` must be one of"),
+    ({"inputs": torch.zeros(0, 2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
+    ({"inputs": torch.zeros(2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
+    ({"start": torch.zeros(3)}, r"`start` must have shape \(2, 3\), got shape \(3,\)"),
+    ({"inputs": torch.zeros(4, 2, 3, dtype=torch.complex64), "nonlinearity": "relu"}, "one of"),
+    ({"transition": torch.eye(4)}, r"`transition` must have shape \(3, 3\) for inputs of sha"),
+    (
+        {"transition": (torch.zeros(3, 2), torch.zeros(3, 2))},
+        r"`transition` must have shape \(2, 3\) for inputs",
+    ),
+    ({"threshold": torch.zeros(2)}, r"`threshold` must have shape \(3,\)"),
+]
+
+
+def test_wrong_input_of_the_rollout_is_named():
+    for change, message in WRONG_INPUT:
+        good = {"inputs": torch.zeros(4, 2, 3), "start": torch.zeros(2, 3)}
+        with pytest.raises(ValueError, match=message):
+            rollout(**{**good, "transition": torch.eye(3), **change})
 
 
 def test_the_rollout_takes_one_dtype():
