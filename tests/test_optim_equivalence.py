@@ -238,7 +238,7 @@ SATURATED = [
 
 @pytest.mark.parametrize(
     ("case", "name"),
-    in_turn(SATURATED * 2, ["tall", "wide", "square", "batch-tall", "nearly-square"]),
+    in_turn([*SATURATED, SATURATED[0]], ["tall", "wide", "square", "batch-tall", "nearly-square"]),
     ids=lambda value: getattr(value, "name", value),
 )
 def test_saturated_steps_equal_the_textbook_step(
@@ -427,7 +427,7 @@ def test_plain_parameters_get_bit_for_bit_what_torch_gives(
     ("rule", "torch_rule", "options", "direction"),
     [
         pytest.param(*case.values, direction, id=f"{case.id}-{direction}")
-        for case, direction in in_turn(PLAIN, ["ours-to-torch", "torch-to-ours"])
+        for case, direction in in_turn(PLAIN[::2], ["ours-to-torch", "torch-to-ours"])
     ],
 )
 def test_checkpoints_of_plain_parameters_exchange_with_torch(
