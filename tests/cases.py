@@ -7,7 +7,7 @@ An `OptimizerCase` is one rule with one set of options.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,29 @@ RULES: dict[str, tuple[Any, Any]] = {
     "cayley-sgd": (so.CayleySGD, CayleySGDReference),
     "cayley-adam": (so.CayleyAdam, CayleyAdamReference),
 }
+
+
+def in_turn(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """As many rows as the longest column has values; the others start again."""
+    values = [list(column) for column in columns]
+    rows = range(max(map(len, values)))
+    return [tuple(column[row % len(column)] for column in values) for row in rows]
+
+
+def pairwise(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Rows in which any two values of different columns meet: those with most new pairs first."""
+    values = [list(column) for column in columns]
+    rows = {
+        row: set(itertools.combinations(enumerate(row), 2))
+        for row in itertools.product(*(range(len(column)) for column in values))
+    }
+    missing: set[Any] = set().union(*rows.values())
+    chosen = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(rows[row] & missing)))
+        missing -= rows[chosen[-1]]
+    return [tuple(map(list.__getitem__, values, row)) for row in chosen]
+
 
 METRICS = ("canonical", "euclidean", -1.0, 0.3)
 TRANSPORTS = ("isometric", "published")
@@ -135,8 +158,9 @@ OPTION_GRID = [
         algorithm,
         {"metric": metric, "transport": transport, "rotation": rotation},
     )
-    for algorithm, metric, transport, rotation in itertools.product(
-        ("sgd", "adam"), METRICS, TRANSPORTS, ROTATIONS
+    for algorithm, metric, transport, rotation in (
+        *pairwise(("sgd", "adam"), METRICS, TRANSPORTS[:1], ROTATIONS),
+        *in_turn(("sgd", "adam"), METRICS, TRANSPORTS[1:], ROTATIONS),
     )
 ]
 

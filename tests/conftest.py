@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,3 +30,25 @@ def rng() -> np.random.Generator:
 def generator() -> torch.Generator:
     """A torch generator with a fixed seed."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Asked for by a test of an example whose pictures are to be real ones."""
+
+
+def _save_nothing(_: object, path: Path, **__: object) -> None:
+    Path(path).write_bytes(b"\x89PNG")
+
+
+@pytest.fixture
+def example(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs set the threads of the whole process, and most of their time goes into pictures."""
+    from matplotlib.figure import Figure
+
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        if "drawn" not in request.fixturenames:
+            patch.setattr(Figure, "savefig", _save_nothing)
+        yield
+    torch.set_num_threads(threads)

@@ -4,10 +4,7 @@ import ast
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "stiefel_opt"
 BASE = {"manifold", "geometry", "_checks"}
 MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ sees all
     "_checks": set(),
@@ -31,12 +28,13 @@ PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizati
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 
-def python_files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
-def relative(file: Path) -> str:
-    return file.relative_to(ROOT).as_posix()
+def trees(*folders: str) -> list[tuple[str, ast.AST]]:
+    """Every file below the folders, by its path from the root, parsed."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    names = (file.relative_to(ROOT).as_posix() for file in files)
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return [(name, ast.parse(text)) for name, text in zip(names, texts, strict=True)]
 
 
 def imports(tree: ast.AST) -> list[str]:
@@ -51,33 +49,36 @@ def imports(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", python_files("stiefel_opt"), ids=relative)
-def test_package_file(file: Path) -> None:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for name in imports(tree):
-        top, *below = name.split(".")
-        if top != "stiefel_opt":
-            assert top in THIRD_PARTY | sys.stdlib_module_names, f"{name} is no core dependency"
-        elif room != "__init__":
-            assert below[0] in {room, *MAY_IMPORT[room]}, f"{room} must not see {below[0]}"
-    for node in ast.walk(tree):
-        assert not isinstance(node, ast.Assert), f"line {node.lineno}: raise a clear error instead"
-        is_print = isinstance(node, ast.Name) and node.id == "print"
-        assert not is_print, f"line {node.lineno}: return text instead of printing it"
+def test_a_file_of_the_package_sees_only_what_its_room_may_see() -> None:
+    for place, tree in trees("stiefel_opt"):
+        room = place.split("/")[1].removesuffix(".py")
+        for name in imports(tree):
+            top, *below = name.split(".")
+            if top != "stiefel_opt":
+                known = top in THIRD_PARTY | sys.stdlib_module_names
+                assert known, f"{place}: {name} is no core dependency"
+            elif room != "__init__":
+                seen = below[0] in {room, *MAY_IMPORT[room]}
+                assert seen, f"{place}: {room} must not see {below[0]}"
 
 
-@pytest.mark.parametrize(
-    "file", python_files("examples") + python_files("benchmarks"), ids=relative
-)
-def test_examples_and_benchmarks_use_the_public_face_only(file: Path) -> None:
-    for name in imports(ast.parse(file.read_text(encoding="utf-8"))):
-        if name.split(".")[0] == "stiefel_opt":
-            assert name == "stiefel_opt" or name.startswith(PUBLIC), name
-            assert "._" not in name, name
+def test_the_package_asserts_and_prints_nothing() -> None:
+    for place, tree in trees("stiefel_opt"):
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Assert), f"{place}:{node.lineno}: raise a clear error"
+            is_print = isinstance(node, ast.Name) and node.id == "print"
+            assert not is_print, f"{place}:{node.lineno}: return text instead of printing it"
 
 
-@pytest.mark.parametrize("file", python_files("tests"), ids=relative)
-def test_tests_import_no_private_names(file: Path) -> None:
-    for name in imports(ast.parse(file.read_text(encoding="utf-8"))):
-        assert not (name.startswith("stiefel_opt") and "._" in name), name
+def test_examples_and_benchmarks_use_the_public_face_only() -> None:
+    for place, tree in trees("examples", "benchmarks"):
+        for name in imports(tree):
+            if name.split(".")[0] == "stiefel_opt":
+                assert name == "stiefel_opt" or name.startswith(PUBLIC), f"{place}: {name}"
+                assert "._" not in name, f"{place}: {name}"
+
+
+def test_tests_import_no_private_names() -> None:
+    for place, tree in trees("tests"):
+        for name in imports(tree):
+            assert not (name.startswith("stiefel_opt") and "._" in name), f"{place}: {name}"

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,21 +28,15 @@ PICTURES = {
     translation: ["curves.png"],
     video: ["curves.png", "strip.png"],
 }
+pytestmark = pytest.mark.usefixtures("example")
 PROGRAMS = pytest.mark.parametrize("program", PICTURES, ids=lambda program: program.__name__)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Every program sets the number of threads for the whole process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 # ----------------------------------------------------------------------------------- whole programs
 
 
 @PROGRAMS
+@pytest.mark.usefixtures("drawn")
 def test_smoke_prints_what_it_does_and_writes_table_and_pictures(program, tmp_path, capsys) -> None:
     arguments = ["--smoke", "--output", str(tmp_path)]
     program.main(arguments)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import in_turn, pairwise
 from reference import canonical_geodesic, euclidean_geodesic, orthonormality_error, polar_factor
 from reference_descent import (
     CayleyAdamReference,
@@ -27,7 +28,6 @@ SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
 LARGE = (200, 20)
 TOLERANCE = 1e-12
 
-every_retraction = pytest.mark.parametrize("retraction", RETRACTIONS)
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -59,9 +59,9 @@ def along(point: np.ndarray, skew: np.ndarray, normal: np.ndarray, retraction: s
 # ---- retractions ---------------------------------------------------------------------------------
 
 
-@every_shape
-@every_retraction
-@pytest.mark.parametrize("length", [0.3, 3.0])
+@pytest.mark.parametrize(
+    ("shape", "retraction", "length"), in_turn(SHAPES * 2, RETRACTIONS, [0.3, 3.0])
+)
 def test_retractions_are_those_of_the_dense_formulas(shape, retraction, length, rng):
     X = start(rng, *shape)
     T, V = tangent(rng, X)
@@ -111,8 +111,9 @@ def slope(times: np.ndarray, errors: list[float]) -> float:
 TIMES = np.array([0.04, 0.02, 0.01, 0.005])
 
 
-@every_retraction
-@pytest.mark.parametrize("shape", [(9, 4), (4, 4), (7, 1), (6, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "retraction"), in_turn([(9, 4), (4, 4), (7, 1), (6, 5)] * 2, RETRACTIONS)
+)
 def test_a_retraction_is_right_to_first_order(shape, retraction, rng):
     X = start(rng, *shape)
     T, V = tangent(rng, X)
@@ -140,23 +141,22 @@ def test_polar_and_cayley_are_right_to_second_order(shape, retraction, geodesic,
 
 # ---- whole steps against the loops ---------------------------------------------------------------
 
-RULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {}
-for name in RETRACTIONS:
-    for metric in ("canonical", "euclidean", -1.0, 0.3):
-        options = {"retraction": name, "metric": metric}
-        RULES[f"{name}-{metric}"] = descend_, DescentReference, options
-        heavy = {**options, "momentum": 0.9}
-        RULES[f"{name}-{metric}-momentum"] = descend_, DescentReference, heavy
-    heavy = {"retraction": name, "momentum": 0.8, "nesterov": True}
-    RULES[f"{name}-nesterov"] = descend_, DescentReference, heavy
-for steps in (0, 1, 2, 5):
-    RULES[f"cayley-sgd-{steps}"] = cayley_sgd_, CayleySGDReference, {"steps": steps}
-    RULES[f"cayley-adam-{steps}"] = cayley_adam_, CayleyAdamReference, {"steps": steps}
-RULES["cayley-sgd-exact"] = cayley_sgd_, CayleySGDReference, {"exact": True}
-RULES["cayley-sgd-nesterov"] = cayley_sgd_, CayleySGDReference, {"momentum": 0.8, "nesterov": True}
-RULES["cayley-sgd-momentumless"] = cayley_sgd_, CayleySGDReference, {"momentum": 0.0}
-RULES["cayley-adam-exact"] = cayley_adam_, CayleyAdamReference, {"exact": True}
-RULES["cayley-adam-short"] = cayley_adam_, CayleyAdamReference, {"betas": (0.0, 0.5), "eps": 0.1}
+KINDS = [(9, 4), (4, 4), (7, 1), (6, 5)]
+METRICS = ("canonical", "euclidean", -1.0, 0.3)
+MOMENTA = ({}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True})
+CAYLEY_RULES: list[tuple[Any, Any, dict[str, Any]]] = [
+    *((cayley_sgd_, CayleySGDReference, {"steps": steps}) for steps in (0, 1, 2, 5)),
+    *((cayley_adam_, CayleyAdamReference, {"steps": steps}) for steps in (0, 1, 2, 5)),
+    (cayley_sgd_, CayleySGDReference, {"exact": True}),
+    (cayley_sgd_, CayleySGDReference, {"momentum": 0.8, "nesterov": True}),
+    (cayley_sgd_, CayleySGDReference, {"momentum": 0.0}),
+    (cayley_adam_, CayleyAdamReference, {"exact": True}),
+    (cayley_adam_, CayleyAdamReference, {"betas": (0.0, 0.5), "eps": 0.1}),
+]
+RULES = [
+    (shape, descend_, DescentReference, {"retraction": retraction, "metric": metric, **momentum})
+    for shape, retraction, metric, momentum in pairwise(KINDS, RETRACTIONS, METRICS, MOMENTA)
+] + [(shape, *rule) for rule, shape in in_turn([*CAYLEY_RULES, *CAYLEY_RULES[-5:]], KINDS)]
 
 
 class Force:
@@ -172,10 +172,8 @@ class Force:
         return self.linear - self.cost @ points + self.noise[step]
 
 
-@pytest.mark.parametrize("shape", [(9, 4), (7, 1), (4, 4), (6, 5)], ids=str)
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_follows_its_dense_loop(name, shape, rng):
-    rule, reference, options = RULES[name]
+@pytest.mark.parametrize(("shape", "rule", "reference", "options"), RULES)
+def test_every_rule_follows_its_dense_loop(shape, rule, reference, options, rng):
     k, (n, m), lr, length = 2, shape, 0.1, 25
     force = Force(rng, k, n, m, length)
     start_points = np.stack([start(rng, n, m) for _ in range(k)])
@@ -280,11 +278,11 @@ def test_rows_may_live_on_several_processes(name, rng):
 # ---- long steps ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(8, 3), (5, 4), (6, 6), LARGE], ids=str)
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
-def test_no_gradient_is_too_large(name, shape, dtype, size, generator):
+@pytest.mark.parametrize(
+    ("name", "shape", "size", "dtype"),
+    pairwise(ALL, [(8, 3), (5, 4), (6, 6), LARGE], [1e6, 1e3, 1.0], [torch.float32, torch.float64]),
+)
+def test_no_gradient_is_too_large(name, shape, size, dtype, generator):
     rule, options = ALL[name]
     n, m = shape
     point = torch.linalg.qr(torch.randn(2, n, m, generator=generator, dtype=dtype)).Q
@@ -302,8 +300,9 @@ def test_no_gradient_is_too_large(name, shape, dtype, size, generator):
         assert (point.mT @ normal).abs().max() < 1e2 * torch.finfo(dtype).eps * grad.norm()
 
 
-@pytest.mark.parametrize("name", [*ALL, "cayley-adam"])
-@pytest.mark.parametrize("shape", [(8, 3), (4, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), in_turn([*ALL, "cayley-adam", "cayley-sgd", "cayley-adam"], [(8, 3), (4, 4)])
+)
 def test_a_tensor_of_another_dtype_as_learning_rate_keeps_that_of_the_point(name, shape, generator):
     rule, options = ALL.get(name, (cayley_adam_, {"step": 1.0}))
     n, m = shape

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from cases import in_turn
 
 from stiefel_opt.geometry import (
     gram_error,
@@ -56,8 +57,7 @@ def test_projection_is_tangent_idempotent_and_orthogonal(shape):
     assert residual.abs().max() < 1e-11
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("a", [0.5, 0.0, -1.0, 0.9])
+@pytest.mark.parametrize(("shape", "a"), in_turn(SHAPES, [0.5, 0.0, -1.0, 0.9]))
 def test_riemannian_gradient_represents_the_differential(shape, a):
     """For every tangent xi: <grad, xi> in the metric is the directional derivative tr(G'xi)."""
     point, grad = point_of(*shape), gaussian(*shape, seed=1)
@@ -95,9 +95,13 @@ def test_polar_factor_of_an_ill_conditioned_matrix_is_orthonormal_to_rounding(dt
     assert error < 10 * torch.finfo(dtype).eps / ratio  # the condition number of the polar factor
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(384, 32), (300, 300), (1000, 5), (50, 16, 16)])
-def test_polar_factor_beats_the_tolerance_tenfold(dtype, shape):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    in_turn(
+        [(384, 32), (300, 300), (200, 200), (1000, 5), (50, 16, 16)], [torch.float32, torch.float64]
+    ),
+)
+def test_polar_factor_beats_the_tolerance_tenfold(shape, dtype):
     error = gram_error(polar_factor(gaussian(*shape, dtype=dtype))).max()
     assert error < orthonormality_tolerance(dtype, shape[-2]) / 10
 
@@ -117,8 +121,7 @@ def test_polar_factor_refuses_wide_matrices():
         polar_factor(torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, [torch.float32, torch.float64]))
 def test_random_point_is_orthonormal_and_reproducible(shape, dtype):
     point = point_of(*shape, dtype=dtype)
     assert point.shape == shape

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import in_turn
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -145,9 +146,14 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("which", ["q", "k", "qk", "kv", "qkv"])
-@pytest.mark.parametrize("constraint", ["within", "across"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("name", "which", "constraint"),
+    in_turn(
+        [name for name in MODULES for _ in range(3)],
+        ["q", "qkv", "k", "kv", "qk"],
+        ["within", "across"],
+    ),
+)
 def test_what_was_asked_for_is_orthonormal_and_the_rest_is_untouched(name, constraint, which):
     make, weights = MODULES[name]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Sequential(make()))
@@ -168,8 +174,7 @@ def test_what_was_asked_for_is_orthonormal_and_the_rest_is_untouched(name, const
     assert str(found).count("\n") == 2 + len(tagged)
 
 
-@pytest.mark.parametrize("constraint", ["within", "across"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "constraint"), in_turn(MODULES, ["within", "across"]))
 def test_training_keeps_it_so(name, constraint):
     make, weights = MODULES[name]
     model = make()
@@ -256,42 +261,42 @@ def not_finite():
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "error", "message"),
-    [
-        (lambda: nn.Linear(3, 3), {}, ValueError, "`model` must contain an attention.*are: Linear"),
-        (
-            grouped_in_one_weight,
-            {"constraint": "across"},
-            ValueError,
-            "the model itself: TimmAttention: one weight holds queries and the keys of 2 heads",
-        ),
-        (
-            grouped_under_another_name,
-            {},
-            ValueError,
-            f"qkv.weight is not three parts of {WIDTH // 2} rows if proj takes {WIDTH} inputs",
-        ),
-        (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
-        (wrapped, {}, ValueError, "key is a Sequential, not a linear layer"),
-        (not_finite, {}, ValueError, "`1.qkv.weight` must be finite"),
-        (TimmAttention, {"constraint": "inside"}, ValueError, "`constraint` must be one of"),
-        (TimmAttention, {"which": "qq"}, ValueError, "`which` must be one or more"),
-        (
-            lambda: MultiheadAttention(WIDTH, HEADS),
-            {"which": "v"},
-            ValueError,
-            "it constrains 'qk' itself",
-        ),
-        (lambda: None, {}, TypeError, "`model` must be a torch.nn.Module, got NoneType"),
-    ],
-)
-def test_what_cannot_be_constrained_is_refused_and_unchanged(make, arguments, error, message):
-    model = make()
-    before = copy.deepcopy(model.state_dict()) if model is not None else {}
-    with pytest.raises(error, match=message):
-        so.constrain_attention(model, **arguments)
-    for name, value in before.items():
-        assert torch.equal(model.state_dict()[name], value) or not value.isfinite().all()
-    if model is not None and type(model) is not MultiheadAttention:
-        assert not any(isinstance(p, so.ManifoldParameter) for p in model.parameters())
+REFUSED = [
+    (lambda: nn.Linear(3, 3), {}, ValueError, "`model` must contain an attention.*are: Linear"),
+    (
+        grouped_in_one_weight,
+        {"constraint": "across"},
+        ValueError,
+        "the model itself: TimmAttention: one weight holds queries and the keys of 2 heads",
+    ),
+    (
+        grouped_under_another_name,
+        {},
+        ValueError,
+        f"qkv.weight is not three parts of {WIDTH // 2} rows if proj takes {WIDTH} inputs",
+    ),
+    (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
+    (wrapped, {}, ValueError, "key is a Sequential, not a linear layer"),
+    (not_finite, {}, ValueError, "`1.qkv.weight` must be finite"),
+    (TimmAttention, {"constraint": "inside"}, ValueError, "`constraint` must be one of"),
+    (TimmAttention, {"which": "qq"}, ValueError, "`which` must be one or more"),
+    (
+        lambda: MultiheadAttention(WIDTH, HEADS),
+        {"which": "v"},
+        ValueError,
+        "it constrains 'qk' itself",
+    ),
+    (lambda: None, {}, TypeError, "`model` must be a torch.nn.Module, got NoneType"),
+]
+
+
+def test_what_cannot_be_constrained_is_refused_and_unchanged():
+    for make, arguments, error, message in REFUSED:
+        model = make()
+        before = copy.deepcopy(model.state_dict()) if model is not None else {}
+        with pytest.raises(error, match=message):
+            so.constrain_attention(model, **arguments)
+        for name, value in before.items():
+            assert torch.equal(model.state_dict()[name], value) or not value.isfinite().all()
+        if model is not None and type(model) is not MultiheadAttention:
+            assert not any(isinstance(p, so.ManifoldParameter) for p in model.parameters())

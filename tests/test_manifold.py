@@ -71,38 +71,28 @@ def test_matrices_are_those_written_by_hand(shape, reading, by_hand):
 
 
 @cases
-def test_stored_undoes_matrices(shape, reading):
-    for index, part in enumerate(reading.parts(numbered(*shape))):
-        back = reading.stored(reading.matrices(part, index), part.shape, index)
-        assert torch.equal(back, part)
-
-
-@cases
-def test_stacked_parameters_read_like_single_ones(shape, reading):
+def test_stacked_parameters_read_like_single_ones_and_are_stored_again(shape, reading):
     first, second = numbered(*shape), -numbered(*shape)
     pairs = zip(reading.parts(first), reading.parts(second), strict=True)
     for index, (one, two) in enumerate(pairs):
+        alone = reading.matrices(one, index)
+        assert torch.equal(reading.stored(alone, one.shape, index), one)
         stack = torch.stack([one, two])
         matrices = reading.matrices(stack, index, stacked=True)
-        assert torch.equal(matrices[0], reading.matrices(one, index))
+        assert torch.equal(matrices[0], alone)
         assert torch.equal(matrices[1], reading.matrices(two, index))
         assert torch.equal(reading.stored(matrices, stack.shape, index, stacked=True), stack)
 
 
 @cases
-def test_constrained_and_plain_parts_cover_every_entry_once(shape, reading):
+def test_parts_are_views_that_cover_every_entry_once(shape, reading):
     tensor = torch.zeros(shape)
-    for part in (*reading.parts(tensor), *reading.plain_parts(tensor)):
-        part += 1.0
-    assert torch.equal(tensor, torch.ones(shape))
-
-
-@cases
-def test_parts_and_matrices_are_views(shape, reading):
-    tensor = numbered(*shape)
     for index, part in enumerate(reading.parts(tensor)):
         matrices = reading.matrices(part, index)
         assert matrices.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    for part in (*reading.parts(tensor), *reading.plain_parts(tensor)):
+        part += 1.0
+    assert torch.equal(tensor, torch.ones(shape))
 
 
 def test_channels_last_is_read_alike():
@@ -115,17 +105,17 @@ def test_channels_last_is_read_alike():
     assert nhwc.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("reading", [row[1] for row in READINGS], ids=IDS)
-def test_reading_survives_json_pickle_and_hashing(reading):
-    plain = json.loads(json.dumps(reading.as_dict()))
-    assert plain == reading.as_dict()
-    assert Stiefel.from_dict(plain) == reading
-    assert hash(Stiefel.from_dict(plain)) == hash(reading)
-    assert pickle.loads(pickle.dumps(reading)) == reading
-    buffer = io.BytesIO()
-    torch.save(reading.as_dict(), buffer)
-    buffer.seek(0)
-    assert torch.load(buffer, weights_only=True) == plain
+def test_readings_survive_json_pickle_and_hashing():
+    for _, reading, _ in READINGS:
+        plain = json.loads(json.dumps(reading.as_dict()))
+        assert plain == reading.as_dict()
+        assert Stiefel.from_dict(plain) == reading
+        assert hash(Stiefel.from_dict(plain)) == hash(reading)
+        assert pickle.loads(pickle.dumps(reading)) == reading
+        buffer = io.BytesIO()
+        torch.save(reading.as_dict(), buffer)
+        buffer.seek(0)
+        assert torch.load(buffer, weights_only=True) == plain
 
 
 def test_equal_readings_are_equal_however_they_are_written():
@@ -134,53 +124,53 @@ def test_equal_readings_are_equal_however_they_are_written():
     assert Stiefel(heads=2) != Stiefel(heads=2, scale=2.0)
 
 
-@pytest.mark.parametrize(
-    ("shape", "reading", "words"),
-    [
-        ((384, 384), Stiefel(heads=12), "12 x (32 x 384), rows"),
-        ((384, 32), Stiefel(), "1 x (384 x 32), columns"),
-        ((5, 8, 8), Stiefel(scale=0.5), "5 x (8 x 8), square, scale 0.5"),
-        ((64, 3, 3, 3), Stiefel(flatten=True), "1 x (64 x 27), columns"),
-        (
-            (12, 4),
-            Stiefel(rows=((0, 8), (8, 12)), heads=(4, 2)),
-            "4 x (2 x 4), rows of 0:8; 2 x (2 x 4), rows of 8:12",
-        ),
-    ],
-)
-def test_readings_in_words(shape, reading, words):
-    assert reading.describe(shape) == words
+WORDS = [
+    ((384, 384), Stiefel(heads=12), "12 x (32 x 384), rows"),
+    ((384, 32), Stiefel(), "1 x (384 x 32), columns"),
+    ((5, 8, 8), Stiefel(scale=0.5), "5 x (8 x 8), square, scale 0.5"),
+    ((64, 3, 3, 3), Stiefel(flatten=True), "1 x (64 x 27), columns"),
+    (
+        (12, 4),
+        Stiefel(rows=((0, 8), (8, 12)), heads=(4, 2)),
+        "4 x (2 x 4), rows of 0:8; 2 x (2 x 4), rows of 8:12",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"heads": 0}, ValueError, "`heads` must be at least 1, got 0"),
-        ({"heads": 2.0}, TypeError, "`heads` must be an integer"),
-        ({"heads": True}, TypeError, "`heads` must be an integer"),
-        ({"heads": (2, 3)}, ValueError, "`heads` must have one number for each of the 1 ranges"),
-        ({"heads": (2,), "rows": ((0, 2), (2, 4))}, ValueError, "each of the 2 ranges"),
-        ({"rows": (0, 4, 8)}, TypeError, r"`rows` must be \(start, stop\) or several of them"),
-        ({"rows": 4}, TypeError, r"`rows` must be \(start, stop\)"),
-        ({"rows": ()}, TypeError, r"`rows` must be \(start, stop\)"),
-        ({"rows": [(0, 2), 4]}, TypeError, r"`rows` must be \(start, stop\)"),
-        ({"rows": (0.0, 4.0)}, TypeError, r"`rows` must be \(start, stop\)"),
-        ({"rows": (4, 4)}, ValueError, r"`rows` must satisfy 0 <= start < stop, got \(4, 4\)"),
-        ({"rows": (-4, 2)}, ValueError, "`rows` must satisfy 0 <= start < stop"),
-        ({"rows": ((4, 8), (0, 5))}, ValueError, "`rows` must not overlap"),
-        ({"flatten": 1}, TypeError, "`flatten` must be True or False, got 1"),
-        ({"transposed": None}, TypeError, "`transposed` must be True or False"),
-        ({"flatten": True, "transposed": True}, ValueError, "`transposed` must be False with"),
-        ({"scale": 0.0}, ValueError, "`scale` must be positive and finite, got 0.0"),
-        ({"scale": -1}, ValueError, "`scale` must be positive"),
-        ({"scale": float("inf")}, ValueError, "`scale` must be positive and finite"),
-        ({"scale": float("nan")}, ValueError, "`scale` must be positive and finite"),
-        ({"scale": "1"}, TypeError, "`scale` must be a positive number, got '1'"),
-    ],
-)
-def test_readings_that_cannot_be(arguments, error, message):
-    with pytest.raises(error, match=message):
-        Stiefel(**arguments)
+def test_readings_in_words():
+    for shape, reading, words in WORDS:
+        assert reading.describe(shape) == words
+
+
+IMPOSSIBLE = [
+    ({"heads": 0}, ValueError, "`heads` must be at least 1, got 0"),
+    ({"heads": 2.0}, TypeError, "`heads` must be an integer"),
+    ({"heads": True}, TypeError, "`heads` must be an integer"),
+    ({"heads": (2, 3)}, ValueError, "`heads` must have one number for each of the 1 ranges"),
+    ({"heads": (2,), "rows": ((0, 2), (2, 4))}, ValueError, "each of the 2 ranges"),
+    ({"rows": (0, 4, 8)}, TypeError, r"`rows` must be \(start, stop\) or several of them"),
+    ({"rows": 4}, TypeError, r"`rows` must be \(start, stop\)"),
+    ({"rows": ()}, TypeError, r"`rows` must be \(start, stop\)"),
+    ({"rows": [(0, 2), 4]}, TypeError, r"`rows` must be \(start, stop\)"),
+    ({"rows": (0.0, 4.0)}, TypeError, r"`rows` must be \(start, stop\)"),
+    ({"rows": (4, 4)}, ValueError, r"`rows` must satisfy 0 <= start < stop, got \(4, 4\)"),
+    ({"rows": (-4, 2)}, ValueError, "`rows` must satisfy 0 <= start < stop"),
+    ({"rows": ((4, 8), (0, 5))}, ValueError, "`rows` must not overlap"),
+    ({"flatten": 1}, TypeError, "`flatten` must be True or False, got 1"),
+    ({"transposed": None}, TypeError, "`transposed` must be True or False"),
+    ({"flatten": True, "transposed": True}, ValueError, "`transposed` must be False with"),
+    ({"scale": 0.0}, ValueError, "`scale` must be positive and finite, got 0.0"),
+    ({"scale": -1}, ValueError, "`scale` must be positive"),
+    ({"scale": float("inf")}, ValueError, "`scale` must be positive and finite"),
+    ({"scale": float("nan")}, ValueError, "`scale` must be positive and finite"),
+    ({"scale": "1"}, TypeError, "`scale` must be a positive number, got '1'"),
+]
+
+
+def test_readings_that_cannot_be():
+    for arguments, error, message in IMPOSSIBLE:
+        with pytest.raises(error, match=message):
+            Stiefel(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -231,17 +221,17 @@ def test_manifold_parameter_is_a_parameter_with_a_tag():
     assert type(module.state_dict()["q"]) is torch.Tensor
 
 
-@pytest.mark.parametrize(
-    ("data", "manifold", "message"),
-    [
-        ([[1.0]], None, "`data` must be a tensor, got list"),
-        (torch.ones(2, 2, dtype=torch.int64), None, "`data` must have a floating-point dtype"),
-        (torch.ones(2, 2), {"heads": 2}, "`manifold` must be a Stiefel, got {'heads': 2}"),
-    ],
-)
-def test_manifold_parameter_refuses(data, manifold, message):
-    with pytest.raises(TypeError, match=message):
-        so.ManifoldParameter(data, manifold)
+WRONG = [
+    ([[1.0]], None, "`data` must be a tensor, got list"),
+    (torch.ones(2, 2, dtype=torch.int64), None, "`data` must have a floating-point dtype"),
+    (torch.ones(2, 2), {"heads": 2}, "`manifold` must be a Stiefel, got {'heads': 2}"),
+]
+
+
+def test_manifold_parameter_refuses():
+    for data, manifold, message in WRONG:
+        with pytest.raises(TypeError, match=message):
+            so.ManifoldParameter(data, manifold)
 
 
 def through_torch(parameter):
@@ -256,20 +246,20 @@ def through_torch(parameter):
     [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p)), through_torch],
     ids=["copy", "deepcopy", "pickle", "torch.save"],
 )
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_duplicates_of_a_parameter_keep_the_tag(duplicate, requires_grad):
-    parameter = so.ManifoldParameter(numbered(6, 4), Stiefel(heads=3), requires_grad)
-    parameter.note = "kept by pickle, as torch does"
-    twin = duplicate(parameter)
-    assert type(twin) is so.ManifoldParameter
-    assert twin.manifold == parameter.manifold
-    assert twin.requires_grad == requires_grad
-    assert twin.is_leaf
-    assert torch.equal(twin, parameter)
-    shares = twin.data_ptr() == parameter.data_ptr()
-    assert shares == (duplicate is copy.copy)
-    if duplicate is not copy.deepcopy:
-        assert twin.note == parameter.note
+def test_duplicates_of_a_parameter_keep_the_tag(duplicate):
+    for requires_grad in (True, False):
+        parameter = so.ManifoldParameter(numbered(6, 4), Stiefel(heads=3), requires_grad)
+        parameter.note = "kept by pickle, as torch does"
+        twin = duplicate(parameter)
+        assert type(twin) is so.ManifoldParameter
+        assert twin.manifold == parameter.manifold
+        assert twin.requires_grad == requires_grad
+        assert twin.is_leaf
+        assert torch.equal(twin, parameter)
+        shares = twin.data_ptr() == parameter.data_ptr()
+        assert shares == (duplicate is copy.copy)
+        if duplicate is not copy.deepcopy:
+            assert twin.note == parameter.note
 
 
 def test_deepcopy_keeps_ties_and_strides():

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from cases import in_turn, pairwise
 from torch import nn
 
 import stiefel_opt as so
@@ -22,8 +23,6 @@ OPTIONS = {
     "narrow-keys": {"kdim": 7, "vdim": 5, "batch_first": True},
     "keys-below-a-head": {"kdim": 2},
 }
-every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-every_constraint = pytest.mark.parametrize("constraint", ["within", "across", None])
 
 
 def attention(constraint: str | None, **options) -> MultiheadAttention:
@@ -57,9 +56,10 @@ def largest_error(module: MultiheadAttention) -> float:
     return float(max(found))
 
 
-@every_option
-@every_constraint
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("options", "constraint", "training"),
+    in_turn([*OPTIONS.values()] * 2, ["within", "across", None], [True, False]),
+)
 def test_results_are_those_of_torch(options, constraint, training, generator):
     ours = attention(constraint, **options).train(training)
     theirs = nn.MultiheadAttention(WIDTH, HEADS, **options).train(training)
@@ -77,8 +77,9 @@ def test_results_are_those_of_torch(options, constraint, training, generator):
             assert found[1] is expected[1] is None
 
 
-@every_option
-@pytest.mark.parametrize("constraint", ["within", "across"])
+@pytest.mark.parametrize(
+    ("options", "constraint"), in_turn([*OPTIONS.values(), {}], ["within", "across"])
+)
 def test_start_and_training_stay_on_the_manifold_and_the_rest_moves(options, constraint, generator):
     module = attention(constraint, **options)
     assert largest_error(module) < 1e-5
@@ -104,9 +105,10 @@ def test_what_is_tagged():
     assert type(separate.v_proj_weight) is nn.Parameter
 
 
-@every_option
-@pytest.mark.parametrize("constraint", ["within", "across"])
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("options", "constraint", "assign"),
+    pairwise(OPTIONS.values(), ["within", "across"], [False, True]),
+)
 def test_state_of_torch_loads_as_its_nearest_point(options, constraint, assign):
     theirs = nn.MultiheadAttention(WIDTH, HEADS, **options)
     ours = attention(constraint, **options)
@@ -167,16 +169,16 @@ def test_double_precision_is_projected_in_double_precision():
             torch.testing.assert_close(block @ block.mT, identity, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((WIDTH, HEADS, "inside"), r"`constraint` must be one of \['across', 'within'\], got"),
-        ((WIDTH, 5, "within"), "`num_heads` must divide embed_dim = 12, got 5"),
-        ((WIDTH, 0, "within"), "`num_heads` must be a positive integer, got 0"),
-        ((12.0, 3, None), "`embed_dim` must be a positive integer, got 12.0"),
-    ],
-)
-def test_wrong_options_are_named(arguments, message):
-    width, heads, constraint = arguments
-    with pytest.raises(ValueError, match=message):
-        MultiheadAttention(width, heads, constraint=constraint)
+WRONG_OPTIONS = [
+    ((WIDTH, HEADS, "inside"), r"`constraint` must be one of \['across', 'within'\], got"),
+    ((WIDTH, 5, "within"), "`num_heads` must divide embed_dim = 12, got 5"),
+    ((WIDTH, 0, "within"), "`num_heads` must be a positive integer, got 0"),
+    ((12.0, 3, None), "`embed_dim` must be a positive integer, got 12.0"),
+]
+
+
+def test_wrong_options_are_named():
+    for arguments, message in WRONG_OPTIONS:
+        width, heads, constraint = arguments
+        with pytest.raises(ValueError, match=message):
+            MultiheadAttention(width, heads, constraint=constraint)

@@ -14,20 +14,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import stiefel_opt as so
 
-# Tracing takes its time: two by default, the others by name.
-compiled_optimizers = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("sgd", "adam") else pytest.param(name, marks=pytest.mark.slow)
-        for name in OPTIMIZERS
-    ],
-)
 
-
-one_compiled_optimizer = pytest.mark.parametrize(
-    "name",
-    [name if name == "sgd" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS],
-)
+def compiled(fast: str) -> pytest.MarkDecorator:
+    """Tracing takes its time: one optimizer by default, the others by name."""
+    slow = (pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name != fast)
+    return pytest.mark.parametrize("name", [fast, *slow])
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +37,7 @@ def prepared(name: str, **options: Any) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler record function")
-@one_compiled_optimizer
+@compiled("sgd")
 def test_one_graph_serves_every_rate_and_step(name: str) -> None:
     lr = torch.tensor(0.05, dtype=torch.float64)
     net, opt = prepared(name, lr=lr)
@@ -77,7 +68,7 @@ def test_one_graph_serves_every_rate_and_step(name: str) -> None:
     assert so.orthonormality_error(net) < 1e-12
 
 
-@compiled_optimizers
+@compiled("adam")
 def test_a_compiled_step_leaves_what_has_a_bad_gradient(name: str) -> None:
     net, opt = prepared(name)
     compiled = torch.compile(opt.step, fullgraph=True, backend="eager")
@@ -137,7 +128,7 @@ def test_inductor_gives_the_same_numbers(name: str) -> None:
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@one_compiled_optimizer
+@compiled("sgd")
 def test_small_steps_of_half_precision_add_up(
     name: str, backend: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:

@@ -38,15 +38,18 @@ FLOWS = [
         algorithm,
         {"metric": metric, "transport": transport, "rotation": rotation},
     )
-    for algorithm in ("sgd", "adam")
-    for metric, transport, rotation in (
-        ("canonical", "isometric", "polar"),
-        ("euclidean", "isometric", "expm"),
-        (0.3, "isometric", "cayley"),
-        (0.3, "published", "euler"),
-        (-1.0, "published", "polar"),
+    for algorithm, metric, transport, rotation in (
+        ("adam", "canonical", "isometric", "polar"),
+        ("sgd", -1.0, "isometric", "polar"),
+        ("adam", "euclidean", "isometric", "expm"),
+        ("sgd", 0.3, "isometric", "cayley"),
+        ("sgd", 0.3, "published", "euler"),
+        ("adam", 0.3, "published", "polar"),
     )
 ]
+# Others do to numbers of the optimizer what they do there, too.
+OTHERS = ("tensor-lr", "maximize", "decay", "decoupled", "eps", "short-memory")
+ARITHMETIC = [case for case in VARIANTS if not case.name.endswith(OTHERS)]
 
 
 def gaussian(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
@@ -116,7 +119,7 @@ def test_every_flow_follows_the_textbook_loop(case, rng):
     run(case, ("tall", "square"), rng)
 
 
-@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ARITHMETIC, ids=lambda case: case.name)
 def test_variants_follow_the_textbook_loop(case, rng):
     run(case, ("square", "batch-wide"), rng)
 

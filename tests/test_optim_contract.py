@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cases import in_turn
 from contract import (
     OPTIMIZERS,
     assert_same,
@@ -43,23 +44,21 @@ def test_closure_is_called_once_with_grad_enabled_and_its_loss_returned(name):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@every_optimizer
-@pytest.mark.parametrize(
-    "listed",
-    [
-        lambda net: iter(net.parameters()),
-        lambda net: net.named_parameters(),
-        lambda net: list(net.named_parameters()),
-        lambda net: [{"params": net.parameters()}],
-        lambda net: so.param_groups(net),
-        lambda net: so.param_groups(net, names=True),
-    ],
-    ids=["generator", "named", "named list", "group", "param_groups", "with names"],
-)
+LISTED = {
+    "generator": lambda net: iter(net.parameters()),
+    "named": lambda net: net.named_parameters(),
+    "named list": lambda net: list(net.named_parameters()),
+    "group": lambda net: [{"params": net.parameters()}],
+    "param_groups": so.param_groups,
+    "with names": lambda net: so.param_groups(net, names=True),
+}
+
+
+@pytest.mark.parametrize(("name", "listed"), in_turn(OPTIMIZERS, LISTED))
 def test_every_way_to_list_parameters_gives_the_same_training(name, listed):
     net = model()
     other = copy.deepcopy(net)
-    opt, other_opt = optimizer(name, list(net.parameters())), optimizer(name, listed(other))
+    opt, other_opt = optimizer(name, list(net.parameters())), optimizer(name, LISTED[listed](other))
     train(net, opt, 0, 3)
     train(other, other_opt, 0, 3)
     assert_same_training((net, opt), (other, other_opt))
@@ -103,8 +102,9 @@ def freeze(net, opt, flag):
     return opt
 
 
-@every_optimizer
-@pytest.mark.parametrize("kind", ["no gradient", "frozen", "added later"])
+@pytest.mark.parametrize(
+    ("name", "kind"), in_turn([*OPTIMIZERS] * 2, ["no gradient", "frozen", "added later"])
+)
 def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
     """It starts with its own step number, and it and the others move as if each were alone."""
     torch.manual_seed(0)
@@ -206,9 +206,15 @@ def test_the_list_of_schedulers_is_complete():
     assert {*SCHEDULERS, *COMPOSED} == {*lr_scheduler.__all__, "SWALR"} - {"LRScheduler"}
 
 
-@pytest.mark.parametrize("kind", [*SCHEDULERS, *COMPOSED])
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_every_scheduler_drives_the_step(name, kind):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *in_turn([*SCHEDULERS, *COMPOSED], ["sgd", "adam"]),
+        ("CyclicLR", "adam"),  # moves betas, too
+        ("OneCycleLR", "sgd"),  # moves the momentum, too
+    ],
+)
+def test_every_scheduler_drives_the_step(kind, name):
     """Under a scheduler each step is the one of its learning rate and momentum set by hand."""
     net = model()
     other = copy.deepcopy(net)
@@ -247,8 +253,7 @@ def test_the_learning_rate_may_be_a_tensor(name):
     assert so.orthonormality_error(net) < 1e-5
 
 
-@every_optimizer
-@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize(("name", "rate"), in_turn(OPTIMIZERS, [0.0, torch.tensor(0.0)]))
 def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
     net = model()
     with torch.no_grad():
@@ -300,8 +305,7 @@ def test_zero_grad_may_keep_zeros(name):
     assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
 
 
-@every_optimizer
-@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize(("name", "unscale"), in_turn(OPTIMIZERS, [False, True]))
 def test_grad_scaler(name, unscale):
     """A power of two comes out of the gradients without rounding, and an infinity skips."""
     net = model()

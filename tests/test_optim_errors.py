@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from cases import in_turn, pairwise
 from contract import OPTIMIZERS, assert_same, backward, model, optimizer, snapshot
 from torch import nn
 
@@ -82,15 +83,16 @@ ADAM_ONLY = [
     ({"amsgrad": None}, TypeError, "`amsgrad` must be True or False, got None"),
     ({"lr": torch.tensor(0.1), "foreach": True}, ValueError, "`lr` must be a number with foreach"),
 ]
-OPTIONS = [
-    *((rule, *row) for rule in (SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM) for row in ALL),
-    *((rule, *row) for rule in (SGD, ADAM, RGD) for row in METRICS),
-    *((rule, *row) for rule in (SGD, ADAM) for row in FLOWS),
-    *((rule, *row) for rule in (SGD, RGD, CAYLEY_SGD) for row in SGD_ONLY),
-    *((rule, *row) for rule in (ADAM, CAYLEY_ADAM) for row in ADAM_ONLY),
-    *((RGD, *row) for row in RETRACTIONS),
-    *((rule, *row) for rule in (CAYLEY_SGD, CAYLEY_ADAM) for row in ITERATIONS),
+TABLES = [
+    (ALL, [SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM]),
+    (METRICS, [SGD, ADAM, RGD]),
+    (FLOWS, [SGD, ADAM]),
+    (SGD_ONLY, [SGD, RGD, CAYLEY_SGD]),
+    (ADAM_ONLY, [ADAM, CAYLEY_ADAM]),
+    (RETRACTIONS, [RGD]),
+    (ITERATIONS, [CAYLEY_SGD, CAYLEY_ADAM]),
 ]
+OPTIONS = [(rule, *row) for table, rules in TABLES for row, rule in in_turn(table, rules)]
 
 
 def assert_refused(opt, net, group, error, message):
@@ -103,6 +105,15 @@ def assert_refused(opt, net, group, error, message):
     assert_same(snapshot(net, opt), before)
     backward(net, 1)
     opt.step()
+
+
+@pytest.mark.parametrize("rule", [SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM])
+def test_every_rule_checks_all_its_options(rule):
+    for options, error, message in [
+        row for table, rules in TABLES if rule in rules for row in table
+    ]:
+        with pytest.raises(error, match=message):
+            rule([so.ManifoldParameter(torch.eye(3, 2))], **options)
 
 
 @pytest.mark.parametrize(("rule", "options", "error", "message"), OPTIONS)
@@ -149,9 +160,10 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize(
+    ("case", "name", "named"),
+    in_turn([*PARAMETERS, "heads"], ["sgd", "adam"], [False, False, True, True]),
+)
 def test_parameters_that_cannot_be_constrained_are_named(name, named, case):
     build, error, message = PARAMETERS[case]
     pairs = [("good", so.ManifoldParameter(torch.eye(4, 2))), ("layer.bad", build())]
@@ -190,24 +202,20 @@ def test_a_parameter_listed_twice_is_named(name, kind):
 
 
 @pytest.mark.parametrize("rule", [SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM])
-@pytest.mark.parametrize(
-    ("params", "error"),
-    [
+def test_what_torch_refuses_is_refused(rule):
+    for params, error in (
         ([], ValueError),
         (torch.ones(3, 3, requires_grad=True), TypeError),
         ([1.0], TypeError),
-        ([{"params": {torch.ones(3, 3, requires_grad=True)}}], TypeError),
-        ([torch.ones(3, requires_grad=True) * 2], ValueError),
-        ([("a", tagged(2, 2)), tagged(2, 2)], ValueError),
+        ([{"params": {torch.ones(3, 3, requires_grad=True)}}], TypeError),  # a set
+        ([torch.ones(3, requires_grad=True) * 2], ValueError),  # no leaf
+        ([("a", tagged(2, 2)), tagged(2, 2)], ValueError),  # half of them named
         ([[tagged(2, 2)]], TypeError),
-    ],
-    ids=["empty", "a tensor", "a number", "a set", "no leaf", "half named", "nested"],
-)
-def test_what_torch_refuses_is_refused(rule, params, error):
-    with pytest.raises(error):
-        torch.optim.SGD(params, lr=0.1)
-    with pytest.raises(error):
-        rule(params)
+    ):
+        with pytest.raises(error):
+            torch.optim.SGD(params, lr=0.1)
+        with pytest.raises(error):
+            rule(params)
 
 
 # ---- gradients and values at a step --------------------------------------------------------------
@@ -246,11 +254,12 @@ BAD_AT_A_STEP = {
 }
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("case", BAD_AT_A_STEP)
-@pytest.mark.parametrize(("steps", "named"), [(0, True), (1, False)])
-def test_a_bad_gradient_or_value_is_named_before_anything_moves(name, named, case, steps):
+@pytest.mark.parametrize(
+    ("case", "name", "steps"), pairwise(BAD_AT_A_STEP, ["sgd", "adam"], [0, 1])
+)
+def test_a_bad_gradient_or_value_is_named_before_anything_moves(case, name, steps):
     """The last of two equal constrained parameters is bad: the first must not have moved."""
+    named = steps == 0
     spoil, error, message = BAD_AT_A_STEP[case]
     net = model()
     opt = optimizer(name, net.named_parameters() if named else net.parameters())

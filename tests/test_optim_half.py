@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from contract import (
     OPTIMIZERS,
     assert_same,
@@ -28,6 +29,7 @@ from stiefel_opt.geometry import random_point
 
 HALVES = [torch.bfloat16, torch.float16]
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+every_optimizer_in_half = pytest.mark.parametrize(("name", "dtype"), in_turn(OPTIMIZERS, HALVES))
 FLOAT32_ROUNDING = 5e-6  # 40 eps, for sums of at most 64 products
 
 
@@ -56,8 +58,7 @@ def assert_on_the_manifold(net: nn.Module, opt: Any) -> None:
 # ---- the step ------------------------------------------------------------------------------------
 
 
-@every_optimizer
-@half
+@every_optimizer_in_half
 def test_every_reading_has_a_master_and_float32_state(name, dtype):
     net, opt = pair(name, dtype)
     train(net, opt, 0, 20)
@@ -70,8 +71,7 @@ def test_every_reading_has_a_master_and_float32_state(name, dtype):
         assert key == "step" or value.dtype == dtype  # plain parameters are torch's
 
 
-@every_optimizer
-@half
+@every_optimizer_in_half
 def test_the_master_moves_like_a_float32_parameter(name, dtype):
     """Given the same gradients and the same start, the whole training is that of float32."""
     start = random_point(5, 12, 4, generator=torch.Generator().manual_seed(0))
@@ -195,10 +195,13 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
     parameter.data = value.clone()
 
 
-@every_optimizer
-@pytest.mark.parametrize("write", [write_in_place, write_through_data, replace_data])
-@pytest.mark.parametrize("steps", [1, 3, 7])
-def test_the_master_follows_an_outside_write(name, write, steps):
+WRITES = [write_in_place, write_through_data, replace_data]
+
+
+@pytest.mark.parametrize(
+    ("write", "steps", "name"), in_turn(WRITES * 3, [1, 1, 1, 3, 3, 3, 7, 7, 7], OPTIMIZERS)
+)
+def test_the_master_follows_an_outside_write(write, steps, name):
     net, opt = pair(name)
     train(net, opt, 0, steps)
     other = so.retag(model(7).to(torch.bfloat16))
@@ -237,8 +240,7 @@ def continued(net: nn.Module, opt: Any, other: nn.Module, other_opt: Any) -> Non
     assert_same_training((net, opt), (other, other_opt))
 
 
-@every_optimizer
-@half
+@every_optimizer_in_half
 def test_a_saved_state_dict_continues_bit_for_bit(name, dtype):
     net, opt = pair(name, dtype)
     train(net, opt, 0, 3)
@@ -249,8 +251,10 @@ def test_a_saved_state_dict_continues_bit_for_bit(name, dtype):
     continued(net, opt, fresh, fresh_opt)
 
 
-@every_optimizer
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize(
+    ("name", "copied"),
+    in_turn(OPTIMIZERS, [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))]),
+)
 def test_copies_continue_bit_for_bit_and_share_nothing(name, copied):
     net, opt = pair(name)
     train(net, opt, 0, 3)
@@ -262,9 +266,9 @@ def test_copies_continue_bit_for_bit_and_share_nothing(name, copied):
     continued(net, opt, other, other_opt)
 
 
-@every_optimizer
 @pytest.mark.parametrize(
-    "options", [{}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}]
+    ("name", "options"),
+    in_turn(OPTIMIZERS, [{}, {"full_state_dict": True}, {"flatten_optimizer_state_dict": True}]),
 )
 def test_distributed_checkpoints_keep_float32(name, options):
     options = dcp.StateDictOptions(**options)

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from contract import (
+    OPTIMIZERS,
     assert_same,
     assert_same_training,
     backward,
@@ -40,9 +42,9 @@ def scaled_backward(net: nn.Module, scaler: torch.amp.GradScaler, step: int, fac
 # ---- autocast and GradScaler ---------------------------------------------------------------------
 
 
-@every_optimizer
-@pytest.mark.parametrize("overflow", [0, 3])
-@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize(
+    ("name", "overflow", "unscale"), in_turn(OPTIMIZERS, [0, 3, 3, 0], [False, True])
+)
 def test_an_overflow_leaves_no_trace(name, overflow, unscale):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -165,9 +167,13 @@ def test_a_setting_for_all_backends_is_still_inherited_after_a_step():
     assert settings()[:2] == ["ieee", "ieee"]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", ["high", "medium"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "rgd", "cayley-sgd"])
+@pytest.mark.parametrize(
+    ("device", "precision", "name"),
+    [
+        *in_turn(["cpu"], ["high", "medium"], ["sgd", "adam", "rgd", "cayley-sgd"]),
+        *in_turn(["cuda"], ["medium", "high"], ["sgd", "adam", "rgd", "cayley-sgd"]),
+    ],
+)
 @pytest.mark.usefixtures("restored")
 def test_errors_stay_at_float32_rounding(name, precision, device):
     """On a CPU a choice without hardware for it changes nothing; the laws are the same."""
@@ -208,9 +214,11 @@ class LowProducts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@every_optimizer
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
-@pytest.mark.parametrize(("choose", "value"), LOW)
+@pytest.mark.parametrize(
+    ("name", "choose", "value"),
+    [(name, *choice) for name, choice in in_turn(OPTIMIZERS, LOW)],
+)
 @pytest.mark.usefixtures("restored")
 def test_errors_stay_at_float32_rounding_where_products_are_rounded(name, choose, value, generator):
     """What hardware would do is done by hand, so that a product outside the guard would show."""

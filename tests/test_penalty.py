@@ -57,7 +57,7 @@ def test_its_gradient_is_4_lambda_x_times_the_error_and_spares_plain_rows():
 def test_an_optimizer_of_torch_brings_it_to_zero():
     net = model()
     opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
-    for _ in range(300):
+    for _ in range(120):
         opt.zero_grad()
         orthonormality_penalty(net, 1.0).backward()
         opt.step()
@@ -68,15 +68,15 @@ def test_zero_on_the_manifold():
     assert orthonormality_penalty(so.constrain(nn.Linear(5, 3)), 1.0) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((nn.Linear(3, 2),), ValueError, "`model` must have a constrained parameter, got a Linear"),
-        ((torch.ones(3, 2),), TypeError, "`model` must be a torch.nn.Module, got Tensor"),
-        ((nn.Linear(3, 2), -1.0), ValueError, r"`weight` must be in \[0, inf\), got -1.0"),
-        ((nn.Linear(3, 2), "1"), TypeError, r"`weight` must be a number in \[0, inf\), got '1'"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, error, message):
-    with pytest.raises(error, match=message):
-        orthonormality_penalty(*arguments)
+WRONG = [
+    ((nn.Linear(3, 2),), ValueError, "`model` must have a constrained parameter, got a Linear"),
+    ((torch.ones(3, 2),), TypeError, "`model` must be a torch.nn.Module, got Tensor"),
+    ((nn.Linear(3, 2), -1.0), ValueError, r"`weight` must be in \[0, inf\), got -1.0"),
+    ((nn.Linear(3, 2), "1"), TypeError, r"`weight` must be a number in \[0, inf\), got '1'"),
+]
+
+
+def test_wrong_arguments_are_named():
+    for arguments, error, message in WRONG:
+        with pytest.raises(error, match=message):
+            orthonormality_penalty(*arguments)

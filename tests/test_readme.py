@@ -1,7 +1,8 @@
 """The README runs, its links lead somewhere, and its figures come from files of results.
 
-Every python block is executed, each in a namespace of its own. A table that reports measurements
-stands below a comment that names its source,
+Every python block is executed, each in a namespace of its own; the one that wants two processes,
+which stands as ``py``, in `test_docs.py`. A table that reports measurements stands below a comment
+that names its source,
 
     <!-- figures: benchmarks/results/NAME.json -->
 
@@ -10,10 +11,7 @@ under the key "tables".
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,30 +57,6 @@ def test_block_runs(line: int, code: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MPLBACKEND", "Agg")
     # The blank lines make a traceback point at the line in the README.
     exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "readme"})
-
-
-def test_the_sharded_block_runs_on_two_processes(tmp_path: Path) -> None:
-    """The one block that stands as ``py``: it wants torchrun."""
-    (block,) = re.findall(r"^```py\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    # A file for each process: what two processes print may end up in one line.
-    error = "open(f'error{dist.get_rank()}', 'w').write(str(float(so.orthonormality_error(model))))"
-    script = tmp_path / "train.py"
-    script.write_text(
-        f"{block}{error}\ndist.barrier()\ndist.destroy_process_group()\n", encoding="utf-8"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    errors = [float(path.read_text(encoding="utf-8")) for path in tmp_path.glob("error*")]
-    assert len(errors) == 2
-    assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize(("source", "table"), TABLES, ids=[source for source, _ in TABLES])

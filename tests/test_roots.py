@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import pairwise
 
 from stiefel_opt.roots import roots
 
@@ -21,11 +22,11 @@ def spectrum(size: int, limit: float, generator: torch.Generator) -> tuple[torch
     return vectors, values
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 70])
-@pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_roots_are_exact_to_rounding(dtype, size, limit, overwrite, generator):
+@pytest.mark.parametrize(
+    ("limit", "size", "dtype", "overwrite"),
+    pairwise(LIMITS, [1, 5, 16, 70], DTYPES, [False, True]),
+)
+def test_roots_are_exact_to_rounding(limit, size, dtype, overwrite, generator):
     vectors, values = spectrum(size, limit, generator)
     matrix = ((vectors * values.unsqueeze(-2)) @ vectors.mT / 2).to(dtype)
     matrix = (matrix + matrix.mT) / 2
