@@ -1,0 +1,313 @@
+r"""Momentum on the Stiefel manifold as Kong, Wang & Tao print it: Algorithms 1, 2, 4 and 5.
+
+Source: Momentum Stiefel Optimizer (ICLR 2023, arXiv 2205.14173). X is the point, G the Euclidean
+gradient, Z the skew and U the normal part of the velocity (X'U = 0), eta the learning rate, mu the
+momentum, a < 1 the parameter of the metric tr(D1'(I - a XX')D2). One step of Algorithm 1 is
+
+    f = (X'G - G'X) / (2 (1 - a)),   g = (I - XX') G                 line 2
+    U <- mu U + (3a - 2)/2 eta U Z - g                               line 3, phi_2
+    Z <- mu Z - f,   Xh = X + eta X Z                                line 4, phi_1
+    Xd = Xh + eta U Xh'Xh,   U <- U - eta Xh U'U                     line 5, phi_3
+    X <- Xd (Xd'Xd)^(-1/2)
+
+"cayley" and "expm" take Xh = X cayley(eta Z) and X expm(eta Z) in line 4 (appendix M.2). Where we
+differ from the print, line by line:
+
+- **Algorithm 1, line 3; Algorithm 2, line 4; appendix M.5.** Printed: ``- (3a-2)/2 eta U Z``. Here:
+  ``+``, as in equations (8), (14), (34) and in appendix M.4. With the printed sign the steps do not
+  converge to the paper's own equation of motion as eta tends to 0, with ours they do. The
+  coefficient stays as printed, (3a-2)/2, although the geodesics of the metric need 2a - 1.
+- **Algorithm 1, line 3 and Algorithm 2, line 4, at mu = 0 (beta1 = 0).** Printed: U Z stays. Here:
+  dropped, because without momentum no velocity is left that could turn.
+- **Algorithm 1, line 4.** Printed: ``X + eta X Z_i``, the old Z. Here: Z_(i+1), as in equation (12),
+  in appendix M.4 and in Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.)
+- **Equation (13)** lacks ``- h X V'V`` in the line of V; Algorithm 1, line 5 and M.4 have it, so do
+  we.
+- **Algorithm 2, lines 5 and 6.** Printed: the factor sqrt(1 - beta2^t) alone, Adam's correction of
+  the second moment. Here: the usual correction of both moments.
+- **Algorithm 2, line 6.** Printed: the projection I - Xh (Xh'Xh)^(-1) Xh'. Here: I - XX', the same
+  matrix, as Xh and X span the same space.
+- **Algorithm 5, line 5.** Printed: ``p^(-1/2)``. Here: p^(1/2), as in Algorithm 2.
+- **Algorithms 4 and 5** print expm alone; here all three rotations, each made orthonormal by line 5
+  (4) or 6 (5), so that "euler" is the polar factor of X + eta X Z.
+- **Algorithm 3**, the inverse root of Xd'Xd, is replaced by :func:`polar_factor_by_sums`: phi_3
+  multiplies U by up to eta^2 U'U, and Xd'Xd soon has no digit of its smallest eigenvalues left.
+- **Saturation, in no algorithm.** From eta |Z| or eta |U Xh'Xh| = 1e-3 / eps on (5e12 in float64,
+  8e3 in float32) the step is shortened to that: rounding would leave less than three digits of X in
+  Xd. Below it the printed step is taken, however little sense it makes: momentum that grows without
+  bound is what these flows do at large learning rates.
+
+Nothing is read from the device, but by torch's ``matrix_exp``. Sums over rows go through ``sums``,
+so that rows may live on several processes. Functions ending in ``_`` update the momenta in place
+and return the new point. Batches are ``(k, n, m)`` with n >= m; for complex ones ' is the conjugate
+transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import check_choice
+from stiefel_opt.linalg import (
+    absolute_square,
+    add_product,
+    add_to_diagonal_,
+    cayley,
+    exponential,
+    gram,
+    identity_for,
+    infinity_norm,
+    plus_identity,
+    product,
+)
+
+__all__ = ["ROTATIONS", "polar_factor_by_sums", "published_adam_", "published_sgd_"]
+
+Scalar = float | Tensor
+Sums = Callable[[Tensor, Tensor], Tensor]
+
+ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
+_METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
+# Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.
+_DIGITS: Final = 1e-3
+_PASSES: Final = 4
+_ITERATIONS: Final = 11
+
+
+def published_sgd_(
+    point: Tensor,
+    grad: Tensor,
+    skew: Tensor,
+    normal: Tensor | None,
+    *,
+    lr: Scalar,
+    momentum: float = 0.9,
+    force: Scalar = 1.0,
+    nesterov: bool = False,
+    metric: str | float = "canonical",
+    rotation: str = "euler",
+    sums: Sums = gram,
+) -> Tensor:
+    """One step of Algorithm 1, or 4 for square matrices; returns the new point.
+
+    Args:
+        point: X, orthonormal, ``(k, n, m)``.
+        grad: G, same shape.
+        skew: Z, ``(k, m, m)``, updated.
+        normal: U, ``(k, n, m)``, updated; None for square matrices, which have no normal part.
+        lr: eta, a number or ``(k, 1, 1)``.
+        momentum: mu.
+        force: Factor on f and g: 1 - dampening, negative to maximise; a number or ``(k, 1, 1)``.
+        nesterov: X moves along mu U - g and mu Z - f. Not published.
+        metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
+        rotation: phi_1: "euler", "cayley" or "expm".
+        sums: left' right summed over all rows, of which some may be on other processes.
+
+    Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
+
+    Raises:
+        ValueError: for an unknown rotation or metric.
+
+    Note: 22 products of n x m by m x m, 11 for square matrices; 5 more with ``nesterov``.
+    """
+    a = _metric_parameter(metric, rotation)
+    torque = _torque(sums(point, grad), a, force)
+    coupling = _coupling(skew, momentum, lr, a)
+    torch.add(torque, skew, alpha=momentum, out=skew)
+    ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
+    if normal is None:
+        return _flow_(point, None, None, ahead, lr, rotation, sums)
+    pushed = product(normal, coupling) - grad * force
+    normal.copy_(_normal_part(point, pushed, sums))
+    direction = normal
+    if nesterov:
+        direction = _normal_part(point, normal * momentum - grad * force, sums)
+    return _flow_(point, direction, normal, ahead, lr, rotation, sums)
+
+
+def published_adam_(
+    point: Tensor,
+    grad: Tensor,
+    skew: Tensor,
+    normal: Tensor | None,
+    square_skew: Tensor,
+    square_normal: Tensor | None,
+    max_square_skew: Tensor | None = None,
+    max_square_normal: Tensor | None = None,
+    *,
+    lr: Scalar,
+    step: Scalar,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    force: Scalar = 1.0,
+    metric: str | float = "canonical",
+    rotation: str = "euler",
+    sums: Sums = gram,
+) -> Tensor:
+    """One step of Algorithm 2, or 5 for square matrices; returns the new point.
+
+    A constant factor on the loss changes the step, as line 4 has Z and not Z / (sqrt(p) + eps).
+
+    Args:
+        point, grad, skew, normal, lr, force, metric, rotation, sums: as in :func:`published_sgd_`.
+        square_skew: p, ``(k, m, m)``, real, updated.
+        square_normal: q, ``(k, n, m)``, real, updated; None for square matrices.
+        max_square_skew, max_square_normal: Running maxima of p and q (amsgrad), updated. None: off.
+        step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
+        betas: b1 and b2.
+        eps: Added to the denominator; with 0, 0/0 counts as 0.
+
+    Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
+
+    Raises:
+        ValueError: for an unknown rotation or metric.
+
+    Note: 31 products of n x m by m x m, 11 for square matrices.
+    """
+    a = _metric_parameter(metric, rotation)
+    beta1, beta2 = betas
+    torque = _torque(sums(point, grad), a, force)
+    coupling = _coupling(skew, beta1, lr, a)
+    skew.lerp_(torque, 1 - beta1)
+    square = _second_moment_(square_skew, max_square_skew, torque, beta2)
+    ahead = _divided(skew, square, step, betas, eps)
+    if normal is None or square_normal is None:
+        return _flow_(point, None, None, ahead, lr, rotation, sums)
+    force_normal = _normal_part(point, grad * force, sums).neg_()  # -g
+    square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
+    pushed = product(normal, coupling).add_(force_normal, alpha=1 - beta1)
+    normal.copy_(_normal_part(point, pushed, sums))
+    direction = _normal_part(point, _divided(normal, square, step, betas, eps), sums)
+    return _flow_(point, direction, normal, ahead, lr, rotation, sums)
+
+
+def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
+    r"""Return A (A'A)^(-1/2) from sums over rows alone, orthonormal for conditions up to 1e-2/eps.
+
+    A = QT with Q orthonormal, by Cholesky factors R of Q'Q + s I with a shift s above its rounding:
+    one pass multiplies small singular values by 1/sqrt(s), and T = R .. R is right for any s. Then
+    the polar factor of T, m x m in float64, by Newton's iteration T <- (c T + T'^(-1)/c) / 2.
+
+    An inverse root of A'A itself, by Newton-Schulz or by eigenvectors, is lost from a condition of
+    1/sqrt(eps) = 7e7 on; a triangular solve rather than a product with R^(-1) keeps the error in A
+    at rounding, so that the result is off by about eps times the condition of A, as is an SVD's.
+
+    Args:
+        tall: A, ``(k, n, m)``, or the rows of it that are here.
+        sums: left' right summed over all rows.
+
+    Note: 11 products of n x m by m x m and 11 inverses of m x m; no host sync.
+    Reference: Fukaya et al. (2020), Shifted Cholesky QR; Higham (1986), Computing the polar
+        decomposition, for the scaling c.
+    """
+    wide = _wide(tall.dtype)
+    shift = 8.0 * tall.size(-1) * torch.finfo(tall.dtype).eps
+    small = None
+    for _ in range(_PASSES):
+        own = sums(tall, tall).to(wide)
+        length = own.diagonal(dim1=-2, dim2=-1).real.sqrt().unsqueeze(-2)  # of the columns
+        own = add_to_diagonal_(own / length / length.mT, shift)
+        upper = torch.linalg.cholesky_ex(own, upper=True).L * length
+        tall = torch.linalg.solve_triangular(upper.to(tall.dtype), tall, upper=True, left=False)
+        small = upper if small is None else torch.bmm(upper, small)
+    for _ in range(_ITERATIONS):
+        inverse = torch.linalg.solve_ex(small, identity_for(small)).result.mH
+        scale = (_length(inverse) / _length(small)).sqrt()
+        small = (small * scale + inverse / scale) / 2
+    point = product(tall, small.to(tall.dtype))
+    return add_product(point, point, sums(point, point), beta=1.5, alpha=-0.5)
+
+
+def _flow_(
+    point: Tensor,
+    direction: Tensor | None,
+    normal: Tensor | None,
+    ahead: Tensor,
+    lr: Scalar,
+    rotation: str,
+    sums: Sums,
+) -> Tensor:
+    """phi_1 along ``ahead`` and phi_3 along V = ``direction``: Xd = Xh + eta V Xh'Xh, for which
+    U <- U - eta Xh V'U; small matrices in float64."""
+    limit = _DIGITS / torch.finfo(point.dtype).eps
+    ahead = ahead.to(_wide(point.dtype))
+    rotated = ROTATIONS[rotation](ahead * _shortened(lr, infinity_norm(ahead), limit))
+    turned = product(point, rotated.to(point.dtype))  # Xh
+    if direction is None or normal is None:
+        return polar_factor_by_sums(turned, sums)
+    cross = sums(direction, normal)
+    own = cross if direction is normal else sums(direction, direction)
+    own = own.to(ahead.dtype)
+    turn_gram = torch.bmm(rotated.mH, rotated)  # Xh'Xh
+    # |V Xh'Xh| without squares that overflow
+    square = infinity_norm(own).clamp(min=torch.finfo(own.dtype).tiny)
+    pulled = torch.bmm(torch.bmm(turn_gram, own / square), turn_gram)
+    step = _shortened(lr, (infinity_norm(pulled) * square).sqrt(), limit)
+    moved = add_product(turned, direction, (turn_gram * step).to(point.dtype))
+    new_point = polar_factor_by_sums(moved, sums)
+    normal.copy_(add_product(normal, turned, -(cross * step).to(point.dtype)))
+    overlap = sums(new_point, normal)
+    normal.copy_(add_product(normal, new_point, overlap, alpha=-1.0))
+    finite = overlap.isfinite().all(dim=-1).all(dim=-1)[:, None, None]
+    return torch.where(finite, new_point, torch.nan)
+
+
+def _normal_part(point: Tensor, tall: Tensor, sums: Sums) -> Tensor:
+    """Return (I - XX') A, twice: once leaves the rounding of what it takes away."""
+    for _ in range(2):
+        tall = add_product(tall, point, sums(point, tall), alpha=-1.0)
+    return tall
+
+
+def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
+    """Return -f = force (S' - S) / (2 (1 - a)) for S = X'G."""
+    return (inner.mH - inner) * (force / (2 * (1 - a)))
+
+
+def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float) -> Tensor:
+    """Return M of U <- U M - g: mu I + (3a - 2)/2 eta Z, or 0 without momentum."""
+    factor = lr * (3 * a - 2) / 2 if momentum else 0.0
+    return add_to_diagonal_(skew * factor, momentum)
+
+
+def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2: float) -> Tensor:
+    """square <- b2 square + (1 - b2) |value|^2; return what divides: it, or its running maximum."""
+    square.mul_(beta2).add_(absolute_square(value), alpha=1 - beta2)
+    return square if largest is None else largest.copy_(torch.maximum(largest, square))
+
+
+def _divided(
+    first: Tensor, second: Tensor, step: Scalar, betas: tuple[float, float], eps: float
+) -> Tensor:
+    """Return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0."""
+    count = step.double() if isinstance(step, Tensor) else step
+    c1, c2 = (1.0 - beta**count for beta in betas)
+    denominator = (second / c2).sqrt() + eps
+    denominator = torch.where(denominator == 0, 1.0, denominator)
+    # 0 * inf: squares that overflow must show, and not divide the step to nothing
+    return (first / c1 / denominator + denominator * 0.0).to(first.dtype)
+
+
+def _shortened(lr: Scalar, length: Tensor, limit: float) -> Tensor:
+    """Return eta, ``(k, 1, 1)``, shortened so that eta ``length`` is at most ``limit``."""
+    return (limit / length / abs(lr)).clamp(max=1.0) * lr
+
+
+def _metric_parameter(metric: str | float, rotation: str) -> float:
+    check_choice("rotation", rotation, ROTATIONS)
+    if not isinstance(metric, str):
+        return float(metric)
+    check_choice("metric", metric, _METRICS)
+    return _METRICS[metric]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float64)
+
+
+def _length(matrix: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(matrix, keepdim=True)
