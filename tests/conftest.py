@@ -28,3 +28,9 @@ def rng() -> np.random.Generator:
 def generator() -> torch.Generator:
     """A torch generator with a fixed seed."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a device from which a number is read only by waiting for it."""
+    monkeypatch.setattr("stiefel_opt.device.is_cpu", lambda _: False)
