@@ -1,4 +1,4 @@
-"""Ranges of one weight are matrices like any other: equal ones are one batch, whoever holds them."""
+"""Ranges of one weight are matrices like any other: equal ones are one batch, whoever has them."""
 
 from __future__ import annotations
 
