@@ -10,6 +10,7 @@ import pytest
 import torch
 from contract import backward, model, optimizer
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import stiefel_opt as so
 
@@ -23,6 +24,8 @@ some_rules = pytest.mark.parametrize(
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Profiler record function"),
+    pytest.mark.filterwarnings("ignore:.*lru_cache"),
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),  # it saw no eager one
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch about itself
 ]
@@ -36,10 +39,9 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def few() -> list[nn.Parameter]:
-    """Two equal weights, joined in a step, a square one, and two plain ones of other shapes."""
+    """Two equal weights, joined in a step, and two plain ones of other shapes."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((6, 3), (6, 3), (4, 4))
-    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    values = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
     found = [so.ManifoldParameter(torch.linalg.qr(value).Q) for value in values]
     return [*found, nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(3, 5).double())]
 
@@ -93,9 +95,9 @@ class Both:
 def test_a_gradient_that_appears_later_is_trained(name: str) -> None:
     """Unfrozen layers, experts reached for the first time: as torch's compiled SGD does."""
     both = Both(name, weight_decay=0)
-    both.step(0, without=(1, 2, 4))
+    both.step(0, without=(1, 3))
     both.compile()
-    both.step(1, without=(1, 2, 4))
+    both.step(1, without=(1, 3))
     both.step(2, without=(1,))
     both.step(3)
     both.step(4)
@@ -107,12 +109,13 @@ def test_a_gradient_that_becomes_none_leaves_its_parameter(name: str) -> None:
     both.step(0)
     both.compile()
     both.step(1)
-    both.step(2, without=(3,))  # a bias: what is left is not paired with its gradient
-    both.step(3, without=(0, 4))
+    both.step(2, without=(2,))  # a bias: what is left is not paired with its gradient
+    both.step(3, without=(0, 3))
     both.step(4)
 
 
-@pytest.mark.parametrize("foreach", [None, pytest.param(False, marks=slow)])
+@slow
+@pytest.mark.parametrize("foreach", [None, False])
 def test_plain_parameters_of_one_shape_keep_their_gradients(foreach: bool | None) -> None:
     def make() -> list[nn.Parameter]:
         plain = [nn.Parameter(torch.full((3, 2), float(i)).double()) for i in range(3)]
@@ -125,24 +128,25 @@ def test_plain_parameters_of_one_shape_keep_their_gradients(foreach: bool | None
         both.step(missing, without=(missing,))
 
 
+@slow
 @some_rules
 def test_two_sets_that_alternate_are_compiled_once_each(name: str) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counter = CompileCounterWithBackend("eager")
     both = Both(name, weight_decay=0)
     both.step(0)
     both.compile(backend=counter)
     for step in range(1, 5):
-        both.step(step, without=(0, 3) if step % 2 else (2,))
+        both.step(step, without=(0, 2) if step % 2 else (3,))
     early = counter.frame_count
     for step in range(5, 9):
-        both.step(step, without=(0, 3) if step % 2 else (2,))
+        both.step(step, without=(0, 2) if step % 2 else (3,))
     assert counter.frame_count == early
 
 
 # ---- gradients that are not finite ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("position", [0, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("position", [0, pytest.param(1, marks=slow)])
 @some_rules
 def test_raise_lets_nothing_in(name: str, position: int) -> None:
     both = Both(name, nonfinite="raise", weight_decay=0)
@@ -171,13 +175,13 @@ def test_skip_counts_the_same(name: str) -> None:
         fill(both.params, step)
         fill(both.others, step)
         for params in (both.params, both.others):
-            params[step % 3].grad[0, 0] = torch.inf if step % 2 else torch.nan
+            params[step % 2].grad[0, 0] = torch.inf if step % 2 else torch.nan
         both.call()
         with pytest.warns(UserWarning, match="not finite"):
             both.eager.step()
         both.check()
     assert list(both.opt.skipped_steps().values()) == list(both.eager.skipped_steps().values())
-    for one, two in zip(both.params[:3], both.others[:3], strict=True):
+    for one, two in zip(both.params[:2], both.others[:2], strict=True):
         assert torch.equal(both.opt.state[one]["step"], both.eager.state[two]["step"])
 
 
@@ -215,12 +219,13 @@ def test_a_schedule_may_change_a_rate_that_is_a_float(name: str, fullgraph: bool
             schedule.step()
 
 
+@slow
 @pytest.mark.parametrize(
     "options",
     [
         {"rotation": "cayley"},
         {"nesterov": True, "metric": 0.3},
-        pytest.param({"metric": "euclidean", "momentum": 0.0}, marks=slow),
+        {"metric": "euclidean", "momentum": 0.0},
     ],
     ids=str,
 )
@@ -237,7 +242,7 @@ def test_a_schedule_may_change_a_rate_under_every_option(options: dict[str, Any]
 
 
 def test_a_tensor_rate_makes_nothing_compile_again() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    counter = CompileCounterWithBackend("eager")
     both = Both("sgd", weight_decay=0, lr=torch.tensor(0.05, dtype=torch.float64))
     both.step(0)
     both.compile(backend=counter, fullgraph=True)
@@ -294,6 +299,7 @@ def test_a_whole_training_step_is_compiled(name: str, eager_first: bool) -> None
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
 
+@slow
 @some_rules
 def test_every_kind_of_parameter_takes_the_eager_steps(name: str) -> None:
     """Heads, ranges of rows, convolutions, scales and plain ones, with `aot_eager`."""
