@@ -265,9 +265,8 @@ def network() -> nn.Module:
         so.constrain(nn.Linear(12, 8), "weight"),
         nn.Tanh(),
         so.constrain(nn.Linear(8, 8), "weight"),
-        so.constrain(nn.Linear(8, 8), "weight"),
         nn.Linear(8, 1),
-    ).double()
+    )
 
 
 @pytest.mark.parametrize("eager_first", [False, pytest.param(True, marks=slow)])
@@ -275,10 +274,10 @@ def network() -> nn.Module:
 def test_a_whole_training_step_is_compiled(name: str, eager_first: bool) -> None:
     """Forward, backward and step in one function; also where no eager step was taken before."""
     generator = torch.Generator().manual_seed(0)
-    batches = torch.randn(5, 5, 12, generator=generator, dtype=torch.float64)
+    batches = torch.randn(4, 5, 12, generator=generator)
     found = []
     for compiled in (True, False):
-        net = so.retag(network())
+        net = network()
         opt = optimizer(name, net.parameters(), weight_decay=0)
 
         def step(x: Tensor, net: nn.Module = net, opt: Any = opt) -> Tensor:
@@ -293,10 +292,10 @@ def test_a_whole_training_step_is_compiled(name: str, eager_first: bool) -> None
             if compiled and number == int(eager_first):
                 call = torch.compile(step, backend="eager")
             call(x)
-        assert so.orthonormality_error(net) < 1e-13
+        assert so.orthonormality_error(net) < 1e-5
         found.append(list(net.parameters()))
     for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-4)
 
 
 @slow
