@@ -52,3 +52,8 @@ def example(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(Figure, "savefig", _save_nothing)
         yield
     torch.set_num_threads(threads)
+
+
+def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a device from which a number is read only by waiting for it."""
+    monkeypatch.setattr("stiefel_opt.device.is_cpu", lambda _: False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.functional.flows import keep_, mend_point, sums, zeroed
+from stiefel_opt.functional.published import ROTATIONS, published_adam_, published_sgd_
 from stiefel_opt.functional.stiefel_adam import Moments, adam_
 from stiefel_opt.functional.stiefel_sgd import Velocity, sgd_
 from stiefel_opt.manifold import Stiefel
@@ -24,7 +28,6 @@ from stiefel_opt.optim.state import State, StateNames, suffix_of
 __all__ = ["StiefelAdam", "StiefelSGD"]
 
 TRANSPORTS: Final = ("isometric", "projected", "published")
-ROTATIONS: Final = ("euler", "cayley", "expm")
 
 
 class StiefelSGD(SGDLike):
@@ -120,20 +123,20 @@ class StiefelSGD(SGDLike):
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
         state = given.state
-        force = force_of(group, given.step, given.point)
+        options: dict[str, Any] = {
+            "lr": given.lr,
+            "momentum": group["momentum"],
+            "force": force_of(group, given.step, given.point),
+            "nesterov": group["nesterov"],
+            "metric": group["metric"],
+        }
+        if group["transport"] == "published":
+            velocity = state["momentum_skew"], state.get("momentum_normal")
+            options["rotation"] = group["rotation"] or "euler"
+            return _published(given, partial(published_sgd_, **options), velocity)
+        options |= {"transport": group["transport"], "setting": given.setting}
         velocity = Velocity(state.get("momentum_skew"), deferred_in(state))
-        return sgd_(
-            given.point,
-            given.grad,
-            velocity,
-            lr=given.lr,
-            momentum=group["momentum"],
-            force=force,
-            nesterov=group["nesterov"],
-            metric=group["metric"],
-            transport=group["transport"],
-            setting=given.setting,
-        )
+        return sgd_(given.point, given.grad, velocity, **options)
 
     @override
     def _adapt(self, owner: Owner, names: StateNames) -> None:
@@ -215,20 +218,51 @@ class StiefelAdam(AdamLike):
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
         state = given.state
-        return adam_(
-            given.point,
-            given.grad,
-            _moments(state, "skew"),
-            _moments(state, "normal") if "momentum_normal" in state else None,
-            lr=given.lr,
-            step=given.step,
-            betas=group["betas"],
-            eps=group["eps"],
-            force=-1.0 if group["maximize"] else 1.0,
-            metric=group["metric"],
-            transport=group["transport"],
-            setting=given.setting,
-        )
+        options: dict[str, Any] = {
+            "lr": given.lr,
+            "step": given.step,
+            "betas": group["betas"],
+            "eps": group["eps"],
+            "force": -1.0 if group["maximize"] else 1.0,
+            "metric": group["metric"],
+        }
+        if group["transport"] == "published":
+            names = self._state_names(group)
+            pairs = zip(names.small, names.tall, strict=True)
+            moments = [state.get(name) for pair in pairs for name in pair]
+            options["rotation"] = group["rotation"] or "euler"
+            return _published(given, partial(published_adam_, **options), moments)
+        options |= {"transport": group["transport"], "setting": given.setting}
+        normal = _moments(state, "normal") if "momentum_normal" in state else None
+        return adam_(given.point, given.grad, _moments(state, "skew"), normal, **options)
+
+
+def _published(
+    given: Given, rule: Callable[..., Tensor], moments: Sequence[Tensor | None]
+) -> Tensor:
+    """Return the new point of the flows as printed, which know nothing of masks and corrections.
+
+    What they let overflow stays where it was, and its momentum starts again.
+    """
+    ok, row_sum = given.setting.ok, given.setting.row_sum
+    point, grad = given.point, zeroed(given.grad, ok)
+    if given.setting.correct is not False:
+        point = mend_point(point, row_sum)
+    kept = [(t, t.clone()) for t in moments if t is not None] if ok is not None else []
+    new_point = rule(
+        point, grad, *moments, sums=lambda left, right: sums(row_sum, (left, right))[0]
+    )
+    (own,) = sums(row_sum, (new_point, new_point))
+    overflowed = ~own.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
+    if ok is not None:
+        overflowed = overflowed & ok
+    given.overflowed = overflowed
+    for tensor in moments:
+        if tensor is not None:
+            tensor.masked_fill_(overflowed, 0.0)
+    for tensor, earlier in kept:
+        keep_(tensor, earlier, ~ok)  # type: ignore[operator]
+    return torch.where(overflowed, given.point, new_point)
 
 
 def _moments(state: State, part: str) -> Moments:

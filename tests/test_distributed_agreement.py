@@ -1,0 +1,257 @@
+"""Every process takes the same decision, in every layout: faults, counts, and where rows are."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import OPTIMIZERS
+from processes import assert_equal_on_all, run
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import stiefel_opt as so
+
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+STEPS = 5
+# name: shape, reading, sharded dimension; whole matrices on every process
+WHOLE = {"batch": ((4, 6, 3), {}, 0), "heads": ((6, 7), {"heads": 2}, 0)}
+# rows that do not divide, and a process without any
+UNEVEN = {"uneven": ((7, 3), {}, 0), "without rows": ((5, 2), {}, 0), "wide": ((3, 7), {}, 1)}
+
+
+def value(shape, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def part(tensor, mesh, placements):
+    """Our share of a tensor that every process has; nothing is sent."""
+    return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
+
+
+def frame(shape, reading, seed, dtype=torch.float64):
+    """A parameter on the manifold, with its tag."""
+    holder = nn.ParameterDict({"w": nn.Parameter(value(shape, seed, dtype))})
+    return so.constrain(holder, "w", **reading)["w"]
+
+
+def shard_of(whole, mesh, placements):
+    shard = nn.Parameter(part(whole.detach(), mesh, placements))
+    shard.manifold = whole.manifold
+    return shard
+
+
+def fill(whole, shard, step, spoilt=None):
+    grad = value(whole.shape, 1000 + step, whole.dtype)
+    if spoilt is not None:
+        grad.view(-1)[spoilt] = torch.nan
+    whole.grad = grad
+    shard.grad = part(grad, shard.device_mesh, shard.placements)
+
+
+def local_part(tensor, shard):
+    """The rows of a whole tensor that this process holds of it."""
+    return part(tensor.detach(), shard.device_mesh, shard.placements).to_local()
+
+
+def optimizers(name, whole, shard, **options):
+    rule, defaults = OPTIMIZERS[name]
+    options = {**defaults, "weight_decay": 0, **options}
+    return rule([("w", whole)], **options), rule([("w", shard)], **copy.deepcopy(options))
+
+
+def assert_as_alone(alone_opt, opt, whole, shard, described, bound=1e-10):
+    """Values and step numbers equal those of one process, on every process."""
+    worst = (shard.detach().to_local() - local_part(whole, shard)).abs()
+    assert not worst.numel() or float(worst.max()) < bound, described
+    steps = [opt.state[shard]["step"], alone_opt.state[whole]["step"]]
+    assert float(steps[0]) == float(steps[1]), described
+    assert_equal_on_all([steps[0].double()])
+    assert opt.skipped_steps() == alone_opt.skipped_steps(), described
+
+
+# ---- one NaN on one process ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def all_skip_what_one_cannot_use(name):
+    """In the last entry, so on the last process; and in the first."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layout, (shape, reading, dim) in {**WHOLE, **UNEVEN}.items():
+        whole = frame(shape, reading, 1)
+        shard = shard_of(whole, mesh, [Shard(dim)])
+        alone_opt, opt = optimizers(name, whole, shard)
+        for step in range(STEPS):
+            spoilt = {2: -1, 3: 0}.get(step)
+            fill(whole, shard, step, spoilt)
+            before = shard.to_local().clone()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                alone_opt.step()
+                opt.step()
+            if spoilt is not None:
+                assert torch.equal(shard.to_local(), before), (layout, step)
+        assert float(opt.state[shard]["step"]) == STEPS - 2, layout
+        assert_as_alone(alone_opt, opt, whole, shard, (name, layout))
+
+
+@torch.no_grad()
+def all_raise_what_one_cannot_use(name):
+    """None may go on alone: it would wait for the others for ever."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layout, (shape, reading, dim) in WHOLE.items():
+        whole = frame(shape, reading, 1)
+        shard = shard_of(whole, mesh, [Shard(dim)])
+        alone_opt, opt = optimizers(name, whole, shard, nonfinite="raise")
+        for step in range(STEPS):
+            fill(whole, shard, step, -1 if step == 2 else None)
+            if step == 2:
+                before = shard.to_local().clone()
+                for rule in (alone_opt, opt):
+                    with pytest.raises(ValueError, match="`grad of w` must be finite"):
+                        rule.step()
+                assert torch.equal(shard.to_local(), before), layout
+                dist.barrier()  # all are here
+            else:
+                alone_opt.step()
+                opt.step()
+        assert_as_alone(alone_opt, opt, whole, shard, (name, layout))
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def complex_rows_move_as_alone(name):
+    """Complex weights whose rows lie on several processes, evenly and not."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for shape in ((8, 3), (7, 2)):
+        whole = frame(shape, {}, 2, torch.complex128)
+        shard = shard_of(whole, mesh, [Shard(0)])
+        alone_opt, opt = optimizers(name, whole, shard)
+        for step in range(9):  # past a step that corrects rounding
+            fill(whole, shard, step)
+            alone_opt.step()
+            opt.step()
+        assert_as_alone(alone_opt, opt, whole, shard, (name, shape))
+        gathered = shard.detach().full_tensor()
+        error = gathered.mH @ gathered - torch.eye(shape[1])
+        assert float(error.abs().max()) < 1e-13, (name, shape)
+
+
+@torch.no_grad()
+def uneven_shards_move_as_alone(name):
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layout, (shape, reading, dim) in UNEVEN.items():
+        whole = frame(shape, reading, 3)
+        shard = shard_of(whole, mesh, [Shard(dim)])
+        alone_opt, opt = optimizers(name, whole, shard)
+        for step in range(9):
+            fill(whole, shard, step)
+            alone_opt.step()
+            opt.step()
+        assert_as_alone(alone_opt, opt, whole, shard, (name, layout))
+
+
+@torch.no_grad()
+def replicas_of_shards_move_as_alone(name, sizes):
+    """HSDP: the first dimension of the mesh replicates, the second one shards."""
+    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    for shape, reading, dim in (*UNEVEN.values(), *WHOLE.values()):
+        whole = frame(shape, reading, 4)
+        shard = shard_of(whole, mesh, [Replicate(), Shard(dim)])
+        alone_opt, opt = optimizers(name, whole, shard)
+        for step in range(STEPS):
+            fill(whole, shard, step, -1 if step == 2 else None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                alone_opt.step()
+                opt.step()
+        assert float(opt.state[shard]["step"]) == STEPS - 1, (name, shape)
+        assert_as_alone(alone_opt, opt, whole, shard, (name, shape))
+
+
+class Block(nn.Module):
+    """Two constrained layers, as tensor parallelism splits them: heads up, and back down."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.up = so.constrain(nn.Linear(6, 8, bias=False), **({"heads": heads} if heads else {}))
+        self.down = so.constrain(nn.Linear(8, 6, bias=False))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def tensor_parallel_layers_move_as_alone(name, heads):
+    """ColwiseParallel and RowwiseParallel of two `nn.Linear`; heads lie whole on a process."""
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    alone = Block(heads).double()
+    net = copy.deepcopy(alone)
+    so.retag(alone)
+    so.retag(net)
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert all(isinstance(p, DTensor) for p in net.parameters())
+    rule, options = OPTIMIZERS[name]
+    found = [(n, rule(so.param_groups(n), **{**options, "weight_decay": 0})) for n in (alone, net)]
+    for step in range(STEPS):
+        x = value((5, 6), step)
+        for model, opt in found:
+            opt.zero_grad()
+            (model(x) - x.roll(1, dims=1)).square().mean().backward()
+            opt.step()
+    for (key, whole), shard in zip(alone.named_parameters(), net.parameters(), strict=True):
+        gathered = shard.detach().full_tensor()
+        worst = float((gathered - whole).detach().abs().max())
+        assert worst < 1e-10, (name, heads, key, worst)
+        assert so.orthonormality_error(gathered, whole.manifold) < 1e-13, (name, heads, key)
+
+
+# ---- one start of processes for each size --------------------------------------------------------
+
+
+def test_two_processes_agree():
+    calls = [(all_skip_what_one_cannot_use, name) for name in FIVE]
+    calls += [(uneven_shards_move_as_alone, name) for name in ("sgd", "adam")]
+    calls += [(replicas_of_shards_move_as_alone, "sgd", sizes) for sizes in ((2, 1), (1, 2))]
+    run(2, *calls)
+
+
+def test_two_processes_raise_together():
+    run(2, *((all_raise_what_one_cannot_use, name) for name in ("sgd", "cayley-adam")))
+
+
+def test_two_processes_share_complex_rows():
+    run(2, *((complex_rows_move_as_alone, name) for name in FIVE))
+
+
+def test_two_processes_are_tensor_parallel():
+    run(
+        2,
+        *((tensor_parallel_layers_move_as_alone, name, 0) for name in ("sgd", "adam")),
+        *((tensor_parallel_layers_move_as_alone, name, 2) for name in ("sgd", "cayley-sgd")),
+    )
+
+
+def test_four_processes_agree():
+    calls = [(replicas_of_shards_move_as_alone, name, (2, 2)) for name in ("sgd", "adam")]
+    run(4, *calls, (all_skip_what_one_cannot_use, "sgd"), (uneven_shards_move_as_alone, "rgd"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rule_agrees_in_every_layout(size):
+    calls = []
+    for name in FIVE:
+        calls += [(all_skip_what_one_cannot_use, name), (complex_rows_move_as_alone, name)]
+        calls += [(uneven_shards_move_as_alone, name), (all_raise_what_one_cannot_use, name)]
+        if 6 % size == 0 or size == 4:
+            calls.append((tensor_parallel_layers_move_as_alone, name, 4))
+    run(size, *calls)

@@ -1,0 +1,271 @@
+"""The step of an accelerator: nothing waits for it, few products, little memory, the same numbers.
+
+No accelerator is needed: `as_accelerator` makes the package believe that the CPU is one.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from contract import assert_same, backward, constrained, model, optimizer, train
+from test_optim_gradient_sets import bytes_of
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stiefel_opt as so
+
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+every_rule = pytest.mark.parametrize("name", FIVE)
+pytestmark = pytest.mark.usefixtures("as_accelerator")
+
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
+
+
+class Counted(TorchDispatchMode):
+    """Scalar multiplications in products of matrices, and calls that wait for a device.
+
+    Torch's own Adam reads the step numbers of plain parameters, which it keeps on the host.
+    """
+
+    def __init__(self, opt: Any) -> None:
+        super().__init__()
+        self.multiplications = 0
+        self.waits: list[str] = []
+        self.on_host = {
+            state["step"].data_ptr()
+            for parameter, state in opt.state.items()
+            if "step" in state and not isinstance(parameter, so.ManifoldParameter)
+        }
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in READS and args[0].data_ptr() not in self.on_host:
+            self.waits.append(name)
+        if name in ("mm", "bmm"):
+            self.multiplications += args[0].numel() * args[1].shape[-1]
+        elif name.rstrip("_") in ("addmm", "baddbmm"):
+            self.multiplications += args[1].numel() * args[2].shape[-1]
+        return found
+
+
+def steady(name: str, shape: tuple[int, ...], **options: Any) -> tuple[nn.Parameter, Any]:
+    """A weight after nine steps along a gradient whose spectral norm is 30."""
+    generator = torch.Generator().manual_seed(0)
+    weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+    rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[name]
+    opt = rule([weight], lr=1e-3, **options)
+    grad = torch.randn(shape, generator=generator)
+    weight.grad = 30 * grad / torch.linalg.matrix_norm(grad, 2, keepdim=True)
+    for _ in range(9):
+        opt.step()
+    return weight, opt
+
+
+# ---- what a step costs ---------------------------------------------------------------------------
+
+BARS = [
+    ("sgd", (512, 64), 10),
+    ("sgd", (512, 256), 14),
+    ("sgd", (256, 256), 8),
+    ("adam", (512, 64), 14),
+    ("adam", (512, 256), 18),
+    ("adam", (256, 256), 8),
+]
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
+@pytest.mark.parametrize(("name", "shape", "bar"), BARS)
+def test_a_steady_step_needs_few_products(
+    name: str, shape: tuple[int, int], bar: float, nonfinite: str
+) -> None:
+    _, opt = steady(name, shape, nonfinite=nonfinite)
+    found = []
+    for _ in range(2):
+        with Counted(opt) as counted:
+            opt.step()
+        found.append(counted.multiplications / (shape[0] * shape[1] ** 2))
+    assert sum(found) / len(found) <= bar
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
+@every_rule
+def test_a_steady_step_waits_for_nothing(name: str, nonfinite: str) -> None:
+    """Heads, ranges of rows, squares, convolutions and plain parameters together."""
+    net = model()
+    opt = optimizer(name, net.named_parameters(), nonfinite=nonfinite)
+    train(net, opt, 0, 10)  # past two steps that correct rounding
+    for step in range(10, 13):
+        backward(net, step)
+        with Counted(opt) as counted:
+            opt.step()
+        assert counted.waits == []
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@every_rule
+def test_nothing_is_copied_to_the_host(
+    name: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows of fused attention weights follow torch's rules, with their step counters."""
+    weights = []
+    for _ in range(3):
+        layer = nn.MultiheadAttention(16, 4)
+        so.constrain(layer, "in_proj_weight", rows=[(0, 16), (16, 32)], heads=4)
+        weights.append(layer.in_proj_weight)
+    opt = optimizer(name, weights, fused=fused)
+    copies = 0
+    original = torch.Tensor.cpu
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal copies
+        copies += 1
+        return original(tensor, *args, **kwargs)
+
+    for step in range(4):
+        if step == 3:
+            monkeypatch.setattr(torch.Tensor, "cpu", counting)
+        generator = torch.Generator().manual_seed(step)
+        for weight in weights:
+            weight.grad = 0.01 * torch.randn(weight.shape, generator=generator)
+        opt.step()
+    monkeypatch.undo()
+    assert copies == 0
+
+
+@pytest.mark.parametrize(("name", "bar"), [("sgd", 1.5), ("adam", 2.0)])
+@pytest.mark.parametrize("nonfinite", ["skip", pytest.param("ignore", marks=pytest.mark.slow)])
+def test_temporaries_stay_below_the_parameters(name: str, bar: float, nonfinite: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.linalg.qr(torch.randn(1024, 128, generator=generator)).Q
+    weights = [so.ManifoldParameter(start.clone()) for _ in range(32)]
+    rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[name]
+    opt = rule(weights, lr=1e-3, nonfinite=nonfinite)
+    for weight in weights:
+        weight.grad = 0.01 * torch.randn(weight.shape, generator=generator)
+    for _ in range(3):
+        opt.step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        opt.step()
+    held = peak = 0
+    events = found.profiler.kineto_results.events()
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert held <= 1e4
+    assert 0 < peak <= bar * bytes_of(weights), peak / bytes_of(weights)
+
+
+# ---- the same numbers ----------------------------------------------------------------------------
+
+
+def trained(
+    name: str, dtype: torch.dtype, steps: int, host: bool, spoil: dict[int, str], **options: Any
+) -> tuple[nn.Module, Any]:
+    """Train with gradients that depend on the step only; in `spoil` those of a layer are NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        if host:
+            patch.setattr("stiefel_opt.device.is_cpu", lambda tensor: tensor.device.type == "cpu")
+        net = so.retag(model().to(dtype))
+        opt = optimizer(name, net.named_parameters(), **{"weight_decay": 0, **options})
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(100 + step)
+            for key, parameter in net.named_parameters():
+                grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.grad = grad.to(dtype)
+                if key == spoil.get(step):
+                    parameter.grad.view(-1)[1] = torch.nan
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                opt.step()
+                opt.state_dict()  # where skipped steps are told at the latest
+    return net, opt
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
+@every_rule
+def test_the_steps_are_those_of_a_cpu(name: str, nonfinite: str) -> None:
+    net, _ = trained(name, torch.float64, 12, False, {}, nonfinite=nonfinite)
+    twin, _ = trained(name, torch.float64, 12, True, {}, nonfinite=nonfinite)
+    for (key, one), two in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-10, msg=key)
+    assert so.orthonormality_error(net) < 1e-13
+
+
+@every_rule
+def test_steps_that_jump_in_length_stay_on_the_manifold(name: str) -> None:
+    """A bound of the step before says nothing then; what turns too far is held."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+        for shape in ((9, 4), (9, 4), (5, 5))
+    ]
+    opt = optimizer(name, weights, weight_decay=0)
+    for step in range(40):
+        size = 10.0 ** ((7 * step) % 11 - 5)
+        for weight in weights:
+            weight.grad = size * torch.randn(weight.shape, generator=generator)
+        opt.step()
+        for weight in weights:
+            assert so.orthonormality_error(weight) < 1e-4, step
+    assert opt.skipped_steps() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_rule
+def test_a_nan_leaves_the_bits_of_one_that_never_saw_it(name: str, dtype: torch.dtype) -> None:
+    net, opt = trained(name, dtype, 3, False, {})
+    before = copy.deepcopy({n: (p.detach(), dict(opt.state[p])) for n, p in net.named_parameters()})
+    bad = ("q.weight", "turn.weight", "fused.weight")
+    generator = torch.Generator().manual_seed(7)
+    for key, parameter in net.named_parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        if key in bad:
+            parameter.grad.view(-1)[1] = torch.nan
+    opt.step()
+    for key, parameter in net.named_parameters():
+        value, state = before[key]
+        if key in bad:
+            assert_same(parameter.detach(), value, key)
+            assert_same(dict(opt.state[parameter]), state, key)
+        else:
+            assert not torch.equal(parameter, value), key
+            assert parameter.isfinite().all(), key
+    assert opt.skipped_steps() == dict.fromkeys(sorted(bad, key=list(before).index), 1)
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.state_dict()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
+def test_the_others_move_by_the_same_bits_beside_a_nan(name: str) -> None:
+    spoilt, _ = trained(name, torch.float32, 6, False, {3: "k.weight"})
+    clean, _ = trained(name, torch.float32, 6, False, {})
+    for (key, one), two in zip(spoilt.named_parameters(), clean.parameters(), strict=True):
+        assert torch.equal(one, two) is (key != "k.weight"), key
+
+
+@every_rule
+def test_gradients_may_come_and_go(name: str) -> None:
+    """Which exist is known to the host: no reason to wait."""
+    nets = [so.retag(model().double()) for _ in range(2)]
+    opts = [optimizer(name, net.named_parameters(), weight_decay=0) for net in nets]
+    for step in range(12):
+        for index, (net, opt) in enumerate(zip(nets, opts, strict=True)):
+            backward(net, step)
+            for number, parameter in enumerate(net.parameters()):
+                if (number + step) % 3 == 0 and step > 1:
+                    parameter.grad = None
+            with pytest.MonkeyPatch.context() as patch:
+                if index:
+                    patch.setattr("stiefel_opt.device.is_cpu", lambda _: True)
+                with Counted(opt) as counted:
+                    opt.step()
+            assert index or step < 10 or counted.waits == []
+    for (key, one), two in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-10, msg=key)
+    assert all(so.orthonormality_error(p) < 1e-13 for p in constrained(nets[0]).values())

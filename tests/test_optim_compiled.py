@@ -1,0 +1,365 @@
+"""A compiled step does what the eager one does, also when gradients, rates or values change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from contract import backward, model, optimizer
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import stiefel_opt as so
+
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+QUICK = ("sgd",)
+slow = pytest.mark.slow
+# Tracing takes its time: what is alike in all rules is tried with one, the others by name.
+some_rules = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in FIVE]
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Profiler record function"),
+    pytest.mark.filterwarnings("ignore:.*lru_cache"),
+    pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),  # it saw no eager one
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch about itself
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def few() -> list[nn.Parameter]:
+    """Two equal weights, joined in a step, and two plain ones of other shapes."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(6, 3, generator=generator, dtype=torch.float64) for _ in range(2)]
+    found = [so.ManifoldParameter(torch.linalg.qr(value).Q) for value in values]
+    return [*found, nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(3, 5).double())]
+
+
+def fill(params: list[Any], step: int, without: tuple[int, ...] = ()) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for index, parameter in enumerate(params):
+        grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.grad = None if index in without else grad.to(parameter.dtype)
+
+
+class Both:
+    """The same training twice: compiled, and eager. `check` compares all values."""
+
+    def __init__(self, name: str, make: Callable[[], list[Any]] = few, **options: Any) -> None:
+        self.params, self.others = make(), make()
+        self.opt = optimizer(name, self.params, **options)
+        self.eager = optimizer(name, self.others, **copy.deepcopy(options))
+        self.call: Callable[[], Any] = self.opt.step
+
+    def compile(self, **options: Any) -> None:
+        self.call = torch.compile(self.opt.step, **{"backend": "eager", **options})
+
+    def step(self, number: int, without: tuple[int, ...] = ()) -> list[bool]:
+        """Take a step; say which parameters have moved."""
+        before = [p.detach().clone() for p in self.params]
+        fill(self.params, number, without)
+        fill(self.others, number, without)
+        self.call()
+        self.eager.step()
+        moved = [not torch.equal(p, b) for p, b in zip(self.params, before, strict=True)]
+        assert moved == [p.grad is not None for p in self.params]
+        self.check()
+        return moved
+
+    def check(self, bound: float = 1e-5) -> None:  # torch's own Adam takes powers in float32
+        for index, (one, two) in enumerate(zip(self.params, self.others, strict=True)):
+            constrained = isinstance(one, so.ManifoldParameter)
+            exact = min(bound, 1e-10) if one.dtype == torch.float64 else bound
+            atol = exact if constrained else bound
+            torch.testing.assert_close(one, two, rtol=0, atol=atol, msg=f"{index}")
+            assert (
+                not constrained or so.orthonormality_error(one) < 100 * torch.finfo(one.dtype).eps
+            )
+
+
+# ---- sets of gradients ---------------------------------------------------------------------------
+
+
+@some_rules
+def test_a_gradient_that_appears_later_is_trained(name: str) -> None:
+    """Unfrozen layers, experts reached for the first time: as torch's compiled SGD does."""
+    both = Both(name, weight_decay=0)
+    both.step(0, without=(1, 3))
+    both.compile()
+    both.step(1, without=(1, 3))
+    both.step(2, without=(1,))
+    both.step(3)
+    both.step(4)
+
+
+@some_rules
+def test_a_gradient_that_becomes_none_leaves_its_parameter(name: str) -> None:
+    both = Both(name, weight_decay=0)
+    both.step(0)
+    both.compile()
+    both.step(1)
+    both.step(2, without=(2,))  # a bias: what is left is not paired with its gradient
+    both.step(3, without=(0, 3))
+    both.step(4)
+
+
+@slow
+@pytest.mark.parametrize("foreach", [None, False])
+def test_plain_parameters_of_one_shape_keep_their_gradients(foreach: bool | None) -> None:
+    def make() -> list[nn.Parameter]:
+        plain = [nn.Parameter(torch.full((3, 2), float(i)).double()) for i in range(3)]
+        return [so.ManifoldParameter(torch.eye(4, 2).double()), *plain]
+
+    both = Both("sgd", make, momentum=0.0, weight_decay=0, foreach=foreach)
+    both.step(0)
+    both.compile()
+    for missing in (1, 2, 3):
+        both.step(missing, without=(missing,))
+
+
+@slow
+@some_rules
+def test_two_sets_that_alternate_are_compiled_once_each(name: str) -> None:
+    counter = CompileCounterWithBackend("eager")
+    both = Both(name, weight_decay=0)
+    both.step(0)
+    both.compile(backend=counter)
+    for step in range(1, 5):
+        both.step(step, without=(0, 2) if step % 2 else (3,))
+    early = counter.frame_count
+    for step in range(5, 9):
+        both.step(step, without=(0, 2) if step % 2 else (3,))
+    assert counter.frame_count == early
+
+
+# ---- gradients that are not finite ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, pytest.param(1, marks=slow)])
+@some_rules
+def test_raise_lets_nothing_in(name: str, position: int) -> None:
+    both = Both(name, nonfinite="raise", weight_decay=0)
+    both.step(0)
+    both.compile()
+    both.step(1)
+    fill(both.params, 2)
+    both.params[position].grad[0, 0] = torch.nan
+    before = [(p.detach().clone(), copy.deepcopy(dict(both.opt.state[p]))) for p in both.params]
+    with pytest.raises(Exception, match=r"must be finite"):
+        both.call()
+    for index, (parameter, (value, state)) in enumerate(zip(both.params, before, strict=True)):
+        assert torch.equal(parameter, value), index
+        for key, tensor in state.items():
+            assert torch.equal(both.opt.state[parameter][key], tensor), (index, key)
+    both.step(3)
+    both.step(4)
+
+
+@some_rules
+def test_skip_counts_the_same(name: str) -> None:
+    both = Both(name, weight_decay=0)
+    both.step(0)
+    both.compile()
+    for step in range(1, 5):
+        fill(both.params, step)
+        fill(both.others, step)
+        for params in (both.params, both.others):
+            params[step % 2].grad[0, 0] = torch.inf if step % 2 else torch.nan
+        both.call()
+        with pytest.warns(UserWarning, match="not finite"):
+            both.eager.step()
+        both.check()
+    assert list(both.opt.skipped_steps().values()) == list(both.eager.skipped_steps().values())
+    for one, two in zip(both.params[:2], both.others[:2], strict=True):
+        assert torch.equal(both.opt.state[one]["step"], both.eager.state[two]["step"])
+
+
+def test_a_spike_that_the_point_does_not_show_is_left_out() -> None:
+    """X'G = 0 and the squares of G overflow: no state may become infinite."""
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = so.StiefelAdam([weight], lr=0.01)
+    weight.grad = torch.zeros(6, 3)
+    opt.step()
+    call = torch.compile(opt.step, backend="eager")
+    weight.grad[3:] = 1e25
+    call()
+    assert torch.equal(weight, torch.eye(6, 3))
+    assert all(tensor.isfinite().all() for tensor in opt.state[weight].values())
+    assert list(opt.skipped_steps().values()) == [1]
+
+
+# ---- rates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize(
+    "name", ["sgd", "rgd", *(pytest.param(name, marks=slow) for name in FIVE if "a" in name)]
+)
+def test_a_schedule_may_change_a_rate_that_is_a_float(name: str, fullgraph: bool) -> None:
+    both = Both(name, weight_decay=0)
+    both.step(0)
+    both.compile(fullgraph=fullgraph)
+    schedules = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(rule, 8) for rule in (both.opt, both.eager)
+    ]
+    for step in range(1, 6):
+        both.step(step)
+        for schedule in schedules:
+            schedule.step()
+
+
+@slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotation": "cayley"},
+        {"nesterov": True, "metric": 0.3},
+        {"metric": "euclidean", "momentum": 0.0},
+    ],
+    ids=str,
+)
+def test_a_schedule_may_change_a_rate_under_every_option(options: dict[str, Any]) -> None:
+    if "rotation" in options:  # an option of the published flows
+        options = {**options, "transport": "published", "lr": 0.01}
+    both = Both("sgd", weight_decay=0, **options)
+    both.step(0)
+    both.compile()
+    for step in range(1, 5):
+        for rule in (both.opt, both.eager):
+            rule.param_groups[0]["lr"] *= 0.7
+        both.step(step)
+
+
+def test_a_tensor_rate_makes_nothing_compile_again() -> None:
+    counter = CompileCounterWithBackend("eager")
+    both = Both("sgd", weight_decay=0, lr=torch.tensor(0.05, dtype=torch.float64))
+    both.step(0)
+    both.compile(backend=counter, fullgraph=True)
+    both.step(1)
+    both.step(2)
+    early = counter.frame_count
+    for step in range(3, 8):
+        for rule in (both.opt, both.eager):
+            rule.param_groups[0]["lr"].mul_(0.8)
+        both.step(step)
+    assert counter.frame_count == early
+
+
+# ---- a whole training step -----------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        so.constrain(nn.Linear(12, 8), "weight"),
+        nn.Tanh(),
+        so.constrain(nn.Linear(8, 8), "weight"),
+        nn.Linear(8, 1),
+    )
+
+
+@pytest.mark.parametrize("eager_first", [False, pytest.param(True, marks=slow)])
+@some_rules
+def test_a_whole_training_step_is_compiled(name: str, eager_first: bool) -> None:
+    """Forward, backward and step in one function; also where no eager step was taken before."""
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randn(4, 5, 12, generator=generator)
+    found = []
+    for compiled in (True, False):
+        net = network()
+        opt = optimizer(name, net.parameters(), weight_decay=0)
+
+        def step(x: Tensor, net: nn.Module = net, opt: Any = opt) -> Tensor:
+            opt.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        call = step
+        for number, x in enumerate(batches):
+            if compiled and number == int(eager_first):
+                call = torch.compile(step, backend="eager")
+            call(x)
+        assert so.orthonormality_error(net) < 1e-5
+        found.append(list(net.parameters()))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-4)
+
+
+@slow
+@some_rules
+def test_every_kind_of_parameter_takes_the_eager_steps(name: str) -> None:
+    """Heads, ranges of rows, convolutions, scales and plain ones, with `aot_eager`."""
+    net, twin = (so.retag(model().double()) for _ in range(2))
+    opt, twin_opt = (optimizer(name, n.named_parameters(), weight_decay=0) for n in (net, twin))
+    backward(net, 0)
+    backward(twin, 0)
+    opt.step()
+    twin_opt.step()
+    call = torch.compile(opt.step, backend="aot_eager")
+    for step in range(1, 4):
+        for members in (net, twin):
+            backward(members, step)
+            if step == 2:
+                members.k.weight.grad = members.fused.weight.grad = members.out.bias.grad = None
+        call()
+        twin_opt.step()
+    for (key, one), two in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5, msg=key)
+    assert so.orthonormality_error(net) < 1e-12
+
+
+def test_the_precision_that_a_user_has_lowered_is_set_aside() -> None:
+    """Compiled code that runs in TF32 would give X'X = I to three digits."""
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        targets = " ".join(str(node.target) for node in graph.graph.nodes)
+        if not any(product in targets for product in ("bmm", "matmul", "mm", "linalg")):
+            return graph.forward
+
+        def call(*args: Any) -> Any:
+            seen.append(torch.get_float32_matmul_precision())
+            return graph(*args)
+
+        return call
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        weight = so.ManifoldParameter(torch.eye(6, 3))
+        opt = so.StiefelSGD([weight], lr=0.1)
+        weight.grad = torch.ones(6, 3).cumsum(0)
+        opt.step()
+        call = torch.compile(opt.step, backend=backend)
+        call()
+        call()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen
+    assert set(seen) == {"highest"}
+
+
+@slow
+@pytest.mark.parametrize("name", FIVE)
+def test_inductor_follows_gradients_that_come_and_go(name: str) -> None:
+    both = Both(name, weight_decay=0)
+    both.step(0, without=(1,))
+    both.compile(backend="inductor")
+    both.step(1, without=(1,))
+    both.step(2)
+    both.step(3, without=(0, 3))
+    both.step(4)

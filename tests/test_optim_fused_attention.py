@@ -1,0 +1,174 @@
+"""Ranges of one weight are matrices like any other: equal ones are one batch, whoever has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from contract import optimizer
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import stiefel_opt as so
+
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+every_rule = pytest.mark.parametrize("name", FIVE)
+
+LAYERS, WIDTH, HEADS = 12, 16, 4
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class Products(TorchDispatchMode):
+    """Count products of matrices, and all calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        self.products += func.overloadpacket.__name__.rstrip("_") in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def fused_weights() -> list[nn.Parameter]:
+    found = []
+    for _ in range(LAYERS):
+        layer = nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64)
+        so.constrain(layer, "in_proj_weight", rows=[(0, WIDTH), (WIDTH, 2 * WIDTH)], heads=HEADS)
+        found.append(layer.in_proj_weight)
+    return found
+
+
+def parts_of(weight: nn.Parameter, ranges: Ranges, heads: int) -> list[nn.Parameter]:
+    """The same rows as parameters of their own: constrained ones first, then the plain ones."""
+    found, last = [], 0
+    plain = []
+    for low, high in ranges:
+        tag = so.Stiefel(heads=heads)
+        found.append(so.ManifoldParameter(weight.detach()[low:high].clone(), tag))
+        if last < low:
+            plain.append(nn.Parameter(weight.detach()[last:low].clone()))
+        last = high
+    if last < weight.size(0):
+        plain.append(nn.Parameter(weight.detach()[last:].clone()))
+    return [*found, *plain]
+
+
+def fill(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
+
+
+def fill_parts(weight: nn.Parameter, ranges: Ranges, parts: list[nn.Parameter]) -> None:
+    grad = weight.grad
+    assert grad is not None
+    rest = torch.ones(weight.size(0), dtype=torch.bool)
+    for (low, high), part in zip(ranges, parts, strict=False):
+        part.grad = grad[low:high].clone()
+        rest[low:high] = False
+    start = 0
+    for part in parts[len(ranges) :]:
+        part.grad = grad[rest][start : start + part.size(0)].clone()
+        start += part.size(0)
+
+
+@every_rule
+def test_fused_weights_cost_about_the_calls_of_separate_ones(name: str) -> None:
+    fused = fused_weights()
+    ranges = ((0, WIDTH), (WIDTH, 2 * WIDTH))
+    separate = [parts_of(weight, ranges, HEADS) for weight in fused]
+    flat = [part for parts in separate for part in parts]
+    opts = [optimizer(name, members, weight_decay=0) for members in (fused, flat)]
+    counts = [[0, 0], [0, 0]]
+    for step in range(10):
+        fill(fused, step)
+        for weight, parts in zip(fused, separate, strict=True):
+            fill_parts(weight, ranges, parts)
+        for index, opt in enumerate(opts):
+            with Products() as counted:
+                opt.step()
+            if step > 1:
+                counts[index][0] += counted.products
+                counts[index][1] += counted.calls
+    (products, calls), (bar, other_calls) = counts
+    assert products <= 1.3 * bar
+    # Views of each range, torch's own rule for the rows that are plain, and nothing else.
+    assert calls <= 1.3 * other_calls + 8 * 30 * LAYERS
+    for weight, parts in zip(fused, separate, strict=True):
+        torch.testing.assert_close(weight, torch.cat(parts), rtol=0, atol=1e-11)
+
+
+SEVERAL: list[tuple[Ranges, int]] = [
+    (((0, 8), (8, 16)), 2),
+    (((0, 8), (12, 20)), 2),
+    (((4, 12),), 2),
+    (((0, 4), (8, 16), (20, 24)), 1),
+    (((2, 14),), 3),
+]
+
+
+@every_rule
+def test_unequal_ranges_move_as_parameters_of_their_own(name: str) -> None:
+    """Fourteen weights of which some ranges are alike and others not."""
+    generator = torch.Generator().manual_seed(0)
+    fused, cuts = [], []
+    for number in range(14):
+        ranges, heads = SEVERAL[number % len(SEVERAL)]
+        holder = nn.ParameterDict()
+        holder["w"] = torch.randn(24, 9, generator=generator, dtype=torch.float64)
+        so.constrain(holder, "w", rows=ranges, heads=heads)
+        fused.append(holder["w"])
+        cuts.append((ranges, heads))
+    separate = [parts_of(w, *cut) for w, cut in zip(fused, cuts, strict=True)]
+    opt = optimizer(name, fused, weight_decay=0)
+    other = optimizer(name, [part for parts in separate for part in parts], weight_decay=0)
+    for step in range(6):
+        fill(fused, step)
+        if step == 3:
+            fused[2].grad = None
+        for index, weight in enumerate(fused):
+            if weight.grad is None:
+                for part in separate[index]:
+                    part.grad = None
+            else:
+                fill_parts(weight, cuts[index][0], separate[index])
+        opt.step()
+        other.step()
+    for number, (weight, (ranges, _), parts) in enumerate(zip(fused, cuts, separate, strict=True)):
+        rest = torch.ones(weight.size(0), dtype=torch.bool)
+        for (low, high), part in zip(ranges, parts, strict=False):
+            torch.testing.assert_close(weight[low:high], part, rtol=0, atol=1e-11, msg=f"{number}")
+            rest[low:high] = False
+        plain = parts[len(ranges) :]
+        if plain:
+            torch.testing.assert_close(weight[rest], torch.cat(plain), rtol=0, atol=1e-11)
+        steps = {float(opt.state[weight]["step"]), float(other.state[parts[0]]["step"])}
+        assert len(steps) == 1
+        assert so.orthonormality_error(weight) < 1e-13
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@every_rule
+def test_a_bad_range_skips_its_whole_parameter_and_no_other(name: str) -> None:
+    weights = fused_weights()[:4]
+    opt = optimizer(name, [(f"w{i}", w) for i, w in enumerate(weights)], weight_decay=0)
+    fill(weights, 0)
+    opt.step()
+    fill(weights, 1)
+    weights[1].grad[WIDTH + 1, 0] = torch.nan
+    before = [w.detach().clone() for w in weights]
+    opt.step()
+    moved = [not torch.equal(w, b) for w, b in zip(weights, before, strict=True)]
+    assert moved == [True, False, True, True]
+    assert opt.skipped_steps() == {"w1": 1}
+    for weight, old in zip(weights, before, strict=True):  # both ranges and the plain rows
+        stayed = [
+            torch.equal(weight[low : low + WIDTH], old[low : low + WIDTH])
+            for low in (0, WIDTH, 2 * WIDTH)
+        ]
+        assert len(set(stayed)) == 1
