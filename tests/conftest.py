@@ -54,6 +54,7 @@ def example(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
 def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a device from which a number is read only by waiting for it."""
     monkeypatch.setattr("stiefel_opt.device.is_cpu", lambda _: False)

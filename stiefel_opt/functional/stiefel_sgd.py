@@ -191,7 +191,7 @@ def sgd_(
         if skew is not None:
             keep_(skew, project_skew(skew, moves.turn), setting.ok)
     else:
-        new_N = moves.excess[0] * (moves.excess[1] / step)  # eta W
+        new_N = W * step
     if across is not None:
         frame = frame + torch.bmm(across, R) * step
     new_point = add_product(point, point, _mended_frame(mending, frame))

@@ -325,8 +325,11 @@ class StiefelOptimizer(Optimizer, ABC):
                     continue
                 if grad.layout is not torch.strided:
                     refuse_sparse(owner.parameter, groups)
-                if grad.shape != owner.parameter.shape or grad.dtype is not owner.parameter.dtype:
-                    refuse_gradient(owner.parameter, groups)
+                if grad.shape != owner.shape or grad.dtype is not owner.dtype:
+                    if owner.is_same() or grad.shape != owner.parameter.shape:
+                        refuse_gradient(owner.parameter, groups)
+                    self._renew(index, group, self._state_names(group))
+                    return self._prepare(index, group)
             changed = constrained.take(grads, group["nonfinite"])
             if group["nonfinite"] == "raise" and constrained.missed:
                 refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, groups)

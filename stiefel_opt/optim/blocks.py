@@ -54,6 +54,15 @@ class Owner:
     shards: Shards | None
     place: int
 
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
+        self._device = self.parameter.device
+
+    def is_same(self) -> bool:
+        """Say whether the parameter has the shape, dtype and device that it had."""
+        own = self.parameter
+        return own.shape == self.shape and own.dtype is self.dtype and own.device == self._device
+
     @property
     def local_manifold(self) -> Stiefel:
         """How what this process has of it is read."""

@@ -90,7 +90,9 @@ class Constrained:
         self._changed: set[int] = set()  # places of those that somebody else has written to
         self._versions: list[int] | None = None  # of the parameters after our last write
         self._pointers: list[int] | None = None
+        self._now = self._look()
         self._turns = 0
+        self._is_gone = False
         self._busy: tuple[Batch, list[int] | None, int] | None = None
         self._done: list[int] | None = None  # places that have moved in a step under way
         self._remember()
@@ -190,19 +192,21 @@ class Constrained:
 
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
-        for (state, name), known in zip(self._slots, self._ids, strict=True):
+        for (state, name), known in zip(self._slots, self._windows, strict=True):
             window = state.get(name)
-            if window is not None and id(window) == known:
+            if window is not None and window is known():
                 state[name] = window.clone()
 
     def forget(self) -> None:
         """Let go of all state: a window is gone, perhaps so that its memory is freed."""
         for stack in self.stacks:
             stack.forget()
-        self.masters = []
+        self.masters, self._is_gone = [], True
 
     def is_intact(self) -> bool:
         """Say whether parameters and state are still those that this was built of."""
+        if self._is_gone:
+            return False
         try:
             found = [state[name] for state, name in self._slots]
         except KeyError:
@@ -210,7 +214,13 @@ class Constrained:
         if list(map(id, found)) != self._ids:
             return False
         tensors = [local_part(t) for t in found] if self.is_shared else found
-        return list(map(torch.Tensor.data_ptr, tensors)) == self._memory
+        if list(map(torch.Tensor.data_ptr, tensors)) != self._memory:
+            return False
+        earlier, self._now = self._pointers, self._look()
+        if earlier == self._now[1]:
+            return True
+        pairs = zip(earlier or [-1] * len(self.owners), self._now[1], self.owners, strict=True)
+        return all(then == now or owner.is_same() for then, now, owner in pairs)
 
     # ---- before anything changes ---------------------------------------------------------------
 
@@ -235,7 +245,7 @@ class Constrained:
             ]
         self._out = {place for place, grad in enumerate(grads) if grad is None}
         self.missed, self._ok = [], None
-        versions, pointers = self._look()
+        versions, pointers = self._now
         is_known = self._versions is not None and in_graph
         if is_known or (versions == self._versions and pointers == self._pointers):
             self._changed = set()
