@@ -37,33 +37,33 @@ def polar(tall: Tensor) -> Tensor:
     return tall @ (vectors / values.sqrt()) @ vectors.mH
 
 
-def forces(X, G, a):  # noqa: N803
+def forces(X, G, a):
     b = a / (a - 1)
     return (1 - b) / 2 * (X.mH @ G - G.mH @ X), G - X @ (X.mH @ G)
 
 
-def algorithm_1(X, G, Z, U, eta, mu, a, rotation, nesterov=False, sign=1):  # noqa: N803
+def algorithm_1(X, G, Z, U, eta, mu, a, rotation, nesterov=False, sign=1):
     f, g = forces(X, G, a)
     coupled = sign * (3 * a - 2) / 2 * eta * U @ Z if mu else 0.0
-    U = mu * U + coupled - g  # noqa: N806
-    Z = mu * Z - f  # noqa: N806
-    V, Y = (mu * U - g, mu * Z - f) if nesterov else (U, Z)  # noqa: N806
+    U = mu * U + coupled - g
+    Z = mu * Z - f
+    V, Y = (mu * U - g, mu * Z - f) if nesterov else (U, Z)
     half = X @ MAPS[rotation](eta * Y)
     dagger = half + eta * V @ half.mH @ half
     return polar(dagger), Z, U - eta * half @ (V.mH @ U)
 
 
-def algorithm_2(X, G, Z, U, p, q, eta, t, a, rotation, largest):  # noqa: N803
+def algorithm_2(X, G, Z, U, p, q, eta, t, a, rotation, largest):
     (b1, b2), eps = (0.9, 0.999), 1e-8
     f, g = forces(X, G, a)
     p, q = b2 * p + (1 - b2) * f.abs() ** 2, b2 * q + (1 - b2) * g.abs() ** 2
     largest[:] = [torch.maximum(p, largest[0]), torch.maximum(q, largest[1])]
-    U = b1 * U + (3 * a - 2) / 2 * eta * U @ Z - (1 - b1) * g  # noqa: N806
-    Z = b1 * Z - (1 - b1) * f  # noqa: N806
+    U = b1 * U + (3 * a - 2) / 2 * eta * U @ Z - (1 - b1) * g
+    Z = b1 * Z - (1 - b1) * f
     c1, c2 = 1 - b1**t, 1 - b2**t
     half = X @ MAPS[rotation](eta * Z / c1 / ((largest[0] / c2).sqrt() + eps))
-    V = U / c1 / ((largest[1] / c2).sqrt() + eps)  # noqa: N806
-    V = V - half @ torch.linalg.solve(half.mH @ half, half.mH @ V)  # noqa: N806
+    V = U / c1 / ((largest[1] / c2).sqrt() + eps)
+    V = V - half @ torch.linalg.solve(half.mH @ half, half.mH @ V)
     dagger = half + eta * V @ half.mH @ half
     return polar(dagger), Z, U - eta * half @ (V.mH @ U), p, q
 
@@ -137,12 +137,12 @@ def test_adam_is_algorithm_2_line_by_line(case, amsgrad, generator):
 def test_only_our_sign_converges_to_the_equation_of_motion(sign, generator):
     """Euclidean metric, no force: the motion of (8), where 3a - 2 = 2 (2a - 1), is a geodesic."""
     n, m, time = 8, 3, 0.5
-    X = random_point(n, m, generator=generator, dtype=torch.float64)  # noqa: N806
-    Y = gradient(torch.empty(m, m, dtype=torch.float64), generator)  # noqa: N806
-    Y = Y - Y.mT  # noqa: N806
-    V = gradient(X, generator)  # noqa: N806
-    V = V - X @ (X.mT @ V)  # noqa: N806
-    A, Q = Y, X @ Y + V  # noqa: N806
+    X = random_point(n, m, generator=generator, dtype=torch.float64)
+    Y = gradient(torch.empty(m, m, dtype=torch.float64), generator)
+    Y = Y - Y.mT
+    V = gradient(X, generator)
+    V = V - X @ (X.mT @ V)
+    A, Q = Y, X @ Y + V
     eye = torch.eye(m, dtype=torch.float64)
     block = torch.cat([torch.cat([A, -Q.mT @ Q], 1), torch.cat([eye, A], 1)])
     geodesic = torch.cat([X, Q], 1) @ torch.matrix_exp(time * block)[:, :m]
@@ -238,7 +238,7 @@ def test_rows_may_live_elsewhere(rule, generator):
         return told[-1]
 
     whole = rule(point, grad, *kept, sums=tell, **options)
-    part = rule(*here, sums=lambda left, right: told.pop(0), **options)
+    part = rule(*here, sums=lambda *_: told.pop(0), **options)
     close(part, whole[:, :5])
     for own, theirs in zip(here[2:], kept, strict=True):
         close(own, theirs[:, :5])
