@@ -284,7 +284,7 @@ def _divided(
     first: Tensor, second: Tensor, step: Scalar, betas: tuple[float, float], eps: float
 ) -> Tensor:
     """Return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0."""
-    count = step.double() if isinstance(step, Tensor) else step
+    count: Scalar = step.double() if isinstance(step, Tensor) else step
     c1, c2 = 1.0 - betas[0] ** count, 1.0 - betas[1] ** count
     denominator = (second / c2).sqrt() + eps
     denominator = torch.where(denominator == 0, 1.0, denominator)
