@@ -285,7 +285,8 @@ def _divided(
 ) -> Tensor:
     """Return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0."""
     count: Scalar = step.double() if isinstance(step, Tensor) else step
-    c1, c2 = 1.0 - betas[0] ** count, 1.0 - betas[1] ** count
+    c1: Scalar = 1.0 - betas[0] ** count
+    c2: Scalar = 1.0 - betas[1] ** count
     denominator = (second / c2).sqrt() + eps
     denominator = torch.where(denominator == 0, 1.0, denominator)
     # 0 * inf: squares that overflow must show, and not divide the step to nothing
