@@ -285,8 +285,8 @@ def _divided(
 ) -> Tensor:
     """Return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0."""
     count: Scalar = step.double() if isinstance(step, Tensor) else step
-    c1: Scalar = 1.0 - betas[0] ** count
-    c2: Scalar = 1.0 - betas[1] ** count
+    powers: list[Scalar] = [beta**count for beta in betas]
+    c1, c2 = 1.0 - powers[0], 1.0 - powers[1]
     denominator = (second / c2).sqrt() + eps
     denominator = torch.where(denominator == 0, 1.0, denominator)
     # 0 * inf: squares that overflow must show, and not divide the step to nothing
@@ -295,7 +295,7 @@ def _divided(
 
 def _shortened(lr: Scalar, length: Tensor, limit: float) -> Tensor:
     """Return eta, ``(k, 1, 1)``, shortened so that eta ``length`` is at most ``limit``."""
-    return (limit / length / abs(lr)).clamp(max=1.0) * lr
+    return (limit / length / lr).abs().clamp(max=1.0) * lr
 
 
 def _metric_parameter(metric: str | float, rotation: str) -> float:
