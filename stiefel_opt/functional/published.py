@@ -19,8 +19,8 @@ differ from the print, line by line:
   coefficient stays as printed, (3a-2)/2, although the geodesics of the metric need 2a - 1.
 - **Algorithm 1, line 3 and Algorithm 2, line 4, at mu = 0 (beta1 = 0).** Printed: U Z stays. Here:
   dropped, because without momentum no velocity is left that could turn.
-- **Algorithm 1, line 4.** Printed: ``X + eta X Z_i``, the old Z. Here: Z_(i+1), as in equation (12),
-  in appendix M.4 and in Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.)
+- **Algorithm 1, line 4.** Printed: ``X + eta X Z_i``, the old Z. Here: Z_(i+1), as in (12), M.4 and
+  Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.)
 - **Equation (13)** lacks ``- h X V'V`` in the line of V; Algorithm 1, line 5 and M.4 have it, so do
   we.
 - **Algorithm 2, lines 5 and 6.** Printed: the factor sqrt(1 - beta2^t) alone, Adam's correction of
@@ -112,7 +112,7 @@ def published_sgd_(
     Raises:
         ValueError: for an unknown rotation or metric.
 
-    Note: 22 products of n x m by m x m, 11 for square matrices; 5 more with ``nesterov``.
+    Note: 23 products of n x m by m x m, 13 for square matrices; 5 more with ``nesterov``.
     """
     a = _metric_parameter(metric, rotation)
     torque = _torque(sums(point, grad), a, force)
@@ -166,7 +166,7 @@ def published_adam_(
     Raises:
         ValueError: for an unknown rotation or metric.
 
-    Note: 31 products of n x m by m x m, 11 for square matrices.
+    Note: 32 products of n x m by m x m, 13 for square matrices.
     """
     a = _metric_parameter(metric, rotation)
     beta1, beta2 = betas
@@ -206,14 +206,14 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
     """
     wide = _wide(tall.dtype)
     shift = 8.0 * tall.size(-1) * torch.finfo(tall.dtype).eps
-    small = None
+    small = identity_for(tall).to(wide)
     for _ in range(_PASSES):
         own = sums(tall, tall).to(wide)
         length = own.diagonal(dim1=-2, dim2=-1).real.sqrt().unsqueeze(-2)  # of the columns
         own = add_to_diagonal_(own / length / length.mT, shift)
         upper = torch.linalg.cholesky_ex(own, upper=True).L * length
         tall = torch.linalg.solve_triangular(upper.to(tall.dtype), tall, upper=True, left=False)
-        small = upper if small is None else torch.bmm(upper, small)
+        small = upper @ small
     for _ in range(_ITERATIONS):
         inverse = torch.linalg.solve_ex(small, identity_for(small)).result.mH
         scale = (_length(inverse) / _length(small)).sqrt()
@@ -284,8 +284,9 @@ def _divided(
     first: Tensor, second: Tensor, step: Scalar, betas: tuple[float, float], eps: float
 ) -> Tensor:
     """Return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0."""
-    count = step.double() if isinstance(step, Tensor) else step
-    c1, c2 = (1.0 - beta**count for beta in betas)
+    count: Scalar = step.double() if isinstance(step, Tensor) else step
+    powers: list[Scalar] = [beta**count for beta in betas]
+    c1, c2 = 1.0 - powers[0], 1.0 - powers[1]
     denominator = (second / c2).sqrt() + eps
     denominator = torch.where(denominator == 0, 1.0, denominator)
     # 0 * inf: squares that overflow must show, and not divide the step to nothing
@@ -294,7 +295,7 @@ def _divided(
 
 def _shortened(lr: Scalar, length: Tensor, limit: float) -> Tensor:
     """Return eta, ``(k, 1, 1)``, shortened so that eta ``length`` is at most ``limit``."""
-    return (limit / length / abs(lr)).clamp(max=1.0) * lr
+    return (limit / length / lr).abs().clamp(max=1.0) * lr
 
 
 def _metric_parameter(metric: str | float, rotation: str) -> float:
@@ -310,4 +311,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _length(matrix: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(matrix, keepdim=True)
+    length: Tensor = torch.linalg.matrix_norm(matrix, keepdim=True)
+    return length

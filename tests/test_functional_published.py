@@ -1,0 +1,289 @@
+"""The published flows against the paper's lines in float64, and on the manifold until overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stiefel_opt.functional.published import (
+    polar_factor_by_sums,
+    published_adam_,
+    published_sgd_,
+)
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
+
+MAPS = {
+    "euler": lambda step: torch.eye(step.size(0), dtype=step.dtype) + step,
+    "cayley": lambda step: torch.linalg.solve(MAPS["euler"](-step / 2), MAPS["euler"](step / 2)),
+    # a batch, as torch 2.13 stops the series of a single matrix at an error near 1e-11
+    "expm": lambda step: torch.matrix_exp(step.expand(2, -1, -1))[0],
+}
+CASES = [  # shape, dtype, rotation, a, momentum
+    ((9, 4), torch.float64, "euler", 0.5, 0.9),
+    ((9, 4), torch.float64, "euler", 0.0, 0.0),
+    ((6, 5), torch.float64, "cayley", -1.0, 0.5),
+    ((9, 4), torch.complex128, "expm", 0.3, 0.9),
+    ((7, 1), torch.complex128, "euler", 0.8, 0.9),
+    ((5, 5), torch.float64, "euler", 0.5, 0.9),
+    ((4, 4), torch.complex128, "expm", 0.0, 0.9),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def polar(tall: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(tall.mH @ tall)
+    return tall @ (vectors / values.sqrt()) @ vectors.mH
+
+
+def forces(X, G, a):
+    b = a / (a - 1)
+    return (1 - b) / 2 * (X.mH @ G - G.mH @ X), G - X @ (X.mH @ G)
+
+
+def algorithm_1(X, G, Z, U, eta, mu, a, rotation, nesterov=False, sign=1):
+    f, g = forces(X, G, a)
+    coupled = sign * (3 * a - 2) / 2 * eta * U @ Z if mu else 0.0
+    U = mu * U + coupled - g
+    Z = mu * Z - f
+    V, Y = (mu * U - g, mu * Z - f) if nesterov else (U, Z)
+    half = X @ MAPS[rotation](eta * Y)
+    dagger = half + eta * V @ half.mH @ half
+    return polar(dagger), Z, U - eta * half @ (V.mH @ U)
+
+
+def algorithm_2(X, G, Z, U, p, q, eta, t, a, rotation, largest):
+    (b1, b2), eps = (0.9, 0.999), 1e-8
+    f, g = forces(X, G, a)
+    p, q = b2 * p + (1 - b2) * f.abs() ** 2, b2 * q + (1 - b2) * g.abs() ** 2
+    largest[:] = [torch.maximum(p, largest[0]), torch.maximum(q, largest[1])]
+    U = b1 * U + (3 * a - 2) / 2 * eta * U @ Z - (1 - b1) * g
+    Z = b1 * Z - (1 - b1) * f
+    c1, c2 = 1 - b1**t, 1 - b2**t
+    half = X @ MAPS[rotation](eta * Z / c1 / ((largest[0] / c2).sqrt() + eps))
+    V = U / c1 / ((largest[1] / c2).sqrt() + eps)
+    V = V - half @ torch.linalg.solve(half.mH @ half, half.mH @ V)
+    dagger = half + eta * V @ half.mH @ half
+    return polar(dagger), Z, U - eta * half @ (V.mH @ U), p, q
+
+
+def start(shape, dtype, generator, k=3):
+    n, m = shape
+    point = random_point(k, n, m, generator=generator, dtype=dtype)
+    real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+    skew, normal = torch.zeros(k, m, m, dtype=dtype), torch.zeros_like(point)
+    squares = torch.zeros(k, m, m, dtype=real), torch.zeros(k, n, m, dtype=real)
+    if n == m:
+        return point, [skew, None], [squares[0], None]
+    return point, [skew, normal], list(squares)
+
+
+def gradient(point, generator, scale=1.0):
+    return scale * torch.randn(point.shape, dtype=point.dtype, generator=generator)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@every_case
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
+    shape, dtype, rotation, a, momentum = case
+    point, (skew, normal), _ = start(shape, dtype, generator)
+    loops = [(x, torch.zeros_like(skew[0]), torch.zeros_like(x)) for x in point]
+    lr = torch.tensor([0.01, 0.02, 0.03], dtype=torch.float64)[:, None, None]
+    for _ in range(12):
+        grad = gradient(point, generator)
+        for i, (x, z, u) in enumerate(loops):
+            eta = float(lr[i])
+            loops[i] = algorithm_1(x, 0.5 * grad[i], z, u, eta, momentum, a, rotation, nesterov)
+        options = {"momentum": momentum, "metric": a, "rotation": rotation, "nesterov": nesterov}
+        kept = point.clone(), grad.clone()
+        new = published_sgd_(point, grad, skew, normal, lr=lr, force=0.5, **options)
+        assert torch.equal(point, kept[0])  # only read
+        assert torch.equal(grad, kept[1])
+        point = new
+    close(point, torch.stack([x for x, _, _ in loops]))
+    close(skew, torch.stack([z for _, z, _ in loops]))
+    if normal is not None:
+        close(normal, torch.stack([u for _, _, u in loops]))
+
+
+@every_case
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_is_algorithm_2_line_by_line(case, amsgrad, generator):
+    shape, dtype, rotation, a, _ = case
+    point, kept, squares = start(shape, dtype, generator, k=1)
+    largest = [None if s is None else s.clone() for s in squares] if amsgrad else [None, None]
+    x, p = point[0], squares[0][0].clone()
+    z, u, q = torch.zeros_like(kept[0][0]), torch.zeros_like(x), torch.zeros_like(x.real)
+    running = [p.clone(), q.clone()]
+    for t in range(1, 9):
+        grad = gradient(point, generator, 3.0 / t)
+        if not amsgrad:
+            running = [torch.zeros_like(p), torch.zeros_like(q)]
+        x, z, u, p, q = algorithm_2(x, grad[0], z, u, p, q, 0.01, t, a, rotation, running)
+        step = t if t % 2 else torch.full((1, 1, 1), float(t))
+        options = {"lr": 0.01, "step": step, "metric": a, "rotation": rotation}
+        point = published_adam_(point, grad, *kept, *squares, *largest, **options)
+    for found, expected in zip([point, *kept, *squares], [x, z, u, p, q], strict=True):
+        if found is not None:
+            close(found[0], expected)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_only_our_sign_converges_to_the_equation_of_motion(sign, generator):
+    """Euclidean metric, no force: the motion of (8), where 3a - 2 = 2 (2a - 1), is a geodesic."""
+    n, m, time = 8, 3, 0.5
+    X = random_point(n, m, generator=generator, dtype=torch.float64)
+    Y = gradient(torch.empty(m, m, dtype=torch.float64), generator)
+    Y = Y - Y.mT
+    V = gradient(X, generator)
+    V = V - X @ (X.mT @ V)
+    A, Q = Y, X @ Y + V
+    eye = torch.eye(m, dtype=torch.float64)
+    block = torch.cat([torch.cat([A, -Q.mT @ Q], 1), torch.cat([eye, A], 1)])
+    geodesic = torch.cat([X, Q], 1) @ torch.matrix_exp(time * block)[:, :m]
+    geodesic = geodesic @ torch.matrix_exp(-time * A)
+    errors = []
+    for count in (400, 800):
+        h = time / count  # without friction mu = 1 and eta = h^2, Z = Y / h
+        point, skew, normal = X[None], Y[None] / h, V[None] / h
+        for _ in range(count):
+            if sign == 1:
+                point = published_sgd_(
+                    point, torch.zeros_like(point), skew, normal,
+                    lr=h * h, momentum=1.0, metric="euclidean",
+                )  # fmt: skip
+            else:
+                zero = torch.zeros_like(X)
+                x, z, u = algorithm_1(
+                    point[0], zero, skew[0], normal[0], h * h, 1.0, 0.0, "euler", sign=-1
+                )
+                point, skew, normal = x[None], z[None], u[None]
+        errors.append(float((point[0] - geodesic).norm()))
+    assert (errors[1] < 0.6 * errors[0]) == (sign == 1)
+
+
+WILD = [(0.15, 0.3), (0.1, 1.0), (1e6, 1.0), (0.1, 1e8), (1e12, 1e-3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(("lr", "scale"), WILD)
+@pytest.mark.parametrize(
+    ("kind", "shape", "rotation"),
+    [
+        ("sgd", (9, 4), "euler"),
+        ("sgd", (6, 5), "cayley"),
+        ("sgd", (5, 5), "euler"),
+        ("nesterov", (9, 4), "expm"),
+        ("adam", (9, 4), "euler"),
+        ("adam", (6, 5), "expm"),
+    ],
+)
+def test_stays_on_the_manifold_until_it_overflows(
+    dtype, lr, scale, kind, shape, rotation, generator
+):
+    point, kept, squares = start(shape, dtype, generator, k=2)
+    for step in range(1, 31):
+        grad = gradient(point, generator, scale)
+        if step % 3 == 0:  # of rank one
+            grad = grad[..., :1].expand(grad.shape)
+        options = {"lr": lr, "rotation": rotation}
+        if kind == "adam":
+            point = published_adam_(point, grad, *kept, *squares, step=step, **options)
+        else:
+            options["nesterov"] = kind == "nesterov"
+            point = published_sgd_(point, grad, *kept, **options)
+        if not point.isfinite().all():
+            assert step > (1 if dtype != torch.float64 else 3)
+            break
+        assert gram_error(point).max() <= orthonormality_tolerance(point.real.dtype, shape[0])
+        assert all(tensor is None or tensor.isfinite().all() for tensor in kept + squares)
+
+
+@pytest.mark.parametrize("rule", [published_sgd_, published_adam_])
+@pytest.mark.parametrize("shape", [(9, 4), (5, 5)], ids=str)
+@pytest.mark.parametrize("huge", [1e200, float("inf"), float("nan")])
+def test_only_the_matrix_that_overflows_is_not_finite(rule, shape, huge, generator):
+    point, kept, squares = start(shape, torch.float64, generator)
+    grad = gradient(point, generator)
+    options = {"lr": 0.1}
+    if rule is published_adam_:
+        kept, options["step"] = kept + squares, 1
+    elif huge == 1e200 and shape == (5, 5):
+        return  # nothing is squared: nothing overflows
+    copies = [None if tensor is None else tensor.clone() for tensor in kept]
+    calm = rule(point, grad, *copies, **options)
+    grad[1] *= huge
+    found = rule(point, grad, *kept, **options)
+    assert found.isfinite().all(dim=-1).all(dim=-1).tolist() == [True, False, True]
+    torch.testing.assert_close(found[::2], calm[::2], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("rule", [published_sgd_, published_adam_])
+def test_rows_may_live_elsewhere(rule, generator):
+    """Half of the rows, given the sums over all of them, move as they do among all."""
+    point, kept, squares = start((9, 4), torch.float64, generator)
+    grad, told = gradient(point, generator), []
+    options = {"lr": 0.1, "nesterov": True}
+    if rule is published_adam_:
+        kept, options = kept + squares, {"lr": 0.1, "step": 1}
+    here = [t[:, :5].clone() if t.size(1) == 9 else t.clone() for t in [point, grad, *kept]]
+
+    def tell(left, right):
+        told.append(torch.bmm(left.mH, right))
+        return told[-1]
+
+    whole = rule(point, grad, *kept, sums=tell, **options)
+    part = rule(*here, sums=lambda *_: told.pop(0), **options)
+    close(part, whole[:, :5])
+    for own, theirs in zip(here[2:], kept, strict=True):
+        close(own, theirs[:, :5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("shape", [(9, 4), (200, 60), (20, 20)], ids=str)
+@pytest.mark.parametrize("digits", [0, 3, 12])
+def test_polar_factor_by_sums(dtype, shape, digits, generator):
+    """Orthonormal to rounding, and off by the condition times rounding, as an SVD's is."""
+    n, m = shape
+    eps = torch.finfo(dtype).eps
+    condition = min(10.0**digits, 1e-3 / eps)
+    wide = torch.promote_types(dtype, torch.float64)
+    left = random_point(2, n, m, generator=generator, dtype=wide)
+    right = random_point(2, m, m, generator=generator, dtype=wide)
+    values = condition ** torch.linspace(0, 1, m, dtype=torch.float64)
+    tall = (left * values) @ right.mH
+    point = polar_factor_by_sums(tall.to(dtype))
+    assert gram_error(point).max() <= orthonormality_tolerance(point.real.dtype, n)
+    assert (point - left @ right.mH).abs().max() <= 10 * eps * condition
+
+
+@pytest.mark.parametrize("rotation", ["euler", "cayley"])
+def test_nothing_is_read(rotation):
+    with FakeTensorMode():
+        point, skew = torch.empty(2, 9, 4), torch.empty(2, 4, 4)
+        squares = skew.clone(), point.clone()
+        published_sgd_(point, point, skew, point.clone(), lr=0.1, rotation=rotation)
+        options = {"lr": 0.1, "step": 1, "rotation": rotation}
+        found = published_adam_(point, point, skew, point.clone(), *squares, **options)
+        assert found.shape == point.shape
+
+
+def test_zero_steps_and_zero_eps_stay(generator):
+    point, kept, squares = start((9, 4), torch.float32, generator)
+    grad = torch.zeros_like(point)
+    found = published_adam_(point, grad, *kept, *squares, lr=0.1, step=1, eps=0.0)
+    torch.testing.assert_close(found, point, rtol=0, atol=1e-6)
+    found = published_sgd_(point, gradient(point, generator), *kept, lr=0.0)
+    torch.testing.assert_close(found, point, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"rotation": "polar"}, {"metric": "flat"}])
+def test_unknown_choices_are_refused(wrong, generator):
+    point, kept, _ = start((9, 4), torch.float64, generator)
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be one of"):
+        published_sgd_(point, point, *kept, lr=0.1, **wrong)
