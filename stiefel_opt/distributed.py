@@ -1,16 +1,50 @@
-"""Sums over rows that several processes share: a sharded dimension of a DTensor."""
+"""Tensors that several processes share (DTensor): what they hold, and sums over their rows.
+
+Importing ``torch.distributed.tensor`` takes half as long as torch itself, and a torch built without
+``distributed`` has none: this file asks for it only where a tensor shows that it is there.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["RowSums"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+__all__ = ["RowSums", "is_sharded", "local_part", "whole"]
+
+
+def is_sharded(tensor: object) -> TypeIs[DTensor]:
+    """Say whether ``tensor`` is a DTensor, sharded or replicated over the processes of a mesh.
+
+    Args:
+        tensor: Any object.
+
+    Note: A DTensor can only have been made by ``torch.distributed.tensor``; where nothing has
+        imported that, the answer is one look into a dict.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a DTensor, sharing memory; any other tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a DTensor on this process; any other tensor as it is.
+
+    Note: Gathers what is sharded: every process of its mesh must call.
+    """
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @final
@@ -35,7 +69,7 @@ class RowSums:
         """Return the sum of ``packed``, which may be overwritten: one all-reduce a dimension."""
         packed = packed.contiguous()
         for group in self._groups:
-            dist.all_reduce(packed, group=group)
+            torch.distributed.all_reduce(packed, group=group)
         return packed
 
     def with_all_rows(self, function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
