@@ -319,6 +319,19 @@ def test_state_of_torch_loads_as_its_nearest_point():
     assert torch.equal(module.weight_ih_l0, theirs.weight_ih_l0)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16])
+@pytest.mark.parametrize("assign", [False, True])
+def test_any_dtype_loads_as_its_nearest_point(dtype, assign):
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged", dtype=dtype)
+    state = copy.deepcopy(module.state_dict())
+    state["weight_hh_l0"] = torch.randn(HIDDEN, HIDDEN, dtype=dtype)
+    module.load_state_dict(state, assign=assign)
+    assert so.orthonormality_error(module) < 3 * torch.finfo(dtype).eps * HIDDEN**0.5
+    before = copy.deepcopy(module.state_dict())
+    module.load_state_dict(before)  # what is there stays
+    torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("keep_vars", [False, True])
 def test_a_state_that_is_taken_over_is_not_changed(keep_vars):
     theirs = nn.RNN(INPUT, HIDDEN)

@@ -82,6 +82,8 @@ def log_orthonormality(
             if not value.is_meta:
                 names.append(name)
                 errors.append(orthonormality_error(value, reading))
+        if not errors:
+            return
         found = torch.stack([error.to(errors[0].device) for error in errors])
         if writer is not None:
             writer.add_scalar(f"{tag}/max", float(found.amax()), step)  # NaN shows
