@@ -60,20 +60,20 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
 
 
 def constrained(
-    model: nn.Module, *, maps: bool = True
+    model: nn.Module, *, computed: bool = True
 ) -> Iterator[tuple[str, Tensor, Stiefel, str]]:
     """Yield name, value, reading and map of every orthonormal weight of ``model``, the only walk.
 
-    Tagged parameters come first, their map is ``""``; then, unless ``maps`` is False, the weights
-    that :func:`stiefel_opt.orthogonal` computes. The reading of a map is its attribute
-    ``manifold``, and ``orthonormal`` says that it keeps to it; of several parametrizations of one
-    weight only the last decides.
+    Tagged parameters come first, their map is ``""``; then, unless ``computed`` is False, what
+    :func:`stiefel_opt.orthogonal` computes. The reading of a map is its attribute ``manifold``, and
+    ``orthonormal`` says that it keeps to it; of several parametrizations of one weight only the
+    last decides.
     """
     for name, (parameter, reading) in readings(model).items():
         if reading is not None:
             yield name, parameter, reading, ""
     for prefix, module in model.named_modules():
-        if not (maps and parametrize.is_parametrized(module)):
+        if not (computed and parametrize.is_parametrized(module)):
             continue
         maps: dict[str, nn.ModuleList] = dict(module.parametrizations.named_children())
         for leaf, listed in maps.items():

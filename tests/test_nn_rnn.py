@@ -104,6 +104,16 @@ def test_packed_sequences_as_torch(options, enforce_sorted, given, generator):
     assert_same_training(ours, theirs, (found[0].data, found[1]), (expected[0].data, expected[1]))
 
 
+def test_packed_sequences_under_another_default_device(generator):
+    ours, _ = twins(bidirectional=True)
+    sequences = [torch.randn(n, INPUT, generator=generator, dtype=torch.float64) for n in (4, 2)]
+    packed = pack_sequence(sequences)
+    expected, _ = ours(packed)
+    with torch.device("meta"):
+        found, _ = ours(packed)
+    assert torch.equal(found.data, expected.data)
+
+
 def test_dropout_between_layers_only_in_training(generator):
     ours, theirs = twins(num_layers=2, dropout=0.5)
     inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator, dtype=torch.float64)

@@ -13,8 +13,8 @@ from typing_extensions import override
 from stiefel_opt._checks import check_choice, check_dtype, fail
 from stiefel_opt.constraints import constrain
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.report import table
 from stiefel_opt.nn import MultiheadAttention
+from stiefel_opt.report import table
 
 __all__ = ["AttentionReport", "constrain_attention"]
 

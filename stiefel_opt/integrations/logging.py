@@ -77,17 +77,18 @@ def log_orthonormality(
         step += 1
         if step % every:
             return
-        names, errors = [], []
-        for name, value, reading, _ in constrained(model):
-            if not value.is_meta:
-                names.append(name)
-                errors.append(orthonormality_error(value, reading))
+        errors = {
+            name: orthonormality_error(value, reading)
+            for name, value, reading, _ in constrained(model)
+            if not value.is_meta
+        }
         if not errors:
             return
-        found = torch.stack([error.to(errors[0].device) for error in errors])
+        device = next(iter(errors.values())).device
+        found = torch.stack([error.to(device) for error in errors.values()])
         if writer is not None:
             writer.add_scalar(f"{tag}/max", float(found.amax()), step)  # NaN shows
-            for name, error in zip(names, found.tolist(), strict=True):
+            for name, error in zip(errors, found.tolist(), strict=True):
                 writer.add_scalar(f"{tag}/{name}", error, step)
 
     return optimizer.register_step_post_hook(log)
