@@ -14,8 +14,6 @@ from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogo
 from stiefel_opt.integrations import log_orthonormality as log_orthonormality
 from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
 from stiefel_opt.manifold import Stiefel as Stiefel
-from stiefel_opt.monitor import orthonormality_error as orthonormality_error
-from stiefel_opt.monitor import report as report
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
@@ -23,5 +21,7 @@ from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
+from stiefel_opt.report import orthonormality_error as orthonormality_error
+from stiefel_opt.report import report as report
 
 __version__ = "0.1.0"

@@ -12,16 +12,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
+from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import CONVOLUTIONS, ManifoldParameter, Stiefel, manifold_of, tag
 
 __all__ = ["LostTagWarning", "constrain", "param_groups", "project_", "readings", "retag"]
 
 RECORDS = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
-WATCHED = "_stiefel_watched"  # False once the forward hook has nothing more to say
 PROJECTS = "_stiefel_projects_loaded"  # True where a module projects what it loads by itself
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -72,31 +74,36 @@ def constrain(
     Note:
         Parameters on the meta device are recorded and tagged, not projected. Where torch replaces
         the parameter (``to_empty``, ``fully_shard``, ``load_state_dict(assign=True)``) the tag is
-        lost but the record stays: call :func:`retag` or :func:`param_groups`. Loading values that
-        are off the manifold, from bfloat16 or another training, warns: call :func:`project_`.
+        lost but the record stays: call :func:`retag` or :func:`param_groups`. The next forward pass
+        warns of it (:class:`LostTagWarning`); no other one is looked at, and costs nothing. Loading
+        values that are off the manifold, from bfloat16 or another training, warns: call
+        :func:`project_`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
     check_flag("project", project)
     owner, leaf, parameter = find_parameter(module, name)
+    manifold_of(parameter, name)  # another package's is no reading: refused
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     reading = Stiefel(heads, rows, flatten, transposed, scale)  # type: ignore[arg-type]
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
-    if project and isinstance(parameter, DTensor):
+    if project and is_sharded(parameter):
         remedy = (
             "call so.constrain before fully_shard, or let the first step project: project=False"
         )
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
     if project and not parameter.is_meta:
         _project(parameter, reading, name)
-    owner.__dict__.setdefault(RECORDS, {})[leaf] = reading
-    owner.__dict__[WATCHED] = True
-    if _warn_if_lost not in owner._forward_pre_hooks.values():
-        owner.register_forward_pre_hook(_warn_if_lost)
+    if RECORDS not in owner.__dict__:
+        owner.__dict__[RECORDS] = {}
         owner.register_load_state_dict_pre_hook(_warn_if_off)  # type: ignore[no-untyped-call]
+        if isinstance(owner, NonDynamicallyQuantizableLinear):
+            owner.register_load_state_dict_post_hook(_warn_if_lost)  # type: ignore[no-untyped-call]
+    owner.__dict__[RECORDS][leaf] = reading
     tag(parameter, reading)
+    _watch(owner)
     return module
 
 
@@ -155,14 +162,74 @@ def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
         part.copy_(value)
 
 
-def _warn_if_lost(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
-    """Forward pre-hook: warn once if a recorded parameter is a parameter without tag."""
-    if torch.compiler.is_compiling() or not module.__dict__.get(WATCHED, False):
+# ---- replaced parameters -----------------------------------------------------------------------
+
+
+class _Watched(dict[str, Any]):
+    """The ``_parameters`` of a module with records: sees that torch replaces one of them.
+
+    Only then is a forward pre-hook there, which looks at the tags once: other forward passes are
+    those of the module without constraint, and TorchScript and fast paths find no hook.
+    """
+
+    silent = True  # until all is in place, as while a pickle is read
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module._parameters)
+        self.records = _records(module)
+        self.hooks = module._forward_pre_hooks
+        self.silent = False
+
+    @override
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if self.silent or torch.compiler.is_compiling() or name not in self.records:
+            return
+        if isinstance(value, ManifoldParameter):  # type(p)(value) has no reading of its own
+            value.manifold = self.records[name]
+        elif isinstance(value, nn.Parameter):
+            self.arm()
+
+    @override
+    def items(self) -> Any:
+        """Return the items; where torch would swap tensors, so that none is replaced, arm too."""
+        if not self.silent and torch.__future__.get_swap_module_params_on_conversion():
+            self.arm()
+        return super().items()
+
+    def arm(self) -> None:
+        """Let the next forward pass look for lost tags."""
+        if _warn_if_lost not in self.hooks.values():
+            self.hooks[RemovableHandle(self.hooks).id] = _warn_if_lost
+
+    def disarm(self) -> None:
+        """Take the hook away."""
+        for key in [key for key, hook in self.hooks.items() if hook is _warn_if_lost]:
+            self.hooks.pop(key, None)
+
+
+def _watch(module: nn.Module) -> None:
+    """See from now on that a recorded parameter, now tagged, is replaced."""
+    parameters = module._parameters
+    if type(parameters) is dict:
+        parameters = module.__dict__["_parameters"] = _Watched(module)
+    if isinstance(parameters, _Watched):  # another package may have a dict of its own
+        parameters.disarm()
+        # A sharded parameter is gathered into another object for the forward: nothing to watch.
+        tagged = (isinstance(parameters[name], ManifoldParameter) for name in parameters.records)
+        parameters.silent = not all(tagged)
+
+
+def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
+    """Hook before a forward pass, or after loading: warn of a recorded parameter without tag."""
+    parameters = module._parameters
+    if torch.compiler.is_compiling() or not isinstance(parameters, _Watched):
         return
-    for name in _records(module):
-        parameter = module._parameters.get(name)
-        if manifold_of(parameter) is None and isinstance(parameter, nn.Parameter):
-            module.__dict__[WATCHED] = False
+    for name, reading in parameters.records.items():
+        if not isinstance(parameters.get(name), nn.Parameter):
+            return  # a tensor of functional_call or of a replica: look again
+        if manifold_of(parameters[name]) != reading and not parameters.silent:
+            parameters.silent = True
             warnings.warn(
                 f"`{name}` of {type(module).__name__} has lost its Stiefel tag because its "
                 "parameter was replaced, and would be trained without its constraint; call "
@@ -170,7 +237,7 @@ def _warn_if_lost(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: AR
                 LostTagWarning,
                 stacklevel=2,
             )
-            return
+    parameters.disarm()
 
 
 @torch.no_grad()
@@ -185,7 +252,7 @@ def _warn_if_off(
         return
     for leaf, reading in _records(module).items():
         parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
-        if parameter is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        if parameter is None or not isinstance(value, Tensor) or is_sharded(value):
             continue
         if value.shape != parameter.shape or value.is_meta:
             continue  # torch refuses it, or there is nothing to see
@@ -246,7 +313,7 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
     found: dict[str, tuple[nn.Parameter, Stiefel | None]] = {}
     for name, parameter in model.named_parameters():
         record = recorded.get(id(parameter))
-        found[name] = parameter, record[1] if record else manifold_of(parameter)
+        found[name] = parameter, record[1] if record else manifold_of(parameter, name)
     return found
 
 
@@ -268,10 +335,8 @@ def retag(model: ModuleT) -> ModuleT:
         if reading is not None:
             tag(parameter, reading)
     for module in model.modules():
-        if names := _records(module):
-            # A sharded parameter is gathered into another object for the forward: nothing to watch.
-            tagged = (isinstance(module._parameters[name], ManifoldParameter) for name in names)
-            module.__dict__[WATCHED] = all(tagged)
+        if _records(module):
+            _watch(module)
     return model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -302,7 +303,8 @@ class ManifoldParameter(nn.Parameter):
 
     Args:
         data: The value; not projected here (the first optimizer step with lr > 0 does).
-        manifold: The reading. Default ``Stiefel()``: the last two dimensions are one matrix.
+        manifold: The reading. Default: that of ``data`` if it is tagged, else ``Stiefel()``, by
+            which the last two dimensions are one matrix.
         requires_grad: As in ``nn.Parameter``. Default: True.
 
     Raises:
@@ -316,7 +318,7 @@ class ManifoldParameter(nn.Parameter):
     def __new__(
         cls, data: Tensor, manifold: Stiefel | None = None, requires_grad: bool = True
     ) -> Self:
-        manifold = Stiefel() if manifold is None else manifold
+        manifold = manifold_of(data) or Stiefel() if manifold is None else manifold
         if not isinstance(manifold, Stiefel):
             raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
         if not isinstance(data, Tensor):
@@ -340,6 +342,18 @@ class ManifoldParameter(nn.Parameter):
         return copied
 
     @override
+    def detach(self) -> Tensor:
+        """Return a plain tensor, as always; to ``nn.Parameter(self)`` what it asks for, our type.
+
+        What ``nn.Parameter`` makes of a parameter must share its type, and then keeps its tag.
+        """
+        plain = super().detach()
+        if torch.compiler.is_compiling():
+            return plain
+        asked_by_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        return type(self)(plain, self.manifold) if asked_by_parameter else plain
+
+    @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.data, self.requires_grad, self.__dict__.copy())
 
@@ -357,9 +371,24 @@ def _rebuild(
     return parameter
 
 
-def manifold_of(parameter: Tensor | None) -> Stiefel | None:
-    """Return the tag of ``parameter``, or None."""
-    return getattr(parameter, "manifold", None)
+# torch.load(weights_only=True), its default, reads parameters that are saved with their tags.
+torch.serialization.add_safe_globals([ManifoldParameter, Stiefel, _rebuild])
+
+
+def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
+    """Return the tag of ``parameter``, or None; raise if its ``.manifold`` is another's."""
+    manifold = getattr(parameter, "manifold", None)
+    if manifold is None or isinstance(manifold, Stiefel):
+        return manifold
+    shape = "" if parameter is None else f" of shape {tuple(parameter.shape)}"
+    raise TypeError(
+        fail(
+            f"{name or 'parameter' + shape}.manifold",
+            "be a so.Stiefel",
+            f"{type(manifold).__module__}.{type(manifold).__qualname__}",
+            "convert the model with so.from_geoopt, or delete the attribute",
+        )
+    )
 
 
 def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.constraints import readings
+from stiefel_opt.report import constrained
 
 __all__ = ["orthonormality_penalty"]
 
@@ -32,9 +32,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     """
     check_range("weight", weight, 0.0)
     terms = []
-    for parameter, reading in readings(model).values():
-        if reading is None:
-            continue
+    for _, parameter, reading, _ in constrained(model, computed=False):
         for index, part in enumerate(reading.parts(parameter)):
             point = reading.matrices(part, index) / reading.scale
             identity = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)

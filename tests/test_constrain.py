@@ -202,7 +202,10 @@ def test_constraining_again_replaces_the_reading_and_watches_once():
     layer = so.constrain(so.constrain(nn.Linear(8, 8)), heads=4)
     assert layer.weight.manifold == Stiefel(heads=4)
     assert so.retag(layer).weight.manifold == Stiefel(heads=4)
-    assert len(layer._forward_pre_hooks) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer.load_state_dict({"weight": 2 * torch.eye(8), "bias": torch.zeros(8)})
+    assert len(caught) == 1
 
 
 def test_two_parameters_of_one_module():
@@ -210,6 +213,8 @@ def test_two_parameters_of_one_module():
     module.extra = nn.Parameter(torch.randn(4, 2))
     so.constrain(so.constrain(module), "extra")
     assert readings(module) == {"weight": Stiefel(), "extra": Stiefel()}
+    module.weight = nn.Parameter(module.weight.detach())
+    module.extra = nn.Parameter(module.extra.detach())
     assert len(module._forward_pre_hooks) == 1
 
 
@@ -438,14 +443,107 @@ def test_operations_that_keep_the_record_only(operation):
         model(x)
 
 
-def test_wrapping_a_tagged_parameter_needs_its_data():
-    """torch refuses to wrap any subclass of Parameter: loud, so nothing is lost in silence."""
-    layer = so.constrain(nn.Linear(4, 4))
-    with pytest.raises(
-        RuntimeError, match="Creating a Parameter from an instance of type Manifold"
-    ):
-        nn.Parameter(layer.weight)
-    assert type(nn.Parameter(layer.weight.data)) is nn.Parameter
+def hooks(model):
+    """The forward hooks of every kind in the model."""
+    return [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
+
+
+def forwarded(model):
+    model(torch.randn(2, 8, dtype=model.q.weight.dtype))
+    return model
+
+
+@pytest.mark.parametrize("operation", KEEPS_BOTH.values(), ids=KEEPS_BOTH)
+def test_a_forward_pass_has_no_hook(operation):
+    model = operation(forwarded(attention()))
+    x = torch.randn(2, 8, dtype=model.q.weight.dtype)
+    model(x)
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("operation", KEEPS_THE_RECORD.values(), ids=KEEPS_THE_RECORD)
+@pytest.mark.parametrize(
+    "before", [forwarded, copy.deepcopy, through_torch, so.retag], ids=lambda f: f.__name__
+)
+def test_replacing_is_seen_after_a_forward_pass_too(before, operation):
+    model = operation(before(forwarded(attention())))
+    x = torch.randn(2, 8, device=model.q.weight.device, dtype=model.q.weight.dtype)
+    with pytest.warns(so.LostTagWarning):
+        model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+        so.retag(model)(x)
+    assert not hooks(model)
+
+
+def test_torchscript_takes_a_constrained_model():
+    """At once, and after a replaced parameter was tagged again."""
+    model = attention().eval()
+    x = torch.randn(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for ready in (model, so.retag(replaced(model))):
+            assert not hooks(ready)
+            torch.testing.assert_close(torch.jit.script(ready)(x), model(x))
+
+
+def test_the_fast_path_of_an_encoder_layer_is_taken(monkeypatch):
+    calls = []
+    fast = torch._transformer_encoder_layer_fwd
+
+    def counted(*arguments):
+        calls.append(1)
+        return fast(*arguments)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    so.constrain(layer.self_attn, "in_proj_weight", rows=((0, 8), (8, 16)), heads=2)
+    so.constrain(layer.self_attn, "out_proj.weight")
+    with torch.inference_mode():
+        layer(torch.randn(2, 3, 8))
+        assert len(calls) == 1
+        layer.self_attn.in_proj_weight = nn.Parameter(layer.self_attn.in_proj_weight.data)
+        with pytest.warns(so.LostTagWarning):
+            layer(torch.randn(2, 3, 8))
+        layer(torch.randn(2, 3, 8))
+    assert len(calls) == 2
+
+
+def test_a_module_whose_forward_is_never_called_warns_when_it_is_loaded():
+    """Attention multiplies by the weight of out_proj itself."""
+    module = so.constrain(nn.MultiheadAttention(8, 2), "out_proj.weight")
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.load_state_dict(state)
+    with pytest.warns(so.LostTagWarning, match="`weight` of NonDynamicallyQuantizableLinear has"):
+        module.load_state_dict(state, assign=True)
+    assert so.retag(module).out_proj.weight.manifold == Stiefel()
+    with pytest.warns(so.LostTagWarning):
+        module.load_state_dict(state, assign=True)
+
+
+def test_a_parameter_of_the_same_type_is_read_as_recorded():
+    """accelerate replaces a parameter by ``type(parameter)(value, requires_grad=...)``."""
+    layer = so.constrain(nn.Conv2d(3, 8, 3))
+    kind, value = type(layer.weight), layer.weight.data.clone()
+    layer._parameters["weight"] = kind(value, requires_grad=layer.weight.requires_grad)
+    assert layer.weight.manifold == Stiefel(flatten=True)
+    assert not hooks(layer)
+    assert kind(layer.weight).manifold == Stiefel(flatten=True)
+
+
+def test_another_package_s_manifold_is_refused_by_name():
+    layer = nn.Linear(4, 4)
+    layer.weight.manifold = object()
+    text = r"`weight.manifold` must be a so.Stiefel, got builtins.object; .*so.from_geoopt"
+    for function in (so.constrain, so.report, so.retag, so.param_groups, so.orthonormality_error):
+        with pytest.raises(TypeError, match=text):
+            function(layer)
+    with pytest.raises(TypeError, match=r"`parameter of shape \(4, 4\).manifold` must be a so.S"):
+        so.orthonormality_error(layer.weight)
+    assert type(layer.weight) is nn.Parameter
 
 
 def test_functional_call_does_not_warn():

@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import stiefel_opt as so
+from stiefel_opt.parametrizations import GeneralizedHouseholder
 
 # ---- migration ---------------------------------------------------------------------------------
 
@@ -377,6 +378,31 @@ def test_a_process_without_writer_takes_part_and_an_error_shows(generator):
     opt.step()
     assert [tag for tag, _, _ in writer.points] == ["error/max", "error/0.weight"]
     assert writer.points[0][1] == float(so.orthonormality_error(model)) > 1e-3
+
+
+def test_report_error_and_curves_are_of_the_same_weights():
+    """A generalized reflection is a parametrization here, but not orthonormal."""
+    model = logged_model()
+    model.append(nn.Linear(2, 2))
+    parametrize.register_parametrization(model[-1], "weight", GeneralizedHouseholder(2))
+    model.append(parametrizations.weight_norm(so.orthogonal(nn.Linear(2, 2))))
+    writer, opt = Writer(), torch.optim.SGD(model.parameters(), lr=0.0)
+    so.log_orthonormality(opt, model, writer, every=1, tag="error")
+    opt.step()
+    lines = so.report(model).lines
+    found = {name: value for name, value, _ in writer.points}
+    assert found.pop("error/max") == max(line.error for line in lines)
+    assert found == {f"error/{line.name}": line.error for line in lines}
+    assert float(so.orthonormality_error(model)) == max(line.error for line in lines)
+
+
+def test_nothing_is_logged_of_a_model_without_values():
+    with torch.device("meta"):
+        model = so.constrain(nn.Linear(2, 2))
+    writer, opt = Writer(), torch.optim.SGD(model.parameters(), lr=0.1)
+    so.log_orthonormality(opt, model, writer, every=1)
+    opt.step()
+    assert not writer.points
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import stiefel_opt as so
 from stiefel_opt.manifold import manifold_of, tag
@@ -234,17 +235,27 @@ def test_manifold_parameter_refuses():
             so.ManifoldParameter(data, manifold)
 
 
-def through_torch(parameter):
+def through_torch(value, *, weights_only=False):
     buffer = io.BytesIO()
-    torch.save(parameter, buffer)
+    torch.save(value, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+def through_torch_safely(value):
+    return through_torch(value, weights_only=True)
 
 
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p)), through_torch],
-    ids=["copy", "deepcopy", "pickle", "torch.save"],
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda p: pickle.loads(pickle.dumps(p)),
+        through_torch,
+        through_torch_safely,
+    ],
+    ids=["copy", "deepcopy", "pickle", "torch.save", "torch.save, weights_only"],
 )
 def test_duplicates_of_a_parameter_keep_the_tag(duplicate):
     for requires_grad in (True, False):
@@ -260,6 +271,50 @@ def test_duplicates_of_a_parameter_keep_the_tag(duplicate):
         assert shares == (duplicate is copy.copy)
         if duplicate is not copy.deepcopy:
             assert twin.note == parameter.note
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_parameter_of_a_parameter_keeps_its_tag_and_its_memory(requires_grad):
+    weight = so.ManifoldParameter(numbered(6, 4), Stiefel(heads=3))
+    twin = nn.Parameter(weight, requires_grad)
+    assert type(twin) is so.ManifoldParameter
+    assert twin is not weight
+    assert twin.manifold == Stiefel(heads=3)
+    assert twin.requires_grad == requires_grad
+    assert twin.is_leaf
+    assert twin.data_ptr() == weight.data_ptr()
+    assert type(twin.detach()) is type(weight.detach()) is torch.Tensor
+    assert copy.deepcopy(twin).manifold == through_torch_safely(twin).manifold == Stiefel(heads=3)
+    assert so.ManifoldParameter(weight).manifold == Stiefel(heads=3)
+    assert so.ManifoldParameter(weight, Stiefel()).manifold == Stiefel()
+
+
+def test_detaching_in_a_compiled_function_is_one_graph():
+    weight = so.ManifoldParameter(torch.eye(4))
+    compiled = torch.compile(lambda p: 2 * p.detach(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(weight), 2 * torch.eye(4))
+
+
+def test_weight_norm_takes_a_tagged_layer_and_the_record_says_so():
+    layer = parametrizations.weight_norm(so.constrain(nn.Linear(4, 3)))
+    assert layer(torch.ones(1, 4)).shape == (1, 3)
+    with pytest.raises(ValueError, match="`weight` must still be a parameter: it is constrained"):
+        so.param_groups(layer)
+
+
+@pytest.mark.parametrize("kind", ["named_parameters", "state_dict"])
+def test_parameters_with_their_tags_load_as_weights_only(kind):
+    layer = so.constrain(nn.Linear(4, 4), heads=2)
+    saved = dict(layer.named_parameters())
+    saved = saved if kind == "named_parameters" else layer.state_dict(keep_vars=True)
+    loaded = through_torch_safely(saved)
+    assert loaded["weight"].manifold == Stiefel(heads=2)
+    assert torch.equal(loaded["weight"], layer.weight)
+    other = so.constrain(nn.Linear(4, 4), heads=2)
+    for assign in (False, True):
+        other.load_state_dict(loaded, assign=assign)
+        assert torch.equal(other.weight, layer.weight)
+        assert other.weight.manifold == Stiefel(heads=2)
 
 
 def test_deepcopy_keeps_ties_and_strides():

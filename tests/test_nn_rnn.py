@@ -109,6 +109,16 @@ def test_packed_sequences_as_torch(options, enforce_sorted, given, generator):
     assert_same_training(ours, theirs, (found[0].data, found[1]), (expected[0].data, expected[1]))
 
 
+def test_packed_sequences_under_another_default_device(generator):
+    ours, _ = twins(bidirectional=True)
+    sequences = [torch.randn(n, INPUT, generator=generator, dtype=torch.float64) for n in (4, 2)]
+    packed = pack_sequence(sequences)
+    expected, _ = ours(packed)
+    with torch.device("meta"):
+        found, _ = ours(packed)
+    assert torch.equal(found.data, expected.data)
+
+
 def test_dropout_between_layers_only_in_training(generator):
     ours, theirs = twins(num_layers=2, dropout=0.5)
     inputs = torch.randn(STEPS, BATCH, INPUT, generator=generator, dtype=torch.float64)
@@ -328,6 +338,19 @@ def test_state_of_torch_loads_as_its_nearest_point():
     left, _, right = torch.linalg.svd(theirs.weight_hh_l0.detach())
     torch.testing.assert_close(module.weight_hh_l0.detach(), left @ right, rtol=1e-4, atol=1e-4)
     assert torch.equal(module.weight_ih_l0, theirs.weight_ih_l0)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16])
+@pytest.mark.parametrize("assign", [False, True])
+def test_any_dtype_loads_as_its_nearest_point(dtype, assign):
+    module = OrthogonalRNN(INPUT, HIDDEN, transition="tagged", dtype=dtype)
+    state = copy.deepcopy(module.state_dict())
+    state["weight_hh_l0"] = torch.randn(HIDDEN, HIDDEN, dtype=dtype)
+    module.load_state_dict(state, assign=assign)
+    assert so.orthonormality_error(module) < 3 * torch.finfo(dtype).eps * HIDDEN**0.5
+    before = copy.deepcopy(module.state_dict())
+    module.load_state_dict(before)  # what is there stays
+    torch.testing.assert_close(dict(module.state_dict()), dict(before), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])

@@ -178,6 +178,14 @@ def test_the_weight_stays_orthonormal_when_its_dtype_changes(case):
     torch.testing.assert_close(module.weight, before, rtol=0, atol=near)
 
 
+def test_a_state_dict_written_under_another_default_device_has_values():
+    layer = so.orthogonal(nn.Linear(3, 3), map="trivialization")
+    with torch.device("meta"):
+        state = layer.state_dict()
+    assert not any(value.is_meta for value in state.values())
+    layer.load_state_dict(state)
+
+
 @pytest.mark.parametrize("name", ["matrix_exp", "trivialization"])
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_base_of_a_half_precision_checkpoint_is_made_orthonormal(name, assign):

@@ -13,8 +13,8 @@ from typing_extensions import override
 from stiefel_opt._checks import check_choice, check_dtype, fail
 from stiefel_opt.constraints import constrain
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.monitor import table
 from stiefel_opt.nn import MultiheadAttention
+from stiefel_opt.report import table
 
 __all__ = ["AttentionReport", "constrain_attention"]
 
@@ -115,7 +115,7 @@ def constrain_attention(
     Raises:
         ValueError: for another constraint or ``which``, or if no module can be read; it lists what
             was found. Nothing is changed then.
-        TypeError: for weights other than float32 and float64.
+        TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses.
 
     Note: Values become the nearest point, as by :func:`stiefel_opt.constrain`. Where H d > E the
         weights of "across" are tall, and their columns are orthonormal: the report says so.

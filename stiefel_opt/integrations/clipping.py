@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_flag, check_range, fail
 from stiefel_opt.geometry import project_tangent
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.manifold import Stiefel
 
 __all__ = ["clip_grad_norm_"]
 
@@ -74,7 +74,7 @@ def clip_grad_norm_(
 def _norms(parameter: Tensor) -> list[Tensor]:
     """Return the norm of each part of a gradient that moves its parameter."""
     grad: Tensor = parameter.grad  # type: ignore[assignment]
-    reading = manifold_of(parameter)
+    reading = getattr(parameter, "manifold", None)
     if not isinstance(reading, Stiefel):
         values = grad.coalesce().values() if grad.is_sparse else grad
         return [torch.linalg.vector_norm(values)]

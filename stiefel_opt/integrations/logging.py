@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stiefel_opt._checks import fail
-from stiefel_opt.constraints import readings
-from stiefel_opt.manifold import Stiefel
-from stiefel_opt.monitor import orthonormality_error
-from stiefel_opt.parametrizations.base import Parametrization
+from stiefel_opt.report import constrained, orthonormality_error
 
 __all__ = ["ScalarWriter", "log_orthonormality"]
 
@@ -70,7 +65,7 @@ def log_orthonormality(
     for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
         if type(value) is not int or value < least:
             raise ValueError(fail(name, f"be an integer of at least {least}", repr(value)))
-    if next(_orthonormal(model), None) is None:
+    if next(constrained(model), None) is None:
         remedy = "call so.constrain or so.orthogonal first"
         kind = f"a {type(model).__name__} of none"
         raise ValueError(fail("model", "have an orthonormal weight", kind, remedy))
@@ -82,29 +77,18 @@ def log_orthonormality(
         step += 1
         if step % every:
             return
-        names, errors = [], []
-        for name, value, reading in _orthonormal(model):
-            names.append(name)
-            errors.append(orthonormality_error(value, reading))
-        found = torch.stack([error.to(errors[0].device) for error in errors])
+        errors = {
+            name: orthonormality_error(value, reading)
+            for name, value, reading, _ in constrained(model)
+            if not value.is_meta
+        }
+        if not errors:
+            return
+        device = next(iter(errors.values())).device
+        found = torch.stack([error.to(device) for error in errors.values()])
         if writer is not None:
             writer.add_scalar(f"{tag}/max", float(found.amax()), step)  # NaN shows
-            for name, error in zip(names, found.tolist(), strict=True):
+            for name, error in zip(errors, found.tolist(), strict=True):
                 writer.add_scalar(f"{tag}/{name}", error, step)
 
     return optimizer.register_step_post_hook(log)
-
-
-def _orthonormal(model: nn.Module) -> Iterator[tuple[str, Tensor, Stiefel]]:
-    """Give name, value and reading of every constrained parameter and parametrized weight."""
-    for name, (parameter, reading) in readings(model).items():
-        if reading is not None and not parameter.is_meta:
-            yield name, parameter, reading
-    for path, module in model.named_modules():
-        if not parametrize.is_parametrized(module):
-            continue
-        for leaf, listed in module.parametrizations.items():
-            last = listed[-1]  # what comes after it may undo it
-            if isinstance(last, Parametrization):
-                name = f"{path}.{leaf}" if path else leaf
-                yield name, getattr(module, leaf), last.manifold

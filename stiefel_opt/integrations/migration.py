@@ -29,7 +29,7 @@ def from_torch_orthogonal(model: ModuleT) -> ModuleT:
 
     Raises:
         ValueError: if it has none, or one that further parametrizations share; nothing is changed.
-        TypeError: for dtypes other than float32 and float64.
+        TypeError: for dtypes that :func:`stiefel_opt.constrain` refuses.
 
     Note: Values that are off by more than rounding become the nearest point. Build the optimizer
         afterwards: state of the former weight means nothing to the new one. To move a checkpoint,
@@ -51,7 +51,7 @@ def from_geotorch(model: ModuleT) -> ModuleT:
 
     Raises:
         ValueError: if it has none, or one that further parametrizations share; nothing is changed.
-        TypeError: for dtypes other than float32 and float64.
+        TypeError: for dtypes that :func:`stiefel_opt.constrain` refuses.
     """
     return _unparametrized(model, _is_geotorch_stiefel, "geotorch.orthogonal")
 
@@ -68,7 +68,7 @@ def from_geoopt(model: ModuleT) -> ModuleT:
     Raises:
         ValueError: if it has none, or one on another manifold, which this package has not; nothing
             is changed.
-        TypeError: for dtypes other than float32 and float64.
+        TypeError: for dtypes that :func:`stiefel_opt.constrain` refuses.
 
     Note: The metric of geoopt, canonical by default, is an option of the optimizers here:
         ``so.StiefelSGD(..., metric="canonical")``.

@@ -29,7 +29,6 @@ TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
 
 _HALF = (torch.float16, torch.bfloat16)
-_TRAINABLE = (torch.float32, torch.float64)
 
 
 def check_transition(transition: str | None) -> None:
@@ -130,7 +129,7 @@ def _see_assignment(
 def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa: ARG001
     assigned = module.__dict__.pop(_ASSIGNED, False)
     for name, (parameter, reading) in readings(module).items():
-        if reading is None or parameter.dtype not in _TRAINABLE:
+        if reading is None:
             continue
         if assigned:  # the storage is that of another model or of a file: project a copy
             path, _, leaf = name.rpartition(".")

@@ -278,7 +278,7 @@ def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:
     """Turn each sequence round within its length; the padding stays where it is."""
     if lengths is None:
         return steps.flip(0)
-    time = torch.arange(len(steps)).unsqueeze(-1)
+    time = torch.arange(len(steps), device=lengths.device).unsqueeze(-1)
     order = torch.where(time < lengths, lengths - 1 - time, time).to(steps.device)
     return steps.gather(0, order.unsqueeze(-1).expand_as(steps))
 

@@ -186,7 +186,7 @@ class Trivialization(_Based):
 
     @override
     def get_extra_state(self) -> Tensor:
-        return torch.tensor([self._changes, self._has_changed()])
+        return torch.tensor([self._changes, self._has_changed()], device="cpu")
 
     @override
     def set_extra_state(self, state: Tensor) -> None:

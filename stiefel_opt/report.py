@@ -8,16 +8,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.constraints import readings
+from stiefel_opt.distributed import whole
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.manifold import Stiefel, manifold_of
 
-__all__ = ["Report", "orthonormality_error", "report", "table"]
+__all__ = ["Report", "constrained", "orthonormality_error", "report", "table"]
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     if isinstance(x, nn.Module):
         if manifold is not None:
             raise ValueError(fail("manifold", "be None for a model", manifold))
-        errors = [_error(weight, reading) for _, weight, reading, _ in _constrained(x)]
+        errors = [_error(weight, reading) for _, weight, reading, _ in constrained(x)]
         if not errors:
             kind = type(x).__name__
             remedy = "call so.constrain or so.orthogonal first"
@@ -59,17 +59,21 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     return _error(x, reading)
 
 
-def _constrained(model: nn.Module) -> Iterator[tuple[str, Tensor, Stiefel, str]]:
-    """Yield name, value and reading of tagged parameters and of parametrized weights, and the map.
+def constrained(
+    model: nn.Module, *, computed: bool = True
+) -> Iterator[tuple[str, Tensor, Stiefel, str]]:
+    """Yield name, value, reading and map of every orthonormal weight of ``model``, the only walk.
 
-    The reading of a map is its attribute ``manifold``, and ``orthonormal`` says that it keeps to
-    it; of several parametrizations of one weight only the last decides.
+    Tagged parameters come first, their map is ``""``; then, unless ``computed`` is False, what
+    :func:`stiefel_opt.orthogonal` computes. The reading of a map is its attribute ``manifold``, and
+    ``orthonormal`` says that it keeps to it; of several parametrizations of one weight only the
+    last decides.
     """
     for name, (parameter, reading) in readings(model).items():
         if reading is not None:
             yield name, parameter, reading, ""
     for prefix, module in model.named_modules():
-        if not parametrize.is_parametrized(module):
+        if not (computed and parametrize.is_parametrized(module)):
             continue
         maps: dict[str, nn.ModuleList] = dict(module.parametrizations.named_children())
         for leaf, listed in maps.items():
@@ -84,9 +88,7 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     precise = torch.complex128 if tensor.is_complex() else torch.float64
     if tensor.device.type == "mps":
         precise = torch.complex64 if tensor.is_complex() else torch.float32
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+    tensor = whole(tensor.detach())
     errors = []
     for index, part in enumerate(reading.parts(tensor)):
         point = reading.matrices(part, index).to(precise) / reading.scale
@@ -184,7 +186,7 @@ def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
     """
     lines = []
     skipped = {} if optimizer is None else optimizer.skipped_steps_of()
-    for name, weight, reading, kind in _constrained(model):
+    for name, weight, reading, kind in constrained(model):
         error = None if weight.is_meta else _error(weight, reading).item()
         shape = tuple(weight.shape)
         tagged = manifold_of(weight) is not None

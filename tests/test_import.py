@@ -1,0 +1,87 @@
+"""What ``import stiefel_opt`` costs beside torch, and that it works where torch has no DTensor."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt.distributed import is_sharded, local_part, whole
+
+BESIDE_TORCH = """
+import sys, time
+start = time.perf_counter()
+import torch
+middle, before = time.perf_counter(), set(sys.modules)
+import stiefel_opt
+share = (time.perf_counter() - middle) / (middle - start)
+others = [name for name in set(sys.modules) - before if name.split(".")[0] != "stiefel_opt"]
+assert not others, sorted(others)
+print(share)
+"""
+
+WITHOUT_DISTRIBUTED = """
+import sys
+import torch
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("torch.distributed.tensor", "torch.distributed.fsdp")):
+            raise ModuleNotFoundError(name)
+
+torch.distributed.is_available = lambda: False
+sys.meta_path.insert(0, Missing())
+
+import copy
+import stiefel_opt as so
+from stiefel_opt.distributed import is_sharded, local_part, whole
+
+model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 4))
+so.constrain(model[0])
+so.orthogonal(model[1])
+assert local_part(model[0].weight) is whole(model[0].weight) is model[0].weight
+for make in (so.StiefelSGD, so.StiefelAdam, so.ProjectedRGD, so.CayleySGD, so.CayleyAdam):
+    optimizer = make(so.param_groups(model), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).square().sum().backward()
+        so.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copy.deepcopy(model).load_state_dict(model.state_dict())
+    so.report(model, optimizer)
+print(float(so.orthonormality_error(model)))
+"""
+
+
+def printed(script: str) -> float:
+    """Run a script in a process of its own; return the number that it prints."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return float(result.stdout)
+
+
+def test_importing_takes_a_quarter_of_torch_s_time_at_most() -> None:
+    """And imports nothing that torch does not; it is less than a tenth on a quiet machine."""
+    assert printed(BESIDE_TORCH) < 0.25 or printed(BESIDE_TORCH) < 0.25
+
+
+def test_works_where_torch_has_no_distributed() -> None:
+    assert printed(WITHOUT_DISTRIBUTED) < 1e-5
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), nn.Parameter(torch.ones(2)), None, "text"])
+def test_what_is_not_sharded_is_as_it_is(value: object) -> None:
+    assert not is_sharded(value)
+    if isinstance(value, torch.Tensor):
+        assert local_part(value) is whole(value) is value
+
+
+def test_asking_in_a_compiled_function_is_one_graph() -> None:
+    weight = so.ManifoldParameter(torch.eye(3))
+    compiled = torch.compile(lambda p: local_part(p) * 2, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(weight), 2 * torch.eye(3))
