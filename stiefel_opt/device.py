@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -55,7 +56,10 @@ def is_compiling() -> bool:
 
 def is_cpu(tensor: Tensor) -> bool:
     """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
-    return tensor.is_cpu
+    return _is_on_cpu(tensor)
+
+
+_is_on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")
 
 
 def is_free_to_read(tensor: Tensor) -> bool:

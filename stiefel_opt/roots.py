@@ -51,6 +51,7 @@ def roots(
     scale: float = 1.0,
     bend: int = 0,
     overwrite: bool = False,
+    square: Tensor | None = None,
 ) -> Roots:
     r"""Return :math:`S = (I + E)^{-1/2} - I` and its companion, E symmetric, 0 <= E <= limit.
 
@@ -67,6 +68,7 @@ def roots(
         scale: Factor of E.
         bend: Of how many of the last matrices (I + Q)^(-1) is wanted.
         overwrite: Whether ``matrix`` may be used as memory.
+        square: M^2, where somebody has it already.
 
     Returns: :class:`Roots`.
     Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 6 to 20 beyond; no host sync.
@@ -76,8 +78,9 @@ def roots(
     few = matrix.numel() <= FEW
     powers = [matrix]
     if plan.degree > 2 and not few:
-        powers.append(symmetric_product(matrix, matrix))
-        if is_free_to_read(matrix) and (plan.iterations or matrix.size(-1) > MEDIUM):
+        powers.append(symmetric_product(matrix, matrix) if square is None else square)
+        is_wide = plan.iterations or matrix.size(-1) > MEDIUM
+        if square is None and is_wide and is_free_to_read(matrix):
             # |E|^2 <= |E^2| sharpens the bound, and may save products
             limit = min(limit, scale * largest_bound(powers[1]) ** 0.5)
             plan = _plan(limit, matrix)
@@ -90,13 +93,15 @@ def roots(
     shrink = _polynomial(powers, plan.shrink, scale)
     powers.clear()
     # P = Q - I for Q = A^(1/2), and Q must be exactly A R, or the iteration drifts.
-    grow = torch.baddbmm(shrink, matrix, shrink, alpha=scale).add_(matrix, alpha=scale)
-    for _ in range(plan.iterations):
-        residual = torch.baddbmm(grow, shrink, grow).add_(shrink)  # R Q - I
-        grow, shrink = (
-            torch.baddbmm(grow, grow, residual, alpha=-0.5).add_(residual, alpha=-0.5),
-            torch.baddbmm(shrink, residual, shrink, alpha=-0.5).add_(residual, alpha=-0.5),
-        )
+    grow = symmetric_product(matrix, shrink, into=shrink.clone(), beta=1.0, alpha=scale)
+    grow.add_(matrix, alpha=scale)
+    for left in reversed(range(plan.iterations)):
+        residual = symmetric_product(shrink, grow, into=grow.clone(), beta=1.0).add_(shrink)
+        shrink = symmetric_product(residual, shrink, into=shrink.clone(), beta=1.0, alpha=-0.5)
+        shrink.add_(residual, alpha=-0.5)  # residual is R Q - I
+        if left:
+            grow = symmetric_product(grow, residual, into=grow.clone(), beta=1.0, alpha=-0.5)
+            grow.add_(residual, alpha=-0.5)
     if not bend:
         return Roots(shrink, None)
     # r / (1 + r) = 1 - 1 / (1 + r)

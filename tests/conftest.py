@@ -57,4 +57,4 @@ def example(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a device from which a number is read only by waiting for it."""
-    monkeypatch.setattr("stiefel_opt.device.is_cpu", lambda _: False)
+    monkeypatch.setattr("stiefel_opt.device._is_on_cpu", lambda _: False)

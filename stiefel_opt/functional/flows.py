@@ -27,6 +27,7 @@ from stiefel_opt.linalg import (
     own_gram,
     plus_identity,
     polar_rotation,
+    symmetric_product,
 )
 from stiefel_opt.roots import roots
 
@@ -227,15 +228,19 @@ def moves_of(
         limit = scale * largest_bound(squares)
     # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
     is_short = math.sqrt(size) * limit <= _SATURATION**2
+    second = None
     if not (is_short and _turns_little(skew, lr, limit)):
-        norm, norm_skew = infinity_norm(gram_normal), infinity_norm(skew)
-        most = _longest(lr, reader, lambda: torch.maximum(norm.amax(), norm_skew.amax().square()))
-        shorter = (most / (norm * (lr * lr))).clamp(max=1.0)
+        shorter = (_SATURATION**2 / (infinity_norm(gram_normal) * (lr * lr))).clamp(max=1.0)
         gram_normal, step = gram_normal * (shorter * (lr * lr)), lr * shorter.sqrt()
-        turn, scale = _shortened(norm_skew, lr, most), 1.0
+        turn, scale = _shortened(infinity_norm(skew), lr), 1.0
         squares = torch.cat([squares[:count] * (turn * turn), gram_normal])
-        limit = largest_bound(squares) if reader.is_exact else most
-    found = roots(squares, limit, scale=scale, bend=count if bend else 0)
+        if reader.is_exact:
+            limit = largest_bound(squares)
+        else:
+            squares, second, shorter, limit = _held(squares, lr, reader)
+            gram_normal, turn = squares[count:], turn * shorter[:count]
+            step = step * shorter[count:]
+    found = roots(squares, limit, scale=scale, bend=count if bend else 0, square=second)
     turn_shrink, shrink = found.shrink.unsafe_chunk(2)
     rotation = polar_rotation(skew, turn_shrink, turn)
     frame = after(rotation, shrink)
@@ -254,17 +259,18 @@ def turn_of_square(
     """
     skew = compute()
     square = own_gram(skew)
-    turn, scale, limit = lr, 1.0, math.inf
+    turn, scale, limit, second = lr, 1.0, math.inf, None
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(square)
     if not _turns_little(skew, lr, limit):
-        norm = infinity_norm(skew)
-        most = _longest(lr, reader, lambda: norm.square())
-        turn = _shortened(norm, lr, most)
-        square, scale, limit = square * (turn * turn), 1.0, min(limit, most)
+        turn = _shortened(infinity_norm(skew), lr)
+        square, scale, limit = square * (turn * turn), 1.0, min(limit, _SATURATION**2)
+        if not reader.is_exact:
+            square, second, shorter, limit = _held(square, lr, reader)
+            turn = turn * shorter
     del skew
-    shrink = roots(square, limit, scale=scale, overwrite=True).shrink
+    shrink = roots(square, limit, scale=scale, overwrite=True, square=second).shrink
     del square
     return polar_rotation(compute(), shrink, turn), shrink
 
@@ -322,13 +328,33 @@ class _Apart(Reader):
         return self._reader.number("coupling " + name, value)
 
 
+def _held(squares: Tensor, lr: Scalar, reader: Reader) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Shorten steps that have outgrown what is known of the step before, so that roots are exact.
+
+    Args:
+        squares: E = lr^2 K'K, ``(k, m, m)``.
+
+    Returns: E, E^2, by how much the steps are shortened, ``(k, 1, 1)``, and a bound on E.
+    """
+    second = symmetric_product(squares, squares)
+    bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
+    most = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
+    shorter = (most / bound).clamp(max=1.0)
+    return squares * shorter, second * shorter.square(), shorter.sqrt(), most
+
+
 def _longest(
     lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _SATURATION**2
 ) -> float:
-    """Return up to where roots are worked out, for lr^2 ``value()`` as far as it is known."""
-    if reader.is_exact or isinstance(lr, Tensor):
+    """Return up to where roots are worked out, for lr^2 ``value()`` as far as it is known.
+
+    A rate that is a tensor is part of ``value()`` already.
+    """
+    if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
         return most
-    known = _MARGIN * lr * lr * reader.number("length", value)
+    known = _MARGIN * reader.number("length", value)
+    if not isinstance(lr, Tensor):  # it may be another than in the step before
+        known *= lr * lr
     return min(most, max(_SHORT, known)) if known == known else most
 
 
@@ -341,9 +367,9 @@ def _turns_little(skew: Tensor, lr: Scalar, limit: float) -> bool:
     return abs(lr) * float(infinity_norm(skew).max()) <= _SATURATION
 
 
-def _shortened(norm: Tensor, lr: Scalar, most: float) -> Tensor:
-    """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most the root of ``most``."""
-    longest = (math.sqrt(most) / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
+def _shortened(norm: Tensor, lr: Scalar) -> Tensor:
+    """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most 4."""
+    longest = (_SATURATION / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
     if isinstance(lr, Tensor):
         return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), longest), lr)
     return longest.clamp(max=abs(lr)) * math.copysign(1.0, lr)

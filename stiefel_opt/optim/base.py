@@ -203,7 +203,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
                 self._step_plain(group, plain, grads, [self.state[p] for p in plain])
             missed += self._step_constrained(index, group)
-        warn_of_skipped(names_of(missed, self.param_groups))  # last: it may be an error
+        warn_of_skipped(names_of(missed, self.param_groups), missed)  # last: it may be an error
         return loss
 
     def _step_traced(self, index: int, group: Group) -> None:
@@ -349,7 +349,7 @@ class StiefelOptimizer(Optimizer, ABC):
             refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, self.param_groups)
         check_finite([owner.parameter for owner in changed], self.param_groups)
         missed = self._step_constrained(index, group, number, lr)
-        warn_of_skipped(names_of(missed, self.param_groups))
+        warn_of_skipped(names_of(missed, self.param_groups), missed)
 
     def _step_constrained(
         self, index: int, group: Group, only: int | None = None, given_lr: Tensor | None = None

@@ -254,11 +254,11 @@ class Batch:
         self._strides: tuple[int, ...] | None = None  # of tensors that the next fits
         self._view: tuple[torch.Size, tuple[int, ...], int] = (torch.Size(), (), 0)
 
-    def read(self, tensors: list[Tensor]) -> Tensor:
-        """Return the matrices of these blocks, one tensor like the parameter for each."""
+    def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
+        """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
         first, tensor = self.blocks[0], tensors[0]
         if not self._is_one:
-            parts = self._parts(tensors)
+            parts = self._parts(tensors, blocks)
             joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
             return as_batch(first.matrices(joined, stacked=True))
         if tensor.stride() == self._strides:
@@ -297,24 +297,23 @@ class Batch:
             torch._foreach_copy_(parts, list(stored.unbind()))
 
     def picked(self, blocks: list[int], device: torch.device) -> tuple[Tensor, State]:
-        """Return an index of these blocks, and a copy of their state."""
+        """Return an index of the matrices of these blocks, and a copy of their state."""
         index = torch.tensor(blocks, device=device)
-        state = {
-            name: tensor.unflatten(0, (-1, self.each))[index].flatten(0, 1)
-            for name, tensor in self.state.items()
-        }
-        return index, state
+        if self.each > 1:
+            first = (index * self.each).unsqueeze(1)
+            index = (first + torch.arange(self.each, device=device)).flatten()
+        return index, {name: tensor[index] for name, tensor in self.state.items()}
 
     def put_back(self, index: Tensor, state: State) -> None:
         """Put a copy of the state of some blocks back."""
         for name, tensor in self.state.items():
-            tensor.unflatten(0, (-1, self.each))[index] = state[name].unflatten(0, (-1, self.each))
+            tensor[index] = state[name]
 
     def of_each(self, of_block: Tensor) -> Tensor:
         """Return ``(k, 1, 1)``: for each matrix what ``of_block`` says of its block."""
         return of_block.repeat_interleave(self.each).view(-1, 1, 1)
 
-    def _parts(self, tensors: list[Tensor], blocks: list[int] | None = None) -> list[Tensor]:
+    def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
         if not self._in_parts:
             return tensors
         chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]

@@ -193,8 +193,8 @@ class Constrained:
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, name), known in zip(self._slots, self._windows, strict=True):
-            window = state.get(name)
-            if window is not None and window is known():
+            window = known()
+            if isinstance(window, Tensor) and state.get(name) is window:
                 state[name] = window.clone()
 
     def forget(self) -> None:
@@ -354,8 +354,8 @@ class Constrained:
             if len(chosen) == len(batch.places):
                 chosen = None
         tensors = [values[place] for place in places]
-        point = stored = batch.read(tensors)
-        grad = batch.read([self._grads[place] for place in places])  # type: ignore[misc]
+        point = stored = batch.read(tensors, chosen)
+        grad = batch.read([self._grads[place] for place in places], chosen)  # type: ignore[misc]
         if grad.dtype != point.dtype:
             grad = grad.to(point.dtype)
         if judges and numbers is not None:
@@ -436,13 +436,16 @@ class Constrained:
                 continue
             split, value = owner.local_manifold.plain_parts, values[owner.place]
             parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-            if self._ok is not None:  # its kernels take a verdict, but only one
-                move_rows(list(split(value)), parts, own, (~self._ok[owner.place]).float())
+            if not is_cpu(value):  # its kernels take a verdict, but only one
+                left = grad.new_zeros((), dtype=torch.float32)
+                if self._ok is not None:
+                    left = (~self._ok[owner.place]).float()
+                move_rows(list(split(value)), parts, own, left)
             parameters += split(value)
             grads += parts
             states += own
             owners.append((owner, own))
-        if parameters and self._ok is None:
+        if parameters and is_cpu(self.steps):
             move_rows(parameters, grads, states, None)
         for owner, own in owners:
             for index, state in enumerate(own):
