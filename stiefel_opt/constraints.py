@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
+from stiefel_opt.device import is_compiling
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import CONVOLUTIONS, ManifoldParameter, Stiefel, manifold_of, tag
@@ -183,7 +184,7 @@ class _Watched(dict[str, Any]):
     @override
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        if self.silent or torch.compiler.is_compiling() or name not in self.records:
+        if self.silent or is_compiling() or name not in self.records:
             return
         if isinstance(value, ManifoldParameter):  # type(p)(value) has no reading of its own
             value.manifold = self.records[name]
@@ -223,7 +224,7 @@ def _watch(module: nn.Module) -> None:
 def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
     """Hook before a forward pass, or after loading: warn of a recorded parameter without tag."""
     parameters = module._parameters
-    if torch.compiler.is_compiling() or not isinstance(parameters, _Watched):
+    if is_compiling() or not isinstance(parameters, _Watched):
         return
     for name, reading in parameters.records.items():
         if not isinstance(parameters.get(name), nn.Parameter):

@@ -31,6 +31,7 @@ __all__ = [
     "Now",
     "Reader",
     "exact_products",
+    "finest_dtype",
     "full_precision",
     "is_compiling",
     "is_cpu",
@@ -60,6 +61,13 @@ def is_cpu(tensor: Tensor) -> bool:
 
 
 _is_on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")
+
+
+def finest_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float64 or complex128, or what comes nearest where a tensor lives."""
+    if tensor.device.type == "mps":
+        return torch.complex64 if tensor.is_complex() else torch.float32
+    return torch.complex128 if tensor.is_complex() else torch.float64
 
 
 def is_free_to_read(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.device import is_compiling
 
 __all__ = ["CONVOLUTIONS", "ManifoldParameter", "Stiefel", "manifold_of", "tag"]
 
@@ -348,7 +349,7 @@ class ManifoldParameter(nn.Parameter):
         What ``nn.Parameter`` makes of a parameter must share its type, and then keeps its tag.
         """
         plain = super().detach()
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return plain
         asked_by_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         return type(self)(plain, self.manifold) if asked_by_parameter else plain

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.constraints import readings
+from stiefel_opt.device import finest_dtype
 from stiefel_opt.distributed import whole
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -85,9 +86,7 @@ def constrained(
 
 
 def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
-    precise = torch.complex128 if tensor.is_complex() else torch.float64
-    if tensor.device.type == "mps":
-        precise = torch.complex64 if tensor.is_complex() else torch.float32
+    precise = finest_dtype(tensor)
     tensor = whole(tensor.detach())
     errors = []
     for index, part in enumerate(reading.parts(tensor)):

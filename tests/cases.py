@@ -54,8 +54,8 @@ def pairwise(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 METRICS = ("canonical", "euclidean", -1.0, 0.3)
-TRANSPORTS = ("isometric", "published")
-ROTATIONS = ("polar", "euler", "cayley", "expm")
+TRANSPORTS = ("isometric", "projected")
+ROTATIONS = ("euler", "cayley", "expm")  # of the published flows
 
 
 def _tall(tensor: Array) -> Array:
@@ -154,22 +154,29 @@ class OptimizerCase:
 
 OPTION_GRID = [
     OptimizerCase(
-        f"{algorithm}-{metric}-{transport}-{rotation}",
+        f"{algorithm}-{metric}-{transport}",
         algorithm,
-        {"metric": metric, "transport": transport, "rotation": rotation},
+        {"metric": metric, "transport": transport},
     )
-    for algorithm, metric, transport, rotation in (
-        *pairwise(("sgd", "adam"), METRICS, TRANSPORTS[:1], ROTATIONS),
-        *in_turn(("sgd", "adam"), METRICS, TRANSPORTS[1:], ROTATIONS),
+    for algorithm, metric, transport in itertools.product(("sgd", "adam"), METRICS, TRANSPORTS)
+] + [
+    OptimizerCase(
+        f"{algorithm}-{metric}-published-{rotation}",
+        algorithm,
+        {"metric": metric, "transport": "published", "rotation": rotation},
     )
+    for algorithm, metric, rotation in pairwise(("sgd", "adam"), METRICS, ROTATIONS)
 ]
 
-PUBLISHED = {"transport": "published", "rotation": "euler"}
+PUBLISHED = {"transport": "published"}
+PROJECTED = {"transport": "projected"}
 
 READING_CASES = [
     OptimizerCase("sgd", "sgd"),
     OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
+    OptimizerCase("sgd-projected", "sgd", {"metric": 0.3, **PROJECTED}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
+    OptimizerCase("adam-projected", "adam", PROJECTED),
     OptimizerCase("rgd", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
     OptimizerCase("cayley-sgd", "cayley-sgd"),
     OptimizerCase("cayley-adam", "cayley-adam"),
@@ -181,8 +188,16 @@ VARIANTS = [
     OptimizerCase("sgd-momentumless-published", "sgd", {"momentum": 0.0, **PUBLISHED}),
     OptimizerCase("sgd-nesterov", "sgd", {"nesterov": True}),
     OptimizerCase("sgd-nesterov-euclidean", "sgd", {"nesterov": True, "metric": "euclidean"}),
-    OptimizerCase("sgd-nesterov-cayley", "sgd", {"nesterov": True, "rotation": "cayley"}),
+    OptimizerCase("sgd-nesterov-projected", "sgd", {"nesterov": True, **PROJECTED}),
+    OptimizerCase(
+        "sgd-nesterov-projected-metric", "sgd", {"nesterov": True, "metric": 0.3, **PROJECTED}
+    ),
     OptimizerCase("sgd-nesterov-published", "sgd", {"nesterov": True, "metric": 0.3, **PUBLISHED}),
+    OptimizerCase(
+        "sgd-nesterov-published-cayley", "sgd", {"nesterov": True, "rotation": "cayley", **PUBLISHED}
+    ),
+    OptimizerCase("sgd-momentumless-projected", "sgd", {"momentum": 0.0, **PROJECTED}),
+    OptimizerCase("sgd-dampened-projected", "sgd", {"dampening": 0.4, "metric": -1.0, **PROJECTED}),
     OptimizerCase("sgd-dampened", "sgd", {"dampening": 0.4}),
     OptimizerCase("sgd-dampened-published", "sgd", {"dampening": 0.4, "metric": -1.0, **PUBLISHED}),
     OptimizerCase("sgd-maximize", "sgd", {"maximize": True}),
@@ -196,6 +211,11 @@ VARIANTS = [
         "adam-amsgrad-published",
         "adam",
         {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3, **PUBLISHED},
+    ),
+    OptimizerCase(
+        "adam-amsgrad-projected",
+        "adam",
+        {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3, **PROJECTED},
     ),
     OptimizerCase("adam-maximize", "adam", {"maximize": True}),
     OptimizerCase("adam-tensor-lr", "adam", {"lr": torch.tensor(0.1, dtype=torch.float64)}),

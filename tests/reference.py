@@ -83,7 +83,7 @@ class StiefelReference:
         maximize: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str = "polar",
+        rotation: str | None = None,
     ) -> None:
         self.X = np.array(point)
         self.n, self.m = self.X.shape
@@ -95,7 +95,8 @@ class StiefelReference:
         self.a = METRICS[metric] if isinstance(metric, str) else metric
         self.b = self.a / (self.a - 1)
         self.transport = transport
-        self.rotation = rotation
+        # isometric and projected flows turn by rot alone
+        self.rotation = rotation or ("euler" if transport == "published" else "polar")
 
     def split_gradient(self, grad: Matrix) -> tuple[Matrix, Matrix, Matrix]:
         """The projected point with f = (1-b)/2 (X'G - G'X) and g = (I - XX')G at that point."""
@@ -123,21 +124,25 @@ class StiefelReference:
             return X @ cayley(K)
         if self.rotation == "expm":
             return X @ expm(K)
-        if self.rotation == "euler" and self.transport == "published":
+        if self.rotation == "euler":
             return X + X @ K
         return X @ rot(K)
 
-    def move(self, X: Matrix, U: Matrix, skew: Matrix, V: Matrix) -> None:
-        """phi_1 along `skew` and phi_3 along V, which also carries the momentum U."""
+    def move(
+        self, X: Matrix, U: Matrix, skew: Matrix, V: Matrix, Z: Matrix
+    ) -> tuple[Matrix, Matrix]:
+        """phi_1 along `skew` and phi_3 along V; returns the carried momenta U and Z."""
         eta = self.lr
         Xh = self.turn(X, skew)
+        if self.transport == "projected":  # X Z onto the tangent space at X D: its skew part there
+            carried = (X.conj().T @ Xh).conj().T @ Z
+            Z = (carried - carried.conj().T) / 2
         if self.n == self.m:
             self.X = polar_factor(Xh)
-            return
+            return self.U, Z
         if self.transport == "published":
             self.X = polar_factor(Xh + eta * V @ (Xh.conj().T @ Xh))
-            self.U = U - eta * Xh @ (V.conj().T @ U)
-            return
+            return U - eta * Xh @ (V.conj().T @ U), Z
         W = V.conj().T @ V
         bound = np.sqrt(infinity_norm(eta**2 * W))
         if bound > SATURATION_BOUND:
@@ -145,12 +150,13 @@ class StiefelReference:
         identity = np.eye(self.m)
         R = inverse_root(identity + eta**2 * W)
         self.X = polar_factor(Xh + eta * V)
+        if self.transport == "projected":
+            return U - self.X @ (self.X.conj().T @ U), Z
         if V is U:
-            self.U = (U - eta * Xh @ W) @ R
-        else:
-            C = V.conj().T @ U
-            inner = np.linalg.solve(identity + R, C)
-            self.U = U - eta**2 * V @ R @ R @ inner - eta * Xh @ R @ C
+            return (U - eta * Xh @ W) @ R, Z
+        C = V.conj().T @ U
+        inner = np.linalg.solve(identity + R, C)
+        return U - eta**2 * V @ R @ R @ inner - eta * Xh @ R @ C, Z
 
 
 class SGDReference(StiefelReference):
@@ -178,10 +184,9 @@ class SGDReference(StiefelReference):
         U = self.couple(mu, self.Z) - g
         Z = mu * self.Z - f
         if self.nesterov:
-            self.move(X, U, mu * Z - f, mu * U - g)
+            self.U, self.Z = self.move(X, U, mu * Z - f, mu * U - g, Z)
         else:
-            self.move(X, U, Z, U)
-        self.Z = Z
+            self.U, self.Z = self.move(X, U, Z, U, Z)
         self.steps += 1
 
 
@@ -229,8 +234,7 @@ class AdamReference(StiefelReference):
 
         direction = self.precondition(U, q, self.steps)
         V = direction - X @ (X.conj().T @ direction)
-        self.move(X, U, self.precondition(Z, p, self.steps), V)
-        self.Z = Z
+        self.U, self.Z = self.move(X, U, self.precondition(Z, p, self.steps), V, Z)
 
 
 def momentum_dynamics(

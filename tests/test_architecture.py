@@ -8,18 +8,19 @@ ROOT = Path(__file__).parent.parent
 BASE = {"manifold", "geometry", "_checks"}
 MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ sees all
     "_checks": set(),
-    "linalg": set(),
-    "roots": {"linalg"},
+    "device": {"_checks"},
+    "linalg": {"device"},
+    "roots": {"linalg", "device"},
     "distributed": set(),
     "geometry": {"linalg", "_checks"},
-    "manifold": {"geometry", "_checks"},
-    "constraints": {*BASE, "distributed"},
-    "report": {*BASE, "constraints", "distributed"},
+    "manifold": {"geometry", "device", "_checks"},
+    "constraints": {*BASE, "device", "distributed"},
+    "report": {*BASE, "device", "constraints", "distributed"},
     "penalty": {"report", "_checks"},
-    "functional": {"linalg", "roots", "geometry", "_checks"},
-    "optim": {*BASE, "linalg", "functional", "distributed"},
-    "parametrizations": {*BASE, "functional"},
-    "nn": {*BASE, "constraints", "parametrizations", "functional"},
+    "functional": {"linalg", "roots", "device", "geometry", "_checks"},
+    "optim": {*BASE, "linalg", "device", "functional", "distributed"},
+    "parametrizations": {*BASE, "device", "functional"},
+    "nn": {*BASE, "device", "constraints", "parametrizations", "functional"},
     "ot": {"optim", *BASE},
     "integrations": {*BASE, "constraints", "report", "nn"},
     "compat": {"optim", "functional", "manifold", "_checks"},
@@ -28,7 +29,7 @@ PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizati
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 
-def trees(*folders: str) -> list[tuple[str, ast.AST]]:
+def trees(*folders: str) -> list[tuple[str, ast.Module]]:
     """Every file below the folders, by its path from the root, parsed."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
     assert files
@@ -60,6 +61,53 @@ def test_a_file_of_the_package_sees_only_what_its_room_may_see() -> None:
             elif room != "__init__":
                 seen = below[0] in {room, *MAY_IMPORT[room]}
                 assert seen, f"{place}: {room} must not see {below[0]}"
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    """By files, without what only a type checker imports or a function imports when called."""
+    files = {
+        place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for place, tree in trees("stiefel_opt")
+    }
+    sees = {
+        name: {file_of(found, files) for found in imports(ast.Module(at_import(tree.body), []))}
+        for name, tree in files.items()
+    }
+    while free := {name for name, others in sees.items() if not others & sees.keys() - {name}}:
+        sees = {name: others for name, others in sees.items() if name not in free}
+    assert not sees, f"a circle among {sorted(sees)}"
+
+
+def file_of(name: str, files: dict[str, ast.Module]) -> str:
+    """The file that ``name`` is or is a name of."""
+    return name if name in files else name.rpartition(".")[0]
+
+
+def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements that run when a file is imported, those of conditions and classes too."""
+    found: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            found += at_import(statement.orelse)
+        elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            parts = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+            found += [own for part in parts for own in at_import(part)]
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            found.append(statement)
+    return found
+
+
+def test_one_file_asks_for_the_device_and_for_the_compiler() -> None:
+    """Called `is_compiling` of any module but ours, `.is_cpu`, `.is_cuda` or `.device.type`."""
+    for place, tree in trees("stiefel_opt"):
+        if place == "stiefel_opt/device.py":
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            asks = node.attr in {"is_compiling", "is_cpu", "is_cuda", "is_mps"}
+            asks |= ast.unparse(node).endswith(".device.type")
+            assert not asks, f"{place}:{node.lineno}: {ast.unparse(node)} belongs into device.py"
 
 
 def test_the_package_asserts_and_prints_nothing() -> None:

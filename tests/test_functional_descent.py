@@ -20,7 +20,7 @@ from reference_descent import (
 )
 from torch import Tensor
 
-from stiefel_opt.functional import cayley_adam_, cayley_sgd_, descend_
+from stiefel_opt.functional import Setting, cayley_adam_, cayley_sgd_, descend_
 from stiefel_opt.functional.descent import RETRACTIONS
 from stiefel_opt.linalg import cholesky_factor
 
@@ -189,7 +189,8 @@ def test_every_rule_follows_its_dense_loop(shape, rule, reference, options, rng)
         grads = torch.tensor(force(point.numpy(), step))
         if rule is cayley_adam_:
             options = {**options, "step": step + 1.0}
-        point = rule(point, grads, *state, lr=lr, correct=step % 8 == 7, **options)
+        setting = Setting(correct=step % 8 == 7)
+        point = rule(point, grads, *state, lr=lr, setting=setting, **options)
         expected = force(np.stack([loop.X for loop in loops]), step)
         for loop, grad in zip(loops, expected, strict=True):
             loop.step(grad)
@@ -247,7 +248,8 @@ def test_rows_may_live_on_several_processes(name, rng):
 
     def run(rows: slice, sums: Any) -> tuple[Tensor, list[Tensor]]:
         point, grad, skew, normal = batched(X[rows], G[rows], T, V[rows])
-        moved = rule(point, grad, skew, normal, lr=0.3, momentum=0.9, row_sum=sums, **options)
+        setting = Setting(row_sum=sums)
+        moved = rule(point, grad, skew, normal, lr=0.3, momentum=0.9, setting=setting, **options)
         return moved, [skew, normal]
 
     def replay(stage: list[Tensor]) -> Any:
@@ -291,9 +293,8 @@ def test_no_gradient_is_too_large(name, shape, size, dtype, generator):
     for step in range(12):
         grad = size * torch.randn(2, n, m, generator=generator, dtype=dtype)
         grad[1, 2:] = 0  # of low rank
-        point = rule(
-            point, grad, skew, normal, lr=1.0, momentum=0.9, correct=step % 4 == 3, **options
-        )
+        setting = Setting(correct=step % 4 == 3)
+        point = rule(point, grad, skew, normal, lr=1.0, momentum=0.9, setting=setting, **options)
     error = (point.mT @ point - torch.eye(m, dtype=dtype)).abs().max()
     assert error < 20 * n**0.5 * torch.finfo(dtype).eps
     if normal is not None:

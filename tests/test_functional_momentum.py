@@ -9,11 +9,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from stiefel_opt.functional import adam_, cayley_adam_, cayley_sgd_, descend_, sgd_
+from stiefel_opt.functional import (
+    Deferred,
+    Moments,
+    Setting,
+    Velocity,
+    adam_,
+    cayley_adam_,
+    cayley_sgd_,
+    descend_,
+    sgd_,
+)
 from stiefel_opt.geometry import random_point
 from stiefel_opt.linalg import own_gram
 
 SHAPES = [(9, 4), (7, 1), (40, 20), (5, 5)]
+
+
+def tensors(kept: Any) -> list[Tensor]:
+    """All tensors in nested tuples and lists."""
+    if isinstance(kept, (tuple, list)):
+        return [tensor for part in kept for tensor in tensors(part)]
+    return [] if kept is None else [kept]
+
+
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
@@ -33,17 +52,19 @@ class State:
         self.square_normal = None if n == m else (normal + 0.1).square()
         self.identity = torch.eye(m, dtype=torch.float64).repeat(k, 1, 1)
 
-    def of(self, rule: Any) -> list[Tensor | None]:
+    def of(self, rule: Any) -> list[Any]:
         """Copies of what the rule updates, in the order of its arguments."""
-        kept = [self.skew, self.normal]
+        skew = self.skew.clone()
+        normal = None if self.normal is None else self.normal.clone()
         if rule is sgd_:
-            deferred = [None] * 2 if self.normal is None else [self.identity, self.identity * 0]
-            kept += deferred
+            deferred = Deferred(normal, self.identity.clone(), self.identity * 0)
+            return [Velocity(skew, None if normal is None else deferred)]
         if rule is adam_:
-            kept = [self.skew, self.square_skew, self.normal, self.square_normal]
+            both = Moments(normal, None if normal is None else self.square_normal.clone())
+            return [Moments(skew, self.square_skew.clone()), None if normal is None else both]
         if rule is cayley_adam_:
-            kept.append(self.skew.new_full((self.skew.size(0), 1, 1), 0.5))
-        return [None if tensor is None else tensor.clone() for tensor in kept]
+            return [skew, normal, skew.new_full((skew.size(0), 1, 1), 0.5)]
+        return [skew, normal]
 
 
 @pytest.mark.parametrize("rule", [sgd_, adam_, descend_, cayley_sgd_, cayley_adam_])
@@ -56,12 +77,12 @@ def test_a_known_gram_matrix_saves_measuring_it(rule, shape, generator):
         options["step"] = 3.0
     found = []
     for correct in (True, own_gram(state.point)):
-        kept = state.of(rule)
-        found.append([rule(state.point, state.grad, *kept, correct=correct, **options), *kept])
-    for own, theirs in zip(*found, strict=True):
+        kept, setting = state.of(rule), Setting(correct=correct)
+        found.append([rule(state.point, state.grad, *kept, setting=setting, **options), *kept])
+    for own, theirs in zip(*map(tensors, found), strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-14)
     known = own_gram(state.point)
-    rule(state.point, state.grad, *state.of(rule), correct=known, **options)
+    rule(state.point, state.grad, *state.of(rule), setting=Setting(correct=known), **options)
     torch.testing.assert_close(known, own_gram(state.point), rtol=0, atol=0)  # only read
     error = own_gram(found[0][0]) - state.identity
     assert error.abs().max() < 1e-12
@@ -85,10 +106,10 @@ def test_one_pass_over_the_moments_gives_what_single_operations_give(
     for step in (3.0, torch.full((2, 1, 1), 3.0, dtype=torch.float64)):
         kept = state.of(adam_)
         if amsgrad:
-            kept += [t if t is None else t * 1.5 for t in (state.square_skew, state.square_normal)]
+            kept = [t if t is None else t._replace(largest=t.second * 1.5) for t in kept]
         moved = adam_(state.point, state.grad, *kept, lr=0.1, step=step, eps=eps)
         found.append([moved, *kept])
-    for fused, single in zip(*found, strict=True):
+    for fused, single in zip(*map(tensors, found), strict=True):
         torch.testing.assert_close(fused, single, rtol=1e-13, atol=1e-15)
 
 
@@ -100,11 +121,17 @@ def test_second_moments_of_the_skew_part_stay_symmetric(shape, generator):
     torque = torch.randn(3, m, m, generator=generator)
     torque = torque - torque.mT
     skew, square = torch.zeros(3, m, m), torch.zeros(3, m, m)
-    tall = [None, None] if n == m else [torch.zeros(3, n, m), torch.zeros(3, n, m)]
+    tall = None if n == m else Moments(torch.zeros(3, n, m), torch.zeros(3, n, m))
     for step in range(1, 300):
         force = point @ torque
         point = adam_(
-            point, force, skew, square, *tall, lr=0.1, step=float(step), correct=step % 8 == 0
+            point,
+            force,
+            Moments(skew, square),
+            tall,
+            lr=0.1,
+            step=float(step),
+            setting=Setting(correct=step % 8 == 0),
         )
     torch.testing.assert_close(square, square.mT, rtol=0, atol=0)
     torch.testing.assert_close(skew, -skew.mT, rtol=0, atol=0)
@@ -117,8 +144,8 @@ def test_moments_of_another_order_in_memory_are_told_apart(generator):
     for turned in (False, True):
         kept = state.of(adam_)
         if turned:  # second moments lie by columns, first ones by rows
-            kept[3] = kept[3].mT.contiguous().mT
+            kept[1] = kept[1]._replace(second=kept[1].second.mT.contiguous().mT)
         moved = adam_(state.point, state.grad, *kept, lr=0.1, step=3.0)
         found.append([moved, *kept])
-    for own, theirs in zip(*found, strict=True):
+    for own, theirs in zip(*map(tensors, found), strict=True):
         torch.testing.assert_close(own, theirs, rtol=1e-13, atol=1e-15)

@@ -77,6 +77,74 @@ def test_a_velocity_is_checked_before_it_is_set(skew: Any, normal: Any, message:
         assert torch.equal(now, then)
 
 
+ORDERS = [  # of the options by which the momentum is kept in another way
+    ("isometric", "projected", "nesterov", "isometric"),
+    ("isometric", "nesterov", "projected", "isometric"),
+    ("projected", "published", "isometric", "published", "nesterov"),
+    ("projected-nesterov", "isometric", "projected-nesterov", "nesterov"),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_momentum_outlives_a_change_of_the_transport(
+    order: tuple[str, ...], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """The velocity of before, put into an optimizer that had these options all along."""
+    readings = (so.Stiefel(), so.Stiefel(heads=2, scale=2.0), so.Stiefel(rows=((0, 2), (3, 7))))
+    shapes = ((9, 4), (6, 9), (8, 5))
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    both = [
+        [so.ManifoldParameter(v.to(dtype, copy=True), r) for v, r in zip(values, readings, strict=True)]
+        for _ in range(2)
+    ]
+    params, others = both
+    opt, lr, atol = so.StiefelSGD(params, lr=0.02), 0.02, 1e-12 if dtype.itemsize == 8 else 1e-5
+    for name in order:
+        transport = name.removesuffix("-nesterov").replace("nesterov", "isometric")
+        options = {"transport": transport, "nesterov": name.endswith("nesterov")}
+        opt.param_groups[0].update(options)
+        fresh = so.StiefelSGD(others, lr=lr, **options)
+        for param, other in zip(params, others, strict=True):
+            other.data.copy_(param)
+            for key, kept in opt.state[param].items():
+                if key == "master" or key.startswith("rows."):
+                    fresh.state[other][key] = kept.clone()
+            fresh.set_velocity(other, *opt.velocity(param))
+        for _ in range(3):
+            for param, other in zip(params, others, strict=True):
+                grad = torch.randn(param.shape, generator=generator, dtype=torch.float64) / 4
+                param.grad, other.grad = grad.to(dtype), grad.to(dtype)
+            opt.step()
+            fresh.step()
+            for param, other in zip(params, others, strict=True):
+                found = opt.state[param].get("master", param)
+                expected = fresh.state[other].get("master", other)
+                torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+        kept = {key for key in opt.state[params[0]] if key not in ("step", "master")}
+        assert kept == {key for key in fresh.state[others[0]] if key not in ("step", "master")}
+
+
+@every_optimizer
+def test_what_a_user_keeps_in_the_state_stays(name: str) -> None:
+    """Under names of their own, before and after a step, and in a checkpoint."""
+    weight, plain = so.ManifoldParameter(torch.eye(6, 3)), nn.Parameter(torch.ones(3))
+    opt = optimizer(name, [weight, plain])
+    opt.state[weight]["seen"], opt.state[plain]["seen"] = 7, torch.ones(2)
+    for step in range(4):
+        for parameter in (weight, plain):
+            parameter.grad = torch.ones_like(parameter).cumsum(0)
+        opt.step()
+        assert opt.state[weight]["seen"] == 7
+        assert torch.equal(opt.state[plain]["seen"], torch.ones(2))
+        if step == 1:
+            opt.state[weight]["mask"] = torch.ones(6, 3)
+        if step == 2:
+            opt.load_state_dict(through_file(opt.state_dict()))
+    assert torch.equal(opt.state[weight]["mask"], torch.ones(6, 3))
+    assert so.orthonormality_error(weight) < 1e-6
+
+
 @pytest.mark.parametrize("lr", [1e15, 1e20, 1e30, 1e200])
 @every_optimizer
 def test_an_absurd_rate_is_no_fault_of_the_gradient(name: str, lr: float) -> None:

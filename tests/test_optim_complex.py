@@ -39,12 +39,13 @@ FLOWS = [
         {"metric": metric, "transport": transport, "rotation": rotation},
     )
     for algorithm, metric, transport, rotation in (
-        ("adam", "canonical", "isometric", "polar"),
-        ("sgd", -1.0, "isometric", "polar"),
-        ("adam", "euclidean", "isometric", "expm"),
-        ("sgd", 0.3, "isometric", "cayley"),
-        ("sgd", 0.3, "published", "euler"),
-        ("adam", 0.3, "published", "polar"),
+        ("adam", "canonical", "isometric", None),
+        ("sgd", -1.0, "isometric", None),
+        ("adam", "euclidean", "projected", None),
+        ("sgd", 0.3, "projected", None),
+        ("adam", "euclidean", "published", "expm"),
+        ("sgd", 0.3, "published", "cayley"),
+        ("adam", 0.3, "published", "euler"),
     )
 ]
 # Others do to numbers of the optimizer what they do there, too.

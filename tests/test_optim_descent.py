@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import stiefel_opt as so
 from stiefel_opt.functional.descent import RETRACTIONS
+from stiefel_opt.geometry import random_point
 
 DTYPE = torch.float64
 
@@ -157,6 +158,44 @@ def test_momentum_may_come_and_go_between_steps(generator):
         other.step()
         torch.testing.assert_close(params[0], params[1], rtol=0, atol=1e-14)
         assert ("momentum_normal" in opt.state[params[0]]) is (momentum > 0)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "metric"),
+    [((5, 5), "canonical"), ((2, 4, 4), -1.0), ((12, 4), "euclidean"), ((3, 12), "euclidean")],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_projected_transport_is_descent_with_polar_retraction_where_they_coincide(
+    dtype, shape, metric, nesterov, generator
+):
+    """Where Z or U is zero: square matrices, and tr(X'AX)/2, whose X'G is symmetric.
+
+    A turn and a move are then one polar factor of X + eta (XZ + U), and projection by parts is
+    projection.
+    """
+    value = random_point(*shape, generator=generator, dtype=dtype)
+    pair = [so.ManifoldParameter(value.clone()) for _ in range(2)]
+    options = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov, "metric": metric}
+    opts = [
+        so.StiefelSGD(pair[:1], transport="projected", **options),
+        so.ProjectedRGD(pair[1:], retraction="polar", **options),
+    ]
+    n = max(shape[-2:])
+    matrix = torch.randn(n, n, generator=generator, dtype=dtype) / 2
+    is_square = shape[-1] == shape[-2]
+    matrix = matrix if is_square else matrix + matrix.mH
+    for step in range(40):
+        for param, opt in zip(pair, opts, strict=True):
+            point = tall(param.detach())
+            grad = matrix @ point + (torch.sin(torch.tensor(step)) if is_square else 0.0)
+            param.grad = grad if param.size(-2) >= param.size(-1) else grad.mT
+            opt.step()
+        torch.testing.assert_close(pair[0], pair[1], rtol=0, atol=1e-12)
+        velocities = [opt.velocity(param) for opt, param in zip(opts, pair, strict=True)]
+        for own, other in zip(*velocities, strict=True):
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-11)
 
 
 # ---- what does not break them --------------------------------------------------------------------

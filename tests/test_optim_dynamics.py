@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import ROTATIONS, Array
+from cases import ROTATIONS, TRANSPORTS, Array
 from reference import (
     SGDReference,
     canonical_geodesic,
@@ -87,7 +87,7 @@ STEPPERS = pytest.mark.parametrize("run", [run_reference, run_optimizer])
 
 
 def kappa(metric: float, transport: str) -> float:
-    return 2 * metric - 1 if transport == "isometric" else (3 * metric - 2) / 2
+    return (3 * metric - 2) / 2 if transport == "published" else 2 * metric - 1
 
 
 def exact(problem: Problem, metric: float, coefficient: float, friction: float = FRICTION) -> State:
@@ -142,29 +142,22 @@ def orders(errors: Array) -> Array:
 
 
 @STEPPERS
-@pytest.mark.parametrize("transport", ["isometric", "published"])
+@pytest.mark.parametrize("transport", ["isometric", "projected", "published"])
 @pytest.mark.parametrize("metric", [0.5, 0.0, -1.0])
 def test_each_transport_converges_to_its_own_dynamics_with_order_one(
     run: Stepper, transport: str, metric: float, problem: Problem
 ) -> None:
     expected = exact(problem, metric, kappa(metric, transport))
-    rotation = "polar" if transport == "isometric" else "euler"
-    for errors in damped_errors(
-        run, problem, expected, metric, transport=transport, rotation=rotation
-    ):
+    for errors in damped_errors(run, problem, expected, metric, transport=transport):
         assert ((orders(errors) > 0.9) & (orders(errors) < 1.1)).all(), errors
 
 
 @STEPPERS
-@pytest.mark.parametrize("transport", ["isometric", "published"])
 @pytest.mark.parametrize("rotation", ROTATIONS)
-def test_every_rotation_has_order_one(
-    run: Stepper, transport: str, rotation: str, problem: Problem
-) -> None:
-    expected = exact(problem, 0.3, kappa(0.3, transport))
-    for errors in damped_errors(
-        run, problem, expected, 0.3, transport=transport, rotation=rotation
-    ):
+def test_every_rotation_has_order_one(run: Stepper, rotation: str, problem: Problem) -> None:
+    expected = exact(problem, 0.3, kappa(0.3, "published"))
+    options = {"transport": "published", "rotation": rotation}
+    for errors in damped_errors(run, problem, expected, 0.3, **options):
         assert ((orders(errors) > 0.9) & (orders(errors) < 1.1)).all(), errors
 
 
@@ -215,11 +208,16 @@ def test_the_closed_forms_solve_the_free_dynamics(
 
 @STEPPERS
 @GEODESICS
-def test_without_friction_and_force_the_default_follows_the_geodesic(
-    run: Stepper, metric: str, geodesic: Callable[..., Array], problem: Problem
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_friction_and_force_the_flows_follow_the_geodesic(
+    run: Stepper,
+    transport: str,
+    metric: str,
+    geodesic: Callable[..., Array],
+    problem: Problem,
 ) -> None:
     expected = geodesic(problem.X, problem.Y, problem.V, 1.0)
-    errors = free_errors(run, problem, expected, metric, "isometric")
+    errors = free_errors(run, problem, expected, metric, transport)
     assert errors[-1] < 0.01
     assert ((orders(errors) > 0.9) & (orders(errors) < 1.1)).all(), errors
 
@@ -253,3 +251,16 @@ def test_free_motion_keeps_every_singular_value_of_the_velocity(
     for carried, start in ((Y, problem.Y), (V, problem.V)):
         values, start_values = (np.linalg.svd(part, compute_uv=False) for part in (carried, start))
         assert np.abs(values - start_values).max() < 1e-12
+
+
+@STEPPERS
+def test_projection_shrinks_every_singular_value_of_a_velocity_that_turns(
+    run: Stepper, problem: Problem
+) -> None:
+    _, Y, V = run(
+        problem, np.zeros_like, 50, 1.0, lr=0.05, momentum=1.0, metric=-1.0, transport="projected"
+    )
+    for carried, start in ((Y, problem.Y), (V, problem.V)):
+        values, start_values = (np.linalg.svd(part, compute_uv=False) for part in (carried, start))
+        assert (values < start_values + 1e-12).all()
+        assert values[0] < 0.999 * start_values[0]

@@ -140,6 +140,7 @@ def test_variants_of_the_rule_follow_the_textbook_loop(
     [
         *in_turn(["tall", "square", "heads-wide"] * 2, ["sgd", "adam"], ["isometric"]),
         *in_turn(["wide", "batch-tall", "scaled"], ["adam", "sgd"], ["isometric"]),
+        *in_turn(["tall", "heads-wide", "square", "wide"], ["sgd", "adam"], ["projected"]),
         ("tall", "sgd", "published"),
         ("square", "adam", "published"),
     ],
@@ -225,15 +226,26 @@ def test_adam_keeps_the_second_moments_of_the_loop(
 
 
 SATURATED = [
-    OptimizerCase(f"{algorithm}-{rotation}-{metric}", algorithm, {"lr": lr, **options})
-    for algorithm, lr in (("sgd", 20.0), ("adam", 30.0))
-    for rotation, metric, options in (
-        ("polar", "canonical", {}),
-        ("cayley", "canonical", {"rotation": "cayley"}),
-        ("expm", 0.3, {"rotation": "expm", "metric": 0.3}),
-        ("polar", -1.0, {"metric": -1.0}),
+    OptimizerCase(
+        f"{algorithm}-{transport}-{metric}",
+        algorithm,
+        {"lr": lr, "metric": metric, "transport": transport},
     )
-] + [OptimizerCase("sgd-nesterov", "sgd", {"lr": 20.0, "nesterov": True, "metric": -1.0})]
+    for algorithm, lr in (("sgd", 20.0), ("adam", 30.0))
+    for metric, transport in (
+        ("canonical", "isometric"),
+        ("canonical", "projected"),
+        (0.3, "projected"),
+        (-1.0, "isometric"),
+    )
+] + [
+    OptimizerCase(
+        f"sgd-nesterov-{transport}",
+        "sgd",
+        {"lr": 20.0, "nesterov": True, "metric": -1.0, "transport": transport},
+    )
+    for transport in ("isometric", "projected")
+]
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,22 @@ METRICS = [
     ({"metric": "riemannian"}, ValueError, r"`metric` must be one of \['canonical', 'euclidean'\]"),
 ]
 FLOWS = [
-    ({"transport": "parallel"}, ValueError, r"`transport` must be one of \['isometric', 'publ"),
-    ({"rotation": "qr"}, ValueError, "`rotation` must be one of .*'polar'.*, got 'qr'"),
-    ({"rotation": None}, ValueError, "`rotation` must be one of .*, got None"),
+    ({"transport": "parallel"}, ValueError, r"`transport` must be one of \['isometric', 'proj"),
+    (
+        {"rotation": "qr", "transport": "published"},
+        ValueError,
+        r"`rotation` must be one of \['cayley', 'euler', 'expm'\], got 'qr'",
+    ),
+    (
+        {"rotation": "cayley"},
+        ValueError,
+        "`rotation` must be None unless transport='published', got 'cayley'",
+    ),
+    (
+        {"rotation": "expm", "transport": "projected"},
+        ValueError,
+        "`rotation` must be None unless transport='published', got 'expm'",
+    ),
 ]
 RETRACTIONS = [
     ({"retraction": "exp"}, ValueError, r"`retraction` must be one of \['cayley', 'polar', 'qr'\]"),
@@ -276,7 +289,11 @@ def test_a_bad_gradient_or_value_is_named_before_anything_moves(case, name, step
         opt.step()
     for n, p in net.named_parameters():
         assert torch.equal(p.nan_to_num(7.0), values[n].nan_to_num(7.0)), n
-    assert_same({n: dict(opt.state[p]) for n, p in states_of(net, opt)}, states)
+    found = {n: dict(opt.state[p]) for n, p in states_of(net, opt)}
+    assert_same({n: found[n] for n in states}, states)
+    for n in found.keys() - states.keys():  # as before a first step
+        assert found[n]["step"] == 0
+        assert not any(found[n][key].any() for key in found[n] if "factor" not in key)
     net.k.weight.data.copy_(kept[0])
     net.k.weight.grad = None
     opt.step()

@@ -72,9 +72,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"`momentum_skew of k.weight` must have shape \(2, 3, 3\), got shape \(1, 3, 3\); load",
     ),
     "tall state": (
-        lambda saved: with_state(saved, "up.weight", "momentum_normal", lambda old: old.mT),
+        lambda saved: with_state(saved, "up.weight", "deferred_base", lambda old: old.mT),
         ValueError,
-        r"`momentum_normal of up.weight` must have shape \(10, 6\), got shape \(6, 10\)",
+        r"`deferred_base of up.weight` must have shape \(10, 6\), got shape \(6, 10\)",
     ),
     "state of the second range of rows": (
         lambda saved: with_state(saved, "fused.weight", "momentum_skew.1", lambda old: old[0]),
@@ -137,9 +137,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "`format of the state_dict` must be at most 1, got two",
     ),
     "an option of a newer version": (
-        lambda saved: with_group(saved, rotation="padé"),
+        lambda saved: with_group(saved, transport="parallel"),
         ValueError,
-        "`rotation` must be one of .*, got 'padé'",
+        "`transport` must be one of .*, got 'parallel'",
     ),
     "an option that makes no sense": (
         lambda saved: with_group(saved, lr=-1.0),

@@ -78,6 +78,35 @@ def test_the_others_move_as_if_the_bad_one_had_no_gradient(name: str) -> None:
     assert opt.skipped_steps() == {"q.weight": 3}
 
 
+def test_one_warning_names_eight_and_counts_the_others() -> None:
+    params = [(f"w{i}", so.ManifoldParameter(torch.eye(4, 2))) for i in range(12)]
+    opt = so.StiefelAdam([*params, ("bias", nn.Parameter(torch.ones(3)))], lr=0.1)
+    for number, (_, parameter) in enumerate(params):
+        parameter.grad = torch.full((4, 2), math.nan if number < 11 else 1.0)
+    with pytest.warns(UserWarning, match=r"gradient of w0 .*, w7 .* and 3 more") as caught:
+        opt.step()
+    assert len(caught) == 1
+    assert "w8" not in str(caught[0].message)
+    assert opt.skipped_steps() == {f"w{i}": 1 for i in range(11)}
+    assert not torch.equal(params[11][1], torch.eye(4, 2))
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_each_gradient_is_judged_by_its_own_length(equal: bool) -> None:
+    """Two thousand of nearly the longest that is safe have a common length that is not."""
+    params = [so.ManifoldParameter(torch.eye(4 + (i % 5) * (not equal), 2)) for i in range(2000)]
+    opt = so.StiefelSGD(params, lr=1e-13)
+    for parameter in params:
+        parameter.grad = torch.ones_like(parameter).cumsum(0)
+        parameter.grad *= 1.5e13 / parameter.grad.norm()
+    opt.step()
+    assert opt.skipped_steps() == {}
+    params[700].grad *= 2
+    with pytest.warns(UserWarning, match="gradient of parameter 700 of group 0"):
+        opt.step()
+    assert opt.skipped_steps() == {"parameter 700 of group 0": 1}
+
+
 @every_optimizer
 def test_raise_names_the_parameter_before_anything_has_moved(name: str) -> None:
     net, opt = trained(name, nonfinite="raise")

@@ -34,6 +34,7 @@ def saved_size(value):
 
 SMALL = {
     "sgd": {"momentum_skew", "deferred_factor", "deferred_shift"},
+    "sgd-nesterov": {"momentum_skew"},
     "adam": {"momentum_skew", "exp_avg_sq_skew"},
     "adam-amsgrad": {"momentum_skew", "exp_avg_sq_skew", "max_exp_avg_sq_skew"},
     "rgd": {"momentum_skew"},
@@ -41,9 +42,20 @@ SMALL = {
     "cayley-adam": {"momentum_skew"},
 }
 NORMS = {"cayley-adam": {"exp_avg_sq_norm", "max_exp_avg_sq_norm"}}  # one number a matrix
-ROWS = {"cayley-adam": {"exp_avg_sq_rows", "max_exp_avg_sq_rows"}}  # only for plain rows
+OF_SGD = {"momentum_buffer"}
+OF_ADAM = {"exp_avg", "exp_avg_sq", "step"}
+ROWS = {  # torch's own, of each part of the plain rows
+    "sgd": OF_SGD,
+    "sgd-nesterov": OF_SGD,
+    "adam": OF_ADAM,
+    "adam-amsgrad": {*OF_ADAM, "max_exp_avg_sq"},
+    "rgd": OF_SGD,
+    "cayley-sgd": OF_SGD,
+    "cayley-adam": {*OF_ADAM, "max_exp_avg_sq"},
+}
 TALL = {
-    "sgd": {"momentum_normal"},
+    "sgd": {"deferred_base"},
+    "sgd-nesterov": {"momentum_normal"},
     "adam": {"momentum_normal", "exp_avg_sq_normal"},
     "adam-amsgrad": {"momentum_normal", "exp_avg_sq_normal", "max_exp_avg_sq_normal"},
     "rgd": {"momentum_normal"},
@@ -66,7 +78,7 @@ def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps
         "filter.weight": (2, 2),
     }
     named = dict(net.named_parameters())
-    norms, rows = NORMS.get(name, set()), ROWS.get(name, set())
+    norms = NORMS.get(name, set())
     for key, size in sizes.items():
         state = opt.state[named[key]]
         assert set(state) == {"step", *SMALL[name], *TALL[name], *norms}
@@ -77,9 +89,13 @@ def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps
     assert set(turn) == {"step", *SQUARE[name], *norms}
     assert all(tuple(turn[small].shape) == (10, 10) for small in SQUARE[name])
     fused = opt.state[net.fused.weight]
-    both = {key for small in {*SMALL[name], *norms} for key in (small, f"{small}.1")}
-    assert set(fused) == {"step", *both, *TALL[name], *rows}
-    assert all(fused[tall].shape == (14, 10) for tall in {*TALL[name], *rows})
+    own = {*SMALL[name], *norms, *TALL[name], *(f"rows.{word}" for word in ROWS[name])}
+    assert set(fused) == {"step", *own, *(f"{key}.1" for key in own)}
+    for tall in TALL[name]:  # each range has its own, of its shape
+        assert fused[tall].shape == (4, 10)
+        assert fused[f"{tall}.1"].shape == (6, 10)
+    for word in ROWS[name] - {"step"}:
+        assert fused[f"rows.{word}"].shape == fused[f"rows.{word}.1"].shape == (2, 10)
     for key, size in [("momentum_skew", (4, 4)), ("momentum_skew.1", (2, 3, 3))]:
         assert tuple(fused[key].shape) == size
     for p in constrained(net).values():
@@ -251,7 +267,7 @@ def test_a_state_dict_loads_where_we_were_never_imported(tmp_path):
 def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
     rule = torch.optim.Adam if "adam" in name else torch.optim.SGD
     theirs = rule([torch.nn.Parameter(torch.ones(3))], lr=0.3)
-    own = {"metric": -1.0, "rotation": "cayley"}
+    own = {"metric": -1.0, "transport": "published", "rotation": "cayley"}
     own = {"rgd": {"metric": -1.0, "retraction": "qr"}}.get(name, own)
     own = {"steps": 7, "exact": True} if name.startswith("cayley") else own
     opt = optimizer(name, [{"params": [torch.nn.Parameter(torch.ones(3))], **own}])

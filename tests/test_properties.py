@@ -31,7 +31,7 @@ DRIFT_STEPS = 100_000
 
 FLAG = st.booleans()
 METRIC = st.sampled_from(["canonical", "euclidean", -1.0, 0.3])
-ROTATION = st.sampled_from(["polar", "euler", "cayley", "expm"])
+TRANSPORT = st.sampled_from(["isometric", "projected"])
 BETA = st.sampled_from([0.0, 0.5, 0.9, 0.999])
 
 
@@ -58,7 +58,7 @@ def rules(draw: Any) -> tuple[Any, dict[str, Any]]:
     else:
         options |= draw(sgd_momentum())
     if rule in (so.StiefelSGD, so.StiefelAdam):
-        options |= {"metric": draw(METRIC), "rotation": draw(ROTATION)}
+        options |= {"metric": draw(METRIC), "transport": draw(TRANSPORT)}
     elif rule is so.ProjectedRGD:
         options |= {"metric": draw(METRIC)}
         options |= {"retraction": draw(st.sampled_from(["cayley", "qr", "polar"]))}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_choice, check_dtype, check_flag, check_range, fail
+from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -95,7 +96,7 @@ def check_common(group: Group) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
-        if lr.device.type == "cpu":
+        if is_cpu(lr):
             check_range("lr", float(lr), 0.0)
     else:
         check_range("lr", lr, 0.0)

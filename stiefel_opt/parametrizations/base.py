@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.device import finest_dtype
 from stiefel_opt.geometry import gram_error, polar_factor
 from stiefel_opt.manifold import Stiefel
 
@@ -167,8 +168,7 @@ class Parametrization(nn.Module):
             raise ValueError(
                 fail("weight", "be finite", "infinities or NaN", "initialise it first")
             )
-        if weight.device.type != "mps":
-            weight = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+        weight = weight.to(finest_dtype(weight))
         return self.manifold.matrices(weight) / self.manifold.scale
 
     @override

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.device import is_compiling
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
 from stiefel_opt.geometry import (
     gram_error,
@@ -150,7 +151,7 @@ class Trivialization(_Based):
     @override
     def point(self, *free: Tensor) -> Tensor:
         (tangent,) = free
-        learning = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        learning = self.training and torch.is_grad_enabled() and not is_compiling()
         if self.every is not None and learning:
             self._count(tangent)
         return super().point(tangent)
