@@ -78,6 +78,7 @@ class Constrained:
     def __init__(self, owners: list[Owner]) -> None:
         self.owners = owners
         self.parameters = [owner.parameter for owner in owners]
+        self._states = [owner.state for owner in owners]
         self.steps = self._joined([owner.state for owner in owners], "step")
         self.skipped = torch.zeros(len(owners), dtype=torch.int64, device=self.steps.device)
         self.missed: list[int] = []
@@ -210,9 +211,11 @@ class Constrained:
             stack.forget()
         self.masters, self._is_gone = [], True
 
-    def is_intact(self) -> bool:
-        """Say whether parameters and state are still those that this was built of."""
-        if self._is_gone:
+    def is_intact(self, states: Any) -> bool:
+        """Say whether parameters and state, of all ``states``, are those this was built of."""
+        if self._is_gone or not all(
+            map(operator.is_, map(states.get, self.parameters), self._states)
+        ):
             return False
         try:
             found = [state[name] for state, name in self._slots]

@@ -61,7 +61,6 @@ def in_graph(handle: int, everyone: list[Constrained], lrs: list[float | Tensor]
         torch.ops.stiefel_opt.step(parameters, state, grads, places, rates, handle)
 
 
-@torch.no_grad()
 def _step(
     parameters: list[Tensor],
     state: list[Tensor],
@@ -83,7 +82,11 @@ def _step(
     for own, copy in copies:  # a graph that keeps the old values hands out copies to write to
         own.copy_(copy)
     by_place: dict[int, Tensor] = dict(zip(places, grads, strict=True))
-    optimizer.step_in_graph([by_place.get(place) for place in range(len(parameters))], lrs)
+    try:
+        optimizer.step_in_graph([by_place.get(place) for place in range(len(parameters))], lrs)
+    except BaseException:
+        torch.set_grad_enabled(True)  # the graph turned it off, and will not come to its end
+        raise
     for own, copy in copies:
         copy.copy_(own)
 
