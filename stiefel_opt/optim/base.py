@@ -190,38 +190,36 @@ class StiefelOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         if is_compiling():
-            for index, group in enumerate(self.param_groups):
-                self._init_group(group)
-                self._step_traced(index, group)
+            self._step_traced()
             return loss
         for index, group in enumerate(self.param_groups):
             self._init(index, group)
         missed: list[Tensor] = []
         prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
-        for index, (group, plain) in enumerate(zip(self.param_groups, prepared, strict=True)):
+        for group, plain in zip(self.param_groups, prepared, strict=True):
             if plain:
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
                 self._step_plain(group, plain, grads, [self.state[p] for p in plain])
-            missed += self._step_constrained(index, group)
+            missed += self._step_constrained(group, group["lr"])
         warn_of_skipped(names_of(missed, self.param_groups), missed)  # last: it may be an error
         return loss
 
-    def _step_traced(self, index: int, group: Group) -> None:
+    def _step_traced(self) -> None:
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
-        members = self._members[index]
-        if members is None:
-            return
-        params = group["params"]
-        plain = [params[i] for i in members.plain if params[i].grad is not None]
-        if plain:
-            grads: list[Tensor] = [p.grad for p in plain]
-            self._step_plain(group, plain, grads, [self.state[p] for p in plain])
-        for number in range(len(members.constrained)):
-            in_graph(self._handle, index, number, members.constrained[number][0], group["lr"])
+        for group in self.param_groups:
+            self._init_group(group)
+        lrs = [group["lr"] for group in self.param_groups]
+        in_graph(self._handle, self.all_constrained(), lrs)
+        for index, group in enumerate(self.param_groups):
+            places, params = self._plain_of(index), group["params"]
+            plain = [params[place] for place in places if params[place].grad is not None]
+            if plain:
+                grads = [p.grad for p in plain]
+                self._step_plain(group, plain, grads, [self.state[p] for p in plain])
 
     def _init_group(self, group: Group) -> None:
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient."""
-        index = next(i for i, other in enumerate(self.param_groups) if other is group)
+        index = self._index_of(group)
         self._init(index, group)
         members = self._members[index]
         if members is not None:
@@ -330,40 +328,49 @@ class StiefelOptimizer(Optimizer, ABC):
                         refuse_gradient(owner.parameter, groups)
                     self._renew(index, group, self._state_names(group))
                     return self._prepare(index, group)
-            changed = constrained.take(grads, group["nonfinite"])
-            if group["nonfinite"] == "raise" and constrained.missed:
-                refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, groups)
-            check_finite([owner.parameter for owner in changed], groups)
+            self._look(group, constrained, grads)
         return plain
 
-    def step_in_graph(
-        self, index: int, number: int, grads: list[Tensor | None], lr: Tensor | None
+    def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
+        """Do what :func:`in_graph` stands for: the step of all constrained parameters.
+
+        Args:
+            grads: One for each of them, in the order of :meth:`all_constrained`.
+            lrs: The rates that are tensors, in the order of the groups.
+        """
+        first, rates = 0, iter(lrs)
+        for group in self.param_groups:
+            for constrained in self._constrained_of(group):
+                last = first + len(constrained.owners)
+                self._look(group, constrained, grads[first:last], in_graph=True)
+                first = last
+        missed: list[Tensor] = []
+        for group in self.param_groups:
+            lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
+            missed += self._step_constrained(group, lr)
+        warn_of_skipped(names_of(missed, self.param_groups), missed)
+
+    def _look(
+        self,
+        group: Group,
+        constrained: Constrained,
+        grads: list[Tensor | None],
+        *,
+        in_graph: bool = False,
     ) -> None:
-        """Do what :func:`in_graph` stands for: the step of some constrained parameters."""
-        group, members = self.param_groups[index], self._members[index]
-        if members is None:
-            return
-        constrained = members.constrained[number][0]
-        changed = constrained.take(grads, group["nonfinite"], in_graph=True)
+        """Give gradients to constrained parameters; raise for what no step could use."""
+        changed = constrained.take(grads, group["nonfinite"], in_graph=in_graph)
         if group["nonfinite"] == "raise" and constrained.missed:
             refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, self.param_groups)
         check_finite([owner.parameter for owner in changed], self.param_groups)
-        missed = self._step_constrained(index, group, number, lr)
-        warn_of_skipped(names_of(missed, self.param_groups), missed)
 
-    def _step_constrained(
-        self, index: int, group: Group, only: int | None = None, given_lr: Tensor | None = None
-    ) -> list[Tensor]:
+    def _step_constrained(self, group: Group, lr: float | Tensor) -> list[Tensor]:
         """Move the constrained parameters of a group; return those that were left as they were."""
-        members, lr = self._members[index], group["lr"] if given_lr is None else given_lr
-        if members is None:
-            return []
         if not isinstance(lr, Tensor) or is_free_to_read(lr):
             lr = min(float(lr), _LONGEST_RATE)
         move, missed = partial(self._move, group), []
         move_rows = partial(step_rows, self._step_plain, group)
-        chosen = members.constrained if only is None else members.constrained[only : only + 1]
-        for constrained, _ in chosen:
+        for constrained in self._constrained_of(group):
             constrained.step(move, move_rows, lr, group["nonfinite"])
             missed += [constrained.owners[place].parameter for place in constrained.missed]
         return missed
@@ -374,7 +381,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
         packed = super().state_dict()
-        if any(not is_free_to_read(found.skipped) for found in self._all_constrained()):
+        if any(not is_free_to_read(found.skipped) for found in self.all_constrained()):
             self._told = warn_of_tallies(self.skipped_steps(), self._told)
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             readings = [reading(parameter, group) for parameter in group["params"]]
@@ -456,7 +463,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
         found = dict(self._missed.values())
-        for constrained in self._all_constrained():
+        for constrained in self.all_constrained():
             counts = constrained.skipped.tolist()
             for owner, count in zip(constrained.owners, counts, strict=True):
                 if count:
@@ -555,14 +562,20 @@ class StiefelOptimizer(Optimizer, ABC):
             found.append((suffix, own.matrices(part) / own.scale, read))
         return found
 
-    def constrained_of(self, index: int) -> list[Constrained]:
-        """Return the constrained parameters of a group that have state, by device."""
-        members = self._members[index]
+    def all_constrained(self) -> list[Constrained]:
+        """Return the constrained parameters of all groups that have state, by group and device."""
+        return [found for group in self.param_groups for found in self._constrained_of(group)]
+
+    def _constrained_of(self, group: Group) -> list[Constrained]:
+        members = self._members[self._index_of(group)]
         return [] if members is None else [constrained for constrained, _ in members.constrained]
 
-    def _all_constrained(self) -> list[Constrained]:
-        found = [members for members in self._members if members is not None]
-        return [constrained for members in found for constrained, _ in members.constrained]
+    def _plain_of(self, index: int) -> list[int]:
+        members = self._members[index]
+        return [] if members is None else members.plain
+
+    def _index_of(self, group: Group) -> int:
+        return next(i for i, other in enumerate(self.param_groups) if other is group)
 
     @override
     def __repr__(self) -> str:

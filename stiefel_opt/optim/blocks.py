@@ -20,7 +20,7 @@ from torch import Tensor
 from stiefel_opt.device import Lagged, is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.optim.sharding import Shards, placed
 from stiefel_opt.optim.state import MASTER, State, is_small, suffix_of
 
 __all__ = ["Batch", "Block", "Owner", "Stack", "blocks_of", "windows_on"]
@@ -68,11 +68,28 @@ class Owner:
         """How what this process has of it is read."""
         return self.manifold if self.shards is None else self.shards.manifold
 
+    def local(self) -> Tensor:
+        """Return the parameter, or our shard of it in the layout in which a step works."""
+        return self.parameter if self.shards is None else self.shards.local(self.parameter)
+
+    def local_rows(self, tensor: Tensor) -> Tensor:
+        """Return our part of the state of plain rows; a step count is the same everywhere."""
+        if self.shards is None or tensor.ndim == 0:
+            return tensor
+        return local_part(placed(tensor, self.shards.mesh, self.shards.working))
+
+    def shown_rows(self, tensor: Tensor, index: int) -> Tensor:
+        """Return state of plain rows as the user sees it, of the shape of those rows."""
+        if self.shards is None or tensor.ndim == 0:
+            return tensor
+        model = torch.empty(self.shape, device="meta")
+        return self.shards.like_whole(tensor, self.manifold.plain_parts(model)[index].contiguous())
+
     def moving(self) -> Tensor:
         """Return the tensor that moves: the parameter, our shard of it, or its master."""
         if MASTER in self.state:
             return local_part(self.state[MASTER])
-        return self.parameter if self.shards is None else self.shards.local(self.parameter)
+        return self.local()
 
 
 @dataclass(eq=False)

@@ -93,6 +93,7 @@ class Constrained:
         self._now = self._look()
         self._turns = 0
         self._is_gone = False
+        self._uncounted = 0  # the version of the counts before a step
         self._busy: tuple[Batch, list[int] | None, int] | None = None
         self._done: list[int] | None = None  # places that have moved in a step under way
         self._remember()
@@ -148,7 +149,7 @@ class Constrained:
                 for name, tensor in owner.state.items():
                     if name.startswith(ROWS):
                         _, word, index = f"{name}.0".split(".")[:3]
-                        states[int(index)][word] = local_part(tensor)
+                        states[int(index)][word] = owner.local_rows(tensor)
                 found.append((owner, states))
         return found
 
@@ -320,13 +321,15 @@ class Constrained:
             nonfinite: "skip" leaves out those whose gradient is not safe.
         """
         if len(self._out) == len(self.owners):
+            self.skipped[self.missed] += 1
             return
         values = self._values or [owner.moving() for owner in self.owners]
         is_read = is_cpu(self.steps)
+        self._uncounted = self.steps._version
         self._done = []
         with exact_products(self.steps):
             for whole, members in self.masters:
-                follow_(whole, torch.stack([local_part(owner.parameter) for owner in members]))
+                follow_(whole, torch.stack([owner.local() for owner in members]))
             self._turns += 1
             numbers = self.steps.tolist() if is_read else None
             for stack in self.stacks:
@@ -451,14 +454,16 @@ class Constrained:
             for index, state in enumerate(own):
                 for word, tensor in state.items():
                     name = ROWS + word + (f".{index}" if index else "")
-                    owner.state.setdefault(name, tensor)
+                    if name not in owner.state:
+                        owner.state[name] = owner.shown_rows(tensor, index)
 
     def _finish(self, values: list[Tensor], *, is_written: bool) -> None:
         """Write what moved for others into the parameters, and count the step."""
         if is_written:
             for whole, members in self.masters:
-                targets = [local_part(owner.parameter) for owner in members]
-                torch._foreach_copy_(targets, list(whole.unbind()))
+                if members[0].shards is None:
+                    targets = [owner.parameter for owner in members]
+                    torch._foreach_copy_(targets, list(whole.unbind()))
             if self.is_shared:
                 for owner, value in zip(self.owners, values, strict=True):
                     if owner.shards is not None and owner.place not in self._out:
@@ -503,7 +508,7 @@ class Constrained:
                     identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
                     factor.unflatten(0, (-1, batch.each))[blocks] = identity
         done = sorted(set(self._done or ()))
-        if done:
+        if done and self.steps._version == self._uncounted:
             self.steps[done] += 1.0
         self._busy, self._done, self._versions, self._pointers = None, None, None, None
 

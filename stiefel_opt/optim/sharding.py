@@ -81,6 +81,10 @@ class Shards:
             return shard
         return self._whole(shard, tensor, tensor.placements)
 
+    def like_whole(self, shard: Tensor, model: Tensor) -> DTensor:
+        """Return ``shard``, in the working layout, as part of a tensor like ``model``."""
+        return self._whole(shard, model, self.working)
+
     def _whole(self, shard: Tensor, like: Tensor, placements: Sequence[Placement]) -> DTensor:
         from torch.distributed.tensor import DTensor
 

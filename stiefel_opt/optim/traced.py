@@ -23,8 +23,8 @@ _OPTIMIZERS: weakref.WeakValueDictionary[int, StiefelOptimizer] = weakref.WeakVa
 
 _LIBRARY: Any = torch.library.Library("stiefel_opt", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "step(Tensor(a!)[] parameters, Tensor(b!)[] state, Tensor[] grads, int[] places, Tensor? lr, "
-    "int handle, int group, int number) -> ()"
+    "step(Tensor(a!)[] parameters, Tensor(b!)[] state, Tensor[] grads, int[] places, Tensor[] lrs, "
+    "int handle) -> ()"
 )
 
 
@@ -35,19 +35,30 @@ def remember(optimizer: StiefelOptimizer) -> int:
     return handle
 
 
-def in_graph(
-    handle: int, group: int, number: int, constrained: Constrained, lr: float | Tensor
-) -> None:
-    """Put the step of some constrained parameters into the graph that is being traced."""
-    if constrained.is_shared:  # collectives of a step are not for a graph
-        torch._dynamo.graph_break()
-    parameters = [owner.parameter for owner in constrained.owners]
-    places = [place for place, p in enumerate(parameters) if p.grad is not None]
+def in_graph(handle: int, everyone: list[Constrained], lrs: list[float | Tensor]) -> None:
+    """Put the step of all constrained parameters into the graph that is being traced.
+
+    Args:
+        handle: From :func:`remember`.
+        everyone: The constrained parameters of all groups.
+        lrs: The rate of each group; those that are tensors are read where the graph has them.
+    """
+    parameters: list[Tensor] = []
+    state: list[Tensor] = []
+    grads: list[Tensor] = []
+    places: list[int] = []
+    for constrained in everyone:
+        if constrained.is_shared:  # collectives of a step are not for a graph
+            torch._dynamo.graph_break()
+        for owner in constrained.owners:
+            if owner.parameter.grad is not None:
+                places.append(len(parameters))
+                grads.append(owner.parameter.grad)
+            parameters.append(owner.parameter)
+        state += constrained.tensors()
     if places:
-        grads: list[Any] = [parameters[place].grad for place in places]
-        rate = lr if isinstance(lr, Tensor) else None
-        state = constrained.tensors()
-        torch.ops.stiefel_opt.step(parameters, state, grads, places, rate, handle, group, number)
+        rates = [lr for lr in lrs if isinstance(lr, Tensor)]
+        torch.ops.stiefel_opt.step(parameters, state, grads, places, rates, handle)
 
 
 @torch.no_grad()
@@ -56,25 +67,23 @@ def _step(
     state: list[Tensor],
     grads: list[Tensor],
     places: list[int],
-    lr: Tensor | None,
+    lrs: list[Tensor],
     handle: int,
-    group: int,
-    number: int,
 ) -> None:
     optimizer = _OPTIMIZERS[handle]
-    constrained = optimizer.constrained_of(group)[number]
-    real = [owner.parameter.detach() for owner in constrained.owners] + constrained.tensors()
-    given = [*parameters, *state]
+    everyone = optimizer.all_constrained()
+    real = [owner.parameter.detach() for each in everyone for owner in each.owners]
+    for constrained in everyone:
+        real += constrained.tensors()
     copies = [
-        (own, other)
-        for own, other in zip(real, given, strict=False)
-        if own.data_ptr() != other.data_ptr()
+        (own, given)
+        for own, given in zip(real, [*parameters, *state], strict=False)
+        if own.data_ptr() != given.data_ptr()
     ]
     for own, copy in copies:  # a graph that keeps the old values hands out copies to write to
         own.copy_(copy)
     by_place: dict[int, Tensor] = dict(zip(places, grads, strict=True))
-    everyone = [by_place.get(place) for place in range(len(parameters))]
-    optimizer.step_in_graph(group, number, everyone, lr)
+    optimizer.step_in_graph([by_place.get(place) for place in range(len(parameters))], lrs)
     for own, copy in copies:
         copy.copy_(own)
 
