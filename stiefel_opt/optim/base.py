@@ -84,7 +84,7 @@ class Members:
         self.waiting = [i for i, found in enumerate(self.readings) if found is not None]
         self.constrained: list[tuple[Constrained, list[int]]] = []
 
-    def fit(self, group: Group, names: StateNames) -> bool:
+    def fit(self, group: Group, names: StateNames, states: Any) -> bool:
         """Say whether this still describes the group, and the state that it found."""
         params = group["params"]
         return (
@@ -93,7 +93,7 @@ class Members:
             and all(map(operator.is_, map(manifold_of, params), self._tags))
             and group["stiefel"] is self._stiefel
             and names == self._names
-            and all(constrained.is_intact() for constrained, _ in self.constrained)
+            and all(constrained.is_intact(states) for constrained, _ in self.constrained)
         )
 
 
@@ -233,7 +233,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Make the state of constrained parameters that have a gradient for the first time."""
         names = self._state_names(group)
         members = self._members[index]
-        if members is None or not members.fit(group, names):
+        if members is None or not members.fit(group, names, self.state):
             members = self._renew(index, group, names)
         if members.waiting:
             params = group["params"]

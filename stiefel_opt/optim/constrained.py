@@ -195,7 +195,8 @@ class Constrained:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, name), known in zip(self._slots, self._windows, strict=True):
             window = known()
-            if isinstance(window, Tensor) and state.get(name) is window:
+            # that of plain rows is no window: the next stacks have the same tensor
+            if not name.startswith(ROWS) and window is not None and state.get(name) is window:
                 state[name] = window.clone()
 
     def forget(self) -> None:
@@ -204,9 +205,9 @@ class Constrained:
             stack.forget()
         self.masters, self._is_gone = [], True
 
-    def is_intact(self) -> bool:
+    def is_intact(self, states: Any) -> bool:
         """Say whether parameters and state are still those that this was built of."""
-        if self._is_gone:
+        if self._is_gone or any(states.get(o.parameter) is not o.state for o in self.owners):
             return False
         try:
             found = [state[name] for state, name in self._slots]
