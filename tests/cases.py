@@ -194,7 +194,9 @@ VARIANTS = [
     ),
     OptimizerCase("sgd-nesterov-published", "sgd", {"nesterov": True, "metric": 0.3, **PUBLISHED}),
     OptimizerCase(
-        "sgd-nesterov-published-cayley", "sgd", {"nesterov": True, "rotation": "cayley", **PUBLISHED}
+        "sgd-nesterov-published-cayley",
+        "sgd",
+        {"nesterov": True, "rotation": "cayley", **PUBLISHED},
     ),
     OptimizerCase("sgd-momentumless-projected", "sgd", {"momentum": 0.0, **PROJECTED}),
     OptimizerCase("sgd-dampened-projected", "sgd", {"dampening": 0.4, "metric": -1.0, **PROJECTED}),

@@ -20,10 +20,19 @@ from stiefel_opt.functional import (
     descend_,
     sgd_,
 )
+from stiefel_opt.functional.stiefel_sgd import TRANSPORTS
 from stiefel_opt.geometry import random_point
 from stiefel_opt.linalg import own_gram
 
 SHAPES = [(9, 4), (7, 1), (40, 20), (5, 5)]
+
+
+def parts(kept: Any, one: slice) -> Any:
+    """Nested lists and named tuples with some matrices of each batch."""
+    if kept is None or isinstance(kept, Tensor):
+        return kept if kept is None else kept[one].clone()
+    items = [parts(item, one) for item in kept]
+    return items if isinstance(kept, list) else type(kept)(*items)
 
 
 def tensors(kept: Any) -> list[Tensor]:
@@ -52,12 +61,14 @@ class State:
         self.square_normal = None if n == m else (normal + 0.1).square()
         self.identity = torch.eye(m, dtype=torch.float64).repeat(k, 1, 1)
 
-    def of(self, rule: Any) -> list[Any]:
+    def of(self, rule: Any, transport: str = "isometric", nesterov: bool = False) -> list[Any]:
         """Copies of what the rule updates, in the order of its arguments."""
         skew = self.skew.clone()
         normal = None if self.normal is None else self.normal.clone()
         if rule is sgd_:
-            deferred = Deferred(normal, self.identity.clone(), self.identity * 0)
+            factor = self.identity.clone() if transport == "isometric" and not nesterov else None
+            is_kept = transport == "isometric" and nesterov
+            deferred = Deferred(normal, factor, None if is_kept else self.identity * 0)
             return [Velocity(skew, None if normal is None else deferred)]
         if rule is adam_:
             both = Moments(normal, None if normal is None else self.square_normal.clone())
@@ -67,25 +78,66 @@ class State:
         return [skew, normal]
 
 
-@pytest.mark.parametrize("rule", [sgd_, adam_, descend_, cayley_sgd_, cayley_adam_])
+FLOWS: list[dict[str, Any]] = [
+    {"transport": transport, "nesterov": nesterov}
+    for transport in TRANSPORTS
+    for nesterov in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "flow"),
+    [
+        *((sgd_, flow) for flow in FLOWS),
+        (adam_, {}),
+        (adam_, {"transport": "projected"}),
+        *((rule, {}) for rule in (descend_, cayley_sgd_, cayley_adam_)),
+    ],
+)
 @every_shape
-def test_a_known_gram_matrix_saves_measuring_it(rule, shape, generator):
+def test_a_known_gram_matrix_saves_measuring_it(rule, flow, shape, generator):
     state = State(shape, generator)
     state.point += 1e-7 * torch.randn(state.point.shape, generator=generator).double()
-    options: dict[str, Any] = {"lr": 0.1}
+    options: dict[str, Any] = {"lr": 0.1, **flow}
     if rule in (adam_, cayley_adam_):
         options["step"] = 3.0
     found = []
     for correct in (True, own_gram(state.point)):
-        kept, setting = state.of(rule), Setting(correct=correct)
+        kept, setting = state.of(rule, **flow), Setting(correct=correct)
         found.append([rule(state.point, state.grad, *kept, setting=setting, **options), *kept])
     for own, theirs in zip(*map(tensors, found), strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-14)
     known = own_gram(state.point)
-    rule(state.point, state.grad, *state.of(rule), setting=Setting(correct=known), **options)
+    rule(
+        state.point, state.grad, *state.of(rule, **flow), setting=Setting(correct=known), **options
+    )
     torch.testing.assert_close(known, own_gram(state.point), rtol=0, atol=0)  # only read
     error = own_gram(found[0][0]) - state.identity
     assert error.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("flow", [*FLOWS, None], ids=str)
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+@every_shape
+def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, flow, generator):
+    """Whatever the gradient there is; the others move as if they were alone."""
+    state = State(shape, generator, k=3)
+    state.grad[1] = bad
+    rule, options = (adam_, {"step": 3.0}) if flow is None else (sgd_, flow)
+    before = tensors([state.point, *state.of(rule, **(flow or {}))])
+    kept = state.of(rule, **(flow or {}))
+    ok = torch.tensor([True, False, True]).view(3, 1, 1)
+    setting = Setting(ok, correct=True)
+    found = [rule(state.point, state.grad, *kept, lr=0.1, setting=setting, **options), *kept]
+    for now, then in list(zip(tensors(found), before, strict=True))[1:]:
+        torch.testing.assert_close(now[1], then[1], rtol=0, atol=0)
+    assert all(bool(tensor[::2].isfinite().all()) for tensor in tensors(found))
+    for index in (0, 2):
+        one = slice(index, index + 1)
+        alone = parts(state.of(rule, **(flow or {})), one)
+        moved = rule(state.point[one], state.grad[one], *alone, lr=0.1, **options)
+        for own, theirs in zip(tensors([moved, *alone]), tensors(found), strict=True):
+            torch.testing.assert_close(own, theirs[one], rtol=0, atol=1e-12)
 
 
 @every_shape

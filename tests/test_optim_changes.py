@@ -95,7 +95,10 @@ def test_the_momentum_outlives_a_change_of_the_transport(
     shapes = ((9, 4), (6, 9), (8, 5))
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     both = [
-        [so.ManifoldParameter(v.to(dtype, copy=True), r) for v, r in zip(values, readings, strict=True)]
+        [
+            so.ManifoldParameter(v.to(dtype, copy=True), r)
+            for v, r in zip(values, readings, strict=True)
+        ]
         for _ in range(2)
     ]
     params, others = both

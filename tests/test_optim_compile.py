@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import stiefel_opt as so
 
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Profiler record function"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
