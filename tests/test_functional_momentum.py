@@ -20,6 +20,7 @@ from stiefel_opt.functional import (
     descend_,
     sgd_,
 )
+from stiefel_opt.functional.descent import RETRACTIONS
 from stiefel_opt.functional.stiefel_sgd import TRANSPORTS
 from stiefel_opt.geometry import random_point
 from stiefel_opt.linalg import own_gram
@@ -116,16 +117,25 @@ def test_a_known_gram_matrix_saves_measuring_it(rule, flow, shape, generator):
     assert error.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("flow", [*FLOWS, None], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "flow", "options"),
+    [
+        *((sgd_, flow, flow) for flow in FLOWS),
+        (sgd_, {}, {"metric": 0.3, "force": -0.5}),
+        (adam_, {}, {"step": 3.0}),
+        (adam_, {}, {"step": 3.0, "transport": "projected", "metric": 0.3, "eps": 0.0}),
+        *((descend_, {}, {"momentum": 0.9, "retraction": name}) for name in RETRACTIONS),
+        (cayley_sgd_, {}, {"nesterov": True}),
+        (cayley_adam_, {}, {"step": 3.0}),
+    ],
+)
 @pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
 @every_shape
-def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, flow, generator):
+def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, rule, flow, options, generator):
     """Whatever the gradient there is; the others move as if they were alone."""
     state = State(shape, generator, k=3)
     state.grad[1] = bad
-    rule, options = (adam_, {"step": 3.0}) if flow is None else (sgd_, flow)
-    before = tensors([state.point, *state.of(rule, **(flow or {}))])
-    kept = state.of(rule, **(flow or {}))
+    before, kept = tensors([state.point, *state.of(rule, **flow)]), state.of(rule, **flow)
     ok = torch.tensor([True, False, True]).view(3, 1, 1)
     setting = Setting(ok, correct=True)
     found = [rule(state.point, state.grad, *kept, lr=0.1, setting=setting, **options), *kept]
@@ -134,7 +144,7 @@ def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, flow, genera
     assert all(bool(tensor[::2].isfinite().all()) for tensor in tensors(found))
     for index in (0, 2):
         one = slice(index, index + 1)
-        alone = parts(state.of(rule, **(flow or {})), one)
+        alone = parts(state.of(rule, **flow), one)
         moved = rule(state.point[one], state.grad[one], *alone, lr=0.1, **options)
         for own, theirs in zip(tensors([moved, *alone]), tensors(found), strict=True):
             torch.testing.assert_close(own, theirs[one], rtol=0, atol=1e-12)
