@@ -329,7 +329,7 @@ def test_the_precision_that_a_user_has_lowered_is_set_aside() -> None:
     seen: list[str] = []
 
     class Products(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):  # noqa: ANN
+        def __torch_function__(self, function, types, args=(), kwargs=None):
             if getattr(function, "__name__", "") in ("bmm", "baddbmm", "baddbmm_"):
                 seen.append(torch.get_float32_matmul_precision())
             return function(*args, **(kwargs or {}))

@@ -90,9 +90,9 @@ def cayley_sgd_(
         one LU solve of m x m.
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
-    ok, reader = setting.ok, setting.reader_for(point)
+    ok = setting.ok
     point, inner = measure(point, grad, normal, setting)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov), reader)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), setting)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2

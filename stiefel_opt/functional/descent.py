@@ -105,9 +105,9 @@ def descend_(
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
-    ok, reader = setting.ok, setting.reader_for(point)
+    ok = setting.ok
     point, inner = measure(point, grad, normal, setting)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov), reader)
+    steep = is_steep(inner, lr * (1 + momentum * nesterov), setting)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))

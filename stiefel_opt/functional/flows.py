@@ -79,12 +79,14 @@ class Setting(NamedTuple):
         correct: Measure X'X and X'U and remove what rounding left there; or X'X, if known.
         row_sum: Sum over the processes that share the rows. None: all rows are here.
         reader: Who may read bounds. None: whoever can, of this step only.
+        length: A bound on the length of all gradients together, if somebody has read it.
     """
 
     ok: Tensor | None = None
     correct: bool | Tensor = True
     row_sum: RowSum | None = None
     reader: Reader | None = None
+    length: float = math.inf
 
     def reader_for(self, tensor: Tensor) -> Reader:
         """Return the reader of a step on ``tensor``."""
@@ -152,14 +154,17 @@ def mend_after(new_point: Tensor, normal: Tensor, row_sum: RowSum | None) -> tup
     return add_product(new_point, new_point, mending), mended(mending, overlap)
 
 
-def is_steep(inner: Tensor, lr: Scalar, reader: Reader) -> bool:
+def is_steep(inner: Tensor, lr: Scalar, setting: Setting) -> bool:
     """Say whether a step amplifies the rounding in X'X, if that can be known.
 
     For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
     step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the limit eight
     steps cost two digits at the most.
     """
-    if isinstance(lr, Tensor) or reader.is_blind:
+    if isinstance(lr, Tensor) or lr * setting.length <= _STEEP:  # |X'G| <= |G|
+        return False
+    reader = setting.reader_for(inner)
+    if reader.is_blind:
         return False
     if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
         return False

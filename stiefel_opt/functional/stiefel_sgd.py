@@ -144,7 +144,7 @@ def sgd_(
         square = point, grad, skew, lr, momentum, force, nesterov, a
         return _sgd_of_square(*square, transport, setting)
     S, mending, overlap = measure(point, grad, normal, setting)  # 1
-    steep = is_steep(S, lr * (1 + momentum * nesterov), reader)
+    steep = is_steep(S, lr * (1 + momentum * nesterov), setting)
     torque = torque_of(S, a, force)
     S = mended(mending, scaled(S, force))
     matrix = None if skew is None else coupling(skew, momentum, lr, a, reader)

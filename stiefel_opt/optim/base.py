@@ -6,6 +6,7 @@ parameters then follow torch's own function, constrained ones the rule of the su
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -22,7 +23,6 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.manifold import manifold_of
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checkpoint import (
     check_plain_rule,
@@ -65,6 +65,9 @@ __all__ = ["StiefelOptimizer"]
 # A turn is complete long before; the square of the rate must be a number of float32.
 _LONGEST_RATE: Final = 2.0**50
 
+_GRAD = operator.attrgetter("grad")
+_KIND = operator.attrgetter("shape", "dtype", "layout")
+
 
 class Members:
     """The parameters of a group, told apart: plain ones, and constrained ones that have state.
@@ -77,7 +80,7 @@ class Members:
 
     def __init__(self, group: Group, names: StateNames) -> None:
         self._params = list(group["params"])
-        self._tags = list(map(manifold_of, self._params))
+        self._tags = _tags_of(self._params)
         self._stiefel, self._names = group["stiefel"], names
         self.readings = [reading(parameter, group) for parameter in self._params]
         self.plain = [i for i, found in enumerate(self.readings) if found is None]
@@ -90,11 +93,16 @@ class Members:
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
-            and all(map(operator.is_, map(manifold_of, params), self._tags))
+            and all(map(operator.is_, _tags_of(params), self._tags))
             and group["stiefel"] is self._stiefel
             and names == self._names
             and all(constrained.is_intact(states) for constrained, _ in self.constrained)
         )
+
+
+def _tags_of(parameters: list[Tensor]) -> list[Any]:
+    """Return the attribute ``manifold`` of each parameter, or None, whatever it is."""
+    return list(map(getattr, parameters, itertools.repeat("manifold"), itertools.repeat(None)))
 
 
 class StiefelOptimizer(Optimizer, ABC):
@@ -201,7 +209,8 @@ class StiefelOptimizer(Optimizer, ABC):
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
                 self._step_plain(group, plain, grads, [self.state[p] for p in plain])
             missed += self._step_constrained(group, group["lr"])
-        warn_of_skipped(names_of(missed, self.param_groups), missed)  # last: it may be an error
+        if missed:  # last: it may be an error
+            warn_of_skipped(names_of(missed, self.param_groups), missed)
         return loss
 
     def _step_traced(self) -> None:
@@ -315,19 +324,16 @@ class StiefelOptimizer(Optimizer, ABC):
                 refuse_gradient(params[place], groups)
             plain.append(params[place])
         for constrained, _ in members.constrained:
-            grads = []
-            for owner in constrained.owners:
-                grad = owner.parameter.grad
-                grads.append(grad)
-                if grad is None:
+            grads = list(map(_GRAD, constrained.parameters))
+            for owner, grad in zip(constrained.owners, grads, strict=True):
+                if grad is None or _KIND(grad) == owner.kind:
                     continue
                 if grad.layout is not torch.strided:
                     refuse_sparse(owner.parameter, groups)
-                if grad.shape != owner.shape or grad.dtype is not owner.dtype:
-                    if owner.is_same() or grad.shape != owner.parameter.shape:
-                        refuse_gradient(owner.parameter, groups)
-                    self._renew(index, group, self._state_names(group))
-                    return self._prepare(index, group)
+                if owner.is_same() or grad.shape != owner.parameter.shape:
+                    refuse_gradient(owner.parameter, groups)
+                self._renew(index, group, self._state_names(group))
+                return self._prepare(index, group)
             self._look(group, constrained, grads)
         return plain
 

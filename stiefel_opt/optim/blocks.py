@@ -56,6 +56,7 @@ class Owner:
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
+        self.kind = self.shape, self.dtype, torch.strided  # of a gradient
         self._device = self.parameter.device
 
     def is_same(self) -> bool:
@@ -268,8 +269,7 @@ class Batch:
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
         self._in_parts = any(block.narrow is not None for block in self.blocks)
-        self._strides: tuple[int, ...] | None = None  # of tensors that the next fits
-        self._view: tuple[torch.Size, tuple[int, ...], int] = (torch.Size(), (), 0)
+        self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
 
     def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
         """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
@@ -278,23 +278,21 @@ class Batch:
             parts = self._parts(tensors, blocks)
             joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
             return as_batch(first.matrices(joined, stacked=True))
-        if tensor.stride() == self._strides:
-            size, stride, offset = self._view
-            return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+        if (view := self._views.get(tensor.stride())) is not None:
+            return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
         matrices = as_batch(first.matrices(first.part(tensor)))
         if self._share is not None:
             matrices = matrices[self._share]
         if not tensor.is_complex() and shares_memory(matrices, tensor):
             offset = int(matrices.storage_offset() - tensor.storage_offset())
-            self._strides = tensor.stride()
-            self._view = matrices.size(), matrices.stride(), offset
+            self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
         return matrices
 
     def write(self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None) -> None:
         """Put new ``matrices`` into the tensors of these ``blocks``; None: of all."""
         first, tensor = self.blocks[0], tensors[0]
         if self._is_one:
-            if tensor.stride() == self._strides:
+            if tensor.stride() in self._views:
                 self.read(tensors).copy_(matrices)
                 return
             part = first.part(tensor)

@@ -9,6 +9,9 @@ halfway leaves every block as it was or as it shall be, and the next step puts t
 from __future__ import annotations
 
 import functools
+import itertools
+import math
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ __all__ = ["Constrained", "Given", "Move", "MoveRows"]
 # Rounding in X'X and X'U is measured and removed every so many steps; in every step where nothing
 # is known of how long steps are.
 _CORRECTION_PERIOD = 8
+
+_VERSION = operator.attrgetter("_version")
 
 
 @dataclass
@@ -72,6 +77,7 @@ class Constrained:
 
     def __init__(self, owners: list[Owner]) -> None:
         self.owners = owners
+        self.parameters = [owner.parameter for owner in owners]
         self.steps = self._joined([owner.state for owner in owners], "step")
         self.skipped = torch.zeros(len(owners), dtype=torch.int64, device=self.steps.device)
         self.missed: list[int] = []
@@ -194,7 +200,7 @@ class Constrained:
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, name), known in zip(self._slots, self._windows, strict=True):
-            window = known()
+            window: Any = known()
             # that of plain rows is no window: the next stacks have the same tensor
             if not name.startswith(ROWS) and window is not None and state.get(name) is window:
                 state[name] = window.clone()
@@ -207,7 +213,9 @@ class Constrained:
 
     def is_intact(self, states: Any) -> bool:
         """Say whether parameters and state are still those that this was built of."""
-        if self._is_gone or any(states.get(o.parameter) is not o.state for o in self.owners):
+        found_states = map(states.get, [owner.parameter for owner in self.owners])
+        known_states = [owner.state for owner in self.owners]
+        if self._is_gone or not all(map(operator.is_, found_states, known_states)):
             return False
         try:
             found = [state[name] for state, name in self._slots]
@@ -245,7 +253,9 @@ class Constrained:
                 grad if grad is None or owner.shards is None else owner.shards.local(grad)
                 for owner, grad in zip(self.owners, grads, strict=True)
             ]
-        self._out = {place for place, grad in enumerate(grads) if grad is None}
+        self._out = set()
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
+            self._out = {place for place, grad in enumerate(grads) if grad is None}
         self.missed, self._ok = [], None
         versions, pointers = self._now
         is_known = self._versions is not None and in_graph
@@ -263,16 +273,19 @@ class Constrained:
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        tensors = [owner.parameter for owner in self.owners]
-        if self.is_shared:
-            tensors = list(map(local_part, tensors))
-        return [tensor._version for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
+        tensors = self._local_parameters()
+        return list(map(_VERSION, tensors)), list(map(torch.Tensor.data_ptr, tensors))
+
+    def _local_parameters(self) -> list[Tensor]:
+        return list(map(local_part, self.parameters)) if self.is_shared else self.parameters
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters whose gradient is not safe: all processes that have a part agree."""
         is_read = is_cpu(self.steps)
         places = list(range(len(self.owners)))
         if is_read and nonfinite == "skip":  # each batch judges the others
+            if not self._joint:
+                return
             places = self._joint
         present = [place for place in places if place not in self._out]
         ok = torch.ones(len(self.owners), dtype=torch.bool, device=self.steps.device)
@@ -333,9 +346,13 @@ class Constrained:
                 follow_(whole, torch.stack([owner.local() for owner in members]))
             self._turns += 1
             numbers = self.steps.tolist() if is_read else None
+            number = None
+            if numbers is not None and min(numbers) == max(numbers):
+                number = numbers[0]
             for stack in self.stacks:
                 for batch in stack.batches:
-                    self._move_batch(batch, values, move, lr, numbers, nonfinite == "skip")
+                    counts = numbers if number is None else number
+                    self._move_batch(batch, values, move, lr, counts, nonfinite == "skip")
             self._move_rows(move_rows, values)
         self._finish(values, is_written=not _is_zero(lr))
 
@@ -345,7 +362,7 @@ class Constrained:
         values: list[Tensor],
         move: Move,
         lr: float | Tensor,
-        numbers: list[float] | None,
+        numbers: list[float] | float | None,
         judges: bool,
     ) -> None:
         """Move the blocks of a batch that have a gradient."""
@@ -362,6 +379,7 @@ class Constrained:
         grad = batch.read([self._grads[place] for place in places], chosen)  # type: ignore[misc]
         if grad.dtype != point.dtype:
             grad = grad.to(point.dtype)
+        length = math.inf
         if judges and numbers is not None:
             length, most = float(torch.linalg.vector_norm(grad)), largest_safe(grad.dtype)
             if not length <= most and places[0] not in self._joint:  # NaN is not either
@@ -374,12 +392,15 @@ class Constrained:
                     self._move_batch(batch, values, move, lr, numbers, judges)
                     return
         step: float | Tensor
-        if numbers is not None:
-            counts = [numbers[place] for place in places]
-            step = counts[0] + 1.0
-            due = any(count % _CORRECTION_PERIOD == _CORRECTION_PERIOD - 1 for count in set(counts))
-            if len(places) > 1 and min(counts) != max(counts):
-                step = batch.of_each(torch.tensor(counts, device=self.steps.device) + 1.0)
+        if isinstance(numbers, float):
+            step = numbers + 1.0
+            due = step % _CORRECTION_PERIOD == 0
+        elif numbers is not None:
+            counts = [numbers[place] + 1.0 for place in places]
+            step = counts[0]
+            due = any(count % _CORRECTION_PERIOD == 0 for count in set(counts))
+            if min(counts) != max(counts):
+                step = batch.of_each(torch.tensor(counts, device=self.steps.device))
         else:
             step = batch.of_each(self.steps[places] + 1.0)
             due = self._turns % _CORRECTION_PERIOD == 0
@@ -402,7 +423,7 @@ class Constrained:
         ok = None if self._ok is None else batch.of_each(self._ok[places])
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
-        setting = Setting(ok, settled, batch.row_sum, reader)
+        setting = Setting(ok, settled, batch.row_sum, reader, length)
         given = Given(point, grad, state, lr / scale, step, setting)
         new_point = move(given)
         if isinstance(lr, Tensor):
@@ -469,20 +490,23 @@ class Constrained:
                 for owner, value in zip(self.owners, values, strict=True):
                     if owner.shards is not None and owner.place not in self._out:
                         owner.shards.write(owner.parameter, value)
-        moved: list[int] | slice = slice(None)
         if self._out:
             moved = [place for place in range(len(self.owners)) if place not in self._out]
-        if self._ok is None:
-            self.steps[moved] += 1.0
+            self.steps[moved] += 1.0 if self._ok is None else self._ok[moved]
+            if self._ok is not None:
+                self.skipped[moved] += ~self._ok[moved]
+        elif self._ok is None:
+            self.steps.add_(1.0)
         else:
-            self.steps[moved] += self._ok[moved]
-            self.skipped[moved] += ~self._ok[moved]
+            self.steps.add_(self._ok)
+            self.skipped.add_(~self._ok)
         if self.missed:
             self.skipped[self.missed] += 1
         if is_written:
-            versions, pointers = self._look()
+            versions, pointers = list(map(_VERSION, self._local_parameters())), self._now[1]
             left = self._out | set(self.missed)
             if left and self._versions is not None and self._pointers is not None:
+                pointers = list(pointers)
                 for place in left:
                     versions[place] = self._versions[place]
                     pointers[place] = self._pointers[place]
