@@ -201,8 +201,9 @@ class Constrained:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, name), known in zip(self._slots, self._windows, strict=True):
             window: Any = known()
-            # that of plain rows is no window: the next stacks have the same tensor
-            if not name.startswith(ROWS) and window is not None and state.get(name) is window:
+            if name.startswith(ROWS):  # no window: the next stacks have the same tensor
+                continue
+            if window is not None and state.get(name) is window:
                 state[name] = window.clone()
 
     def forget(self) -> None:
