@@ -424,6 +424,8 @@ class Constrained:
         ok = None if self._ok is None else batch.of_each(self._ok[places])
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
+        if batch.row_sum is not None:  # our rows only: all processes must decide alike
+            length = math.inf
         setting = Setting(ok, settled, batch.row_sum, reader, length)
         given = Given(point, grad, state, lr / scale, step, setting)
         new_point = move(given)
