@@ -134,7 +134,7 @@ class CaileySGD(SGDG):
 def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
     """Raise unless parameters of ``dtype`` are moved in the one called ``name``."""
     moving = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    if name is not None and getattr(torch, str(name), None) not in (moving, dtype):
+    if name is not None and getattr(torch, str(name), name) not in (moving, dtype):
         wanted = f"be None or {str(moving).removeprefix('torch.')!r} for parameters of {dtype}"
         remedy = "convert the parameters to move them in another precision"
         raise ValueError(fail("dtype", wanted, repr(name), remedy))

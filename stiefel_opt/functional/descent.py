@@ -154,7 +154,8 @@ def measure(
     mend = add_to_diagonal_(own * -0.5, 1.5)
     point = product(point, mend)
     if normal is not None:
-        add_product_(normal, point, torch.bmm(mend, others[0]), alpha=-1.0)
+        overlap = torch.bmm(mend, zeroed(others[0], setting.ok))
+        add_product_(normal, point, overlap, alpha=-1.0)
     return point, torch.bmm(mend, zeroed(inner, setting.ok))
 
 
@@ -163,7 +164,8 @@ def receive_(normal: Tensor, value: Tensor, decay: float, weight: float, ok: Ten
     if ok is None:
         torch.mul(normal, decay, out=normal).add_(value, alpha=weight)
     else:
-        normal.mul_(torch.where(ok, decay, 1.0).to(normal.dtype)).add_(value, alpha=weight)
+        each = torch.ones_like(ok, dtype=normal.dtype).masked_fill_(ok, decay)
+        normal.mul_(each).add_(value, alpha=weight)
 
 
 def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tensor:

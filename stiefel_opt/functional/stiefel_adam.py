@@ -33,6 +33,7 @@ from stiefel_opt.functional.flows import (
     scaled,
     sums,
     turn_of_square,
+    zeroed,
 )
 from stiefel_opt.functional.stiefel_sgd import (
     Deferred,
@@ -110,8 +111,9 @@ def adam_(
     weight: Scalar = 1 - betas[0]
     decay: Scalar = betas[1]
     if ok is not None:  # the gradient of a matrix that does not move is 0 here, and has no weight
-        weight = torch.where(ok, weight, 0.0).to(skew.first.dtype)
-        decay = torch.where(ok, decay, 1.0).to(skew.second.dtype)
+        dtype = skew.second.dtype  # two numbers make ``torch.where`` one of float32
+        weight = torch.zeros_like(ok, dtype=dtype).masked_fill_(ok, weight).to(skew.first.dtype)
+        decay = torch.ones_like(ok, dtype=dtype).masked_fill_(ok, decay)
     kept = None if normal is None else Deferred(normal.first)
     inner, mending, overlap = measure(point, grad, kept, setting)
     torque = torque_of(inner, a, force)
@@ -141,7 +143,7 @@ def adam_(
     inner = mended(mending, scaled(inner, force))
     force_normal = normal_force(point, inner, grad, force, ok)  # -g
     if overlap is not None:
-        correct_normal_(normal.first, point, mending, overlap)
+        correct_normal_(normal.first, point, mending, zeroed(overlap, ok))
     if ok is None and matrix is None and _may_fuse(normal, force_normal, step, eps):
         direction = _fused_moments_(normal, force_normal, float(step), betas, eps)
     else:

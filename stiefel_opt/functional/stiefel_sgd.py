@@ -340,7 +340,7 @@ def _receive_(
         return direction, None
     base = normal.base
     if overlap is not None:
-        correct_normal_(base, point, mending, overlap)
+        correct_normal_(base, point, mending, zeroed(overlap, setting.ok))
     earlier, factor = (base, momentum) if matrix is None else (product(base, matrix), 1.0)
     _add_(direction, earlier, factor, base, setting.ok)
     return direction.add_(base, alpha=momentum) if nesterov else base.clone(), base

@@ -202,7 +202,9 @@ class Constrained:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, name), known in zip(self._slots, self._windows, strict=True):
             window: Any = known()
-            if window is not None and state.get(name) is window:
+            if window is None or name.startswith(ROWS):  # rows have no windows
+                continue
+            if state.get(name) is window:
                 state[name] = window.clone()
 
     def forget(self) -> None:
@@ -423,9 +425,15 @@ class Constrained:
         ok = None if self._ok is None else batch.of_each(self._ok[places])
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
+        if batch.row_sum is not None:  # our rows only: all processes must decide alike
+            length = math.inf
         setting = Setting(ok, settled, batch.row_sum, reader, length)
         given = Given(point, grad, state, lr / scale, step, setting)
         new_point = move(given)
+        if numbers is not None and not math.isfinite(float(new_point[:, 0, 0].abs().sum())):
+            overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it
+            new_point = torch.where(overflowed, stored / scale, new_point)
+            given.overflowed = overflowed
         if isinstance(lr, Tensor):
             new_point = torch.where(lr == 0, point, new_point)
         if scale != 1.0:
@@ -536,6 +544,16 @@ class Constrained:
         if done and self.steps._version == self._uncounted:
             self.steps[done] += 1.0
         self._busy, self._done, self._versions, self._pointers = None, None, None, None
+
+
+def _start_again(state: State, new_point: Tensor) -> Tensor:
+    """Start the momentum of matrices again whose step left floating point; return which."""
+    overflowed = ~new_point.isfinite().all(dim=-1).all(dim=-1)[:, None, None]
+    for name, tensor in state.items():
+        tensor.masked_fill_(overflowed, 0.0)
+        if name == "deferred_factor":
+            tensor.diagonal(dim1=-2, dim2=-1).masked_fill_(overflowed[..., 0], 1.0)
+    return overflowed
 
 
 def _is_zero(lr: float | Tensor) -> bool:
