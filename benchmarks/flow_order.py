@@ -27,7 +27,7 @@ import stiefel_opt as so
 Matrix = NDArray[np.float64]
 
 FORMS: dict[str, dict[str, Any]] = {
-    "isometric": {"transport": "isometric", "rotation": "polar"},
+    "isometric": {"transport": "isometric"},
     "published": {"transport": "published", "rotation": "euler"},
 }
 METRICS = {"1/2": 0.5, "0": 0.0, "-1": -1.0}
@@ -118,18 +118,11 @@ def exact_end(problem: Problem, a: float, kappa: float) -> Matrix:
     return np.stack([point, point @ end[2 * n * m :].reshape(m, m) + normal])
 
 
-def set_velocity(optimizer: torch.optim.Optimizer, skew: Tensor, normal: Tensor) -> None:
-    """Give the only parameter of ``optimizer`` the momenta Z and U, through its state_dict."""
+def set_velocity(optimizer: so.StiefelSGD, skew: Tensor, normal: Tensor) -> None:
+    """Give the only parameter of ``optimizer`` the momenta Z and U."""
     (group,) = optimizer.param_groups
     (parameter,) = group["params"]
-    rate, group["lr"] = group["lr"], 0.0
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # at rate zero this allocates the state and changes nothing else
-    group["lr"] = rate
-    saved = optimizer.state_dict()
-    saved["state"][0]["momentum_skew"] = skew.clone()
-    saved["state"][0]["momentum_normal"] = normal.clone()
-    optimizer.load_state_dict(saved)
+    optimizer.set_velocity(parameter, skew, normal)
 
 
 def optimizer_end(problem: Problem, a: float, form: str, steps: int) -> Matrix:

@@ -25,7 +25,6 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 
 __all__ = [
-    "NOW",
     "Fixed",
     "Lagged",
     "Now",
@@ -99,10 +98,17 @@ class Reader(ABC):
     Attributes:
         is_exact: Whether what :meth:`number` returns is the number of this very step.
         is_blind: Whether nothing is ever known, so that rounding is removed in every step.
+        is_lost: Whether a number that was read is not finite: nothing of the step may be used.
     """
 
     is_exact: bool = False
     is_blind: bool = False
+    is_lost: bool = False
+
+    def note(self, bound: float) -> None:
+        """Remember that a bound on the step is not finite."""
+        if not bound < math.inf:
+            self.is_lost = True
 
     @abstractmethod
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
@@ -156,7 +162,6 @@ class Lagged(Reader):
         return earlier
 
 
-NOW: Final = Now()
 _FIXED: Final = Fixed()
 
 
@@ -170,7 +175,7 @@ def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     if is_compiling():
         return _FIXED
     if is_cpu(tensor):
-        return NOW
+        return Now()
     if lagged is None or torch.are_deterministic_algorithms_enabled():
         return _FIXED
     if tensor.is_cuda:

@@ -194,8 +194,9 @@ def _transform(
         return move_along_cayley(point, turn, normal, own, step)
 
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
-    exact_reader = setting.reader_for(point).is_exact
-    reach = float((alpha * norm).max()) if exact_reader else 1.0
+    reader = setting.reader_for(point)
+    reach = float((alpha * norm).max()) if reader.is_exact else 1.0
+    reader.note(reach)
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(turn, own, step / 2, steps)
     square = torch.bmm(turned.mH, turned)

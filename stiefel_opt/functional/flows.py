@@ -181,35 +181,27 @@ class Moves(NamedTuple):
 
     Attributes:
         frame: D R - I: X + X frame + eta V R is the new point, and what is added is small.
-        shrink: R - I.
+        inverse_root: R.
         turn: D - I.
-        turn_shrink: (I + K'K)^(-1/2) - I, of the turn.
         bend: R (I + R)^(-1), if asked for.
-        excess: eta^2 W.
+        excess: W and eta^2, or eta^2 W and 1.
         step: eta, shortened where it saturates.
         limit: A bound on K'K and eta^2 W.
     """
 
     frame: Tensor
-    shrink: Tensor
+    inverse_root: Tensor
     turn: Tensor
-    turn_shrink: Tensor
     bend: Tensor | None
     excess: tuple[Tensor, float]
     step: Scalar
     limit: float
 
-    @property
-    def inverse_root(self) -> Tensor:
-        """R."""
-        return plus_identity(self.shrink)
-
-    @property
-    def root(self) -> Tensor:
-        """R^(-1) = (I + eta^2 W) R."""
+    def root(self, out: Tensor | None = None) -> Tensor:
+        """Return R^(-1) = (I + eta^2 W) R."""
         matrix, scale = self.excess
-        inverse_root = self.inverse_root
-        return torch.baddbmm(inverse_root, matrix, inverse_root, alpha=scale)
+        R = self.inverse_root
+        return torch.baddbmm(R, matrix, R, alpha=scale, out=out)
 
 
 def moves_of(
@@ -233,6 +225,7 @@ def moves_of(
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(squares)
+        reader.note(limit)
     # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
     is_short = math.sqrt(size) * limit <= _SATURATION**2
     second = None
@@ -253,10 +246,9 @@ def moves_of(
     found = roots(squares, limit, scale=scale, bend=count if bend else 0, square=second)
     turn_shrink, shrink = found.shrink.unsafe_chunk(2)
     rotation = polar_rotation(skew, turn_shrink, turn)
-    frame = after(rotation, shrink)
-    return Moves(
-        frame, shrink, rotation, turn_shrink, found.bend, (gram_normal, scale), step, limit
-    )
+    inverse_root = plus_identity(shrink)
+    frame = torch.baddbmm(shrink, rotation, inverse_root)  # D R - I, without forming D
+    return Moves(frame, inverse_root, rotation, found.bend, (gram_normal, scale), step, limit)
 
 
 def turn_of_square(
@@ -273,6 +265,7 @@ def turn_of_square(
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(square)
+        reader.note(limit)
     if not _turns_little(skew, lr, limit):
         turn = _shortened(infinity_norm(skew), lr)
         square, scale, limit = square * (turn * turn), 1.0, min(limit, _SATURATION**2)
@@ -320,6 +313,7 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
     bound = most
     if isinstance(step, float) and reader.is_exact:
         bound = step * step * largest_bound(size)
+        reader.note(bound)
         if bound <= most:
             return step, bound
     norm = infinity_norm(size)

@@ -166,44 +166,59 @@ def sgd_(
         earlier, mu = product(B, matrix if L is None else torch.bmm(L, matrix)), 1.0
         N = torch.bmm(N, matrix)
     pending = add_product(earlier, point, torch.sub(S, N, alpha=mu), beta=mu)
-    across = None
-    if not nesterov:
+    if nesterov:
+        looked = _look_ahead_(B, pending, earlier, N, grad, force, momentum, mu, setting)
+        V, across, W, C = looked
+    else:
         del earlier
         subtract_(pending, grad, force, B, setting.ok)  # 2, 3  B <- B (mu L) + X (S - mu N) - G
-        V = B
-    else:  # V = (1 + mu) U - mu (B - X N), of which X (mu N) stays in the frame
-        subtract_(pending, grad, force, pending, None)
-        V = zeroed(pending * (1 + momentum), setting.ok).sub_(zeroed(earlier, setting.ok), alpha=mu)
-        keep_(B, pending, setting.ok)
-        across = zeroed(mu * N, setting.ok)
-        del earlier
+        (W,) = sums(setting.row_sum, (B, B))  # 4  W = B'B
+        V, across, C = B, None, W
     del pending
-    if across is None:
-        (W,) = sums(setting.row_sum, (V, V))  # 4  W = B'B
-        C = W
-    else:
-        W, C = sums(setting.row_sum, (V, V), (V, B))
-        W = torch.baddbmm(W, across.mH, across, alpha=-1.0)
-    moves = moves_of(ahead, W, lr, reader)  # D - I, R - I, D R - I
-    R, step, frame = moves.inverse_root, moves.step, moves.frame
-    if L is None:
-        new_N = torch.bmm(R, C) * step
-        if skew is not None:
-            keep_(skew, project_skew(skew, moves.turn), setting.ok)
-    else:
-        new_N = W * step
+    moves = moves_of(ahead, W, lr, reader)  # R, D R - I
+    R, eta, frame = moves.inverse_root, moves.step, moves.frame
     if across is not None:
-        frame = frame + torch.bmm(across, R) * step
-    new_point = add_product(point, point, _mended_frame(mending, frame))
-    move_along_(new_point, V, R, step)  # 5, 6  X <- X (D R) + B (eta R)
-    new_L = None if L is None else moves.root
+        frame = frame + torch.bmm(across, R) * eta
+    if mending is not None:
+        frame = after(mending, frame)
+    new_point = add_product(point, point, frame)
+    move_along_(new_point, V, R, eta)  # 5, 6  X <- X (D R) + B (eta R)
+    out = None if L is None or setting.ok is not None else L
+    new_L = None if L is None else moves.root(out)  # L = R^(-1), N = eta W, or N = eta R C
+    new_N = W * eta if new_L is not None else torch.bmm(R, C) * eta
     if not reader.is_blind and (steep or moves.limit > 1):
         new_point, new_N = mend_after(new_point, B, setting.row_sum)
         new_N = new_N if new_L is None else torch.bmm(new_N, new_L)
-    if L is not None and new_L is not None:
+    if L is not None and new_L is not None and out is None:
         keep_(L, new_L, setting.ok)
     keep_(normal.shift, new_N, setting.ok)
+    if L is None and skew is not None:
+        keep_(skew, project_skew(skew, moves.turn), setting.ok)
     return new_point
+
+
+def _look_ahead_(
+    base: Tensor,
+    pending: Tensor,
+    earlier: Tensor,
+    shift: Tensor,
+    grad: Tensor,
+    force: Scalar,
+    momentum: float,
+    mu: float,
+    setting: Setting,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """U <- mu U - g and Nesterov's V = (1 + mu) U - mu (B - X N), of which X (mu N) is left out.
+
+    Returns: What is left of V, mu N, which belongs into the frame, W = V'V, and C = V'U.
+    """
+    ok = setting.ok
+    subtract_(pending, grad, force, pending, None)
+    left = zeroed(pending * (1 + momentum), ok).sub_(zeroed(earlier, ok), alpha=mu)
+    keep_(base, pending, ok)
+    across = zeroed(mu * shift, ok)
+    gram, cross = sums(setting.row_sum, (left, left), (left, base))
+    return left, across, torch.baddbmm(gram, across.mH, across, alpha=-1.0), cross
 
 
 def advance_(
@@ -238,7 +253,8 @@ def advance_(
     if normal is not None and moves.bend is not None:
         bent = torch.bmm(moves.bend, zeroed(crosses[0], ok))
         move_along_(normal, direction, bent, step * step)
-    new_point = add_product(point, point, _mended_frame(mending, moves.frame))
+    frame = moves.frame if mending is None else after(mending, moves.frame)
+    new_point = add_product(point, point, frame)
     move_along_(new_point, direction, moves.inverse_root, step)
     if normal is None:
         return mend_point(new_point, setting.row_sum) if again else new_point
@@ -314,11 +330,6 @@ def project_skew(skew: Tensor, turn: Tensor) -> Tensor:
     """Return the skew part of D'Z: what projection onto the tangent space at X D leaves of X Z."""
     carried = torch.baddbmm(skew, turn.mH, skew)
     return (carried - carried.mH) / 2
-
-
-def _mended_frame(mending: Tensor | None, frame: Tensor) -> Tensor:
-    """Return (I + M)(I + F) - I."""
-    return frame if mending is None else after(mending, frame)
 
 
 def _receive_(

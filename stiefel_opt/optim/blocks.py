@@ -288,12 +288,14 @@ class Batch:
             self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
         return matrices
 
-    def write(self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None) -> None:
-        """Put new ``matrices`` into the tensors of these ``blocks``; None: of all."""
+    def write(
+        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
+    ) -> None:
+        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
         first, tensor = self.blocks[0], tensors[0]
         if self._is_one:
             if tensor.stride() in self._views:
-                self.read(tensors).copy_(matrices)
+                read.copy_(matrices)
                 return
             part = first.part(tensor)
             whole = first.matrices(part)

@@ -187,7 +187,7 @@ class Constrained:
         self._ids = list(map(id, windows))
         self._memory = [local_part(window).data_ptr() for window in windows]
         gone = functools.partial(_forget, weakref.ref(self))
-        self._windows = [weakref.ref(window, gone) for window in windows]
+        self._windows: list[Any] = [weakref.ref(window, gone) for window in windows]
 
     def tensors(self) -> list[Tensor]:
         """Return all that a step changes beside the parameters, each memory once."""
@@ -201,11 +201,9 @@ class Constrained:
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, name), known in zip(self._slots, self._windows, strict=True):
-            window: Any = known()
-            if window is None or name.startswith(ROWS):  # rows have no windows
-                continue
-            if state.get(name) is window:
-                state[name] = window.clone()
+            is_ours = not name.startswith(ROWS) and name in state  # rows have no windows
+            if is_ours and state[name] is known():
+                state[name] = state[name].clone()
 
     def forget(self) -> None:
         """Let go of all state: a window is gone, perhaps so that its memory is freed."""
@@ -430,8 +428,7 @@ class Constrained:
         setting = Setting(ok, settled, batch.row_sum, reader, length)
         given = Given(point, grad, state, lr / scale, step, setting)
         new_point = move(given)
-        is_looked_at = judges and numbers is not None
-        if is_looked_at and not math.isfinite(float(new_point[:, 0, 0].abs().sum())):
+        if reader.is_lost and judges:
             overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it
             new_point = torch.where(overflowed, stored / scale, new_point)
             given.overflowed = overflowed
@@ -442,7 +439,7 @@ class Constrained:
         if ok is not None:
             new_point = torch.where(ok, new_point, stored)
         if not _is_zero(lr):  # else it keeps its bits, also where X C would differ in the last
-            batch.write(tensors, new_point, chosen)
+            batch.write(tensors, new_point, chosen, stored)
         if index is not None:
             batch.put_back(index, state)
         if given.overflowed is not None:

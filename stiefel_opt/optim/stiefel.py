@@ -54,9 +54,12 @@ class StiefelSGD(SGDLike):
         foreach, fused: For plain parameters, as in torch.
         differentiable: Must be False.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
-        transport: "isometric", which cannot blow up, or "published".
-        rotation: How X turns within its span: "polar", "euler", "cayley" or "expm". Together with
-            ``transport="published"``, "euler" is the published algorithm.
+        transport: How the momentum is carried to the new point: "isometric" turns it with the point
+            and keeps its length, "projected" takes what orthogonal projection onto the new tangent
+            space leaves. Neither can blow up. "published" takes the flows as printed, which can:
+            :mod:`stiefel_opt.functional.published`.
+        rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
+            Default: None, which is "euler" there.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or so large
             that its square would not be (2e13 in float32): "skip" keeps its point, momentum and
             step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
@@ -69,8 +72,9 @@ class StiefelSGD(SGDLike):
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
-        A step costs six products of n x m by m x m, batched over equal matrices, and no
-        factorisation; state is one tensor like the parameter and three of m x m. A start off the
+        A step costs six products of n x m by m x m, five if "projected", batched over equal matrices,
+        and no factorisation; state is one tensor like the parameter and three of m x m, and none
+        without momentum. A start off the
         manifold is projected by the first step with lr > 0. The first step and one after an
         outside change of a parameter may wait for an accelerator.
 
