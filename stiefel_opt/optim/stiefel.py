@@ -72,9 +72,9 @@ class StiefelSGD(SGDLike):
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
-        A step costs six products of n x m by m x m, five if "projected", batched over equal matrices,
-        and no factorisation; state is one tensor like the parameter and three of m x m, and none
-        without momentum. A start off the
+        A step costs six products of n x m by m x m, five if "projected", batched over equal
+        matrices, and no factorisation; state is one tensor like the parameter and three of m x m,
+        and none without momentum. A start off the
         manifold is projected by the first step with lr > 0. The first step and one after an
         outside change of a parameter may wait for an accelerator.
 
