@@ -23,7 +23,8 @@ CLOSE = 1.3
 ITERATION_LIMIT = 5000
 FLOWS: dict[str, dict[str, Any]] = {
     "isometric": {},
-    "published": {"transport": "published", "rotation": "euler"},
+    # They may blow up, which is what the search has to see.
+    "published": {"transport": "published", "rotation": "euler", "nonfinite": "ignore"},
 }
 
 

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import math
-import operator
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -59,7 +58,8 @@ def is_cpu(tensor: Tensor) -> bool:
     return _is_on_cpu(tensor)
 
 
-_is_on_cpu: Callable[[Tensor], bool] = operator.attrgetter("is_cpu")
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu
 
 
 def finest_dtype(tensor: Tensor) -> torch.dtype:

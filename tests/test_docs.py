@@ -104,6 +104,7 @@ def test_there_is_something_to_run() -> None:
         assert len(re.findall("<!-- (?:figures|values)", text)) == len(FIGURES.findall(text)), name
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
 @pytest.mark.parametrize(("page", "source"), sections())
 def test_section_runs(

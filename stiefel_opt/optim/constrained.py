@@ -46,6 +46,7 @@ class Given:
         lr: eta for orthonormal X.
         step: This step's number, from 1: one for all, or ``(k, 1, 1)``.
         setting: How the step is worked out.
+        is_judged: Whether numbers that are not finite are to leave their matrix as it was.
         overflowed: Set by a rule: which matrices left floating point, ``(k, 1, 1)``. The rule has
             left them where they were, and started their momentum again.
     """
@@ -56,6 +57,7 @@ class Given:
     lr: float | Tensor
     step: float | Tensor
     setting: Setting
+    is_judged: bool = True
     overflowed: Tensor | None = None
 
 
@@ -417,7 +419,7 @@ class Constrained:
         settled: bool | Tensor = correct
         if looks or (self._changed and not self._changed.isdisjoint(places)):
             # without a force nothing moves, not even by a correction
-            if looks and float(torch.linalg.vector_norm(grad, ord=torch.inf)) == 0.0:
+            if looks and (length if judges else float(torch.linalg.vector_norm(grad))) == 0.0:
                 due = False
             point, settled = settle(point, state, batch.row_sum, batch.row_count, due)
         ok = None if self._ok is None else batch.of_each(self._ok[places])
@@ -426,7 +428,7 @@ class Constrained:
         if batch.row_sum is not None:  # our rows only: all processes must decide alike
             length = math.inf
         setting = Setting(ok, settled, batch.row_sum, reader, length)
-        given = Given(point, grad, state, lr / scale, step, setting)
+        given = Given(point, grad, state, lr / scale, step, setting, judges)
         new_point = move(given)
         if reader.is_lost and judges:
             overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it

@@ -256,6 +256,8 @@ def _published(
     new_point = rule(
         point, grad, *moments, sums=lambda left, right: sums(row_sum, (left, right))[0]
     )
+    if not given.is_judged:
+        return new_point
     (own,) = sums(row_sum, (new_point, new_point))
     overflowed = ~own.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
     if ok is not None:
