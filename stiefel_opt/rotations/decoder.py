@@ -6,13 +6,24 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stiefel_opt._checks import fail
 
-__all__ = ["Decoder", "Layer", "mark", "read_decoder", "rows", "state_of", "unwrapped", "whole"]
+__all__ = [
+    "Decoder",
+    "Layer",
+    "mark",
+    "quantization_of",
+    "read_decoder",
+    "rows",
+    "state_of",
+    "unwrapped",
+    "whole",
+]
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -74,7 +85,11 @@ class Decoder:
         for layer in self.layers:
             readers = (layer.query, layer.key, layer.value)
             yield f"{layer.name}.input_layernorm", layer.input_norm, readers
-            yield f"{layer.name}.post_attention_layernorm", layer.middle_norm, (layer.gate, layer.up)
+            yield (
+                f"{layer.name}.post_attention_layernorm",
+                layer.middle_norm,
+                (layer.gate, layer.up),
+            )
         yield "model.norm", self.norm, (self.head,)
 
 
@@ -135,12 +150,16 @@ def read_decoder(model: object) -> Decoder:
         )
     if not layers:
         raise ValueError(fail("model.layers", "hold at least one layer", "none"))
-    for name, linear in [("lm_head", head), *(pair for layer in layers for pair in layer.linears())]:
+    for name, linear in [
+        ("lm_head", head),
+        *(pair for layer in layers for pair in layer.linears()),
+    ]:
         _check_weight(name, linear.weight)
     config = getattr(model, "config", None)
-    if getattr(config, "quantization_config", None) is not None:
+    if quantization_of(model) not in (None, "gguf"):  # transformers unpacks gguf into plain tensors
         remedy = "load the checkpoint before it was quantised"
-        raise TypeError(fail("model", "not be quantised", "a quantization_config", remedy))
+        found = f"config.quantization_config of {quantization_of(model)}"
+        raise TypeError(fail("model", "not be quantised", found, remedy))
     heads = getattr(config, "num_attention_heads", None)
     inner = layers[0].output.in_features
     size = getattr(layers[0].attention, "head_dim", None) or (inner // heads if heads else 0)
@@ -154,6 +173,15 @@ def read_decoder(model: object) -> Decoder:
                 wanted = f"have features that are heads of {size}"
                 raise ValueError(fail(f"{layer.name}.self_attn.{leaf}", wanted, features))
     return Decoder(model, embedding, tuple(layers), norm, head, embedding.embedding_dim, size)
+
+
+def quantization_of(model: nn.Module) -> str | None:
+    """The method by which the checkpoint was quantised, from the config."""
+    found: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
 
 
 def _check_weight(name: str, weight: Tensor) -> None:

@@ -104,11 +104,9 @@ def rotate_fixed(x: Tensor, *, back: bool = False) -> Tensor:
 
     Costs size times the sum of the factors' sizes for each row, and no matrix of the whole size.
     """
-    factors = fixed_rotation(x.size(-1))
-    turned = x.reshape(-1, *(len(factor) for factor in factors))
-    for axis, factor in enumerate(factors, start=1):
+    turned = x.reshape(-1, x.size(-1))
+    for factor in reversed(fixed_rotation(x.size(-1))):
         local = factor.to(x)
-        matrix = local if back else local.mT
-        ahead = turned.shape[:axis]
-        turned = (matrix @ turned.reshape(*ahead, len(factor), -1)).reshape(turned.shape)
-    return turned.reshape(x.shape)
+        pieces = turned.reshape(-1, len(factor)) @ (local.mT if back else local)
+        turned = pieces.view(len(turned), -1, len(factor)).mT.reshape(turned.shape)
+    return turned.view(x.shape)  # each axis came last once: they are in their order again

@@ -184,19 +184,19 @@ class _Objective:
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         mask = batch.get("attention_mask")
-        kept = torch.ones_like(batch["input_ids"]) if mask is None else mask
         if self.loss == "ce":
-            following, counted = batch["input_ids"][:, 1:], (kept[:, 1:] * kept[:, :-1]).bool()
+            pairs = None if mask is None else mask[:, 1:] * mask[:, :-1]
+            following = _counted(batch["input_ids"][:, 1:], pairs)
             return functional.cross_entropy(
-                self._logits(batch)[:, :-1][counted], following[counted]
+                _counted(self._logits(batch)[:, :-1], pairs), following
             )
         with torch.no_grad(), self.quantizers.disabled():
-            wanted = self._logits(batch)[kept.bool()]
+            wanted = _counted(self._logits(batch), mask)
             index = None
             if self.top_k is not None and self.top_k < wanted.size(-1):
                 wanted, index = wanted.topk(self.top_k, dim=-1)
             wanted = wanted.log_softmax(-1)
-        logits = self._logits(batch)[kept.bool()]
+        logits = _counted(self._logits(batch), mask)
         if index is not None:
             logits = logits.gather(-1, index)
         found = logits.log_softmax(-1)
@@ -209,6 +209,11 @@ class _Objective:
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
         logits: Tensor = self.model(**batch, use_cache=False).logits
         return logits.float()
+
+
+def _counted(values: Tensor, mask: Tensor | None) -> Tensor:
+    """One row for each token that the mask keeps."""
+    return values.flatten(0, 1) if mask is None else values[mask.bool()]
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -339,9 +344,7 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
             wanted = "be token ids (batch, tokens), or a dict with input_ids"
             got = f"{tuple(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else ""
             remedy = "tokenize with return_tensors='pt'"
-            raise TypeError(
-                fail(f"batches[{number}]", wanted, got or type(batch).__name__, remedy)
-            )
+            raise TypeError(fail(f"batches[{number}]", wanted, got or type(batch).__name__, remedy))
         mask = content.get("attention_mask")
         kept = {"input_ids": ids.long()}
         found.append(kept if mask is None else {**kept, "attention_mask": mask})

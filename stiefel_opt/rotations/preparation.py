@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import fail
-from stiefel_opt.rotations.decoder import Decoder, mark, read_decoder, state_of, whole
+from stiefel_opt.rotations.decoder import (
+    Decoder,
+    mark,
+    quantization_of,
+    read_decoder,
+    state_of,
+    whole,
+)
 
 __all__ = ["prepare_"]
 
@@ -56,6 +63,8 @@ def prepare_(model: ModelT) -> ModelT:
         for reader in readers:
             reader.weight.mul_(_gain(norm).to(reader.weight.device))
         _gain(norm).fill_(1)
+    if quantization_of(decoder.model) is not None:  # the weights are no longer those of its file
+        decoder.model.hf_quantizer.remove_quantization_config(decoder.model)  # type: ignore[operator, union-attr]
     mark(decoder.model, "prepared")
     return model
 
@@ -93,7 +102,9 @@ def _check_sharing(decoder: Decoder) -> None:
         if len(names) > 1 and set(names) != {EMBEDDING, HEAD}:
             first, *others = names
             remedy = "give each of them a weight of its own"
-            raise ValueError(fail(first, "not be shared", f"shared with {', '.join(others)}", remedy))
+            raise ValueError(
+                fail(first, "not be shared", f"shared with {', '.join(others)}", remedy)
+            )
 
 
 def _untie_config(model: nn.Module) -> None:

@@ -272,7 +272,9 @@ class Quantizers:
 
     def _turn_keys(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Queries as they are, keys rounded head by head, turned by R3 if it is there."""
-        return queries, self._round(keys, self.kv_bits, rotate_fixed if "R3" in self.online else None)
+        return queries, self._round(
+            keys, self.kv_bits, rotate_fixed if "R3" in self.online else None
+        )
 
 
 Rotation = Tensor | Callable[..., Tensor] | None  # a matrix for one piece of a row, or fixed
