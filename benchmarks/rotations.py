@@ -433,7 +433,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("rotations_rows"), help="for the rows")
+    parser.add_argument("--folder", type=Path, default=Path("runs/rotations"), help="for the rows")
     parser.add_argument("--data-dir", type=Path, help="with eng_spa.tsv.gz")
     parser.add_argument("--rows", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid")

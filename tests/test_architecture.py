@@ -24,10 +24,16 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "parametrizations": {*BASE, "functional"},
     "nn": {*BASE, "constraints", "parametrizations", "functional"},
     "ot": {"optim", *BASE},
+    "rotations": {*BASE, "constraints", "optim"},
     "integrations": {*BASE, "constraints", "monitor", "nn", "parametrizations"},
     "compat": {"optim", "functional", "manifold", "_checks"},
 }
-PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizations")
+PUBLIC = (
+    "stiefel_opt.functional",
+    "stiefel_opt.nn",
+    "stiefel_opt.parametrizations",
+    "stiefel_opt.rotations",
+)
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 

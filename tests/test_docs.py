@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 import stiefel_opt
-from stiefel_opt import compat, functional, integrations, monitor, nn, ot, parametrizations
+from stiefel_opt import compat, functional, integrations, monitor, nn, ot, parametrizations, rotations
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -177,7 +177,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.rst"))
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
     objects = {id(resolve(name)) for name in documented}
-    packages = (stiefel_opt, compat, functional, integrations, nn, ot, parametrizations)
+    packages = (stiefel_opt, compat, functional, integrations, nn, ot, parametrizations, rotations)
     for package in packages:
         names = getattr(package, "__all__", vars(package))
         for name in names:

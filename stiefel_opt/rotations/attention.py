@@ -6,7 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -65,8 +65,7 @@ def _attend(
 def _eager(module: nn.Module) -> Callable[..., Any] | None:
     """The attention that the family's own file falls back on."""
     for kind in type(module).__mro__:
-        found: Callable[..., Any] | None
         found = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
         if found is not None:
-            return found
+            return cast("Callable[..., Any]", found)
     return None

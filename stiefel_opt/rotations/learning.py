@@ -187,9 +187,7 @@ class _Objective:
         if self.loss == "ce":
             pairs = None if mask is None else mask[:, 1:] * mask[:, :-1]
             following = _counted(batch["input_ids"][:, 1:], pairs)
-            return functional.cross_entropy(
-                _counted(self._logits(batch)[:, :-1], pairs), following
-            )
+            return functional.cross_entropy(_counted(self._logits(batch)[:, :-1], pairs), following)
         with torch.no_grad(), self.quantizers.disabled():
             wanted = _counted(self._logits(batch), mask)
             index = None
@@ -231,7 +229,7 @@ def _average(tensors: list[Tensor | None]) -> float:
         joined = torch.cat([tensor.flatten().float() for tensor in present])
         dist.all_reduce(joined)
         joined /= dist.get_world_size()
-        pieces = joined.split([tensor.numel() for tensor in present])
+        pieces = torch.split(joined, [tensor.numel() for tensor in present])
         for tensor, piece in zip(present, pieces, strict=True):
             tensor.copy_(piece.view_as(tensor))
     return float(present[0])

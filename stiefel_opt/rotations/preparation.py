@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +107,9 @@ def _check_sharing(decoder: Decoder) -> None:
             )
 
 
-def _untie_config(model: nn.Module) -> None:
+def _untie_config(model: Any) -> None:
     """Tell transformers that the head has a weight of its own, so that it is saved and loaded."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        config.tie_word_embeddings = False
+    if getattr(model, "config", None) is not None:
+        model.config.tie_word_embeddings = False
     if getattr(model, "all_tied_weights_keys", None):
         model.all_tied_weights_keys = {}

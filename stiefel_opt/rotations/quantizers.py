@@ -211,10 +211,12 @@ class Quantizers:
 
         handles = []
         if bits is not None:
-            for norm in (layer.input_norm, layer.middle_norm):
-                handles.append(norm.register_forward_hook(after_norm))
-            handles.append(layer.output.register_forward_pre_hook(before_output))
-            handles.append(layer.down.register_forward_pre_hook(before_down))
+            handles += [
+                layer.input_norm.register_forward_hook(after_norm),
+                layer.middle_norm.register_forward_hook(after_norm),
+                layer.output.register_forward_pre_hook(before_output),
+                layer.down.register_forward_pre_hook(before_down),
+            ]
         if self.kv_bits is not None:
             handles.append(layer.value.register_forward_hook(after_value))
         for handle in handles:
@@ -243,7 +245,7 @@ class Quantizers:
         if not self.enabled or bits is None:
             return x
         y = turned(wide(x), rotation)
-        pieces = y if row is None else y.unflatten(-1, (-1, row))
+        pieces = y if row is None else y.reshape(*y.shape[:-1], -1, row)
         y = fake_quantize(pieces, bits, self.symmetric).reshape(y.shape)
         return turned(y, rotation, back=True).to(x.dtype)
 
@@ -268,7 +270,7 @@ class Quantizers:
             return functional.linear(x, weight.to(x.dtype), linear.bias)
 
         # Rounded weights are worked out again in the backward pass: a copy of one at a time.
-        return checkpoint(run, x, use_reentrant=False) if torch.is_grad_enabled() else run(x)  # type: ignore[no-any-return]
+        return checkpoint(run, x, use_reentrant=False) if torch.is_grad_enabled() else run(x)
 
     def _turn_keys(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Queries as they are, keys rounded head by head, turned by R3 if it is there."""
@@ -297,7 +299,7 @@ def turned(x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
     size = len(matrix)
     if x.size(-1) == size:
         return x @ matrix
-    return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+    return (x.reshape(*x.shape[:-1], -1, size) @ matrix).reshape(x.shape)
 
 
 @contextlib.contextmanager
