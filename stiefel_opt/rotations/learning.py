@@ -131,6 +131,7 @@ def learn(
     training = _Training(rotations, method, schedule, checkpoint, asked)
     with _frozen(decoder.model), quantizers.installed(), _Bar(total, progress) as bar:
         _share(rotations)
+        begun = [rotation.detach().clone() for rotation in rotations]
         training.resume()
         watched = data[:WATCHED]
         if training.before is None:
@@ -149,9 +150,8 @@ def learn(
             training.note(step, reached, error, seconds)
             bar.show(reached, error)
         after = objective.mean(watched)
-    if not after <= training.before:  # also NaN
-        return Rotations(start.residual, list(start.heads), start.online, training.log)
-    found = [rotation.detach().clone() for rotation in rotations]
+    better = after <= training.before  # not where it is NaN
+    found = [rotation.detach() for rotation in rotations] if better else begun
     return Rotations(found[0], found[1:], start.online, training.log)
 
 

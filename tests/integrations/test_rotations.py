@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -17,6 +21,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -163,6 +168,25 @@ def test_learning_trains_every_family(name: str, dtype: torch.dtype) -> None:
 def test_other_families_are_refused_by_name(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rotations.prepare_(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.filterwarnings("ignore:.*sequence length is longer")
+def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each section alone, from a checkpoint and a text as a newcomer has them."""
+    words = [f"word{number}" for number in range(VOCABULARY - 1)]
+    vocabulary = {word: number for number, word in enumerate([*words, "[UNK]"])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "checkpoint")
+    build("Llama, tied").save_pretrained(tmp_path / "checkpoint")
+    (tmp_path / "text.txt").write_text(" ".join(words * 30), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "rotations.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")
+    blocks = [re.findall(r"^```python\n(.*?)^```$", s, re.MULTILINE | re.DOTALL) for s in sections]
+    assert sum(map(len, blocks)) >= 3
+    for section in blocks:
+        exec("\n".join(section), {"__name__": "docs"})
 
 
 @pytest.mark.slow
