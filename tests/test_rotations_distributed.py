@@ -54,9 +54,7 @@ def test_processes_learn_what_one_does_with_all_the_text(tmp_path) -> None:
 def refuse() -> None:
     model = TinyDecoder()
     fully_shard(model)
-    with pytest.raises(
-        TypeError, match="must not be sharded, got a DTensor; .* before fully_shard"
-    ):
+    with pytest.raises(TypeError, match=r"must not be sharded, got a DTensor; .* before"):
         rotations.prepare_(model)
 
 

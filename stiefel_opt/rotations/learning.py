@@ -145,7 +145,7 @@ def learn(
             reached = _average([value.detach(), *(rotation.grad for rotation in rotations)])
             method.step()
             schedule.step()
-            error = max(float(gram_error(rotation.detach())) for rotation in rotations)
+            error = max(float(gram_error(rotation.detach().double())) for rotation in rotations)
             seconds = time.perf_counter() - began
             training.note(step, reached, error, seconds)
             bar.show(reached, error)
