@@ -106,19 +106,20 @@ def learn(
     decoder = read_decoder(model)
     check_prepared(decoder)
     _check_options(loss, top_k, optimizer, steps, lr, gradient_checkpointing, progress)
-    if activation_bits is None and kv_bits is None and weight_bits is None:
-        raise ValueError(fail("activation_bits", "be given, or kv_bits or weight_bits", "None"))
     data = _token_batches(batches, steps)
     total = max(STEPS, len(data)) if steps is None else steps
-    if start is None:
-        start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
     options: dict[str, Any] = {
         "activation_bits": activation_bits,
         "kv_bits": kv_bits,
         "weight_bits": weight_bits,
         "symmetric": symmetric,
     }
-    quantizers_of(decoder, "start", start, **options)  # its checks
+    quantizers_of(decoder, "start", None, **options)  # its checks
+    if activation_bits is None and kv_bits is None and weight_bits is None:
+        raise ValueError(fail("activation_bits", "be given, or kv_bits or weight_bits", "None"))
+    if start is None:
+        start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
+    quantizers_of(decoder, "start", start, **options)
     device = decoder.embedding.weight.device
     rotations = [_parameter(matrix, device) for matrix in (start.residual, *start.heads)]
     moving = Rotations(rotations[0], rotations[1:], start.online)

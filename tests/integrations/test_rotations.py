@@ -189,6 +189,30 @@ def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         exec("\n".join(section), {"__name__": "docs"})
 
 
+def test_torchao_quantises_a_folded_model(tmp_path: Path) -> None:
+    """The recipe of the docs: what comes out is near the model in full precision."""
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    sizes = {**SMALL, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes["head_dim"] = 16
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, :3] *= 50  # loud channels
+    expected = logits(model, tokens())
+    rotations.prepare_(model)
+    rotations.fold_(model, rotations.hadamard(model))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rotations.load_online_(loaded)
+    config = quantization.Int8DynamicActivationIntxWeightConfig(
+        torch.int4, quantization.PerGroup(32)
+    )
+    quantization.quantize_(loaded, config)
+    found = logits(loaded, tokens())
+    assert not torch.equal(found, expected)
+    assert float((found - expected).norm()) < 0.3 * float(expected.norm())
+
+
 @pytest.mark.slow
 def test_smollm2_keeps_its_logits(tmp_path: Path) -> None:
     """The real model of the wheel: `pytest -m slow`, where it is installed."""
