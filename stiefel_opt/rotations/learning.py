@@ -33,7 +33,7 @@ __all__ = ["OptimizerFactory", "learn"]
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 STEPS = 100  # at least, where `steps` is not given
-ANGLE = 0.02  # lr: root mean square of the angles of a first step, in radians
+ANGLES = {"noise": 0.1, "kl": 0.03, "ce": 0.03}  # lr, in radians; see `learn`
 WATCHED = 4  # batches on which the end is compared with the start
 EVERY = 10  # steps from one checkpoint to the next
 
@@ -75,14 +75,18 @@ def learn(
             are averaged.
         start: Default: ``hadamard(model)``, with R3 if ``kv_bits`` is given.
         activation_bits, kv_bits, weight_bits, symmetric: As in :func:`quantized`.
-        loss: "kl" to the model in full precision, or "ce", the cross-entropy of the next token.
+        loss: "kl" to the model in full precision; "ce", the cross-entropy of the next token; or
+            "noise", the mean square of what rounding adds to a row, over that of the row, if it is
+            spread evenly over a step of the grid: local to each layer, so that a step is one
+            forward pass. "noise" first and "kl" from there is a good recipe.
         top_k: Compare only so many largest logits of the model in full precision. Default: all.
         optimizer: Called with the list of rotations, R1 first, tagged parameters in float32; for
             another method, as ``lambda p: so.StiefelSGD(p, lr=0.1)``. Default: StiefelAdam.
         steps: Default: one for each batch, and at least 100.
         lr: Of the default optimizer, in radians: the root mean square of the angles by which a
             rotation of any size turns in the first step, ``lr / sqrt(n)`` for each entry. Falls
-            to 0 along a cosine, as do the rates of every other optimizer. Default: 0.02.
+            to 0 along a cosine, as do the rates of every other optimizer. Default: 0.1 for "noise",
+            0.03 for the others.
         gradient_checkpointing: Whether layers keep only their inputs for the backward pass.
         progress: Whether tqdm shows loss and orthonormality.
         checkpoint: A file that is written every ten steps and at the end, and read if it is there:
@@ -97,8 +101,8 @@ def learn(
         TypeError: for batches that are no token ids, naming the first, and for other wrong types.
 
     Note:
-        A step is two forward passes and one backward pass. Memory beside that of the activations:
-        the rotations in float32, and the optimizer's state.
+        A step is two forward passes and one backward pass; with "noise" one forward pass. Memory
+        beside that of the activations: the rotations in float32, and the optimizer's state.
     Reference:
         Liu et al., SpinQuant (ICLR 2025), for rotations that are learned; the gradient here also
         passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
@@ -124,7 +128,7 @@ def learn(
     rotations = [_parameter(matrix, device) for matrix in (start.residual, *start.heads)]
     moving = Rotations(rotations[0], rotations[1:], start.online)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
-    method = _default(rotations, ANGLE if lr is None else lr) if optimizer is None else None
+    method = _default(rotations, ANGLES[loss] if lr is None else lr) if optimizer is None else None
     method = method or optimizer(rotations)  # type: ignore[misc]
     schedule = CosineAnnealingLR(method, max(1, total))
     objective = _Objective(decoder, quantizers, loss, top_k)
@@ -142,7 +146,8 @@ def learn(
             began = time.perf_counter()
             method.zero_grad()
             value = objective(data[step % len(data)])
-            value.backward()  # type: ignore[no-untyped-call]
+            if value.requires_grad:
+                value.backward()  # type: ignore[no-untyped-call]
             reached = _average([value.detach(), *(rotation.grad for rotation in rotations)])
             method.step()
             schedule.step()
@@ -185,6 +190,8 @@ class _Objective:
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         batch = {name: value.to(self.device) for name, value in batch.items()}
         mask = batch.get("attention_mask")
+        if self.loss == "noise":
+            return self._noise(batch)
         if self.loss == "ce":
             pairs = None if mask is None else mask[:, 1:] * mask[:, :-1]
             following = _counted(batch["input_ids"][:, 1:], pairs)
@@ -200,6 +207,27 @@ class _Objective:
             logits = logits.gather(-1, index)
         found = logits.log_softmax(-1)
         return functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
+
+    def _noise(self, batch: dict[str, Tensor]) -> Tensor:
+        """Mean over the places; each adds to the gradients as it is passed, and is forgotten."""
+        found: list[Tensor] = []
+        wanted = torch.is_grad_enabled()
+
+        def measure(noise: Tensor) -> None:
+            if wanted:
+                noise.backward()  # type: ignore[no-untyped-call]
+            found.append(noise.detach())
+
+        self.quantizers.measure = measure
+        try:
+            with torch.no_grad():
+                self.model(**batch, use_cache=False, logits_to_keep=1)
+        finally:
+            self.quantizers.measure = None
+        for rotation in (self.quantizers.residual, *self.quantizers.heads):
+            if wanted and rotation is not None and rotation.grad is not None:
+                rotation.grad /= len(found)
+        return torch.stack(found).mean()
 
     @torch.no_grad()
     def mean(self, data: list[dict[str, Tensor]]) -> float:
@@ -361,14 +389,14 @@ def _check_options(
     gradient_checkpointing: object,
     progress: object,
 ) -> None:
-    check_choice("loss", loss, ("kl", "ce"))
+    check_choice("loss", loss, ("kl", "ce", "noise"))
     check_flag("gradient_checkpointing", gradient_checkpointing)
     check_flag("progress", progress)
     for name, value in (("top_k", top_k), ("steps", steps)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(fail(name, "be an integer of at least 1, or None", repr(value)))
     if top_k is not None and loss != "kl":
-        raise ValueError(fail("top_k", "be None for the cross-entropy", top_k))
+        raise ValueError(fail("top_k", "be None for losses but kl", top_k))
     if optimizer is not None and not callable(optimizer):
         wanted = "be a function from the list of rotations to an optimizer"
         raise TypeError(fail("optimizer", wanted, type(optimizer).__name__, "wrap it in a lambda"))

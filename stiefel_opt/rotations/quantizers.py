@@ -24,7 +24,14 @@ from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
 from stiefel_opt.rotations.hadamard_matrices import largest_hadamard, rotate_fixed
 from stiefel_opt.rotations.result import Rotations, check_rotations
 
-__all__ = ["Quantizers", "check_prepared", "fake_quantize", "quantized", "quantizers_of"]
+__all__ = [
+    "Quantizers",
+    "check_prepared",
+    "fake_quantize",
+    "noise_ratio",
+    "quantized",
+    "quantizers_of",
+]
 
 
 def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
@@ -53,6 +60,22 @@ def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
         levels = (x - low) / step
         rest = levels.round().sub_(levels)
     return torch.addcmul(x, step, rest)
+
+
+def noise_ratio(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
+    r"""Return the mean over rows of :math:`s^2 / 12` over the mean square, s the step of the grid.
+
+    What :func:`fake_quantize` is expected to add, relative to what is there. Rotations leave the
+    denominator.
+    """
+    if symmetric:
+        step = x.abs().amax(-1) / (2 ** (bits - 1) - 1)
+    else:
+        low, high = torch.aminmax(x, dim=-1)
+        step = (high - low) / (2**bits - 1)
+    power = x.detach().square().mean(-1).clamp_min(torch.finfo(x.dtype).tiny)
+    ratio: Tensor = step.square() / (12 * power)
+    return ratio.mean()
 
 
 def check_bits(name: str, bits: object) -> None:
@@ -165,6 +188,7 @@ class Quantizers:
         recompute: bool = False,
     ) -> None:
         self.enabled = True
+        self.measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
         self.decoder = decoder
         self.residual = None if rotations is None else rotations.residual
         self.heads: Sequence[Tensor | None]
@@ -244,10 +268,32 @@ class Quantizers:
         """Round rows of ``x``, or pieces of ``row`` entries of them, in the rotated basis."""
         if not self.enabled or bits is None:
             return x
+        if self.measure is not None:
+            self._measure(x, bits, rotation, row)
+            return x
         y = turned(wide(x), rotation)
         pieces = y if row is None else y.reshape(*y.shape[:-1], -1, row)
         y = fake_quantize(pieces, bits, self.symmetric).reshape(y.shape)
         return turned(y, rotation, back=True).to(x.dtype)
+
+    def _measure(
+        self,
+        x: Tensor,
+        bits: int,
+        rotation: Rotation,
+        row: int | None = None,
+        *,
+        symmetric: bool | None = None,
+        outward: Rotation = None,
+    ) -> None:
+        """Pass on the noise of rounding ``x``, with a gradient for what turns it only."""
+        if self.measure is None or (not isinstance(rotation, Tensor) and outward is None):
+            return  # fixed: nothing to learn
+        with torch.enable_grad():
+            y = turned(wide(x.detach()), rotation)
+            y = y if outward is None else turned(y.mT, outward).mT
+            y = y if row is None else y.reshape(*y.shape[:-1], -1, row)
+            self.measure(noise_ratio(y, bits, self.symmetric if symmetric is None else symmetric))
 
     def _linear(
         self,
@@ -260,6 +306,9 @@ class Quantizers:
         """The layer with its weight rounded, one grid for each output, in the rotated basis."""
         bits = self.weight_bits
         if not self.enabled or bits is None:
+            return plain(x)
+        if self.measure is not None:
+            self._measure(linear.weight, bits, inward, symmetric=True, outward=outward)
             return plain(x)
 
         def run(x: Tensor) -> Tensor:
