@@ -33,21 +33,31 @@ def work(path: str, cover: str) -> None:
         fully_shard(model)
     mine = [batch[dist.get_rank()][None] for batch in data]
     options = {"gradient_checkpointing": True} if "checkpointing" in cover else {}
+    options |= {"loss": "noise"} if "noise" in cover else {}
     found = learn(learned_from, mine, start=start, **options)
     assert_equal_on_all([found.residual, *found.heads])
     losses = torch.tensor([entry["loss"] for entry in found.log])
     assert_equal_on_all([losses])
-    reference = torch.load(path, weights_only=True)
+    reference = torch.load(path, weights_only=True)["noise" if "noise" in cover else "kl"]
     torch.testing.assert_close(losses[:3], reference[:3], rtol=1e-4, atol=1e-5)
 
 
-COVERS = ("bare", "DistributedDataParallel", "fully_shard", "fully_shard, checkpointing")
+COVERS = (
+    "bare",
+    "DistributedDataParallel",
+    "fully_shard",
+    "fully_shard, checkpointing",
+    "fully_shard, noise",
+)
 
 
 def test_processes_learn_what_one_does_with_all_the_text(tmp_path) -> None:
-    alone = learn(rotations.prepare_(TinyDecoder()), tokens(STEPS, batch=2))
+    alone = {}
+    for loss in ("kl", "noise"):
+        found = learn(rotations.prepare_(TinyDecoder()), tokens(STEPS, batch=2), loss=loss)
+        alone[loss] = torch.tensor([entry["loss"] for entry in found.log])
     path = str(tmp_path / "losses.pt")
-    torch.save(torch.tensor([entry["loss"] for entry in alone.log]), path)
+    torch.save(alone, path)
     run(2, *[(work, path, cover) for cover in COVERS])
 
 
