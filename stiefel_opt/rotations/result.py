@@ -14,11 +14,12 @@ from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.rotations.decoder import Decoder
 
-__all__ = ["ONLINE", "Rotations", "check_rotations"]
+__all__ = ["ONLINE", "Rotations", "check_rotations", "polished"]
 
 ONLINE = ("R3", "R4")  # fixed rotations: of queries and keys, of the inputs of down_proj
 FORMAT = 1
 LARGEST_ERROR = 1e-3  # of R'R: more is no rounding
+POLISHING = 3  # Newton-Schulz steps, each of which squares the error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +89,11 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
             raise TypeError(fail(f"{name}.{part}", "be floating-point", matrix.dtype))
         if not float(gram_error(matrix.detach().float())) <= LARGEST_ERROR:
             raise ValueError(fail(f"{name}.{part}", "be orthogonal", "another matrix"))
+
+
+def polished(rotation: Tensor) -> Tensor:
+    """Return the nearest orthogonal matrix, in float64."""
+    point = rotation.detach().double()
+    for _ in range(POLISHING):
+        point = 1.5 * point - 0.5 * point @ (point.mT @ point)
+    return point

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
 import math
 import re
@@ -170,17 +171,38 @@ def test_other_families_are_refused_by_name(config: Any, message: str) -> None:
         rotations.prepare_(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.filterwarnings("ignore:.*sequence length is longer")
-def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each section alone, from a checkpoint and a text as a newcomer has them."""
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a checkpoint and a text, as a newcomer has them."""
     words = [f"word{number}" for number in range(VOCABULARY - 1)]
     vocabulary = {word: number for number, word in enumerate([*words, "[UNK]"])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "checkpoint")
     build("Llama, tied").save_pretrained(tmp_path / "checkpoint")
-    (tmp_path / "text.txt").write_text(" ".join(words * 30), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("\n\n".join([" ".join(words)] * 30), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_example_runs_on_any_checkpoint(
+    newcomer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    example = importlib.import_module("llm_rotations")
+    sizes = ["--steps", "3", "--kl-steps", "2", "--pieces", "2", "--tokens", "16", "--kv-bits", "4"]
+    example.main(["--model", "checkpoint", "--text", "text.txt", "--output", "out", *sizes])
+    shown = capsys.readouterr().out
+    rows = dict(re.findall(r"^\| (.*?) +\| (\S+) +\|$", shown, re.MULTILINE))
+    assert rows["folded, full precision"] == rows["full precision"]
+    assert rotations.Rotations.load(newcomer / "out" / "rotations.pt").online == ("R3", "R4")
+    loaded = AutoModelForCausalLM.from_pretrained(newcomer / "out" / "model")
+    assert rotations.load_online_(loaded) is loaded
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_the_page_of_the_docs_runs() -> None:
+    """Each section alone."""
     page = (Path(__file__).parents[2] / "docs" / "rotations.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")
     blocks = [re.findall(r"^```python\n(.*?)^```$", s, re.MULTILINE | re.DOTALL) for s in sections]
