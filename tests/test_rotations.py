@@ -237,12 +237,12 @@ def test_gradients_are_those_of_the_surrogate_without_rounding(
     "options",
     [
         {},
+        {"symmetric": True, "weight_bits": 4},
         {"loss": "ce"},
-        {"loss": "noise"},
-        {"loss": "noise", "symmetric": True, "weight_bits": 4},
-        {"top_k": 5},
-        {"symmetric": True},
-        {"weight_bits": 4},
+        {"loss": "kl"},
+        {"loss": "kl", "top_k": 5},
+        {"loss": "kl", "symmetric": True},
+        {"loss": "kl", "weight_bits": 4},
     ],
     ids=str,
 )
@@ -266,7 +266,7 @@ def test_every_start_trains_and_none_ends_worse(start: Callable[..., Rotations],
 
 def mean_loss(model: nn.Module, data: list[Tensor], found: Rotations, options: dict) -> float:
     """The loss of `learn`, from its definition."""
-    if options.get("loss") == "noise":
+    if options.get("loss", "noise") == "noise":
         once = {**options, "activation_bits": 3, "steps": 1, "progress": False}
         return float(rotations.learn(model, data, start=found, lr=1e-12, **once).log[0]["loss"])
     losses = []
@@ -290,8 +290,13 @@ def mean_loss(model: nn.Module, data: list[Tensor], found: Rotations, options: d
 def test_learning_narrows_the_rounding_of_loud_channels() -> None:
     model, data = prepared(), tokens(4, batch=4)
     begun = identity(model)
-    found = rotations.learn(model, data, start=begun, steps=60, lr=0.1, progress=False)
-    assert mean_loss(model, data, found, {}) < 0.7 * mean_loss(model, data, begun, {})
+    for loss in ("noise", "kl"):
+        found = rotations.learn(
+            model, data, start=begun, steps=60, lr=0.1, loss=loss, progress=False
+        )
+        divergence = {"loss": "kl"}
+        before, after = (mean_loss(model, data, given, divergence) for given in (begun, found))
+        assert after < 0.7 * before
 
 
 def test_noise_is_what_rounding_adds_to_many_rows_and_has_its_gradient() -> None:
@@ -355,8 +360,9 @@ def test_what_gets_worse_is_not_returned() -> None:
 def test_checkpointed_layers_and_dicts_with_masks_give_the_same_steps() -> None:
     model, data = prepared(), tokens()
     masked = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in data]
-    plain = rotations.learn(model, data, steps=4, progress=False)
-    other = rotations.learn(model, masked, steps=4, progress=False, gradient_checkpointing=True)
+    options = {"steps": 4, "loss": "kl", "progress": False}
+    plain = rotations.learn(model, data, **options)
+    other = rotations.learn(model, masked, **options, gradient_checkpointing=True)
     torch.testing.assert_close(other.residual, plain.residual)
     assert [e["loss"] for e in other.log] == pytest.approx([e["loss"] for e in plain.log])
 
@@ -370,9 +376,10 @@ def test_half_precision_models_have_float32_rotations() -> None:
     assert model.lm_head.weight.dtype == torch.bfloat16
 
 
-def test_stopped_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("loss", "passes"), [("kl", 60), ("noise", 20)])
+def test_stopped_training_goes_on_bit_for_bit(loss: str, passes: int, tmp_path: Path) -> None:
     data = tokens()
-    options = {"steps": 25, "progress": False, "activation_bits": 4}
+    options = {"steps": 25, "progress": False, "loss": loss}
     whole = rotations.learn(prepared(), data, checkpoint=tmp_path / "whole.pt", **options)
 
     model, count = prepared(), 0
@@ -380,7 +387,7 @@ def test_stopped_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def stop(*_: object) -> None:
         nonlocal count
         count += 1
-        if count > 60:
+        if count > passes:
             raise InterruptedError
 
     handle = model.register_forward_hook(stop)
@@ -388,7 +395,7 @@ def test_stopped_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
         rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", **options)
     handle.remove()
     resumed = rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", **options)
-    assert 0 < count // 2 < 40
+    assert count == passes + 1
     for left, right in zip(
         (resumed.residual, *resumed.heads), (whole.residual, *whole.heads), strict=True
     ):
@@ -528,7 +535,7 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
         ({"activation_bits": None}, ValueError, "`activation_bits` must be given"),
         ({"symmetric": 1}, TypeError, "`symmetric` must be True or False"),
         ({"loss": "mse"}, ValueError, "`loss` must be one of"),
-        ({"top_k": 0}, ValueError, "`top_k` must be an integer of at least 1"),
+        ({"loss": "kl", "top_k": 0}, ValueError, "`top_k` must be an integer of at least 1"),
         ({"loss": "ce", "top_k": 3}, ValueError, "`top_k` must be None"),
         ({"steps": 0}, ValueError, "`steps` must be an integer of at least 1"),
         ({"lr": -1.0}, ValueError, "`lr` must be in"),

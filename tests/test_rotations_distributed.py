@@ -33,7 +33,7 @@ def work(path: str, cover: str) -> None:
         fully_shard(model)
     mine = [batch[dist.get_rank()][None] for batch in data]
     options = {"gradient_checkpointing": True} if "checkpointing" in cover else {}
-    options |= {"loss": "noise"} if "noise" in cover else {}
+    options["loss"] = "noise" if "noise" in cover else "kl"
     found = learn(learned_from, mine, start=start, **options)
     assert_equal_on_all([found.residual, *found.heads])
     losses = torch.tensor([entry["loss"] for entry in found.log])

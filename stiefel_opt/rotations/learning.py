@@ -32,7 +32,7 @@ __all__ = ["OptimizerFactory", "learn"]
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
-STEPS = 100  # at least, where `steps` is not given
+STEPS = 200  # at least, where `steps` is not given
 ANGLES = {"noise": 0.1, "kl": 0.03, "ce": 0.03}  # lr, in radians; see `learn`
 WATCHED = 4  # batches on which the end is compared with the start
 DRIFT = 5e-7  # of R'R, in float32, from which on rounding is taken out of a rotation
@@ -48,7 +48,7 @@ def learn(
     kv_bits: int | None = None,
     weight_bits: int | None = None,
     symmetric: bool = False,
-    loss: str = "kl",
+    loss: str = "noise",
     top_k: int | None = None,
     optimizer: OptimizerFactory | None = None,
     steps: int | None = None,
@@ -61,10 +61,12 @@ def learn(
 
     .. math::
         \min_{R_1, R_2^{(1)}, \dots, R_2^{(L)}} \;
-        \mathrm{KL}\big(p \,\|\, \hat p_{R}\big)
+        \sum_{x} \frac{s(x R)^2}{12 |x|^2 / n}
+        \qquad \text{or} \qquad \mathrm{KL}\big(p \,\|\, \hat p_R\big)
 
-    over orthogonal matrices, with p the model's own distribution of the next token and
-    :math:`\hat p_R` that of the model with its activations rounded in the rotated basis, as
+    over orthogonal matrices: the noise of rounding relative to each row x of n entries that is
+    rounded, s the step of its grid; or the divergence of the next token's distribution in full
+    precision from that of the model with its activations rounded in the rotated basis, as
     :func:`quantized` does. Weights and norms are not touched: of the model nothing is trained.
 
     Args:
@@ -76,14 +78,13 @@ def learn(
             are averaged.
         start: Default: ``hadamard(model)``, with R3 if ``kv_bits`` is given.
         activation_bits, kv_bits, weight_bits, symmetric: As in :func:`quantized`.
-        loss: "kl" to the model in full precision; "ce", the cross-entropy of the next token; or
-            "noise", the mean square of what rounding adds to a row, over that of the row, if it is
-            spread evenly over a step of the grid: local to each layer, so that a step is one
-            forward pass. "noise" first and "kl" from there is a good recipe.
+        loss: "noise", place by place, so that a step is one forward pass; "kl" to the model in full
+            precision, which may go on from there with ``start``; or "ce", the cross-entropy of the
+            next token.
         top_k: Compare only so many largest logits of the model in full precision. Default: all.
         optimizer: Called with the list of rotations, R1 first, tagged parameters in float32; for
             another method, as ``lambda p: so.StiefelSGD(p, lr=0.1)``. Default: StiefelAdam.
-        steps: Default: one for each batch, and at least 100.
+        steps: Default: one for each batch, and at least 200.
         lr: Of the default optimizer, in radians: the root mean square of the angles by which a
             rotation of any size turns in the first step, ``lr / sqrt(n)`` for each entry. Falls
             to 0 along a cosine, as do the rates of every other optimizer. Default: 0.1 for "noise",

@@ -140,11 +140,12 @@ def test_key_caches_are_rounded_alike_before_and_after_folding(name: str, attent
 
 
 @pytest.mark.parametrize("name", ["Llama, biases", "Mistral", "Qwen2, tied", "Qwen3"])
+@pytest.mark.parametrize("loss", ["noise", "kl"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_learning_trains_every_family(name: str, dtype: torch.dtype) -> None:
+def test_learning_trains_every_family(name: str, dtype: torch.dtype, loss: str) -> None:
     model = rotations.prepare_(build(name, dtype=dtype))
     kv_bits = None if "Qwen2" in name else 4
-    options = {"steps": 5, "kv_bits": kv_bits, "progress": False}
+    options = {"steps": 5, "loss": loss, "kv_bits": kv_bits, "progress": False}
     found = rotations.learn(model, [tokens()], **options)
     assert len(found.log) == 5
     assert max(entry["orthonormality"] for entry in found.log) < 1e-6
