@@ -589,6 +589,17 @@ def test_learning_names_what_is_wrong(options, kind, message) -> None:
     assert all(not module._forward_hooks for module in model.modules())
 
 
+def test_key_caches_need_the_attention_of_transformers() -> None:
+    model = prepared()
+    start = rotations.hadamard(model)
+    with (
+        pytest.raises(ValueError, match="choose its attention by its config, got a TinyDecoder"),
+        rotations.quantized(model, rotations=start, kv_bits=4),
+    ):
+        pass
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
 def test_states_out_of_order_are_refused() -> None:
     model = TinyDecoder()
     start = rotations.hadamard(model)

@@ -26,13 +26,14 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
     Raises:
         ValueError: for a model whose attention does not come from transformers' registry.
     """
-    for layer in decoder.layers:
-        layer.attention.__dict__.setdefault(TURNS, []).append(turn)
     config = getattr(decoder.model, "config", None)
     base = getattr(config, "_attn_implementation", None)
     if not isinstance(base, str):
         remedy = "leave kv_bits=None and R3 out"
-        raise ValueError(fail("model", "choose its attention by its config", "another", remedy))
+        found = f"a {type(decoder.model).__name__} that does not"
+        raise ValueError(fail("model", "choose its attention by its config", found, remedy))
+    for layer in decoder.layers:
+        layer.attention.__dict__.setdefault(TURNS, []).append(turn)
     if base.startswith(PREFIX):
         return
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS

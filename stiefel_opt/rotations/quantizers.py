@@ -213,8 +213,8 @@ class Quantizers:
             for number, layer in enumerate(self.decoder.layers):
                 self._install(layer, self.heads[number], stack)
             if self.kv_bits is not None:
-                stack.callback(remove_turn, self.decoder, self._turn_keys)
                 add_turn(self.decoder, self._turn_keys)
+                stack.callback(remove_turn, self.decoder, self._turn_keys)
             yield self
 
     def _install(self, layer: Layer, head: Tensor | None, stack: contextlib.ExitStack) -> None:
