@@ -69,7 +69,7 @@ METHODS = {
     for method in (
         Method("StiefelAdam", None, (0.01, 0.02, 0.04, 0.08)),
         Method("SGDG(1.5), published", published, (1.5,)),
-        Method("SGDG, tuned", published, (1.0, 3.0, 10.0, 30.0)),
+        Method("SGDG", published, (1.0, 3.0, 10.0, 30.0)),
         Method("CayleyAdam", by_width(so.CayleyAdam), (0.01, 0.02, 0.04, 0.08)),
         Method(
             "ProjectedRGD",
