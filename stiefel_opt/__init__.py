@@ -1,6 +1,7 @@
 """Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
 from stiefel_opt import ot as ot
+from stiefel_opt import rotations as rotations
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
 from stiefel_opt.constraints import param_groups as param_groups

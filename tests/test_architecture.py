@@ -23,9 +23,15 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "nn": {*BASE, "device", "constraints", "parametrizations", "functional"},
     "ot": {"optim", *BASE},
     "integrations": {*BASE, "constraints", "report", "nn"},
+    "rotations": {*BASE, "constraints", "optim", "device"},
     "compat": {"optim", "functional", "manifold", "_checks"},
 }
-PUBLIC = ("stiefel_opt.functional", "stiefel_opt.nn", "stiefel_opt.parametrizations")
+PUBLIC = (
+    "stiefel_opt.functional",
+    "stiefel_opt.nn",
+    "stiefel_opt.parametrizations",
+    "stiefel_opt.rotations",
+)
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 

@@ -5,7 +5,11 @@ after the other in one namespace. A page that begins with
 
     <!-- torchrun: 2 -->
 
-is one script instead, executed by two processes. Figures stand in tables below a comment that
+is one script instead, executed by that many processes, and one that begins with
+
+    <!-- transformers: executed by make test-integrations -->
+
+is left to tests/integrations. Figures stand in tables below a comment that
 names their source: either a file with "tables", of which rows and columns may be left out,
 
     <!-- figures: benchmarks/results/NAME.json -->
@@ -27,14 +31,23 @@ from typing import Any
 import pytest
 
 import stiefel_opt
-from stiefel_opt import compat, functional, integrations, nn, ot, parametrizations
+from stiefel_opt import (
+    compat,
+    functional,
+    integrations,
+    nn,
+    ot,
+    parametrizations,
+    rotations,
+)
 from stiefel_opt.report import Report
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROCESSES = re.compile(r"\A<!-- torchrun: 2 -->\n")
+PROCESSES = re.compile(r"\A<!-- torchrun: (\d+) -->\n")
+ELSEWHERE = re.compile(r"\A<!-- (?:torchrun|transformers): ")
 FIGURES = re.compile(r"^<!-- (figures|values): (\S+) ?(\S*) -->\n+((?:^\|.*\n?)+)", re.MULTILINE)
 
 
@@ -54,7 +67,7 @@ def sections() -> list[Any]:
     for name, text in PAGES.items():
         starts = [0, *(m.start() for m in re.finditer(r"^## ", text, re.MULTILINE)), len(text)]
         for start, stop in itertools.pairwise(starts):
-            if BLOCK.search(text, start, stop) and not PROCESSES.match(text):
+            if BLOCK.search(text, start, stop) and not ELSEWHERE.match(text):
                 title = text[start:stop].splitlines()[0].strip("# ")
                 before = "\n" * text.count("\n", 0, start)
                 found.append(pytest.param(name, before + code(text[start:stop]), id=title))
@@ -189,7 +202,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.rst"))
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
     objects = {id(resolve(name)) for name in documented}
-    packages = (stiefel_opt, compat, functional, integrations, nn, ot, parametrizations)
+    packages = (stiefel_opt, compat, functional, integrations, nn, ot, parametrizations, rotations)
     for package in packages:
         names = getattr(package, "__all__", vars(package))
         for name in names:

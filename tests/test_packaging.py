@@ -55,7 +55,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
     )
     assert f"Version: {so.__version__}" in described
     assert "License-Expression: MIT" in described
-    for extra in ("ot", "examples", "bench", "test", "docs", "integrations", "all"):
+    for extra in ("ot", "llm", "examples", "bench", "test", "docs", "integrations", "all"):
         assert f"Provides-Extra: {extra}" in described
 
 

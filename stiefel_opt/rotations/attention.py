@@ -1,0 +1,72 @@
+"""A place between the rotary embedding and the attention of transformers' models."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from stiefel_opt._checks import fail
+from stiefel_opt.rotations.decoder import Decoder
+
+__all__ = ["Turn", "add_turn", "remove_turn"]
+
+Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)
+TURNS = "_stiefel_turns"  # of an attention module: what its queries and keys go through
+PREFIX = "stiefel_"  # of the name under which the model's attention is registered again
+
+
+def add_turn(decoder: Decoder, turn: Turn) -> None:
+    """Queries and keys of every layer go through ``turn``, after those that are there already.
+
+    Raises:
+        ValueError: for a model whose attention does not come from transformers' registry.
+    """
+    config = getattr(decoder.model, "config", None)
+    base = getattr(config, "_attn_implementation", None)
+    if not isinstance(base, str):
+        remedy = "leave kv_bits=None and R3 out"
+        found = f"a {type(decoder.model).__name__} that does not"
+        raise ValueError(fail("model", "choose its attention by its config", found, remedy))
+    for layer in decoder.layers:
+        layer.attention.__dict__.setdefault(TURNS, []).append(turn)
+    if base.startswith(PREFIX):
+        return
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    functions.register(PREFIX + base, functools.partial(_attend, base))
+    masks.register(PREFIX + base, masks[base])
+    config._attn_implementation = PREFIX + base  # type: ignore[union-attr]
+
+
+def remove_turn(decoder: Decoder, turn: Turn) -> None:
+    """Undo :func:`add_turn`."""
+    for layer in decoder.layers:
+        layer.attention.__dict__[TURNS].remove(turn)
+    if not any(layer.attention.__dict__[TURNS] for layer in decoder.layers):
+        config: Any = decoder.model.config
+        config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
+
+
+def _attend(
+    base: str, module: nn.Module, query: Tensor, key: Tensor, *others: Any, **options: Any
+) -> Any:
+    """The model's own attention, behind the turns of its module."""
+    for turn in module.__dict__.get(TURNS, ()):
+        query, key = turn(query, key)
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    attend = functions.get_interface(base, _eager(module))
+    return attend(module, query, key, *others, **options)
+
+
+def _eager(module: nn.Module) -> Callable[..., Any] | None:
+    """The attention that the family's own file falls back on."""
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return cast("Callable[..., Any]", found)
+    return None

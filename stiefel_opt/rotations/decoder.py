@@ -1,0 +1,223 @@
+"""The modules of a Llama-like decoder that rotations pass through: found by name, and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stiefel_opt._checks import fail
+
+__all__ = [
+    "Decoder",
+    "Layer",
+    "mark",
+    "quantization_of",
+    "read_decoder",
+    "rows",
+    "state_of",
+    "unwrapped",
+    "whole",
+]
+
+MARK = "stiefel_rotations"  # in the model's config: what was done to it
+NORMS = ("input_layernorm", "post_attention_layernorm")
+PROJECTIONS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+HARMLESS = {"q_norm", "k_norm", "rotary_emb", "act_fn", "rotary_fn"}  # nothing that is rotated
+LOOKED_FOR = (
+    "model.embed_tokens, model.layers, model.norm and lm_head, and in every layer input_layernorm, "
+    "self_attn (q_proj, k_proj, v_proj, o_proj), post_attention_layernorm and mlp (gate_proj, "
+    "up_proj, down_proj)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One block of the decoder."""
+
+    name: str
+    module: nn.Module
+    input_norm: nn.Module
+    attention: nn.Module
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+    output: nn.Linear
+    middle_norm: nn.Module
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+
+    def linears(self) -> Iterator[tuple[str, nn.Linear]]:
+        """Give name and module of every linear layer."""
+        attention, mlp = f"{self.name}.self_attn", f"{self.name}.mlp"
+        yield f"{attention}.q_proj", self.query
+        yield f"{attention}.k_proj", self.key
+        yield f"{attention}.v_proj", self.value
+        yield f"{attention}.o_proj", self.output
+        yield f"{mlp}.gate_proj", self.gate
+        yield f"{mlp}.up_proj", self.up
+        yield f"{mlp}.down_proj", self.down
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A model, its parts, and the sizes of its rotations."""
+
+    model: nn.Module
+    embedding: nn.Embedding
+    layers: tuple[Layer, ...]
+    norm: nn.Module
+    head: nn.Linear
+    width: int
+    head_size: int
+
+    def norms(self) -> Iterator[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
+        """Give every RMSNorm of the stream by name, with the linear layers that read it."""
+        for layer in self.layers:
+            readers = (layer.query, layer.key, layer.value)
+            yield f"{layer.name}.input_layernorm", layer.input_norm, readers
+            yield (
+                f"{layer.name}.post_attention_layernorm",
+                layer.middle_norm,
+                (layer.gate, layer.up),
+            )
+        yield "model.norm", self.norm, (self.head,)
+
+
+def unwrapped(model: object) -> nn.Module:
+    """The model itself, of which ``DistributedDataParallel`` is a cover."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if not isinstance(model, nn.Module):
+        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    return model
+
+
+def read_decoder(model: object) -> Decoder:
+    """Find the modules of a Llama-like decoder.
+
+    Raises:
+        TypeError: for what is no module, or has weights that are quantised.
+        ValueError: for another family, naming what is missing or not known.
+    """
+    model = unwrapped(model)
+    known = dict(model.named_modules(remove_duplicate=False))
+
+    def find(name: str, kind: Any) -> Any:
+        module = known.get(name)
+        if module is None:
+            owner = f"a {type(model).__name__} without {name}"
+            raise ValueError(fail("model", f"be a Llama-like decoder with {LOOKED_FOR}", owner))
+        if not isinstance(module, kind):
+            remedy = "load the model in float32 or bfloat16, without quantisation"
+            raise TypeError(fail(name, f"be a {kind.__name__}", type(module).__name__, remedy))
+        return module
+
+    def only(name: str, children: set[str]) -> None:
+        more = sorted(child for child, _ in known[name].named_children() if child not in children)
+        if more:
+            wanted = f"have no modules but {', '.join(sorted(children - HARMLESS))}"
+            remedy = "only Llama, Mistral, Qwen2, Qwen3 and what is built like them can be rotated"
+            raise ValueError(fail(name, wanted, ", ".join(more), remedy))
+
+    embedding, head = find("model.embed_tokens", nn.Embedding), find("lm_head", nn.Linear)
+    norm, blocks = find("model.norm", nn.Module), find("model.layers", nn.ModuleList)
+    layers = []
+    for number in range(len(blocks)):
+        name = f"model.layers.{number}"
+        linears = [
+            find(f"{name}.{part}.{leaf}", nn.Linear)
+            for part, leaves in PROJECTIONS.items()
+            for leaf in leaves
+        ]
+        norms = [find(f"{name}.{leaf}", nn.Module) for leaf in NORMS]
+        attention = known[f"{name}.self_attn"]
+        only(name, {*NORMS, *PROJECTIONS})
+        for part, leaves in PROJECTIONS.items():
+            only(f"{name}.{part}", {*leaves, *HARMLESS})
+        q, k, v, o, gate, up, down = linears
+        layers.append(
+            Layer(name, known[name], norms[0], attention, q, k, v, o, norms[1], gate, up, down)
+        )
+    if not layers:
+        raise ValueError(fail("model.layers", "hold at least one layer", "none"))
+    for name, linear in [
+        ("lm_head", head),
+        *(pair for layer in layers for pair in layer.linears()),
+    ]:
+        _check_weight(name, linear.weight)
+    config = getattr(model, "config", None)
+    if quantization_of(model) not in (None, "gguf"):  # transformers unpacks gguf into plain tensors
+        remedy = "load the checkpoint before it was quantised"
+        found = f"config.quantization_config of {quantization_of(model)}"
+        raise TypeError(fail("model", "not be quantised", found, remedy))
+    heads = getattr(config, "num_attention_heads", None)
+    inner = layers[0].output.in_features
+    size = getattr(layers[0].attention, "head_dim", None) or (inner // heads if heads else 0)
+    for layer in layers:
+        for leaf, features in (
+            ("q_proj", layer.query.out_features),
+            ("v_proj", layer.value.out_features),
+            ("o_proj", layer.output.in_features),
+        ):
+            if not size or features % size:
+                wanted = f"have features that are heads of {size}"
+                raise ValueError(fail(f"{layer.name}.self_attn.{leaf}", wanted, features))
+    return Decoder(model, embedding, tuple(layers), norm, head, embedding.embedding_dim, size)
+
+
+def quantization_of(model: nn.Module) -> str | None:
+    """The method by which the checkpoint was quantised, from the config."""
+    found: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    """Raise unless ``weight`` is a plain floating-point tensor, sharded or not."""
+    plain = type(weight.data) is Tensor or isinstance(weight, DTensor)
+    if not plain or not weight.is_floating_point() or weight.element_size() < 2:
+        remedy = "load the checkpoint before it was quantised"
+        kind = f"a {type(weight.data).__name__} of {weight.dtype}"
+        raise TypeError(fail(f"{name}.weight", "not be quantised", kind, remedy))
+
+
+# ---- what was done to a model --------------------------------------------------------------------
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What the config says of an earlier call: empty, or "state" and "online"."""
+    return getattr(getattr(model, "config", None), MARK, None) or {}
+
+
+def mark(model: nn.Module, state: str, online: tuple[str, ...] = ()) -> None:
+    """Write into the config what was done; ``save_pretrained`` keeps it."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        setattr(config, MARK, {"state": state, "online": list(online)})
+
+
+def whole(name: str, weight: Tensor) -> Tensor:
+    """Return ``weight`` unless it is sharded."""
+    if isinstance(weight, DTensor):
+        remedy = "change the model before fully_shard"
+        raise TypeError(fail(f"{name}.weight", "not be sharded", "a DTensor", remedy))
+    if weight.is_meta:
+        raise ValueError(fail(f"{name}.weight", "have values", "a tensor on the meta device"))
+    return weight
+
+
+def rows(weight: Tensor, numbers: int = 1 << 24) -> Iterator[Tensor]:
+    """Give ``weight`` in pieces of rows, so that a float64 copy of a piece is small."""
+    return iter(torch.split(weight, max(1, numbers // weight.size(-1))))

@@ -1,0 +1,112 @@
+"""Hadamard matrices: Sylvester's doubling of Paley's, as Kronecker factors for a fast product."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["fixed_rotation", "hadamard_factors", "largest_hadamard", "rotate_fixed"]
+
+WIDEST = 64  # of Sylvester's factors: wider ones cost more than one more pass over the tensor
+
+
+@functools.cache
+def largest_hadamard(size: int) -> int:
+    """Return the largest divisor of ``size`` that is the order of a Hadamard matrix known here."""
+    return next(n for n in range(size, 0, -1) if size % n == 0 and _core(n))
+
+
+def _core(order: int) -> int:
+    """The order from which doubling leads to ``order``: 1 or one of Paley's; 0 if there is none."""
+    while order:
+        if order == 1 or _paley(order):
+            return order
+        order = order // 2 if order % 2 == 0 else 0
+    return 0
+
+
+def _paley(order: int) -> int:
+    """The prime q of Paley's construction, of order q + 1 (q = 3 mod 4) or 2 (q + 1) (q = 1)."""
+    for prime, rest in ((order - 1, 3), (order // 2 - 1, 1)):
+        whole = order % 2 == 0 and prime > 2 and prime % 4 == rest
+        if whole and all(prime % divisor for divisor in range(3, math.isqrt(prime) + 1, 2)):
+            return prime
+    return 0
+
+
+@functools.cache
+def hadamard_factors(order: int) -> tuple[Tensor, ...]:
+    """Return orthogonal matrices, float64, whose Kronecker product is a Hadamard matrix / sqrt(n).
+
+    Args:
+        order: One that :func:`largest_hadamard` returns.
+    """
+    core = _core(order)
+    factors = [] if core == 1 else [_paley_matrix(core) / core**0.5]
+    rest = order // core
+    while rest > 1:
+        size = min(rest, WIDEST)
+        factors.append(_sylvester(size) / size**0.5)
+        rest //= size
+    return tuple(factors)
+
+
+def _sylvester(order: int) -> Tensor:
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < order:
+        matrix = torch.kron(matrix, pair)
+    return matrix
+
+
+def _paley_matrix(order: int) -> Tensor:
+    """Paley's Hadamard matrix: quadratic residues of a prime, bordered by ones."""
+    prime = _paley(order)
+    squares = {number * number % prime for number in range(1, prime)}
+    character = [0.0] + [1.0 if number in squares else -1.0 for number in range(1, prime)]
+    differences = torch.arange(prime)[:, None] - torch.arange(prime)[None]
+    bordered = torch.zeros(prime + 1, prime + 1, dtype=torch.float64)
+    bordered[1:, 1:] = torch.tensor(character, dtype=torch.float64)[differences % prime]
+    bordered[0, 1:] = 1
+    identity = torch.eye(prime + 1, dtype=torch.float64)
+    if order == prime + 1:
+        bordered[1:, 0] = -1
+        return bordered + identity
+    bordered[1:, 0] = 1
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    corner = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+    return torch.kron(bordered, pair) + torch.kron(identity, corner)
+
+
+@functools.cache
+def fixed_rotation(size: int) -> tuple[Tensor, ...]:
+    r"""Return the Kronecker factors of the fixed rotation of ``size``, in float64.
+
+    The largest Hadamard matrix whose order divides ``size``; what is left of the size, if anything,
+    is Hartley's matrix :math:`(\cos t_{ij} + \sin t_{ij}) / \sqrt{k}` with
+    :math:`t_{ij} = 2 \pi i j / k`: orthogonal, and no entry exceeds :math:`\sqrt{2 / k}`. Nothing
+    is random, so the size says it all.
+    """
+    order = largest_hadamard(size)
+    rest = size // order
+    if rest == 1:
+        return hadamard_factors(order)
+    index = torch.arange(rest, dtype=torch.float64)
+    angle = index[:, None] * index * (2 * math.pi / rest)
+    return (*hadamard_factors(order), (angle.cos() + angle.sin()) / rest**0.5)
+
+
+def rotate_fixed(x: Tensor, *, back: bool = False) -> Tensor:
+    """Return x H for the fixed rotation H of the last size of ``x``, or x H' with ``back``.
+
+    Costs size times the sum of the factors' sizes for each row, and no matrix of the whole size.
+    """
+    turned = x.reshape(-1, x.size(-1))
+    for factor in reversed(fixed_rotation(x.size(-1))):
+        local = factor.to(x)
+        pieces = turned.reshape(-1, len(factor)) @ (local.mT if back else local)
+        turned = pieces.view(len(turned), -1, len(factor)).mT.reshape(turned.shape)
+    return turned.view(x.shape)  # each axis came last once: they are in their order again

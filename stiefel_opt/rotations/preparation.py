@@ -1,0 +1,115 @@
+"""Make a decoder's norms commute with rotations: gains into their readers, embeddings untied."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from stiefel_opt._checks import fail
+from stiefel_opt.rotations.decoder import (
+    Decoder,
+    mark,
+    quantization_of,
+    read_decoder,
+    state_of,
+    whole,
+)
+
+__all__ = ["prepare_"]
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@torch.no_grad()
+def prepare_(model: ModelT) -> ModelT:
+    r"""Fuse the gain of every RMSNorm into the layers that read it, and untie the embeddings.
+
+    .. math:: W \leftarrow W\,\mathrm{diag}(g), \qquad g \leftarrow 1
+
+    The model computes the same function. Afterwards its norms commute with every rotation of the
+    residual stream. ``model.config`` says that it was done.
+
+    Args:
+        model: A decoder of transformers' Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM): with
+            or without biases, tied embeddings and grouped queries, in any floating-point dtype.
+
+    Returns: The model.
+    Raises:
+        ValueError: for another family, naming what was looked for; for a norm that is no RMSNorm, a
+            weight that is shared with something else than the head, and a model that is prepared
+            already.
+        TypeError: for weights that are quantised or sharded, and for what is no module.
+
+    Note: One product for each weight, rounded once to its dtype; untying adds one embedding.
+    """
+    decoder = read_decoder(model)
+    if state_of(decoder.model):
+        remedy = "go on with rotations.learn or load_online_"
+        state = f"a model that is {state_of(decoder.model)['state']}"
+        raise ValueError(fail("model", "not be prepared yet", state, remedy))
+    _check_sharing(decoder)
+    for name, norm, readers in decoder.norms():
+        _check_norm(name, norm)
+        for reader in readers:
+            whole(name, reader.weight)
+    if decoder.head.weight is decoder.embedding.weight:
+        trained = decoder.head.weight.requires_grad
+        decoder.head.weight = nn.Parameter(decoder.head.weight.clone(), requires_grad=trained)
+        _untie_config(decoder.model)
+    for _, norm, readers in decoder.norms():
+        for reader in readers:
+            reader.weight.mul_(_gain(norm).to(reader.weight.device))
+        _gain(norm).fill_(1)
+    if quantization_of(decoder.model) is not None:  # the weights are no longer those of its file
+        decoder.model.hf_quantizer.remove_quantization_config(decoder.model)  # type: ignore[operator, union-attr]
+    mark(decoder.model, "prepared")
+    return model
+
+
+def _gain(norm: nn.Module) -> Tensor:
+    gain = norm.weight
+    if not isinstance(gain, Tensor):
+        raise TypeError(fail("weight", "be a tensor", type(gain).__name__))
+    return gain
+
+
+def _check_norm(name: str, norm: nn.Module) -> None:
+    """Raise unless ``norm`` is x g / rms(x) on a random input."""
+    named = dict(norm.named_parameters())
+    gain = named.get("weight")
+    if gain is None or set(named) != {"weight"} or gain.ndim != 1:
+        raise ValueError(fail(name, "be an RMSNorm with one weight", ", ".join(named) or "none"))
+    whole(name, gain)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, len(gain), generator=generator).to(gain)
+    expected = x.float() * x.float().square().mean(-1, keepdim=True).rsqrt() * gain.float()
+    error = float((norm(x).float() - expected).abs().max())
+    if not error <= 0.03 * float(expected.abs().max()) + 1e-6:  # its eps, and bfloat16
+        wanted = "multiply by its weight and divide by the root mean square"
+        remedy = "only Llama, Mistral, Qwen2, Qwen3 and what is built like them can be rotated"
+        raise ValueError(fail(name, wanted, f"a {type(norm).__name__} that does not", remedy))
+
+
+def _check_sharing(decoder: Decoder) -> None:
+    """Raise where a parameter has two owners, but for the head that is tied to the embedding."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in decoder.model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():
+        if len(names) > 1 and set(names) != {EMBEDDING, HEAD}:
+            first, *others = names
+            remedy = "give each of them a weight of its own"
+            raise ValueError(
+                fail(first, "not be shared", f"shared with {', '.join(others)}", remedy)
+            )
+
+
+def _untie_config(model: Any) -> None:
+    """Tell transformers that the head has a weight of its own, so that it is saved and loaded."""
+    if getattr(model, "config", None) is not None:
+        model.config.tie_word_embeddings = False
+    if getattr(model, "all_tied_weights_keys", None):
+        model.all_tied_weights_keys = {}

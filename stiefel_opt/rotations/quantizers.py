@@ -1,0 +1,365 @@
+"""Fake quantisers in a rotated basis: the model runs as if it were quantised, no weight is changed.
+
+A linear layer that reads x R is given back what it would read: x R is rounded and turned back, so
+that the same weights serve every rotation. What is rounded is x + s r, with s the step of the grid
+and r the distance to it in steps; the gradient takes r as a constant, which is the straight-through
+estimator with the one part that rotations can learn from: how far the entries spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from stiefel_opt._checks import check_flag, fail
+from stiefel_opt.rotations.attention import add_turn, remove_turn
+from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
+from stiefel_opt.rotations.hadamard_matrices import largest_hadamard, rotate_fixed
+from stiefel_opt.rotations.result import Rotations, check_rotations
+
+__all__ = [
+    "Quantizers",
+    "check_prepared",
+    "fake_quantize",
+    "noise_ratio",
+    "quantized",
+    "quantizers_of",
+]
+
+
+def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
+    r"""Round each row of ``x`` to a grid of :math:`2^b` levels over its own range.
+
+    .. math:: x + s\,r, \quad r = \mathrm{round}(u) - u, \quad u = (x - \min x) / s
+
+    with :math:`s = (\max x - \min x) / (2^b - 1)`, or, symmetric, :math:`u = x / s` and
+    :math:`s = \max |x| / (2^{b - 1} - 1)`. The gradient takes r as a constant: straight through
+    the rounding, but not through the step s, whose part tells a rotation to narrow the range.
+
+    Args:
+        x: ``(..., n)``; each row along the last dimension has a grid of its own.
+        bits: At least 2.
+        symmetric: Whether zero is a level and the grid is symmetric about it.
+    """
+    tiny = torch.finfo(x.dtype).tiny
+    if symmetric:
+        low: Tensor | float = 0.0
+        step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    else:
+        low, high = torch.aminmax(x, dim=-1, keepdim=True)
+        step = (high - low) / (2**bits - 1)
+    step = step.clamp_min(tiny)
+    with torch.no_grad():
+        levels = (x - low) / step
+        rest = levels.round().sub_(levels)
+    return torch.addcmul(x, step, rest)
+
+
+def noise_ratio(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
+    r"""Return the mean over rows of :math:`s^2 / 12` over the mean square, s the step of the grid.
+
+    What :func:`fake_quantize` is expected to add, relative to what is there. Rotations leave the
+    denominator.
+    """
+    if symmetric:
+        step = x.abs().amax(-1) / (2 ** (bits - 1) - 1)
+    else:
+        low, high = torch.aminmax(x, dim=-1)
+        step = (high - low) / (2**bits - 1)
+    power = x.detach().square().mean(-1).clamp_min(torch.finfo(x.dtype).tiny)
+    ratio: Tensor = step.square() / (12 * power)
+    return ratio.mean()
+
+
+def check_bits(name: str, bits: object) -> None:
+    """Raise unless ``bits`` is None or an integer from 2 to 16."""
+    if bits is None:
+        return
+    if type(bits) is not int:
+        raise TypeError(fail(name, "be an integer from 2 to 16, or None", repr(bits)))
+    if not 2 <= bits <= 16:
+        raise ValueError(fail(name, "be from 2 to 16, or None", bits))
+
+
+@contextlib.contextmanager
+def quantized(
+    model: nn.Module,
+    *,
+    rotations: Rotations | None = None,
+    activation_bits: int | None = 4,
+    kv_bits: int | None = None,
+    weight_bits: int | None = None,
+    symmetric: bool = False,
+) -> Iterator[nn.Module]:
+    """Let ``model`` run as if it were quantised; nothing of it is changed, and all ends at the end.
+
+    Rounded are, token by token, the inputs of every linear layer but the head's; with ``kv_bits``
+    keys and values, head by head; with ``weight_bits`` the weights of these layers, on a symmetric
+    grid for each output. Embeddings, norms and attention scores stay.
+
+    Args:
+        model: A decoder of the Llama family: as loaded, prepared or folded.
+        rotations: In whose basis is rounded, for a prepared model. Default: as the model stands.
+        activation_bits, kv_bits, weight_bits: From 2 to 16; None does not round.
+        symmetric: Whether the grids of activations, keys and values are symmetric about zero.
+
+    Yields: The model.
+    Raises:
+        ValueError, TypeError: for bits out of range, another family, rotations of another model,
+            or rotations for a model that is not prepared or is folded already.
+
+    Note: Gradients pass the rounding as :func:`stiefel_opt.rotations.learn` has it.
+    """
+    decoder = read_decoder(model)
+    quantizers = quantizers_of(
+        decoder,
+        "rotations",
+        rotations,
+        activation_bits=activation_bits,
+        kv_bits=kv_bits,
+        weight_bits=weight_bits,
+        symmetric=symmetric,
+    )
+    with quantizers.installed():
+        yield model
+
+
+def quantizers_of(
+    decoder: Decoder, name: str, rotations: Rotations | None, **options: Any
+) -> Quantizers:
+    """Check everything that :class:`Quantizers` takes, and make them."""
+    for bits in ("activation_bits", "kv_bits", "weight_bits"):
+        check_bits(bits, options[bits])
+    check_flag("symmetric", options["symmetric"])
+    if rotations is not None:
+        check_prepared(decoder)
+        check_rotations(name, rotations, decoder)
+        if "R3" in rotations.online:
+            check_fixed_heads(decoder)
+    return Quantizers(decoder, rotations, **options)
+
+
+def check_prepared(decoder: Decoder) -> None:
+    """Raise unless the model has gone through ``prepare_`` and not through ``fold_``."""
+    state = state_of(decoder.model).get("state", "as it was loaded")
+    if state != "prepared":
+        remedy = "load the original" if state == "folded" else "call rotations.prepare_(model)"
+        raise ValueError(fail("model", "be prepared", f"one that is {state}", remedy))
+
+
+def check_fixed_heads(decoder: Decoder) -> None:
+    """Raise unless there is a Hadamard matrix of the size of a head."""
+    if largest_hadamard(decoder.head_size) != decoder.head_size:
+        name = f"{decoder.layers[0].name}.self_attn"
+        remedy = 'leave R3 out: start=rotations.hadamard(model, online=("R4",))'
+        wanted = "have heads of a size with a Hadamard matrix for R3"
+        raise ValueError(fail(name, wanted, decoder.head_size, remedy))
+
+
+# ---- the places of a decoder ---------------------------------------------------------------------
+
+
+class Quantizers:
+    """Fake quantisers at every linear layer's input but the head's, installed and removed at will.
+
+    Args:
+        decoder: Whose modules get hooks.
+        rotations: In whose basis is rounded; None: as the model stands.
+        activation_bits, kv_bits, weight_bits, symmetric: See :func:`quantized`.
+        recompute: Whether layers keep only their inputs for the backward pass.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rotations: Rotations | None,
+        *,
+        activation_bits: int | None,
+        kv_bits: int | None,
+        weight_bits: int | None,
+        symmetric: bool,
+        recompute: bool = False,
+    ) -> None:
+        self.enabled = True
+        self.measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
+        self.decoder = decoder
+        self.residual = None if rotations is None else rotations.residual
+        self.heads: Sequence[Tensor | None]
+        self.heads = [None] * len(decoder.layers) if rotations is None else rotations.heads
+        self.online = () if rotations is None else rotations.online
+        self.activation_bits, self.kv_bits, self.weight_bits = activation_bits, kv_bits, weight_bits
+        self.symmetric, self.recompute = symmetric, recompute
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """In full precision meanwhile."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Quantizers]:
+        """The hooks are there meanwhile."""
+        with contextlib.ExitStack() as stack:
+            for number, layer in enumerate(self.decoder.layers):
+                self._install(layer, self.heads[number], stack)
+            if self.kv_bits is not None:
+                add_turn(self.decoder, self._turn_keys)
+                stack.callback(remove_turn, self.decoder, self._turn_keys)
+            yield self
+
+    def _install(self, layer: Layer, head: Tensor | None, stack: contextlib.ExitStack) -> None:
+        bits, residual = self.activation_bits, self.residual
+
+        def after_norm(_: nn.Module, __: Any, x: Tensor) -> Tensor:
+            return self._round(x, bits, residual)
+
+        def before_output(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (self._round(inputs[0], bits, head),)
+
+        def before_down(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            fixed = rotate_fixed if "R4" in self.online else None
+            return (self._round(inputs[0], bits, fixed),)
+
+        def after_value(_: nn.Module, __: Any, x: Tensor) -> Tensor:
+            return self._round(x, self.kv_bits, head, self.decoder.head_size)
+
+        handles = []
+        if bits is not None:
+            handles += [
+                layer.input_norm.register_forward_hook(after_norm),
+                layer.middle_norm.register_forward_hook(after_norm),
+                layer.output.register_forward_pre_hook(before_output),
+                layer.down.register_forward_pre_hook(before_down),
+            ]
+        if self.kv_bits is not None:
+            handles.append(layer.value.register_forward_hook(after_value))
+        for handle in handles:
+            stack.callback(handle.remove)
+        if self.weight_bits is not None:
+            fixed = rotate_fixed if "R4" in self.online else None
+            for linear, inward, outward in (
+                (layer.query, residual, None),
+                (layer.key, residual, None),
+                (layer.value, residual, head),
+                (layer.output, head, residual),
+                (layer.gate, residual, None),
+                (layer.up, residual, None),
+                (layer.down, fixed, residual),
+            ):
+                forward = functools.partial(self._linear, linear, linear.forward, inward, outward)
+                stack.enter_context(replaced_forward(linear, forward))
+        if self.recompute:
+            forward = functools.partial(checkpoint, layer.module.forward, use_reentrant=False)
+            stack.enter_context(replaced_forward(layer.module, forward))
+
+    def _round(
+        self, x: Tensor, bits: int | None, rotation: Rotation, row: int | None = None
+    ) -> Tensor:
+        """Round rows of ``x``, or pieces of ``row`` entries of them, in the rotated basis."""
+        if not self.enabled or bits is None:
+            return x
+        if self.measure is not None:
+            self._measure(x, bits, rotation, row)
+            return x
+        y = turned(wide(x), rotation)
+        pieces = y if row is None else y.reshape(*y.shape[:-1], -1, row)
+        y = fake_quantize(pieces, bits, self.symmetric).reshape(y.shape)
+        return turned(y, rotation, back=True).to(x.dtype)
+
+    def _measure(
+        self,
+        x: Tensor,
+        bits: int,
+        rotation: Rotation,
+        row: int | None = None,
+        *,
+        symmetric: bool | None = None,
+        outward: Rotation = None,
+    ) -> None:
+        """Pass on the noise of rounding ``x``, with a gradient for what turns it only."""
+        if self.measure is None or (not isinstance(rotation, Tensor) and outward is None):
+            return  # fixed: nothing to learn
+        with torch.enable_grad():
+            y = turned(wide(x.detach()), rotation)
+            y = y if outward is None else turned(y.mT, outward).mT
+            y = y if row is None else y.reshape(*y.shape[:-1], -1, row)
+            self.measure(noise_ratio(y, bits, self.symmetric if symmetric is None else symmetric))
+
+    def _linear(
+        self,
+        linear: nn.Linear,
+        plain: Callable[[Tensor], Tensor],
+        inward: Rotation,
+        outward: Rotation,
+        x: Tensor,
+    ) -> Tensor:
+        """The layer with its weight rounded, one grid for each output, in the rotated basis."""
+        bits = self.weight_bits
+        if not self.enabled or bits is None:
+            return plain(x)
+        if self.measure is not None:
+            self._measure(linear.weight, bits, inward, symmetric=True, outward=outward)
+            return plain(x)
+
+        def run(x: Tensor) -> Tensor:
+            weight = turned(wide(linear.weight), inward)
+            weight = turned(weight.mT, outward).mT
+            weight = fake_quantize(weight, bits, symmetric=True)
+            weight = turned(turned(weight.mT, outward, back=True).mT, inward, back=True)
+            return functional.linear(x, weight.to(x.dtype), linear.bias)
+
+        # Rounded weights are worked out again in the backward pass: a copy of one at a time.
+        return checkpoint(run, x, use_reentrant=False) if torch.is_grad_enabled() else run(x)
+
+    def _turn_keys(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries as they are, keys rounded head by head, turned by R3 if it is there."""
+        return queries, self._round(
+            keys, self.kv_bits, rotate_fixed if "R3" in self.online else None
+        )
+
+
+Rotation = Tensor | Callable[..., Tensor] | None  # a matrix for one piece of a row, or fixed
+
+
+def wide(x: Tensor) -> Tensor:
+    """In at least float32."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def turned(x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
+    """Multiply each piece of the rows of ``x``, as wide as ``rotation``, by it or its transpose."""
+    if rotation is None:
+        return x
+    if not isinstance(rotation, Tensor):
+        result: Tensor = rotation(x, back=back)
+        return result
+    matrix = rotation.to(x)
+    matrix = matrix.mT if back else matrix
+    size = len(matrix)
+    if x.size(-1) == size:
+        return x @ matrix
+    return (x.reshape(*x.shape[:-1], -1, size) @ matrix).reshape(x.shape)
+
+
+@contextlib.contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """``module`` runs ``forward`` meanwhile."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

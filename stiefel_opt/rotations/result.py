@@ -1,0 +1,99 @@
+"""Rotations: plain data that learning returns, evaluation reads and folding merges."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import fail
+from stiefel_opt.geometry import gram_error
+from stiefel_opt.rotations.decoder import Decoder
+
+__all__ = ["ONLINE", "Rotations", "check_rotations", "polished"]
+
+ONLINE = ("R3", "R4")  # fixed rotations: of queries and keys, of the inputs of down_proj
+FORMAT = 1
+LARGEST_ERROR = 1e-3  # of R'R: more is no rounding
+POLISHING = 3  # Newton-Schulz steps, each of which squares the error
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotations:
+    """The rotations of one decoder.
+
+    Attributes:
+        residual: R1, ``(d, d)``: the residual stream x, a row, becomes x R1.
+        heads: R2, one ``(h, h)`` for each layer: the values v of every head become v R2.
+        online: Names of fixed rotations that stay in the forward pass: "R3" turns queries and keys
+            behind the rotary embedding, "R4" the input of ``down_proj``.
+        log: One dict for each step of :func:`stiefel_opt.rotations.learn`: step, loss,
+            orthonormality, seconds.
+    """
+
+    residual: Tensor
+    heads: Sequence[Tensor]
+    online: tuple[str, ...] = ("R4",)
+    log: Sequence[Mapping[str, float]] = ()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file that ``torch.load(path, weights_only=True)`` reads as a dict."""
+        content = {
+            "format": FORMAT,
+            "residual": self.residual.detach().cpu(),
+            "heads": [head.detach().cpu() for head in self.heads],
+            "online": list(self.online),
+            "log": [dict(entry) for entry in self.log],
+        }
+        torch.save(content, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Rotations:
+        """Read what :meth:`save` wrote; executes nothing.
+
+        Raises:
+            ValueError: for a file of something else, or of a newer format.
+        """
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(content, dict) or not {"residual", "heads", "online"} <= content.keys():
+            raise ValueError(fail("path", "hold rotations", f"{os.fspath(path)!r}"))
+        if content.get("format") != FORMAT:
+            remedy = "update stiefel_opt"
+            raise ValueError(fail("path", f"be of format {FORMAT}", content.get("format"), remedy))
+        online, log = tuple(content["online"]), content.get("log", [])
+        return cls(content["residual"], content["heads"], online, log)
+
+
+def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
+    """Raise unless ``rotations`` are orthogonal matrices of the sizes of ``decoder``."""
+    if not isinstance(rotations, Rotations):
+        remedy = "call rotations.learn or rotations.hadamard"
+        raise TypeError(fail(name, "be Rotations", type(rotations).__name__, remedy))
+    unknown = [given for given in rotations.online if given not in ONLINE]
+    if unknown:
+        raise ValueError(fail(f"{name}.online", f"be among {list(ONLINE)}", unknown))
+    if len(rotations.heads) != len(decoder.layers):
+        wanted = f"have one matrix for each of {len(decoder.layers)} layers"
+        raise ValueError(fail(f"{name}.heads", wanted, len(rotations.heads)))
+    named = [("residual", rotations.residual, decoder.width)]
+    named += [(f"heads[{i}]", head, decoder.head_size) for i, head in enumerate(rotations.heads)]
+    for part, matrix, size in named:
+        if tuple(matrix.shape) != (size, size):
+            wanted = f"be {size} x {size}, as in the model"
+            raise ValueError(fail(f"{name}.{part}", wanted, f"shape {tuple(matrix.shape)}"))
+        if not matrix.is_floating_point():
+            raise TypeError(fail(f"{name}.{part}", "be floating-point", matrix.dtype))
+        if not float(gram_error(matrix.detach().float())) <= LARGEST_ERROR:
+            raise ValueError(fail(f"{name}.{part}", "be orthogonal", "another matrix"))
+
+
+def polished(rotation: Tensor) -> Tensor:
+    """Return the nearest orthogonal matrix, in float64."""
+    point = rotation.detach().double()
+    for _ in range(POLISHING):
+        point = 1.5 * point - 0.5 * point @ (point.mT @ point)
+    return point

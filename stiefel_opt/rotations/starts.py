@@ -1,0 +1,65 @@
+"""Where learning begins: random Hadamard rotations."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from stiefel_opt._checks import fail
+from stiefel_opt.geometry import random_point
+from stiefel_opt.rotations.decoder import read_decoder
+from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
+from stiefel_opt.rotations.quantizers import check_fixed_heads
+from stiefel_opt.rotations.result import ONLINE, Rotations
+
+__all__ = ["hadamard"]
+
+
+def hadamard(
+    model: nn.Module, *, seed: int = 0, online: tuple[str, ...] | list[str] = ("R4",)
+) -> Rotations:
+    r"""Return random Hadamard rotations of the sizes of ``model``.
+
+    .. math:: R = \mathrm{diag}(\pm 1)\,(H_k / \sqrt{k} \otimes Q)
+
+    with :math:`H_k` the largest Hadamard matrix (Sylvester's, Paley's and their doublings) whose
+    order divides the size, and Q a Haar-distributed block of what is left, 1 x 1 for most models.
+
+    Args:
+        model: A decoder of the Llama family.
+        seed: Of signs and blocks; the same rotations on every device.
+        online: Fixed rotations that stay in the forward pass: "R3" for key caches, "R4" for the
+            inputs of ``down_proj``, without which 4 bits are out of reach.
+
+    Raises:
+        ValueError: for another family, an unknown name, a seed that is no integer of at least 0,
+            and R3 where no Hadamard matrix is as large as a head.
+    Reference:
+        Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
+    """
+    decoder = read_decoder(model)
+    if type(seed) is not int or seed < 0:
+        raise ValueError(fail("seed", "be an integer of at least 0", repr(seed)))
+    unknown = [name for name in online if name not in ONLINE]
+    if isinstance(online, str) or unknown:
+        raise ValueError(fail("online", f"be a tuple of {list(ONLINE)}", repr(online)))
+    if "R3" in online:
+        check_fixed_heads(decoder)
+    generator = torch.Generator().manual_seed(seed)
+    device = decoder.embedding.weight.device
+    residual = _random_hadamard(decoder.width, generator).to(device)
+    heads = [_random_hadamard(decoder.head_size, generator).to(device) for _ in decoder.layers]
+    return Rotations(residual, heads, tuple(name for name in ONLINE if name in online))
+
+
+def _random_hadamard(size: int, generator: torch.Generator) -> Tensor:
+    order = largest_hadamard(size)
+    rest = size // order
+    factors = list(hadamard_factors(order))
+    if rest > 1:
+        factors.append(random_point(rest, rest, generator=generator, dtype=torch.float64))
+    matrix = functools.reduce(torch.kron, factors, torch.ones(1, 1, dtype=torch.float64))
+    signs = torch.randint(0, 2, (size, 1), generator=generator).mul(2).sub(1)
+    return (signs * matrix).float().contiguous()

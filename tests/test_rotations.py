@@ -1,0 +1,631 @@
+"""Rotations of a decoder change nothing but its rounding, and learning makes that smaller."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_decoder import HEAD, INNER, WIDTH, TinyDecoder, tokens
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt import rotations
+from stiefel_opt.geometry import random_point
+from stiefel_opt.rotations import Rotations, quantizers
+from stiefel_opt.rotations.hadamard_matrices import (
+    fixed_rotation,
+    hadamard_factors,
+    largest_hadamard,
+    rotate_fixed,
+)
+
+MODELS = [{}, {"bias": True}, {"tied": True}, {"bias": True, "tied": True}]
+
+
+def logits(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(batch).logits
+    return found
+
+
+def assert_close_to_the_largest(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error <= tolerance
+
+
+def prepared(dtype: torch.dtype = torch.float32, **options: Any) -> TinyDecoder:
+    return rotations.prepare_(TinyDecoder(**options).to(dtype))
+
+
+def haar(model: nn.Module, seed: int = 0) -> Rotations:
+    start = rotations.hadamard(model)
+    generator = torch.Generator().manual_seed(seed)
+    heads = [random_point(HEAD, HEAD, generator=generator) for _ in start.heads]
+    return Rotations(random_point(WIDTH, WIDTH, generator=generator), heads)
+
+
+def identity(model: nn.Module) -> Rotations:
+    return Rotations(torch.eye(WIDTH), [torch.eye(HEAD) for _ in model.model.layers])
+
+
+# ---- Hadamard matrices ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [1, 2, 4, 12, 20, 24, 28, 36, 40, 48, 60, 64, 80, 96, 256, 576])
+def test_hadamard_matrices_have_flat_orthogonal_entries(order: int) -> None:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    matrix = functools.reduce(torch.kron, hadamard_factors(order), one)
+    assert matrix.shape == (order, order)
+    torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, order**-0.5))
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(order, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("size", "order"), [(3, 1), (6, 2), (30, 2), (45, 1), (92, 4), (576, 576), (11008, 11008)]
+)
+def test_largest_hadamard_order_that_divides(size: int, order: int) -> None:
+    assert largest_hadamard(size) == order
+
+
+@pytest.mark.parametrize("size", [1, 3, 30, 45, 96, 192])
+def test_fixed_rotation_is_its_matrix_and_back(size: int) -> None:
+    x = torch.randn(2, 3, size, dtype=torch.float64)
+    matrix = functools.reduce(torch.kron, fixed_rotation(size), torch.ones(1, 1).double())
+    torch.testing.assert_close(rotate_fixed(x), x @ matrix)
+    torch.testing.assert_close(rotate_fixed(rotate_fixed(x), back=True), x)
+
+
+def test_start_is_random_orthogonal_and_repeats() -> None:
+    model = TinyDecoder()
+    start, again, other = (rotations.hadamard(model, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(start.residual, again.residual)
+    assert not torch.equal(start.residual, other.residual)
+    assert not torch.equal(start.heads[0], start.heads[1])
+    for matrix in (start.residual, *start.heads):
+        torch.testing.assert_close(matrix.mT @ matrix, torch.eye(len(matrix)))
+    torch.testing.assert_close(start.residual.abs(), torch.full((WIDTH, WIDTH), WIDTH**-0.5))
+
+
+# ---- the function stays --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_preparing_and_folding_leave_the_logits(options, dtype, tolerance) -> None:
+    model, (batch, *_) = TinyDecoder(**options).to(dtype), tokens()
+    expected = logits(model, batch)
+    assert rotations.prepare_(model) is model
+    assert_close_to_the_largest(logits(model, batch), expected, tolerance)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert not model.config.tie_word_embeddings
+    for norm in (model.model.norm, model.model.layers[1].post_attention_layernorm):
+        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
+    rotations.fold_(model, haar(model))
+    assert_close_to_the_largest(logits(model, batch), expected, tolerance)
+    assert model.config.stiefel_rotations == {"state": "folded", "online": ["R4"]}
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    "bits", [{}, {"weight_bits": 4}, {"weight_bits": 3, "activation_bits": None}]
+)
+def test_quantized_is_what_folding_gives(options, symmetric, bits) -> None:
+    model, (batch, *_) = prepared(torch.float64, **options), tokens()
+    exact, found = logits(model, batch), haar(model)
+    folded = rotations.fold_(copy.deepcopy(model), found)
+    with rotations.quantized(model, rotations=found, symmetric=symmetric, **bits):
+        rounded = logits(model, batch)
+    with rotations.quantized(folded, symmetric=symmetric, **bits):
+        expected = logits(folded, batch)
+    assert float((rounded - exact).abs().max()) > 1e-2
+    assert_close_to_the_largest(rounded, expected, 1e-5)  # rotations are float32, folding polishes
+    assert torch.equal(logits(model, batch), exact)  # nothing stays behind
+
+
+def test_folded_model_needs_its_online_rotations_after_loading() -> None:
+    model, (batch, *_) = prepared(), tokens()
+    rotations.fold_(model, rotations.hadamard(model))
+    expected = logits(model, batch)
+    loaded = TinyDecoder()
+    loaded.load_state_dict(model.state_dict())
+    loaded.config = copy.deepcopy(model.config)
+    assert float((logits(loaded, batch) - expected).abs().max()) > 1e-3
+    for _ in range(2):  # the second call adds nothing
+        assert rotations.load_online_(loaded) is loaded
+        assert torch.equal(logits(loaded, batch), expected)
+    assert torch.equal(logits(copy.deepcopy(loaded), batch), expected)
+
+
+def test_without_online_rotations_a_folded_model_is_plain() -> None:
+    model, (batch, *_) = prepared(), tokens()
+    rotations.fold_(model, rotations.hadamard(model, online=()))
+    loaded = TinyDecoder()
+    loaded.load_state_dict(model.state_dict())
+    assert torch.equal(logits(loaded, batch), logits(model, batch))
+    assert not model.model.layers[0].mlp.down_proj._forward_pre_hooks
+
+
+# ---- rounding and its gradient -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_rounding_uses_so_many_levels_and_no_more_than_half_a_step(bits, symmetric) -> None:
+    x = torch.randn(5, 400, dtype=torch.float64)
+    rounded = quantizers.fake_quantize(x, bits, symmetric)
+    span = (
+        2 * x.abs().amax(-1) / (2**bits - 2)
+        if symmetric
+        else (x.amax(-1) - x.amin(-1)) / (2**bits - 1)
+    )
+    assert ((rounded - x).abs().amax(-1) <= span / 2 + 1e-12).all()
+    for row in rounded:
+        assert len(row.mul(1e9).round().unique()) <= 2**bits
+    constant = torch.full((2, 3), 0.7)
+    torch.testing.assert_close(quantizers.fake_quantize(constant, bits, symmetric), constant)
+    assert torch.equal(quantizers.fake_quantize(0 * constant, bits, symmetric), 0 * constant)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("weight_bits", [None, 4])
+def test_gradients_are_those_of_the_surrogate_without_rounding(
+    symmetric: bool, weight_bits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x + s r with r recorded once and replayed: smooth, so that differences can be taken."""
+    model, (batch, *_) = prepared(torch.float64, bias=True), tokens()
+    model.requires_grad_(False)
+    wanted = logits(model, batch).log_softmax(-1)
+    start = haar(model)
+    matrices = [m.double().requires_grad_() for m in (start.residual, *start.heads)]
+    found = Rotations(matrices[0], matrices[1:])
+    real = quantizers.fake_quantize
+    recorded: list[Tensor] = []
+
+    def step_of(x: Tensor, bits: int, symmetric: bool) -> Tensor:
+        if symmetric:
+            return x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        return (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / (2**bits - 1)
+
+    def record(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
+        rounded = real(x, bits, symmetric)
+        recorded.append(((rounded - x) / step_of(x, bits, symmetric)).detach())
+        return rounded
+
+    def loss() -> Tensor:
+        with rotations.quantized(
+            model, rotations=found, weight_bits=weight_bits, symmetric=symmetric
+        ):
+            value = model(batch).logits.log_softmax(-1)
+        return (wanted.exp() * (wanted - value)).sum(-1).mean()
+
+    loss().backward()
+    with torch.no_grad():
+        monkeypatch.setattr(quantizers, "fake_quantize", record)
+        loss()
+        replayed: list[Tensor] = []
+
+        def replay(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
+            replayed.append(x)
+            return x + step_of(x, bits, symmetric) * recorded[len(replayed) - 1]
+
+        monkeypatch.setattr(quantizers, "fake_quantize", replay)
+        small = 1e-6
+        for matrix in matrices:
+            direction = torch.randn(matrix.shape, dtype=torch.float64)
+            values = []
+            for sign in (1, -1):
+                matrix += sign * small * direction
+                replayed.clear()
+                values.append(float(loss()))
+                matrix -= sign * small * direction
+            slope = (values[0] - values[1]) / (2 * small)
+            assert slope == pytest.approx(float((matrix.grad * direction).sum()), rel=1e-5)
+
+
+# ---- learning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [rotations.hadamard, haar, identity])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"symmetric": True, "weight_bits": 4},
+        {"loss": "ce"},
+        {"loss": "kl"},
+        {"loss": "kl", "top_k": 5},
+        {"loss": "kl", "symmetric": True},
+        {"loss": "kl", "weight_bits": 4},
+    ],
+    ids=str,
+)
+def test_every_start_trains_and_none_ends_worse(start: Callable[..., Rotations], options) -> None:
+    model, data = prepared(), tokens(2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    begun = start(model)
+    found = rotations.learn(
+        model, data, start=begun, steps=12, lr=0.1, activation_bits=3, progress=False, **options
+    )
+    assert len(found.log) == 12
+    assert max(entry["orthonormality"] for entry in found.log) < 1e-6
+    assert mean_loss(model, data, found, options) <= mean_loss(model, data, begun, options)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def mean_loss(model: nn.Module, data: list[Tensor], found: Rotations, options: dict) -> float:
+    """The loss of `learn`, from its definition."""
+    if options.get("loss", "noise") == "noise":
+        once = {**options, "activation_bits": 3, "steps": 1, "progress": False}
+        return float(rotations.learn(model, data, start=found, lr=1e-12, **once).log[0]["loss"])
+    losses = []
+    bits = {name: options[name] for name in ("symmetric", "weight_bits") if name in options}
+    for batch in data:
+        exact = logits(model, batch)
+        with rotations.quantized(model, rotations=found, activation_bits=3, **bits):
+            rounded = logits(model, batch)
+        if options.get("loss") == "ce":
+            flat = rounded[:, :-1].flatten(0, 1)
+            losses.append(nn.functional.cross_entropy(flat, batch[:, 1:].flatten()))
+            continue
+        if "top_k" in options:
+            index = exact.topk(options["top_k"]).indices
+            exact, rounded = exact.gather(-1, index), rounded.gather(-1, index)
+        p, q = exact.log_softmax(-1), rounded.log_softmax(-1)
+        losses.append((p.exp() * (p - q)).sum(-1).mean())
+    return float(torch.stack(losses).mean())
+
+
+def test_learning_narrows_the_rounding_of_loud_channels() -> None:
+    model, data = prepared(), tokens(4, batch=4)
+    begun = identity(model)
+    for loss in ("noise", "kl"):
+        found = rotations.learn(
+            model, data, start=begun, steps=60, lr=0.1, loss=loss, progress=False
+        )
+        divergence = {"loss": "kl"}
+        before, after = (mean_loss(model, data, given, divergence) for given in (begun, found))
+        assert after < 0.7 * before
+
+
+def test_noise_is_what_rounding_adds_to_many_rows_and_has_its_gradient() -> None:
+    x = torch.randn(2000, 64, dtype=torch.float64)
+    for symmetric in (False, True):
+        rounded = quantizers.fake_quantize(x, 4, symmetric)
+        added = ((rounded - x).square().mean(-1) / x.square().mean(-1)).mean()
+        expected = quantizers.noise_ratio(x, 4, symmetric)
+        torch.testing.assert_close(added, expected, rtol=0.05, atol=0)
+    model, data = prepared(torch.float64), tokens(1)
+    start = haar(model)
+    slopes: list[Tensor] = []
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # noqa: ARG002
+            slopes.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
+
+    def noise(begun: Rotations) -> float:
+        options = {"loss": "noise", "steps": 1, "progress": False}
+        found = rotations.learn(
+            model, data, start=begun, optimizer=lambda given: Recorder(given, lr=1.0), **options
+        )
+        return found.log[0]["loss"]
+
+    noise(start)
+    gradient = slopes[0].double()
+    skew = torch.randn(WIDTH, WIDTH)
+    skew = skew - skew.mT
+    turns = [torch.linalg.matrix_exp(sign * 1e-3 * skew) for sign in (1, -1)]
+    values = [noise(dataclasses.replace(start, residual=start.residual @ turn)) for turn in turns]
+    slope = float((gradient * (start.residual @ skew).double()).sum())
+    assert (values[0] - values[1]) / 2e-3 == pytest.approx(slope, rel=0.02, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", [so.StiefelSGD, so.CayleyAdam, so.ProjectedRGD])
+def test_other_optimizers_are_a_function_of_the_rotations(method: Any) -> None:
+    model, data = prepared(), tokens()
+    found = rotations.learn(
+        model, data, steps=3, progress=False, optimizer=lambda given: method(given, lr=0.01)
+    )
+    assert len(found.log) == 3
+    assert max(entry["orthonormality"] for entry in found.log) < 1e-5
+
+
+def test_what_gets_worse_is_not_returned() -> None:
+    model, data = prepared(), tokens()
+    begun = rotations.hadamard(model)
+    found = rotations.learn(
+        model,
+        data,
+        start=begun,
+        steps=3,
+        progress=False,
+        optimizer=lambda given: so.StiefelSGD(given, lr=1.0, maximize=True),
+    )
+    if mean_loss(model, data, found, {}) == mean_loss(model, data, begun, {}):
+        assert torch.equal(found.residual, begun.residual)
+    assert len(found.log) == 3
+
+
+def test_checkpointed_layers_and_dicts_with_masks_give_the_same_steps() -> None:
+    model, data = prepared(), tokens()
+    masked = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in data]
+    options = {"steps": 4, "loss": "kl", "progress": False}
+    plain = rotations.learn(model, data, **options)
+    other = rotations.learn(model, masked, **options, gradient_checkpointing=True)
+    torch.testing.assert_close(other.residual, plain.residual)
+    assert [e["loss"] for e in other.log] == pytest.approx([e["loss"] for e in plain.log])
+
+
+def test_half_precision_models_have_float32_rotations() -> None:
+    model, data = prepared(torch.bfloat16), tokens()
+    found = rotations.learn(model, data, steps=3, progress=False)
+    assert found.residual.dtype == torch.float32
+    assert max(entry["orthonormality"] for entry in found.log) < 1e-6
+    rotations.fold_(model, found)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("loss", "passes"), [("kl", 60), ("noise", 20)])
+def test_stopped_training_goes_on_bit_for_bit(loss: str, passes: int, tmp_path: Path) -> None:
+    data = tokens()
+    options = {"steps": 25, "progress": False, "loss": loss}
+    whole = rotations.learn(prepared(), data, checkpoint=tmp_path / "whole.pt", **options)
+
+    model, count = prepared(), 0
+
+    def stop(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > passes:
+            raise InterruptedError
+
+    handle = model.register_forward_hook(stop)
+    with pytest.raises(InterruptedError):
+        rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", **options)
+    handle.remove()
+    resumed = rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", **options)
+    assert count == passes + 1
+    for left, right in zip(
+        (resumed.residual, *resumed.heads), (whole.residual, *whole.heads), strict=True
+    ):
+        assert torch.equal(left, right)
+    assert [e["loss"] for e in resumed.log] == [e["loss"] for e in whole.log]
+    with pytest.raises(ValueError, match="`checkpoint` must be of a training with symmetric=True"):
+        rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", symmetric=True, **options)
+
+
+def test_rotations_are_plain_data(tmp_path: Path) -> None:
+    model = prepared()
+    found = rotations.learn(model, tokens(), steps=2, progress=False)
+    found.save(tmp_path / "found.pt")
+    assert isinstance(torch.load(tmp_path / "found.pt", weights_only=True), dict)
+    again = Rotations.load(tmp_path / "found.pt")
+    assert torch.equal(again.residual, found.residual)
+    assert all(torch.equal(a, b) for a, b in zip(again.heads, found.heads, strict=True))
+    assert again.online == found.online == ("R4",)
+    assert list(again.log) == list(found.log)
+    torch.save({"other": 1}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="must hold rotations"):
+        Rotations.load(tmp_path / "other.pt")
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def without_gate() -> TinyDecoder:
+    model = TinyDecoder()
+    del model.model.layers[1].mlp.gate_proj
+    return model
+
+
+def with_another_norm() -> TinyDecoder:
+    model = TinyDecoder()
+    model.model.layers[0].self_attn.sub_norm = nn.LayerNorm(WIDTH)
+    return model
+
+
+def shared_across_layers() -> TinyDecoder:
+    model = TinyDecoder()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    return model
+
+
+def embedding_shared_with_an_adapter() -> TinyDecoder:
+    model = TinyDecoder(tied=True)
+    model.adapter = nn.Linear(WIDTH, 23, bias=False)
+    model.adapter.weight = model.model.embed_tokens.weight
+    return model
+
+
+def layer_norms() -> TinyDecoder:
+    model = TinyDecoder()
+    model.model.norm = nn.LayerNorm(WIDTH)
+    return model
+
+
+def shifted_gain() -> TinyDecoder:
+    class Shifted(type(TinyDecoder().model.norm)):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + x
+
+    model = TinyDecoder()
+    model.model.norm = Shifted()
+    return model
+
+
+def integer_weights() -> TinyDecoder:
+    model = TinyDecoder()
+    layer = model.model.layers[0].self_attn.k_proj
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    return model
+
+
+def with_quantization_config() -> TinyDecoder:
+    model = TinyDecoder()
+    model.config.quantization_config = {"quant_method": "gptq"}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (
+            lambda: nn.Linear(2, 2),
+            ValueError,
+            "Llama-like decoder with .* got a Linear without model.embed_tokens",
+        ),
+        (lambda: "model", TypeError, "`model` must be a torch.nn.Module"),
+        (without_gate, ValueError, "without model.layers.1.mlp.gate_proj"),
+        (
+            with_another_norm,
+            ValueError,
+            "`model.layers.0.self_attn` must have no modules but .* got sub_norm",
+        ),
+        (
+            shared_across_layers,
+            ValueError,
+            "`model.layers.0.mlp.up_proj.weight` must not be shared",
+        ),
+        (
+            embedding_shared_with_an_adapter,
+            ValueError,
+            "must not be shared, got shared with lm_head.weight, adapter.weight",
+        ),
+        (layer_norms, ValueError, "`model.norm` must be an RMSNorm"),
+        (shifted_gain, ValueError, "`model.norm` must multiply by its weight"),
+        (
+            integer_weights,
+            TypeError,
+            r"`model.layers.0.self_attn.k_proj.weight` must not be quantised",
+        ),
+        (
+            with_quantization_config,
+            TypeError,
+            "must not be quantised, got config.quantization_config of gptq",
+        ),
+        (prepared, ValueError, "must not be prepared yet, got a model that is prepared"),
+    ],
+)
+def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> None:
+    model = make()
+    before = copy.deepcopy(model.state_dict()) if isinstance(model, nn.Module) else {}
+    with pytest.raises(kind, match=message):
+        rotations.prepare_(model)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"activation_bits": 1}, ValueError, "`activation_bits` must be from 2 to 16"),
+        ({"weight_bits": 17}, ValueError, "`weight_bits` must be from 2 to 16"),
+        ({"kv_bits": 4.0}, TypeError, "`kv_bits` must be an integer from 2 to 16"),
+        ({"activation_bits": None}, ValueError, "`activation_bits` must be given"),
+        ({"symmetric": 1}, TypeError, "`symmetric` must be True or False"),
+        ({"loss": "mse"}, ValueError, "`loss` must be one of"),
+        ({"loss": "kl", "top_k": 0}, ValueError, "`top_k` must be an integer of at least 1"),
+        ({"loss": "ce", "top_k": 3}, ValueError, "`top_k` must be None"),
+        ({"steps": 0}, ValueError, "`steps` must be an integer of at least 1"),
+        ({"lr": -1.0}, ValueError, "`lr` must be in"),
+        ({"optimizer": 3}, TypeError, "`optimizer` must be a function"),
+        ({"lr": 0.1, "optimizer": so.StiefelAdam}, ValueError, "`lr` must be None where"),
+        (
+            {"batches": torch.zeros(2, 3).long()},
+            TypeError,
+            "`batches` must be an iterable .* got Tensor",
+        ),
+        ({"batches": []}, ValueError, "`batches` must hold at least one batch"),
+        ({"batches": ["text"]}, TypeError, r"`batches\[0\]` must be token ids .* got str"),
+        (
+            {"batches": [*tokens(1), torch.zeros(2, 3)]},
+            TypeError,
+            r"`batches\[1\]` must be token ids .* got \(2, 3\) of torch.float32",
+        ),
+        ({"start": torch.eye(WIDTH)}, TypeError, "`start` must be Rotations"),
+        (
+            {"start": Rotations(torch.eye(WIDTH), [])},
+            ValueError,
+            "`start.heads` must have one matrix",
+        ),
+        (
+            {"start": Rotations(torch.eye(3), [torch.eye(HEAD)] * 2)},
+            ValueError,
+            "`start.residual` must be 12 x 12",
+        ),
+        (
+            {"start": Rotations(2 * torch.eye(WIDTH), [torch.eye(HEAD)] * 2)},
+            ValueError,
+            "`start.residual` must be orthogonal",
+        ),
+        (
+            {"start": Rotations(torch.eye(WIDTH), [torch.eye(HEAD)] * 2, ("R5",))},
+            ValueError,
+            r"`start.online` must be among \['R3', 'R4'\]",
+        ),
+        (
+            {"kv_bits": 4},
+            ValueError,
+            "`model.layers.0.self_attn` must have heads of a size .* for R3, got 6",
+        ),
+    ],
+)
+def test_learning_names_what_is_wrong(options, kind, message) -> None:
+    model = prepared()
+    options = {"batches": tokens(), "progress": False, **options}
+    with pytest.raises(kind, match=message):
+        rotations.learn(model, **options)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+def test_key_caches_need_the_attention_of_transformers() -> None:
+    model = prepared()
+    start = rotations.hadamard(model)
+    with (
+        pytest.raises(ValueError, match="choose its attention by its config, got a TinyDecoder"),
+        rotations.quantized(model, rotations=start, kv_bits=4),
+    ):
+        pass
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_states_out_of_order_are_refused() -> None:
+    model = TinyDecoder()
+    start = rotations.hadamard(model)
+    for call in (
+        lambda: rotations.learn(model, tokens(), progress=False),
+        lambda: rotations.fold_(model, start),
+        lambda: rotations.quantized(model, rotations=start).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"must be prepared, .* call rotations.prepare_"):
+            call()
+    with pytest.raises(ValueError, match=r"must be folded, got one that is without"):
+        rotations.load_online_(model)
+    rotations.fold_(rotations.prepare_(model), start)
+    with pytest.raises(ValueError, match="must be prepared, got one that is folded"):
+        rotations.fold_(model, start)
+    model.config.stiefel_rotations["online"] = ["R7"]
+    with pytest.raises(ValueError, match=r"must name \['R3', 'R4'\]"):
+        rotations.load_online_(model)
+    for given, message in (({"seed": -1}, "`seed` must be"), ({"online": "R4"}, "`online` must")):
+        with pytest.raises(ValueError, match=message):
+            rotations.hadamard(model, **given)
+
+
+def test_changed_rotations_are_new_data() -> None:
+    found = identity(TinyDecoder())
+    changed = dataclasses.replace(found, online=())
+    assert found.online == ("R4",)
+    assert changed.online == ()
+    assert INNER == 20
