@@ -25,7 +25,7 @@ singular values, delta = smoothing |M_T|_F^2 / (m u) leaves at least 1 - 0.31 sm
 optimum, whatever M is.
 
 **Where values can be read** g is minimised by Newton's method in the geometry of positive definite
-matrices, R <- R^(1/2) (I + U + U^2/2) R^(1/2), where a step is not shortened by singular values of
+matrices, R <- R^(1/2) (I + U/2)^2 R^(1/2), where a step is not shortened by singular values of
 different size: one eigenvalue decomposition a step, and U by conjugate gradients, three products an
 iteration. **Elsewhere** T = -(L - sym B) descends by a fixed number of steps of reweighted least
 squares, with R and R^(-1) from polynomials. **Square matrices** have L = sym B: D is X times the
@@ -77,7 +77,7 @@ def spectral_direction(
     multiplier: Tensor | None = None,
     *,
     steps: int | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float = 1e-5,
     smoothing: float = 3e-4,
     row_sum: RowSum | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def spectral_gap(
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
     packed = torch.cat([own_gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
     packed = packed if row_sum is None else row_sum(packed)
-    length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
+    length = _largest(packed[..., :-1]).clamp(min=1.0).sqrt()
     inner = parts.skew - sym(multiplier.to(work))
     own = parts.square + own_gram(inner)
     bound = torch.linalg.eigvalsh(sym(own)).clamp(min=0.0).sqrt().sum(dim=-1)
@@ -172,7 +172,7 @@ def muon_(
     nesterov: bool = True,
     maximize: bool = False,
     steps: int | None = None,
-    tolerance: float = 1e-6,
+    tolerance: float = 1e-5,
     smoothing: float = 3e-4,
     row_sum: RowSum | None = None,
 ) -> Tensor:
@@ -389,7 +389,7 @@ def _newton(
     values, vectors = torch.linalg.eigh(sym(own + own_gram(inner)))
     whole = _spectrum((values.clamp(min=0.0) + floor.squeeze(-1)).sqrt(), vectors, turn, own, floor)
     radius = torch.full_like(whole.objective, math.inf)
-    active = _unfinished(whole, tolerance).nonzero().squeeze(-1)
+    active = _unfinished(whole, floor, tolerance).nonzero().squeeze(-1)
     for _ in range(_NEWTON):
         if active.numel() == 0:
             break
@@ -398,7 +398,8 @@ def _newton(
         length = _square_norm(step).sqrt()
         step = step * (radius[active] / length).clamp(max=1.0)
         scale = (old.values * old.values.mT).sqrt()
-        moved = add_to_diagonal_(torch.baddbmm(step, step, step, alpha=0.5), 1.0) * scale
+        half = add_to_diagonal_(step / 2, 1.0)
+        moved = own_gram(half) * scale
         moved = torch.bmm(old.vectors, torch.bmm(moved, old.vectors.mH))
         values, vectors = torch.linalg.eigh(sym(moved))
         least = floor[active].squeeze(-1).sqrt() / 8
@@ -409,10 +410,10 @@ def _newton(
         for kept, fresh, before in zip(whole, new, old, strict=True):
             kept[active] = torch.where(better, fresh, before)
         radius[active] = torch.where(better, math.inf, torch.minimum(length, radius[active]) / 4)
-        stuck = (radius[active] < 1e-9).flatten()
-        active = active[
-            _unfinished(_Spectrum(*(part[active] for part in whole)), tolerance) & ~stuck
-        ]
+        gained = old.objective - new.objective
+        stuck = (gained < 1e-13 * old.objective) & (better | (radius[active] < 1e-6))
+        at = _Spectrum(*(part[active] for part in whole))
+        active = active[_unfinished(at, floor[active], tolerance) & ~stuck.flatten()]
     vectors, values = whole.vectors, whole.values
     inverse = torch.bmm(vectors / values, vectors.mH)
     half = torch.bmm(vectors, torch.bmm(whole.turn, vectors.mH))
@@ -420,23 +421,32 @@ def _newton(
     less = torch.diag_embed((floor / values.square()).squeeze(-2))
     length = torch.bmm(vectors, torch.bmm(whole.excess - less, vectors.mH))
     length = add_to_diagonal_(sym(length), 1.0)
-    over = _square_norm(whole.excess) > _LENGTH**2
-    if bool(over.any()):  # rounding, or the last step: |D| <= 1 all the same
-        most = torch.linalg.eigvalsh(length)[:, -1:, None].clamp(min=1.0)
+    if bool((_square_norm(whole.excess) > _LENGTH**2).any()):  # |D| <= 1 all the same
+        most = _largest(length)[:, None, None].clamp(min=1.0)
         inverse, half, length = inverse / most.sqrt(), half / most.sqrt(), length / most
     return inverse, skew(half), sym(shift), length
 
 
-def _unfinished(at: _Spectrum, tolerance: float) -> Tensor:
-    """Say which members ``(k,)`` have not converged: R^(1/2) (D'D - I) R^(1/2), and |D'D - I|.
+def _unfinished(at: _Spectrum, floor: Tensor, tolerance: float) -> Tensor:
+    """Say which members ``(k,)`` have not converged: R^(1/2) (D'D - I) R^(1/2), and |D|.
 
-    Rounding Q by eps |Q|, at most eps, leaves an error of eps r_i^(-1) r_j^(-1) in D'D.
+    Where R is small D'D may still be off, but then smoothing keeps it below I, and it is enough to
+    know that.
     """
     scaled = at.excess * (at.values * at.values.mT).sqrt()
     most = tolerance * at.values.sum(dim=-1, keepdim=True) / math.sqrt(at.values.size(-1))
-    noise = torch.finfo(at.values.dtype).eps * at.values.square().reciprocal().sum(-1, keepdim=True)
-    far = torch.linalg.vector_norm(at.excess, dim=(-2, -1), keepdim=True) > _LENGTH + noise
-    return (far | (_square_norm(scaled).sqrt() > most)).flatten()
+    far = (_square_norm(scaled).sqrt() > most).flatten()
+    unsure = (_square_norm(at.excess).sqrt().flatten() > _LENGTH) & ~far
+    if bool(unsure.any()):
+        less = (floor[unsure] / at.values[unsure].square()).squeeze(-2)
+        far[unsure] = _largest(at.excess[unsure] - torch.diag_embed(less)) > _LENGTH
+    return far
+
+
+def _largest(matrix: Tensor) -> Tensor:
+    """Return the largest eigenvalue of symmetric matrices, ``(k,)``."""
+    eigenvalues: Tensor = torch.linalg.eigvalsh(matrix)
+    return eigenvalues[:, -1]
 
 
 def _newton_step(at: _Spectrum) -> Tensor:
