@@ -14,6 +14,7 @@ from stiefel_opt.functional.reflections import (
     tcwy,
 )
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
+from stiefel_opt.functional.stiefel_muon import muon_, spectral_direction, spectral_gap
 from stiefel_opt.functional.unitary import eurnn, urnn
 
 __all__ = [
@@ -30,10 +31,13 @@ __all__ = [
     "generalized_householder",
     "householder",
     "metric_parameter",
+    "muon_",
     "normal_part",
     "own",
     "rollout",
     "sgd_",
+    "spectral_direction",
+    "spectral_gap",
     "tcwy",
     "urnn",
 ]
