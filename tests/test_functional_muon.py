@@ -317,11 +317,12 @@ def test_one_step_stays_on_the_manifold(kind, steps, dtype, generator):
         before = point.clone(), grad.clone()
         buffer = torch.zeros_like(grad)
         multiplier = torch.zeros_like(point.mH @ point)
-        off = point + 1e-5 * grad.new_ones(()).real * torch.ones_like(point)
+        off = point + 1e-6 * torch.ones_like(point)
         for start in (point, off):
             new = muon_(start, grad, buffer, multiplier, lr=0.3, steps=steps)
             tolerance = orthonormality_tolerance(dtype, shape[-2])
-            assert gram_error(new).max() <= tolerance + (start is off) * 1e-7
+            # what is off by e is mended to 3/4 e^2
+            assert gram_error(new).max() <= tolerance + gram_error(start).max().square() * shape[-1]
         torch.testing.assert_close((point, grad), before, rtol=0, atol=0)
         if kind == "zero":
             unmoved = muon_(point, grad, buffer * 0, multiplier, lr=0.3)
@@ -338,45 +339,36 @@ def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
     torch.testing.assert_close(up, down)
 
 
+@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(1, 24, 24), (2, 40, 8)], ids=str)
-def test_ten_thousand_steps_in_float32_stay_orthonormal(shape, generator):
+def test_many_steps_in_float32_stay_orthonormal(shape, steps, generator):
     training = Training(*shape, generator, torch.float32)
-    steps = 10_000 if shape[-1] == shape[-2] else 1_000
-    worst = 0.0
     for _ in range(steps):
         training.step(lr=0.02)
-    worst = float(gram_error(training.point).max())
-    assert worst <= orthonormality_tolerance(torch.float32, shape[-2])
-
-
-@pytest.mark.slow
-def test_ten_thousand_steps_of_tall_matrices_stay_orthonormal(generator):
-    training = Training(1, 40, 8, generator, torch.float32)
-    for _ in range(10_000):
-        training.step(lr=0.02)
-    assert gram_error(training.point).max() <= orthonormality_tolerance(torch.float32, 40)
+    assert gram_error(training.point).max() <= orthonormality_tolerance(torch.float32, shape[-2])
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_rule_descends(nesterov, generator):
     training = Training(2, 30, 6, generator, DOUBLE)
-    start = float(training.loss())
+    start, size = float(training.loss()), torch.linalg.matrix_norm(training.gradient()).max()
     for number in range(150):
         training.step(lr=0.1 * (1 - number / 150), nesterov=nesterov)
     tangent = training.gradient()
     inner = training.point.mT @ tangent
     tangent = tangent - training.point @ (inner + inner.mT) / 2
     assert float(training.loss()) < start
-    assert torch.linalg.matrix_norm(tangent).max() < 0.2
+    assert torch.linalg.matrix_norm(tangent).max() < 0.1 * size
 
 
-@pytest.mark.parametrize("shape", [(2, 12, 4), (2, 4, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 12, 4), (1, 4, 4)], ids=str)
 def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
     point, grad = problem(shape, "gaussian", generator)
     torch._dynamo.reset()
+    options = {"smoothing": 0.1, "steps": 1}
     compiled = torch.compile(spectral_direction, fullgraph=True, backend="aot_eager")
-    direction, _ = compiled(point, grad)
-    expected, _ = spectral_direction(point, grad, steps=6)
+    direction, _ = compiled(point, grad, **options)
+    expected, _ = spectral_direction(point, grad, **options)
     torch.testing.assert_close(direction, expected, rtol=0, atol=1e-6)
 
 

@@ -221,6 +221,9 @@ def muon_(
     wide = _needs_double(point, found)
     new = add_product(point.to(along.dtype) if wide else point, *_same(point, within, wide))
     new = add_product_(new, *_same(moving, along, wide)).to(point.dtype)
+    if _is_rough(point, found, step):
+        own = own_gram(new) if row_sum is None else row_sum(own_gram(new))
+        new = add_product(new, new, _mending(own))
     mended = add_product(point, *_same(point, found.mending, False))
     return torch.where(found.sound, new, mended)
 
@@ -296,7 +299,7 @@ def _solve(
 
 def _solve_square(point: Tensor, moving: Tensor, smoothing: float) -> _Found:
     """Find P with D = X P: the polar factor of K, by odd polynomials of K."""
-    mending = add_to_diagonal_(own_gram(point).mul_(-0.5), 0.5)
+    mending = _mending(own_gram(point))
     inner = gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
     sound = (largest > 0) & largest.isfinite()
@@ -304,7 +307,7 @@ def _solve_square(point: Tensor, moving: Tensor, smoothing: float) -> _Found:
     polar = skew(inner.baddbmm(mending, inner))
     square = own_gram(polar)
     scale, spread = _scale_of(square)
-    sound = sound & (scale > 0)
+    sound = sound & (scale > 0)  # 0/0 where K is 0
     inverse = torch.where(sound, scale.reciprocal(), 0.0)
     polar, square = polar * inverse, square * inverse.square()
     lower = smoothing / point.size(-1)
@@ -321,8 +324,9 @@ def _solve_square(point: Tensor, moving: Tensor, smoothing: float) -> _Found:
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
     """Return u and |A|_F^2 / u^2 >= 1 for A'A: u^4 = |A'A|_F^2, the sum of all s^4, >= |A|_2^4."""
-    size = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)
-    return size.sqrt(), _trace(square) / size
+    trace = _trace(square)
+    share = torch.linalg.vector_norm(square / trace, dim=(-2, -1), keepdim=True)  # 1/m to 1
+    return (trace * share).sqrt(), share.reciprocal()
 
 
 def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> _Parts:
@@ -340,10 +344,15 @@ def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> _Pa
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
-    mending = add_to_diagonal_(point_own.mul_(-0.5), 0.5)
+    mending = _mending(point_own)
     inner = inner.baddbmm(mending, inner)
     square = sym(own - own_gram(inner))
     return _Parts(inner, skew(inner), square, mending, _trace(own))
+
+
+def _mending(own: Tensor) -> Tensor:
+    """Return (I - X'X) / 2, for X + X mending is nearly orthonormal; uses the memory of X'X."""
+    return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
 def _start(multiplier: Tensor, turn: Tensor, factor: Tensor) -> Tensor:
@@ -599,6 +608,14 @@ def _needs_double(point: Tensor, found: _Found) -> bool:
     if not reads(point):
         return False
     return bool((found.gain > _ILL).any())
+
+
+def _is_rough(point: Tensor, found: _Found, step: Scalar) -> bool:
+    """Say whether rounding in Q, eps |M|^2 |R^(-1)|^2 in D'D, shows in X'X of the new point."""
+    if not reads(point):  # the next step takes it out
+        return False
+    noise = torch.finfo(found.length.dtype).eps * (found.gain * (step * point.size(-1))).square()
+    return bool((noise > torch.finfo(point.dtype).eps).any())
 
 
 def _same(tall: Tensor, small: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
