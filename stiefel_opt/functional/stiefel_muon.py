@@ -66,6 +66,7 @@ _COLD: Final = 6
 _NEWTON: Final = 60  # the most decompositions; 3 to 17 are usual from a cold start
 _CONJUGATE: Final = 30  # the most iterations for one Newton step
 _LENGTH: Final = 5e-5  # by which |D'D - I| may exceed what smoothing explains
+_SOLVE: Final = 8  # iterations for one dual step by products, two products each
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
 _ILL: Final = 16.0  # mean condition of Z from which tall products in float32 lose too much
 _LONGEST: Final = 4.0  # of steps that cannot be read: atan(4) is 76 degrees
@@ -504,8 +505,8 @@ def _reweighted(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Improve T by ``steps`` steps and return R^(-1), Y, T and D'D, by products alone.
 
-    With E = sym((T + K) S), S = R^(-1), a step solves S H + H S = -2E and adds H; two iterations of
-    conjugate gradients with the preconditioner H -> R H + H R do.
+    With E = sym((T + K) S), S = R^(-1), a step solves S H + H S = -2E and adds H, found by
+    conjugate gradients with the preconditioner H -> R H + H R.
     """
     shift = torch.zeros_like(turn) if start is None else start
     for _ in range(steps + 1):
@@ -527,7 +528,7 @@ def _lyapunov(inverse: Tensor, root: Tensor, right: Tensor) -> Tensor:
     residual = right
     solution = torch.zeros_like(right)
     direction, left = right, None
-    for _ in range(2):
+    for _ in range(_SOLVE):
         preconditioned = sym(torch.bmm(root, residual))
         new = _inner(residual, preconditioned)
         if left is None:
