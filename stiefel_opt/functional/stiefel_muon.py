@@ -305,7 +305,7 @@ def _solve_square(point: Tensor, moving: Tensor, smoothing: float) -> _Found:
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
     sound = (largest > 0) & largest.isfinite()
     inner = torch.where(sound, inner / largest, 0.0)  # squares must neither over- nor underflow
-    polar = skew(inner.baddbmm(mending, inner))
+    polar = skew(inner)
     square = own_gram(polar)
     scale, spread = _scale_of(square)
     sound = sound & (scale > 0)  # 0/0 where K is 0
@@ -316,11 +316,11 @@ def _solve_square(point: Tensor, moving: Tensor, smoothing: float) -> _Found:
         lower *= float(torch.where(sound, spread, math.inf).min())
     for factor in _schedule(min(lower, 1.0), torch.finfo(polar.dtype).eps):
         polar = torch.baddbmm(polar, polar, square, beta=1.5 * factor, alpha=-0.5 * factor**3)
-        polar = skew(polar)  # rounding grows with the small singular values
         square = own_gram(polar)
-    within = polar.baddbmm(mending, polar)
+    polar = skew(polar)  # rounding grows with the small singular values
+    square = own_gram(polar)
     gain = torch.ones_like(scale)
-    return _Found(within, None, mending, square, torch.zeros_like(polar), sound, gain)
+    return _Found(polar, None, mending, square, torch.zeros_like(polar), sound, gain)
 
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
@@ -339,9 +339,8 @@ def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> _Pa
         diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         triangles = own.triu() + point_own.tril(-1)
         m = inner.size(-1)
-        inner, triangles, diagonal = row_sum(torch.cat([inner, triangles, diagonal], dim=-1)).split(
-            [m, m, 1], dim=-1
-        )
+        packed = row_sum(torch.cat([inner, triangles, diagonal], dim=-1))
+        inner, triangles, diagonal = packed[..., :m], packed[..., m:-1], packed[..., -1:]
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
@@ -509,18 +508,24 @@ def _reweighted(
     conjugate gradients with the preconditioner H -> R H + H R.
     """
     shift = torch.zeros_like(turn) if start is None else start
-    for _ in range(steps + 1):
-        inner = turn + shift
-        square = sym(own + own_gram(inner))
-        square.diagonal(dim1=-2, dim2=-1).add_(floor.squeeze(-1))
-        root, inverse = _square_roots(square, lower)
-        polar = torch.bmm(inner, inverse)
-        if _ == steps:
-            break
+    root, inverse = _roots_at(turn, own, shift, floor, lower)
+    for _ in range(steps):
+        polar = torch.bmm(turn + shift, inverse)
         shift = shift - _lyapunov(inverse, root, sym(polar))
+        root, inverse = _roots_at(turn, own, shift, floor, lower)
+    polar = torch.bmm(turn + shift, inverse)
     half = skew(polar) / 2
     length = own_gram(half) * 4 + torch.bmm(inverse, torch.bmm(own, inverse))
     return inverse, half, shift, sym(length)
+
+
+def _roots_at(
+    turn: Tensor, own: Tensor, shift: Tensor, floor: Tensor, lower: float
+) -> tuple[Tensor, Tensor]:
+    """Return R and R^(-1) for R^2 = Q + delta^2 + (T + K)'(T + K)."""
+    square = sym(own + own_gram(turn + shift))
+    square.diagonal(dim1=-2, dim2=-1).add_(floor.squeeze(-1))
+    return _square_roots(square, lower)
 
 
 def _lyapunov(inverse: Tensor, root: Tensor, right: Tensor) -> Tensor:
