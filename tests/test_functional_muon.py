@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
@@ -245,6 +246,25 @@ def test_rows_may_be_shared_in_one_sum(generator):
     torch.testing.assert_close(found[0][1], expected_multiplier)
 
 
+class Products(TorchDispatchMode):
+    """Counts batched products, those of n x m apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = self.tall = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            factors = [x.shape for x in args[-2:]]
+            if factors[0][-2] == factors[0][-1] == factors[1][-1]:
+                self.small += 1
+            else:
+                self.tall += 1
+        elif function is torch.ops.aten.baddbmm_.default:
+            self.tall += 1
+        return function(*args, **(kwargs or {}))
+
+
 class Training:
     """A smooth problem with orthonormal weights: f(X) = tr(X'AX N) / 2 - <C, X>."""
 
@@ -267,8 +287,9 @@ class Training:
         self.point = muon_(self.point, self.gradient(), *state, **options)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("shape", [(1, 64, 16), (2, 24, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "steps"), [((1, 64, 16), 1), ((1, 64, 16), 2), ((2, 24, 20), 2)], ids=str
+)
 def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
     """By products alone, from the multiplier of the step before: tangent, nearly optimal."""
     training = Training(*shape, generator, DOUBLE)
@@ -288,6 +309,18 @@ def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
         if number >= 10:
             assert residual <= 1e-3, number
         training.step(lr=0.02, steps=steps)
+
+
+@pytest.mark.parametrize(("m", "warm"), [(16, 524), (128, 607)])
+def test_the_products_of_fixed_steps_are_counted(m, warm, generator):
+    """Of m x m, whatever the gradient is; those with n rows are five."""
+    counted = []
+    for kind in ("gaussian", "rank-1"):
+        point, grad = problem((1, 4 * m, m), kind, generator, torch.float32)
+        with Products() as products:
+            muon_(point, grad, grad * 0, torch.zeros(1, m, m), lr=0.02, steps=2)
+        counted.append((products.small, products.tall))
+    assert counted[0] == counted[1] == (warm, 5)
 
 
 @pytest.mark.parametrize("lr", [0.02, 0.5, 3.0, torch.tensor(0.1)])

@@ -27,9 +27,10 @@ optimum, whatever M is.
 **Where values can be read** g is minimised by Newton's method in the geometry of positive definite
 matrices, R <- R^(1/2) (I + U/2)^2 R^(1/2), where a step is not shortened by singular values of
 different size: one eigenvalue decomposition a step, and U by conjugate gradients, three products an
-iteration. **Elsewhere** T = -(L - sym B) descends by a fixed number of steps of reweighted least
-squares, with R and R^(-1) from polynomials. **Square matrices** have L = sym B: D is X times the
-polar factor of K, from polynomials.
+iteration. **Elsewhere** the same steps, a fixed number, without the eigenbasis: R and R^(-1) by
+polynomials, and the equations R Y + Y R = K by doubling. What is kept between steps is
+T = -Lambda, of L = sym B + Lambda: R is the root of Q + (T + K)'(T + K). **Square matrices** have
+Lambda = 0: D is X times the polar factor of K, by polynomials.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _COLD: Final = 6
 _NEWTON: Final = 60  # the most decompositions; 3 to 17 are usual from a cold start
 _CONJUGATE: Final = 30  # the most iterations for one Newton step
 _LENGTH: Final = 5e-5  # by which |D'D - I| may exceed what smoothing explains
-_SOLVE: Final = 8  # iterations for one dual step by products, two products each
+_SOLVE: Final = 3  # iterations for a Newton step by products alone
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
 _ILL: Final = 16.0  # mean condition of Z from which tall products in float32 lose too much
 _LONGEST: Final = 4.0  # of steps that cannot be read: atan(4) is 76 degrees
@@ -287,7 +288,7 @@ def _solve(
         inverse, half, shift, length = _newton(turn, own, start, floor, tolerance)
     else:
         count = (_COLD if multiplier is None else _WARM) if steps is None else steps
-        inverse, half, shift, length = _reweighted(turn, own, start, floor, count, smoothing / m)
+        inverse, half, shift, length = _fixed_steps(turn, own, start, floor, count, smoothing / m)
     along = inverse * factor
     # N = M - X c B
     within = torch.baddbmm(half, parts.inner, along, beta=2.0, alpha=-1.0)
@@ -357,7 +358,11 @@ def _mending(own: Tensor) -> Tensor:
 
 def _start(multiplier: Tensor, turn: Tensor, factor: Tensor) -> Tensor:
     """Return T of the multiplier; the optimal T is never longer than K."""
-    shift = sym(multiplier.to(turn.dtype)) * -factor
+    return _fits(sym(multiplier.to(turn.dtype)) * -factor, turn)
+
+
+def _fits(shift: Tensor, turn: Tensor) -> Tensor:
+    """Return T, shortened to the length of K; 0 where it is not finite."""
     size, most = _square_norm(shift), _square_norm(turn)
     fits = torch.where(size > most, (most / size).sqrt(), 1.0)
     return torch.where(size.isfinite(), shift * fits, 0.0)
@@ -499,24 +504,93 @@ def _newton_step(at: _Spectrum) -> Tensor:
     return torch.where(lost, -gradient / weight, step)
 
 
-def _reweighted(
+def _fixed_steps(
     turn: Tensor, own: Tensor, start: Tensor | None, floor: Tensor, steps: int, lower: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Improve T by ``steps`` steps and return R^(-1), Y, T and D'D, by products alone.
+    """Improve T by ``steps`` Newton steps; return R^(-1), Y, T and D'D, by products alone.
 
-    With E = sym((T + K) S), S = R^(-1), a step solves S H + H S = -2E and adds H, found by
-    conjugate gradients with the preconditioner H -> R H + H R.
+    R is that of T, and the step W that of :func:`_newton_step` for R' = W, without an eigenbasis:
+
+        2 (E Y + Y E) + sym(S W (F + G)) = -G,   R E + E R = -(W Y + Y W),   S = R^(-1),
+
+    G = (I - 4Y'Y - F) / 2. Then T + dT = (Y + E)(R + W) - (R + W)(Y + E).
     """
     shift = torch.zeros_like(turn) if start is None else start
     root, inverse = _roots_at(turn, own, shift, floor, lower)
     for _ in range(steps):
-        polar = torch.bmm(turn + shift, inverse)
-        shift = shift - _lyapunov(inverse, root, sym(polar))
+        shift = _fits(_improved(turn, own, root, inverse, floor, lower), turn)
         root, inverse = _roots_at(turn, own, shift, floor, lower)
-    polar = torch.bmm(turn + shift, inverse)
-    half = skew(polar) / 2
+    half = skew(torch.bmm(turn + shift, inverse)) / 2
     length = own_gram(half) * 4 + torch.bmm(inverse, torch.bmm(own, inverse))
     return inverse, half, shift, sym(length)
+
+
+def _improved(
+    turn: Tensor, own: Tensor, root: Tensor, inverse: Tensor, floor: Tensor, lower: float
+) -> Tensor:
+    """Return T + dT of one Newton step from R."""
+    factors = _smith_factors(root, inverse, lower)
+    half = skew(_lyapunov(factors, turn))
+    normal = torch.bmm(inverse, torch.bmm(own, inverse))
+    normal = sym(normal + own_gram(inverse) * floor)
+    gradient = add_to_diagonal_((own_gram(half) * 4 + normal) * -0.5, 0.5)
+    outer = normal + gradient
+    step, along = torch.zeros_like(turn), torch.zeros_like(turn)
+    residual = -gradient
+    direction, left = residual, None
+    for _ in range(_SOLVE):
+        scaled = torch.bmm(root, torch.bmm(residual, root))
+        preconditioned = sym(_lyapunov(factors, scaled)) * 2
+        new = _inner(residual, preconditioned)
+        direction = (
+            preconditioned if left is None else preconditioned + direction * _ratio(new, left)
+        )
+        left = new
+        change = torch.bmm(direction, half)
+        change = _lyapunov(factors, change.mH - change)
+        image = torch.bmm(change, half) * 2
+        image = image + image.mH + sym(torch.bmm(inverse, torch.bmm(direction, outer)))
+        advance = _ratio(new, _inner(direction, image))
+        step, along = step + direction * advance, along + change * advance
+        residual = residual - image * advance
+    moved = torch.bmm(half + along, root + step)
+    return moved + moved.mH
+
+
+def _smith_factors(root: Tensor, inverse: Tensor, lower: float) -> list[Tensor]:
+    """Return what :func:`_lyapunov` needs: (2p)^(1/2) J and the powers 2^k of 2pJ - I.
+
+    J = (R + p)^(-1), by Newton's method; p^2 is the product of the largest and smallest eigenvalue.
+    """
+    size = torch.linalg.vector_norm(root, dim=(-2, -1), keepdim=True)
+    middle = (size / torch.linalg.vector_norm(inverse, dim=(-2, -1), keepdim=True)).sqrt()
+    whole = torch.zeros_like(root)
+    whole.diagonal(dim1=-2, dim2=-1).add_((middle / (size + middle)).squeeze(-1))
+    whole = whole + root / (size + middle)
+    spread = math.sqrt(2.0 * root.size(-1) ** 0.5 / lower)
+    count = math.ceil(math.log2(spread))
+    found = add_to_diagonal_(torch.zeros_like(root), 1.0)
+    for _ in range(count + 4):
+        found = torch.baddbmm(found, found, torch.bmm(whole, found), beta=2.0, alpha=-1.0)
+    found = sym(found) / (size + middle)
+    power = add_to_diagonal_(found * (2 * middle), -1.0)
+    factors = [found * (2 * middle).sqrt()]
+    for _ in range(min(count, 10)):
+        factors.append(power)
+        power = torch.bmm(power, power)
+    return factors
+
+
+def _lyapunov(factors: list[Tensor], right: Tensor) -> Tensor:
+    """Return X with R X + X R = ``right`` by Smith's doubling X <- X + A X A, A <- A^2.
+
+    Reference: Smith (1968), Matrix equation XA + BX = C.
+    """
+    first, *powers = factors
+    solution = torch.bmm(first, torch.bmm(right, first))
+    for power in powers:
+        solution = solution + torch.bmm(power, torch.bmm(solution, power))
+    return solution
 
 
 def _roots_at(
@@ -526,26 +600,6 @@ def _roots_at(
     square = sym(own + own_gram(turn + shift))
     square.diagonal(dim1=-2, dim2=-1).add_(floor.squeeze(-1))
     return _square_roots(square, lower)
-
-
-def _lyapunov(inverse: Tensor, root: Tensor, right: Tensor) -> Tensor:
-    """Solve S H + H S = 2 right roughly."""
-    residual = right
-    solution = torch.zeros_like(right)
-    direction, left = right, None
-    for _ in range(_SOLVE):
-        preconditioned = sym(torch.bmm(root, residual))
-        new = _inner(residual, preconditioned)
-        if left is None:
-            direction = preconditioned
-        else:
-            direction = preconditioned + direction * _ratio(new, left)
-        left = new
-        image = sym(torch.bmm(inverse, direction))
-        advance = _ratio(new, _inner(direction, image))
-        solution = solution + direction * advance
-        residual = residual - image * advance
-    return solution
 
 
 def _square_roots(square: Tensor, lower: float) -> tuple[Tensor, Tensor]:
@@ -639,7 +693,8 @@ def _step_of(lr: Scalar, length: Tensor) -> tuple[Scalar, float]:
 
 def _square_norm(matrix: Tensor) -> Tensor:
     """Return |A|_F^2, ``(k, 1, 1)``."""
-    return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True).square()
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return norm.square()
 
 
 def _trace(matrix: Tensor) -> Tensor:
