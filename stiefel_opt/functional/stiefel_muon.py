@@ -218,6 +218,9 @@ def muon_(
     if found.along is None:
         within = torch.where(found.sound, within, found.mending)
         return add_product(point, *_same(point, within, False))
+    # 0 along whatever is not finite
+    within = torch.where(found.sound, within, found.mending)
+    moving = torch.where(found.sound, moving, 0.0)
     along = found.along * -step
     along = along.baddbmm(along, shrink)
     wide = _needs_double(point, found)
@@ -226,8 +229,7 @@ def muon_(
     if _is_rough(point, found, step):
         own = own_gram(new) if row_sum is None else row_sum(own_gram(new))
         new = add_product(new, new, _mending(own))
-    mended = add_product(point, *_same(point, found.mending, False))
-    return torch.where(found.sound, new, mended)
+    return new
 
 
 class _Found(NamedTuple):
