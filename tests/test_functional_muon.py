@@ -15,6 +15,11 @@ from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
 
 DOUBLE = torch.float64
+PRODUCTS = (
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.baddbmm_.default,
+)
 SHAPES = [(1, 64, 4), (5, 40, 8), (1, 128, 32), (2, 24, 24), (1, 33, 33), (2, 20, 17), (3, 6, 1)]
 LARGE = [(1, 512, 128), (1, 3072, 128), (1, 2048, 256), (1, 128, 128)]
 
@@ -254,14 +259,12 @@ class Products(TorchDispatchMode):
         self.small = self.tall = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+        if function in PRODUCTS:
             factors = [x.shape for x in args[-2:]]
             if factors[0][-2] == factors[0][-1] == factors[1][-1]:
                 self.small += 1
             else:
                 self.tall += 1
-        elif function is torch.ops.aten.baddbmm_.default:
-            self.tall += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -288,7 +291,7 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    ("shape", "steps"), [((1, 64, 16), 1), ((1, 64, 16), 2), ((1, 40, 20), 2)], ids=str
+    ("shape", "steps"), [((1, 64, 16), 1), ((1, 64, 16), 2), ((2, 24, 20), 2)], ids=str
 )
 def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
     """By products alone, from the multiplier of the step before: tangent, nearly optimal."""
@@ -308,7 +311,7 @@ def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
         residual = torch.linalg.matrix_norm(inner + inner.mT).max() / shape[-1]
         if number >= 10:
             assert residual <= 1e-3, number
-        training.step(lr=0.02, steps=steps)
+        training.step(lr=0.01, steps=steps)
 
 
 @pytest.mark.parametrize("m", [16, 128])
@@ -356,6 +359,7 @@ def test_one_step_stays_on_the_manifold(kind, steps, dtype, generator):
             error = gram_error(start).max()
             left = 2 * 0.3 * error if shape[-1] == shape[-2] else shape[-1] * error.square()
             assert gram_error(new).max() <= tolerance + left
+        torch.testing.assert_close((point, grad), before, rtol=0, atol=0, equal_nan=True)
         if kind == "zero":
             unmoved = muon_(point, grad, buffer * 0, multiplier, lr=0.3)
             torch.testing.assert_close(unmoved, point)
