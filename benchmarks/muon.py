@@ -8,7 +8,7 @@
   D = msign(M + 2 X L), up to 100 times; msign is ten polynomials (Polar Express), in float32 and in
   bfloat16. The method's own stopping rule, |X'D + D'X|_F / m < 1e-6.
 - *ADMM* (Buchanan, 2025) for the split |V|_* with V = M + 2 X L: a least squares problem for L,
-  singular values of V lowered by 1/rho, and a price; the thresholding by msign, ten steps.
+  singular values of V lowered by 1/rho, and a price; the thresholding by msign, 10 and 30 steps.
 - *projected Muon* (as SPEL does): msign(X - lr msign(M)), five polynomials each, no tangent space.
 - *torch.optim.Muon*, whose weights are not constrained: the floor.
 - *StiefelSGD*, another direction altogether: what a step of this package costs otherwise.

@@ -106,8 +106,9 @@ def spectral_direction(
         ValueError: for shapes that do not fit, or numbers out of range.
     Note: Two products of n x m by m x m and two symmetric halves before, two after; for square
         matrices one and one. One sum of m (2m + 1) numbers over the rows. The m x m work is in
-        float64 where the device has it; tall products too where M is ill-conditioned (CPU) or for
-        the sums. See the head of the module for the m x m work.
+        float64 where the device has it, as are the tall products of the sums, and on a CPU those
+        of an ill-conditioned M. From nothing 3 to 10 eigenvalue decompositions for n >= 4m; a fixed
+        step is about 270 products of m x m, and 50 for the roots at the end.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem and its dual.
     """
     _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
@@ -202,7 +203,8 @@ def muon_(
     Raises:
         ValueError: as :func:`spectral_direction`.
     Note: As :func:`spectral_direction`, and 1 to 10 products of m x m. Tensors as ``lr`` cost the
-        products of the longest step.
+        products of the longest step. Where rounding in M'M would show in X'X, as in float64 it
+        does, one more sum of m^2 and two products: on a CPU only.
     """
     _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
     momentum_buffer.lerp_(grad, 1 - momentum)
