@@ -15,6 +15,7 @@ from stiefel_opt.functional.reflections import (
 )
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
 from stiefel_opt.functional.stiefel_adam import Moments, adam_
+from stiefel_opt.functional.stiefel_muon import muon_, spectral_direction, spectral_gap
 from stiefel_opt.functional.stiefel_sgd import Deferred, Velocity, sgd_
 from stiefel_opt.functional.unitary import eurnn, urnn
 
@@ -36,9 +37,12 @@ __all__ = [
     "generalized_householder",
     "householder",
     "metric_parameter",
+    "muon_",
     "own",
     "rollout",
     "sgd_",
+    "spectral_direction",
+    "spectral_gap",
     "tcwy",
     "urnn",
 ]

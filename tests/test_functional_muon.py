@@ -1,0 +1,430 @@
+"""Spectral steepest descent: optimal, tangent, continuous, certified; and the rule on top of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import pairwise
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
+
+DOUBLE = torch.float64
+DTYPES = (torch.float32, DOUBLE, torch.complex64)
+PRODUCTS = (
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.baddbmm_.default,
+)
+SHAPES = [(1, 64, 4), (5, 40, 8), (1, 128, 32), (2, 24, 24), (1, 33, 33), (2, 20, 17), (3, 6, 1)]
+LARGE = [(1, 512, 128), (1, 3072, 128), (1, 2048, 256), (1, 128, 128)]
+
+
+def _spectrum(gaussian: Tensor, values: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(gaussian, full_matrices=False)
+    return (left * values.to(gaussian.dtype)) @ right
+
+
+def _low_rank(gaussian: Tensor, rank: int) -> Tensor:
+    left, values, right = torch.linalg.svd(gaussian, full_matrices=False)
+    return (left[..., :rank] * values[..., None, :rank]) @ right[..., :rank, :]
+
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gaussian": lambda g: g,
+    "tiny": lambda g: g * 1e-30,
+    "ill-conditioned": lambda g: _spectrum(g, torch.logspace(0, -6, g.size(-1), dtype=DOUBLE)),
+    "rank-1": lambda g: _low_rank(g, 1),
+    "rank-m-1": lambda g: _low_rank(g, max(g.size(-1) - 1, 1)),
+    "rank-8-and-noise": lambda g: _low_rank(g, 8) + 1e-2 * g,
+    "repeated": lambda g: _spectrum(g, 1.0 + (torch.arange(g.size(-1)) < g.size(-1) // 2).double()),
+    "zero": lambda g: g * 0,
+}
+
+
+def problem(
+    shape: tuple[int, int, int], kind: str, generator: torch.Generator, dtype: torch.dtype = DOUBLE
+) -> tuple[Tensor, Tensor]:
+    """A point and a gradient."""
+    wide = torch.complex128 if dtype.is_complex else DOUBLE
+    point = random_point(*shape, generator=generator, dtype=wide)
+    gaussian = torch.randn(shape, generator=generator, dtype=wide)
+    return point.to(dtype), GRADIENTS[kind](gaussian).to(dtype)
+
+
+def value_of(grad: Tensor, direction: Tensor) -> Tensor:
+    """<M, D>."""
+    return (grad.conj() * direction).sum(dim=(-2, -1)).real
+
+
+def assert_feasible(point: Tensor, direction: Tensor) -> None:
+    """D is tangent and its spectral norm at most 1."""
+    single = direction.dtype in (torch.float32, torch.complex64)
+    point, direction = (tensor.to(torch.complex128) for tensor in (point, direction))
+    inner = point.mH @ direction
+    tangency = torch.linalg.matrix_norm(inner + inner.mH) / point.size(-1)
+    assert tangency.max() <= (1e-5 if single else 1e-6)
+    assert torch.linalg.matrix_norm(direction, 2).max() <= 1 + 1e-4
+
+
+def slow_optimum(point: Tensor, grad: Tensor) -> Tensor:
+    """The optimal value, from below and above within 1e-5, by many steps of a plain method.
+
+    Reweighted least squares for min |M_T - X T|_* over symmetric T, smoothed less and less. Every
+    nuclear norm on the way is an upper bound; that of the last is the value that is returned.
+    """
+    inner = point.mH @ grad
+    tangent = grad - point @ (inner + inner.mH) / 2
+    shift = torch.zeros_like(inner)
+    size = torch.linalg.matrix_norm(tangent, 2)[:, None, None]
+    best = torch.full(point.shape[:1], math.inf, dtype=DOUBLE)
+    for floor in torch.logspace(-1, -6, 120, dtype=DOUBLE):
+        for _ in range(4):
+            _, values, right = torch.linalg.svd(tangent - point @ shift, full_matrices=False)
+            best = torch.minimum(best, values.sum(dim=-1))
+            weights = (values.square() + (floor * size[..., 0]).square()).sqrt()
+            turn = right @ (inner - inner.mH) @ right.mH / 2
+            far, near = weights[:, :, None], weights[:, None, :]
+            shift = -right.mH @ (turn * (near - far) / (near + far)) @ right
+    return best
+
+
+def assert_optimal(point: Tensor, grad: Tensor, direction: Tensor, multiplier: Tensor) -> None:
+    """By weak duality: no feasible direction has more than 1 / 0.9999 of the value."""
+    gap = spectral_gap(point, grad, direction, multiplier)
+    assert gap.max() <= 1e-4
+    assert gap.min() >= -1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype"),
+    pairwise(GRADIENTS, SHAPES, DTYPES),
+)
+def test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, dtype, generator):
+    point, grad = problem(shape, kind, generator, dtype)
+    direction, multiplier = spectral_direction(point, grad)
+    wide = torch.complex128 if dtype.is_complex else DOUBLE
+    tensors = [tensor.to(wide) for tensor in (point, grad, direction, multiplier)]
+    assert_feasible(point, direction)
+    if kind == "zero":
+        assert not direction.any()
+        assert not multiplier.any()
+        return
+    assert_optimal(*tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GRADIENTS)
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+def test_the_direction_is_optimal_at_sizes_of_use(shape, kind, dtype, generator):
+    test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, dtype, generator)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in GRADIENTS if kind not in ("zero", "tiny")])
+@pytest.mark.parametrize("shape", [(2, 30, 6), (1, 64, 4), (1, 9, 7), (2, 8, 8)], ids=str)
+def test_a_slow_independent_iteration_finds_no_more(shape, kind, generator):
+    point, grad = problem(shape, kind, generator)
+    direction, _ = spectral_direction(point, grad)
+    ratio = value_of(grad, direction) / slow_optimum(point, grad)
+    assert ratio.min() >= 0.9999
+    assert ratio.max() <= 1 + 1e-6
+
+
+def test_a_convex_solver_in_the_primal_finds_no_more(generator):
+    """Alternating projections of ADMM between the tangent space and the ball, no duality used."""
+    point, grad = problem((1, 12, 3), "gaussian", generator)
+    scaled = grad / torch.linalg.matrix_norm(grad)
+    ball, price = torch.zeros_like(grad), torch.zeros_like(grad)
+    for _ in range(3000):
+        tangent = ball - price + scaled
+        tangent = tangent - point @ (point.mT @ tangent + tangent.mT @ point) / 2
+        left, values, right = torch.linalg.svd(tangent + price, full_matrices=False)
+        ball = (left * values.clamp(max=1.0)[:, None]) @ right
+        price = price + tangent - ball
+    inside = tangent / torch.linalg.matrix_norm(tangent, 2).clamp(min=1.0)
+    direction, multiplier = spectral_direction(point, grad)
+    torch.testing.assert_close(
+        value_of(grad, direction), value_of(grad, inside), rtol=1e-5, atol=0.0
+    )
+    torch.testing.assert_close(direction, inside, rtol=0.0, atol=1e-3)
+    assert_optimal(point, grad, direction, multiplier)
+
+
+@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 6, 6)], ids=str)
+def test_the_gap_is_an_upper_bound_whatever_the_multiplier(shape, generator):
+    point, grad = problem(shape, "gaussian", generator)
+    direction, multiplier = spectral_direction(point, grad)
+    worse = 0.7 * direction
+    true = 1 - value_of(grad, worse) / value_of(grad, direction)
+    for given in (multiplier, multiplier + 0.1, torch.zeros_like(multiplier)):
+        assert (spectral_gap(point, grad, worse, given) >= true - 1e-4).all()
+    assert (spectral_gap(point, grad, 3 * direction, multiplier) <= 1e-4).all()  # longer, no better
+    assert (spectral_gap(point, 0 * grad, direction, multiplier * 0) == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 8, 8)], ids=str)
+def test_the_multiplier_makes_the_direction_a_polar_factor(shape, generator):
+    point, grad = problem(shape, "gaussian", generator)
+    direction, multiplier = spectral_direction(point, grad, tolerance=1e-9, smoothing=1e-6)
+    inner = point.mT @ grad
+    normal = point @ ((inner + inner.mT) / 2 + multiplier)
+    left, _, right = torch.linalg.svd(grad - normal, full_matrices=False)
+    torch.testing.assert_close(direction, left @ right, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_scale_sign_and_rotations_carry_over(steps, generator):
+    point, grad = problem((2, 30, 6), "gaussian", generator)
+    frame = random_point(30, 30, generator=generator, dtype=DOUBLE)
+    columns = random_point(6, 6, generator=generator, dtype=DOUBLE)
+    direction, multiplier = spectral_direction(point, grad, steps=steps)
+    for factor in (1e-120, 1e120, -3.0):
+        scaled = spectral_direction(point, factor * grad, steps=steps)
+        torch.testing.assert_close(scaled[0], math.copysign(1.0, factor) * direction)
+        torch.testing.assert_close(scaled[1] / factor, multiplier)
+    turned = spectral_direction(frame @ point @ columns, frame @ grad @ columns, steps=steps)
+    torch.testing.assert_close(turned[0], frame @ direction @ columns, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 8, 8)], ids=str)
+def test_a_small_change_near_a_loss_of_rank_changes_the_direction_little(shape, rank, generator):
+    """With smoothing s the direction changes by about |dM| / (s |M| / m) at the most."""
+    point, gaussian = problem(shape, "gaussian", generator)
+    grad = _low_rank(gaussian, rank) if rank else 0 * gaussian
+    smoothing, m = 1e-2, shape[-1]
+    found = []
+    for change in (0.0, 1e-9, 1e-7):
+        moved = grad + change * torch.linalg.matrix_norm(grad)[:, None, None] * gaussian
+        found.append(spectral_direction(point, moved, smoothing=smoothing, tolerance=1e-10)[0])
+    for direction, change in zip(found[1:], (1e-9, 1e-7), strict=True):
+        moved = torch.linalg.matrix_norm(direction - found[0]).max()
+        assert moved <= 20 * change * math.sqrt(gaussian.numel()) * m / smoothing
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+@pytest.mark.parametrize("shape", [(3, 30, 6), (3, 8, 8)], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_gradient_leaves_the_rest_of_the_batch_alone(shape, bad, steps, generator):
+    point, grad = problem(shape, "gaussian", generator, torch.float32)
+    expected, _ = spectral_direction(point, grad, steps=steps)
+    grad[1, 2, 3] = bad
+    direction, multiplier = spectral_direction(point, grad, steps=steps)
+    assert not direction[1].any()
+    assert not multiplier[1].any()
+    torch.testing.assert_close(direction[[0, 2]], expected[[0, 2]])
+
+
+def test_a_bad_multiplier_is_no_start(generator):
+    point, grad = problem((4, 30, 6), "gaussian", generator)
+    direction, multiplier = spectral_direction(point, grad)
+    start = torch.stack(
+        [multiplier[0] * math.nan, multiplier[1] * 1e9, -multiplier[2], multiplier[3]]
+    )
+    torch.testing.assert_close(
+        spectral_direction(point, grad, start)[0], direction, rtol=0, atol=1e-4
+    )
+
+
+def test_rows_may_be_shared_in_one_sum(generator):
+    """Two processes as two threads would be: each call of one sees the other's part."""
+    point, grad = problem((2, 30, 6), "rank-m-1", generator)
+    expected, expected_multiplier = spectral_direction(point, grad)
+    parts = [(point[:, :4], grad[:, :4]), (point[:, 4:], grad[:, 4:])]
+    packed: list[Tensor] = []
+
+    def record(local: Tensor) -> Tensor:
+        packed.append(local)
+        return local
+
+    for rows in parts:
+        spectral_direction(*rows, steps=0, row_sum=record)
+    assert [part.shape for part in packed] == [(2, 6, 13)] * 2
+    total = packed[0] + packed[1]
+    found = [spectral_direction(*rows, row_sum=lambda _: total.clone()) for rows in parts]
+    torch.testing.assert_close(torch.cat([part for part, _ in found], dim=1), expected)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+    torch.testing.assert_close(found[0][1], expected_multiplier)
+
+
+class Products(TorchDispatchMode):
+    """Counts batched products, those of n x m apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = self.tall = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in PRODUCTS:
+            factors = [x.shape for x in args[-2:]]
+            if factors[0][-2] == factors[0][-1] == factors[1][-1]:
+                self.small += 1
+            else:
+                self.tall += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Training:
+    """A smooth problem with orthonormal weights: f(X) = tr(X'AX N) / 2 - <C, X>."""
+
+    def __init__(self, k: int, n: int, m: int, generator: torch.Generator, dtype: Any) -> None:
+        self.point = random_point(k, n, m, generator=generator, dtype=dtype)
+        self.scales = torch.linspace(0.0, 3.0, n, dtype=dtype)[:, None]
+        self.weights = torch.linspace(1.0, 2.0, m, dtype=dtype)
+        self.offset = torch.randn(k, n, m, generator=generator, dtype=dtype) / math.sqrt(n)
+        self.momentum_buffer = torch.zeros_like(self.point)
+        self.multiplier = torch.zeros(k, m, m, dtype=dtype)
+
+    def gradient(self) -> Tensor:
+        return self.scales * self.point * self.weights - self.offset
+
+    def loss(self) -> Tensor:
+        return (self.point * (self.gradient() - self.offset)).sum() / 2
+
+    def step(self, **options: Any) -> None:
+        state = (self.momentum_buffer, self.multiplier)
+        self.point = muon_(self.point, self.gradient(), *state, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps"), [((1, 64, 16), 1), ((1, 64, 16), 2), ((2, 24, 20), 2)], ids=str
+)
+def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
+    """By products alone, from the multiplier of the step before: tangent, nearly optimal."""
+    training = Training(*shape, generator, DOUBLE)
+    for number in range(40):
+        grad = training.gradient().lerp(
+            training.momentum_buffer.lerp(training.gradient(), 0.05), 0.95
+        )
+        start = training.multiplier.clone()
+        direction, multiplier = spectral_direction(training.point, grad, start, steps=steps)
+        inner = training.point.mT @ direction
+        torch.testing.assert_close(inner, -inner.mT, rtol=0, atol=1e-8)
+        inner = training.point.mT @ grad
+        normal = training.point @ ((inner + inner.mT) / 2 + multiplier)
+        left, _, right = torch.linalg.svd(grad - normal, full_matrices=False)
+        inner = training.point.mT @ left @ right
+        residual = torch.linalg.matrix_norm(inner + inner.mT).max() / shape[-1]
+        if number >= 10:
+            assert residual <= 1e-3, number
+        training.step(lr=0.01, steps=steps)
+
+
+@pytest.mark.parametrize("m", [16, 128])
+def test_the_products_of_fixed_steps_are_counted(m, generator):
+    """About 620 of m x m for two steps, whatever the gradient is; five have n rows."""
+    point, grad = problem((1, 4 * m, m), "gaussian", generator, torch.float32)
+    with Products() as products:
+        muon_(point, grad, grad * 0, torch.zeros(1, m, m), lr=0.02, steps=2)
+    assert products.tall == 5
+    assert 550 <= products.small <= 650
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.5, 3.0, torch.tensor(0.1)])
+@pytest.mark.parametrize("shape", [(2, 40, 8), (1, 24, 24)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.complex64], ids=str)
+def test_every_direction_turns_by_the_arc_tangent_of_lr(shape, lr, dtype, generator):
+    point, grad = problem(shape, "gaussian", generator, dtype)
+    new = muon_(point, grad, torch.zeros_like(grad), point.mH @ point * 0, lr=lr)
+    cosines = torch.linalg.svdvals(point.mH @ new)
+    expected = torch.full_like(cosines, math.cos(math.atan(float(lr))))
+    if shape[-2] > 2 * shape[-1]:
+        inner = point.mH @ new  # X'X+ = (I - eta X'D) cos: its symmetric part is all cosine
+        symmetric = (inner + inner.mH) / 2
+        identity = torch.eye(shape[-1], dtype=dtype).expand_as(symmetric)
+        torch.testing.assert_close(symmetric, identity * expected[0, 0], rtol=0, atol=2e-5)
+    distance = torch.linalg.svdvals(new - point)
+    chord = torch.full_like(distance, 2 * math.sin(math.atan(float(lr)) / 2))
+    torch.testing.assert_close(distance, chord, rtol=2e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "dtype"),
+    pairwise(GRADIENTS, [None, 2], DTYPES),
+)
+def test_one_step_stays_on_the_manifold(kind, steps, dtype, generator):
+    for shape in SHAPES:
+        point, grad = problem(shape, kind, generator, dtype)
+        before = point.clone(), grad.clone()
+        buffer = torch.zeros_like(grad)
+        multiplier = torch.zeros_like(point.mH @ point)
+        off = point + 1e-6 * torch.ones_like(point)  # as after many steps in float32
+        for start in (point, off):
+            new = muon_(start, grad, buffer, multiplier, lr=0.3, steps=steps)
+            tolerance = orthonormality_tolerance(dtype, shape[-2])
+            # what is off by e is mended to 3/4 e^2; for square matrices to lr e
+            error = gram_error(start).max()
+            left = 2 * 0.3 * error if shape[-1] == shape[-2] else shape[-1] * error.square()
+            assert gram_error(new).max() <= tolerance + left
+        torch.testing.assert_close((point, grad), before, rtol=0, atol=0, equal_nan=True)
+        if kind == "zero":
+            unmoved = muon_(point, grad, buffer * 0, multiplier, lr=0.3)
+            torch.testing.assert_close(unmoved, point)
+            assert not multiplier.any()
+
+
+def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
+    point, grad = problem((1, 30, 6), "gaussian", generator)
+    state = (torch.zeros_like(grad), torch.zeros(1, 6, 6, dtype=DOUBLE))
+    torch.testing.assert_close(muon_(point, grad, *state, lr=0.0), point)
+    up = muon_(point, grad, torch.zeros_like(grad), state[1] * 0, lr=0.1, maximize=True)
+    down = muon_(point, -grad, torch.zeros_like(grad), state[1] * 0, lr=0.1)
+    torch.testing.assert_close(up, down)
+
+
+@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(1, 24, 24), (2, 40, 8)], ids=str)
+def test_many_steps_in_float32_stay_orthonormal(shape, steps, generator):
+    training = Training(*shape, generator, torch.float32)
+    for _ in range(steps):
+        training.step(lr=0.02)
+    assert gram_error(training.point).max() <= orthonormality_tolerance(torch.float32, shape[-2])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_rule_descends(nesterov, generator):
+    training = Training(2, 30, 6, generator, DOUBLE)
+    start, size = float(training.loss()), torch.linalg.matrix_norm(training.gradient()).max()
+    for number in range(150):
+        training.step(lr=0.1 * (1 - number / 150), nesterov=nesterov)
+    tangent = training.gradient()
+    inner = training.point.mT @ tangent
+    tangent = tangent - training.point @ (inner + inner.mT) / 2
+    assert float(training.loss()) < start
+    assert torch.linalg.matrix_norm(tangent).max() < 0.1 * size
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 4), (1, 4, 4)], ids=str)
+def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
+    point, grad = problem(shape, "gaussian", generator)
+    torch._dynamo.reset()
+    options = {"smoothing": 0.1, "steps": 1}
+    compiled = torch.compile(spectral_direction, fullgraph=True, backend="aot_eager")
+    direction, _ = compiled(point, grad, **options)
+    expected, _ = spectral_direction(point, grad, **options)
+    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"point": torch.zeros(1, 3, 5)}, "`point` must be tall matrices"),
+        ({"point": torch.zeros(5, 3)}, "`point` must be tall matrices"),
+        ({"grad": torch.zeros(1, 5, 2)}, "`grad` must have the shape"),
+        ({"multiplier": torch.zeros(1, 5, 5)}, "`multiplier` must have the shape"),
+        ({"steps": -1}, "`steps` must be in"),
+        ({"tolerance": -1.0}, "`tolerance` must be in"),
+        ({"smoothing": 0.0}, "`smoothing` must be in"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    arguments: dict[str, Any] = {"point": torch.zeros(1, 5, 3), "grad": torch.zeros(1, 5, 3)}
+    with pytest.raises(ValueError, match=message):
+        spectral_direction(**{**arguments, **change})
