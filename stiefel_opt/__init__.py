@@ -1,7 +1,9 @@
 """Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
+import importlib
+from types import ModuleType
+
 from stiefel_opt import ot as ot
-from stiefel_opt import rotations as rotations
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
 from stiefel_opt.constraints import param_groups as param_groups
@@ -26,3 +28,10 @@ from stiefel_opt.report import orthonormality_error as orthonormality_error
 from stiefel_opt.report import report as report
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import ``rotations`` when it is asked for: it needs more of torch than the other rooms."""
+    if name == "rotations":
+        return importlib.import_module("stiefel_opt.rotations")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

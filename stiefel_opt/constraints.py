@@ -115,7 +115,8 @@ def project_(model: ModuleT) -> ModuleT:
     weights that have drifted. Matrices that are orthonormal up to rounding stay bit for bit, and so
     do plain rows. Parameters in half precision are projected in float32 and rounded; those on the
     meta device are skipped. The momentum of an optimizer is not touched: the next step takes the
-    part of it that is tangent at the new point.
+    part of it that is tangent at the new point; of StiefelSGD, whose momentum U refers to the point
+    that the last step wrote, up to lr |U| times the length of the edit.
 
     Args:
         model: A model with constrained parameters.

@@ -23,7 +23,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "nn": {*BASE, "device", "constraints", "parametrizations", "functional"},
     "ot": {"optim", *BASE},
     "integrations": {*BASE, "constraints", "report", "nn"},
-    "rotations": {*BASE, "constraints", "optim", "device"},
+    "rotations": {*BASE, "constraints", "distributed", "optim"},
     "compat": {"optim", "functional", "manifold", "_checks"},
 }
 PUBLIC = (

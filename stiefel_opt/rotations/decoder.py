@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from stiefel_opt._checks import fail
+from stiefel_opt.distributed import is_sharded
 
 __all__ = [
     "Decoder",
@@ -186,7 +186,7 @@ def quantization_of(model: nn.Module) -> str | None:
 
 def _check_weight(name: str, weight: Tensor) -> None:
     """Raise unless ``weight`` is a plain floating-point tensor, sharded or not."""
-    plain = type(weight.data) is Tensor or isinstance(weight, DTensor)
+    plain = type(weight.data) is Tensor or is_sharded(weight)
     if not plain or not weight.is_floating_point() or weight.element_size() < 2:
         remedy = "load the checkpoint before it was quantised"
         kind = f"a {type(weight.data).__name__} of {weight.dtype}"
@@ -210,7 +210,7 @@ def mark(model: nn.Module, state: str, online: tuple[str, ...] = ()) -> None:
 
 def whole(name: str, weight: Tensor) -> Tensor:
     """Return ``weight`` unless it is sharded."""
-    if isinstance(weight, DTensor):
+    if is_sharded(weight):
         remedy = "change the model before fully_shard"
         raise TypeError(fail(f"{name}.weight", "not be sharded", "a DTensor", remedy))
     if weight.is_meta:
