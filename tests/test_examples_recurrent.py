@@ -25,7 +25,8 @@ import _training  # noqa: E402
 import copying  # noqa: E402
 import pixel_mnist  # noqa: E402
 
-PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("[a-z]*.py"))
+# The short example of language models has no flags.
+PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("[a-z]*.py") if p.stem != "llm_rotations")
 TASKS = {"copying": copying, "pixel_mnist": pixel_mnist}
 pytestmark = pytest.mark.usefixtures("example")
 MEASURED = ("seconds", "sequences_per_second", "images_per_second")
