@@ -1,7 +1,7 @@
 """Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
 import importlib
-from types import ModuleType
+from types import ModuleType as _ModuleType
 
 from stiefel_opt import ot as ot
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
@@ -30,7 +30,7 @@ from stiefel_opt.report import report as report
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _ModuleType:
     """Import ``rotations`` when it is asked for: it needs more of torch than the other rooms."""
     if name == "rotations":
         return importlib.import_module("stiefel_opt.rotations")
