@@ -37,7 +37,6 @@ __all__ = [
     "no_autocast",
     "readable",
     "reader_for",
-    "writes_into",
 ]
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
@@ -72,11 +71,6 @@ def finest_dtype(tensor: Tensor) -> torch.dtype:
 def is_free_to_read(tensor: Tensor) -> bool:
     """Say whether the values of ``tensor`` can be read without waiting: on a CPU, not traced."""
     return is_cpu(tensor) and not is_compiling()
-
-
-def writes_into(out: Tensor) -> Tensor | None:
-    """Return ``out`` for an operation to write into; None where a compiler places results."""
-    return None if is_compiling() else out
 
 
 def readable(tensor: Tensor) -> Tensor | None:

@@ -52,6 +52,8 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_choice
+from stiefel_opt.functional.flows import METRICS, metric_parameter
+from stiefel_opt.functional.stiefel_sgd import torque_of
 from stiefel_opt.linalg import (
     absolute_square,
     add_product,
@@ -71,7 +73,6 @@ Scalar = float | Tensor
 Sums = Callable[[Tensor, Tensor], Tensor]
 
 ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
-_METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 # Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.
 _DIGITS: Final = 1e-3
 _PASSES: Final = 4
@@ -115,7 +116,7 @@ def published_sgd_(
     Note: 23 products of n x m by m x m, 13 for square matrices; 5 more with ``nesterov``.
     """
     a = _metric_parameter(metric, rotation)
-    torque = _torque(sums(point, grad), a, force)
+    torque = torque_of(sums(point, grad), a, force)
     coupling = _coupling(skew, momentum, lr, a)
     torch.add(torque, skew, alpha=momentum, out=skew)
     ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
@@ -170,7 +171,7 @@ def published_adam_(
     """
     a = _metric_parameter(metric, rotation)
     beta1, beta2 = betas
-    torque = _torque(sums(point, grad), a, force)
+    torque = torque_of(sums(point, grad), a, force)
     coupling = _coupling(skew, beta1, lr, a)
     skew.lerp_(torque, 1 - beta1)
     square = _second_moment_(square_skew, max_square_skew, torque, beta2)
@@ -263,11 +264,6 @@ def _normal_part(point: Tensor, tall: Tensor, sums: Sums) -> Tensor:
     return tall
 
 
-def _torque(inner: Tensor, a: float, force: Scalar) -> Tensor:
-    """Return -f = force (S' - S) / (2 (1 - a)) for S = X'G."""
-    return (inner.mH - inner) * (force / (2 * (1 - a)))
-
-
 def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float) -> Tensor:
     """Return M of U <- U M - g: mu I + (3a - 2)/2 eta Z, or 0 without momentum."""
     factor = lr * (3 * a - 2) / 2 if momentum else 0.0
@@ -300,10 +296,9 @@ def _shortened(lr: Scalar, length: Tensor, limit: float) -> Tensor:
 
 def _metric_parameter(metric: str | float, rotation: str) -> float:
     check_choice("rotation", rotation, ROTATIONS)
-    if not isinstance(metric, str):
-        return float(metric)
-    check_choice("metric", metric, _METRICS)
-    return _METRICS[metric]
+    if isinstance(metric, str):
+        check_choice("metric", metric, METRICS)
+    return metric_parameter(metric)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

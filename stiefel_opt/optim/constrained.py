@@ -120,7 +120,8 @@ class Constrained:
         kinds: dict[Any, list[Owner]] = {}
         for owner in self.owners:
             if MASTER in owner.state:
-                key = local_part(owner.state[MASTER]).shape, owner.parameter.dtype
+                shape, layout = local_part(owner.state[MASTER]).shape, id(owner.shards)
+                key = shape, owner.parameter.dtype, layout
                 kinds.setdefault(key, []).append(owner)
         masters = []
         for members in kinds.values():
