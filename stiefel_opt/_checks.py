@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["check_choice", "check_dtype", "check_flag", "check_range", "fail", "find_parameter"]
-
 CONSTRAINABLE = (
     torch.float32,
     torch.float64,

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
-__all__ = ["RowSums", "is_sharded", "local_part", "whole"]
-
 
 def is_sharded(tensor: object) -> TypeIs[DTensor]:
     """Say whether ``tensor`` is a DTensor, sharded or replicated over the processes of a mesh.

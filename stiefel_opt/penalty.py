@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.report import constrained
 
-__all__ = ["orthonormality_penalty"]
-
 
 def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     r"""Return :math:`\lambda \sum |X^\top X - I|_F^2` over the constrained matrices of a model.

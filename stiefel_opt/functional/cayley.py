@@ -50,8 +50,6 @@ from stiefel_opt.linalg import (
 )
 from stiefel_opt.roots import roots
 
-__all__ = ["cayley_adam_", "cayley_sgd_"]
-
 _TINY = 1e-8  # added to |W|
 
 

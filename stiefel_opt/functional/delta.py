@@ -16,8 +16,6 @@ from torch import Tensor
 from stiefel_opt._checks import fail
 from stiefel_opt.device import no_autocast, readable
 
-__all__ = ["delta_product"]
-
 _FACTORS = 64  # in a chunk, by default: the triangular solves then stay small and well batched
 
 

@@ -52,16 +52,6 @@ from stiefel_opt.linalg import (
 )
 from stiefel_opt.roots import roots
 
-__all__ = [
-    "RETRACTIONS",
-    "carry_",
-    "descend_",
-    "measure",
-    "move_along_cayley",
-    "receive_",
-    "subtract",
-]
-
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 
 # A step as long as this turns by atan(64), 89 degrees; what is longer only worsens conditions.

@@ -14,8 +14,6 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import full_precision, no_autocast
 
-__all__ = ["own"]
-
 
 @full_precision
 def own(free: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, fail
 
-__all__ = ["COMPLEX_NONLINEARITIES", "NONLINEARITIES", "rollout"]
-
 COMPLEX_NONLINEARITIES: Final = ("modrelu", "tanh")
 NONLINEARITIES: Final = ("abs", "modrelu", "relu", "tanh")
 

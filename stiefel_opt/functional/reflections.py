@@ -29,8 +29,6 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import full_precision, no_autocast, readable
 
-__all__ = ["cwy", "cwy_factors", "generalized_householder", "householder", "tcwy"]
-
 _PANELS = 256  # from this size on a triangle of a product, by panels, is cheaper than the whole
 _PANEL = 64  # rows of a panel at least: products with fewer are slow
 

@@ -18,8 +18,6 @@ from stiefel_opt._checks import fail
 from stiefel_opt.device import full_precision
 from stiefel_opt.linalg import exponential
 
-__all__ = ["cayley_map", "exponential_map"]
-
 
 @full_precision
 def exponential_map(free: Tensor, base: Tensor | None = None) -> Tensor:

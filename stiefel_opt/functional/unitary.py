@@ -11,8 +11,6 @@ from torch import Tensor
 from stiefel_opt._checks import fail
 from stiefel_opt.device import readable
 
-__all__ = ["eurnn", "urnn"]
-
 
 def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
     r"""Return :math:`D_3 H_2 F^{-1} D_2 \Pi H_1 F D_1`.

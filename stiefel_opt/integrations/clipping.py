@@ -12,8 +12,6 @@ from stiefel_opt._checks import check_flag, check_range, fail
 from stiefel_opt.geometry import project_tangent
 from stiefel_opt.manifold import Stiefel
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

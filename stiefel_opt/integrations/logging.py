@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from stiefel_opt._checks import fail
 from stiefel_opt.report import constrained, orthonormality_error
 
-__all__ = ["ScalarWriter", "log_orthonormality"]
-
 
 class ScalarWriter(Protocol):
     """What is needed of a ``torch.utils.tensorboard.SummaryWriter``."""

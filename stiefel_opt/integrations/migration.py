@@ -11,8 +11,6 @@ from torch.nn.utils import parametrizations, parametrize
 from stiefel_opt._checks import check_dtype, fail
 from stiefel_opt.constraints import constrain
 
-__all__ = ["from_geoopt", "from_geotorch", "from_torch_orthogonal"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

@@ -17,14 +17,6 @@ from stiefel_opt.geometry import random_point
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations import CWY, MAPS, helfrich, henaff, orthogonal
 
-__all__ = [
-    "check_transition",
-    "draw_start",
-    "factors_or_matrix",
-    "keep_on_load",
-    "set_transition",
-]
-
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
 

@@ -11,8 +11,6 @@ from typing_extensions import override
 from stiefel_opt._checks import check_choice, check_flag, fail
 from stiefel_opt.nn._transition import check_transition, draw_start, keep_on_load, set_transition
 
-__all__ = ["ConvNERU"]
-
 # All with |s(x)| <= |x|, as the bound on the hidden images needs.
 NONLINEARITIES = {"abs": torch.abs, "relu": torch.relu, "tanh": torch.tanh}
 

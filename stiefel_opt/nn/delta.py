@@ -10,8 +10,6 @@ from typing_extensions import override
 from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional import delta_product
 
-__all__ = ["DeltaProduct"]
-
 _SHORTEST_KEY = 1e-3  # shorter ones fade out instead of jumping to unit length
 _OPEN = 4.0  # start of the gates' bias: sigmoid(4) = 0.98
 

@@ -14,17 +14,6 @@ from stiefel_opt.optim.checks import label, reading
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import HALF, ROWS, StateNames, expected_shapes
 
-__all__ = [
-    "check_plain_rule",
-    "check_saved_readings",
-    "check_state_dict",
-    "check_states",
-    "keep_precision",
-    "mark",
-    "take_marks",
-    "without_plain",
-]
-
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 
 _RULE, _FORMAT = "rule", "format"  # keys of saved groups, and of no others

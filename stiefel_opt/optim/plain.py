@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-__all__ = ["Group", "PlainRule", "adam_moments", "step_adam", "step_rows", "step_sgd"]
-
 Group = dict[str, Any]
 PlainRule = Callable[..., None]
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["Shards", "placed", "sharded_zeros", "shards_of"]
-
 _WHOLE, _ROWS = "whole matrices", "rows of matrices"
 
 

@@ -17,8 +17,6 @@ from stiefel_opt.optim.stiefel import StiefelSGD
 from stiefel_opt.ot.clouds import Clouds
 from stiefel_opt.ot.sinkhorn import EntropicTransport
 
-__all__ = ["Ascent", "Iteration", "OptimizerFactory"]
-
 OptimizerFactory = Callable[[list[Tensor]], Optimizer]
 
 # L1 errors of the marginals, and the products with the kernel that may be spent on them.

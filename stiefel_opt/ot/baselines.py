@@ -16,8 +16,6 @@ from typing_extensions import override
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.geometry import project_tangent
 
-__all__ = ["RAGAS", "RGAS"]
-
 
 class _Ascent(Optimizer):
     """U <- qf(U + lr D) with a direction D that a subclass chooses."""

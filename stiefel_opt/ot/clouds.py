@@ -12,8 +12,6 @@ from torch import Tensor
 from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error
 
-__all__ = ["Clouds", "check_integer", "read_clouds", "read_projection"]
-
 _WEIGHT_TOLERANCE = 1e-5  # float32 weights of some thousand points sum to one that well
 _SMALLEST_WEIGHT = 1e-30  # below it, a point is left out of the plan
 

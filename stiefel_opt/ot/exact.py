@@ -11,8 +11,6 @@ import torch
 from stiefel_opt._checks import fail
 from stiefel_opt.ot.clouds import check_integer, read_clouds, read_projection
 
-__all__ = ["projected_wasserstein"]
-
 
 def projected_wasserstein(
     x: Any,

@@ -17,8 +17,6 @@ from stiefel_opt.ot.ascent import Ascent, Iteration, OptimizerFactory
 from stiefel_opt.ot.clouds import Clouds, check_integer, read_clouds, read_projection
 from stiefel_opt.ot.sinkhorn import EntropicTransport
 
-__all__ = ["PRWResult", "projection_robust_wasserstein"]
-
 
 @dataclass(frozen=True)
 class PRWResult:

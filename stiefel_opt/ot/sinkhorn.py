@@ -16,8 +16,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["EntropicTransport"]
-
 # exp(100) times itself is far from overflow, and an entry that underflowed in the kernel stays
 # negligible after scaling by it.
 _SAFE_EXPONENT = 100.0

@@ -1,33 +1,20 @@
 """Maps from free tensors to orthonormal matrices, as modules for ``torch.nn.utils.parametrize``."""
 
-from stiefel_opt.parametrizations.base import Parametrization
+from stiefel_opt.parametrizations.base import Parametrization as Parametrization
+from stiefel_opt.parametrizations.householder import CWY as CWY
+from stiefel_opt.parametrizations.householder import TCWY as TCWY
 from stiefel_opt.parametrizations.householder import (
-    CWY,
-    TCWY,
-    GeneralizedHouseholder,
-    Householder,
+    GeneralizedHouseholder as GeneralizedHouseholder,
 )
-from stiefel_opt.parametrizations.init import helfrich, henaff, householder_vectors
-from stiefel_opt.parametrizations.own import OWN
-from stiefel_opt.parametrizations.register import MAPS, orthogonal
-from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
-from stiefel_opt.parametrizations.unitary import EURNN, URNN
-
-__all__ = [
-    "CWY",
-    "EURNN",
-    "MAPS",
-    "OWN",
-    "TCWY",
-    "URNN",
-    "GeneralizedHouseholder",
-    "Householder",
-    "MatrixExp",
-    "Parametrization",
-    "ScaledCayley",
-    "Trivialization",
-    "helfrich",
-    "henaff",
-    "householder_vectors",
-    "orthogonal",
-]
+from stiefel_opt.parametrizations.householder import Householder as Householder
+from stiefel_opt.parametrizations.init import helfrich as helfrich
+from stiefel_opt.parametrizations.init import henaff as henaff
+from stiefel_opt.parametrizations.init import householder_vectors as householder_vectors
+from stiefel_opt.parametrizations.own import OWN as OWN
+from stiefel_opt.parametrizations.register import MAPS as MAPS
+from stiefel_opt.parametrizations.register import orthogonal as orthogonal
+from stiefel_opt.parametrizations.skew import MatrixExp as MatrixExp
+from stiefel_opt.parametrizations.skew import ScaledCayley as ScaledCayley
+from stiefel_opt.parametrizations.skew import Trivialization as Trivialization
+from stiefel_opt.parametrizations.unitary import EURNN as EURNN
+from stiefel_opt.parametrizations.unitary import URNN as URNN

@@ -14,8 +14,6 @@ from stiefel_opt.device import finest_dtype
 from stiefel_opt.geometry import gram_error, polar_factor
 from stiefel_opt.manifold import Stiefel
 
-__all__ = ["Parametrization"]
-
 Free = Tensor | tuple[Tensor, ...]
 
 

@@ -12,8 +12,6 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import householder_vectors, reflections_of
 
-__all__ = ["CWY", "TCWY", "GeneralizedHouseholder", "Householder"]
-
 
 class CWY(Parametrization):
     r"""Products of L Householder reflections, compact: :math:`Q = I - V S^{-1} V'`.

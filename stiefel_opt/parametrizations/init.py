@@ -10,16 +10,6 @@ from torch import Tensor
 from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.functional.reflections import cwy_factors
 
-__all__ = [
-    "cayley_signs",
-    "helfrich",
-    "henaff",
-    "householder_vectors",
-    "logarithm",
-    "pair_rotations",
-    "reflections_of",
-]
-
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 
 

@@ -11,8 +11,6 @@ from stiefel_opt.functional.own import own
 from stiefel_opt.geometry import polar_factor
 from stiefel_opt.parametrizations.base import Free, Parametrization
 
-__all__ = ["OWN"]
-
 
 class OWN(Parametrization):
     r"""Polar factor of centred columns, :math:`V (V'V)^{-1/2}`: columns that sum to zero.

@@ -20,8 +20,6 @@ from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
 
-__all__ = ["MAPS", "orthogonal"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 MAPS: Final[Mapping[str, type[Parametrization]]] = MappingProxyType(

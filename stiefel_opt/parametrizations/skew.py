@@ -22,8 +22,6 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs, logarithm
 
-__all__ = ["MatrixExp", "ScaledCayley", "Trivialization"]
-
 
 class _Based(Parametrization):
     """A map that keeps a base point as a buffer."""

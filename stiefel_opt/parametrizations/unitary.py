@@ -14,8 +14,6 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import pair_rotations
 
-__all__ = ["EURNN", "URNN"]
-
 
 class _Unitary(Parametrization):
     """Complex square weights from angles; a given matrix need not have any."""

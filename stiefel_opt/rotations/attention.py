@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from stiefel_opt._checks import fail
 from stiefel_opt.rotations.decoder import Decoder
 
-__all__ = ["Turn", "add_turn", "remove_turn"]
-
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)
 TURNS = "_stiefel_turns"  # of an attention module: what its queries and keys go through
 PREFIX = "stiefel_"  # of the name under which the model's attention is registered again

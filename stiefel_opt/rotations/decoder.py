@@ -13,18 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from stiefel_opt._checks import fail
 from stiefel_opt.distributed import is_sharded
 
-__all__ = [
-    "Decoder",
-    "Layer",
-    "mark",
-    "quantization_of",
-    "read_decoder",
-    "rows",
-    "state_of",
-    "unwrapped",
-    "whole",
-]
-
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PROJECTIONS = {

@@ -14,8 +14,6 @@ from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.quantizers import check_fixed_heads, check_prepared, turned
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_rotations, polished
 
-__all__ = ["fold_", "load_online_"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 

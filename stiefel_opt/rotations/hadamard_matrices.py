@@ -8,8 +8,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["fixed_rotation", "hadamard_factors", "largest_hadamard", "rotate_fixed"]
-
 WIDEST = 64  # of Sylvester's factors: wider ones cost more than one more pass over the tensor
 
 

@@ -28,8 +28,6 @@ from stiefel_opt.rotations.quantizers import Quantizers, check_prepared, quantiz
 from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import hadamard
 
-__all__ = ["OptimizerFactory", "learn"]
-
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 STEPS = 200  # at least, where `steps` is not given

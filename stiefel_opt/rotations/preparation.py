@@ -17,8 +17,6 @@ from stiefel_opt.rotations.decoder import (
     whole,
 )
 
-__all__ = ["prepare_"]
-
 ModelT = TypeVar("ModelT", bound=nn.Module)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -24,15 +24,6 @@ from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
 from stiefel_opt.rotations.hadamard_matrices import largest_hadamard, rotate_fixed
 from stiefel_opt.rotations.result import Rotations, check_rotations
 
-__all__ = [
-    "Quantizers",
-    "check_prepared",
-    "fake_quantize",
-    "noise_ratio",
-    "quantized",
-    "quantizers_of",
-]
-
 
 def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
     r"""Round each row of ``x`` to a grid of :math:`2^b` levels over its own range.

@@ -14,8 +14,6 @@ from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.rotations.decoder import Decoder
 
-__all__ = ["ONLINE", "Rotations", "check_rotations", "polished"]
-
 ONLINE = ("R3", "R4")  # fixed rotations: of queries and keys, of the inputs of down_proj
 FORMAT = 1
 LARGEST_ERROR = 1e-3  # of R'R: more is no rounding

@@ -14,8 +14,6 @@ from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_ha
 from stiefel_opt.rotations.quantizers import check_fixed_heads
 from stiefel_opt.rotations.result import ONLINE, Rotations
 
-__all__ = ["hadamard"]
-
 
 def hadamard(
     model: nn.Module, *, seed: int = 0, online: tuple[str, ...] | list[str] = ("R4",)
