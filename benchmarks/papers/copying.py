@@ -1,8 +1,9 @@
 """The copying task: repeat ten digits after a long pause. Who remembers?
 
-    python examples/copying.py                                   T = 30, three cells, two minutes
-    python examples/copying.py --length 200 --hidden 128 --cells all --resume
-    python examples/copying.py --length 1000 --iterations 4000 --cells all --device cuda --resume
+    python benchmarks/papers/copying.py  # T = 30, three cells, two minutes
+    python benchmarks/papers/copying.py --length 200 --hidden 128 --cells all --resume
+    python benchmarks/papers/copying.py --length 1000 --iterations 4000 --cells all \\
+        --device cuda --resume
 
 A sequence is ten digits of {1 ... 8}, T zeros, a 9 and nine zeros; the answer is T + 10 zeros and
 the ten digits. Without memory the cross entropy cannot fall below 10 log 8 / (T + 20). Task and

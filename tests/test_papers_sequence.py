@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
+sys.path.insert(0, str(PAPERS))
 
 import _phrases  # noqa: E402
 import _video  # noqa: E402

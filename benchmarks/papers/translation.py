@@ -1,8 +1,8 @@
 """Translation by an attention seq2seq model: orthogonal recurrences beside RNN, GRU and LSTM.
 
-    python examples/translation.py                               generated phrases, minutes
-    python examples/translation.py --pairs eng_spa.tsv.gz --limit 20000 --resume
-    python examples/translation.py --pairs eng_spa.tsv.gz --hidden 1024 --embedding 256 \\
+    python benchmarks/papers/translation.py  # generated phrases, minutes
+    python benchmarks/papers/translation.py --pairs eng_spa.tsv.gz --limit 20000 --resume
+    python benchmarks/papers/translation.py --pairs eng_spa.tsv.gz --hidden 1024 --embedding 256 \\
         --batch-size 64 --lr 1e-2 --epochs 10 --device cuda --resume              (as published)
 
 Pairs are lines source<TAB>target; sentences are split into training and test by their source, so

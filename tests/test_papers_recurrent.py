@@ -15,8 +15,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-EXAMPLES, BENCHMARKS = ROOT / "examples", ROOT / "benchmarks"
-sys.path.insert(0, str(EXAMPLES))
+BENCHMARKS = ROOT / "benchmarks"
+PAPERS = BENCHMARKS / "papers"
+sys.path.insert(0, str(PAPERS))
 
 import _cells  # noqa: E402
 import _common  # noqa: E402
@@ -25,8 +26,7 @@ import _training  # noqa: E402
 import copying  # noqa: E402
 import pixel_mnist  # noqa: E402
 
-# The short example of language models has no flags.
-PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("[a-z]*.py") if p.stem != "llm_rotations")
+PROGRAMS = sorted(path.stem for path in PAPERS.glob("[a-z]*.py"))
 TASKS = {"copying": copying, "pixel_mnist": pixel_mnist}
 pytestmark = pytest.mark.usefixtures("example")
 MEASURED = ("seconds", "sequences_per_second", "images_per_second")
@@ -65,7 +65,7 @@ def test_every_example_takes_the_common_flags(name, capsys) -> None:
 
 
 def test_no_example_is_long() -> None:
-    lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PAPERS.glob("*.py")}
     assert {name: count for name, count in lengths.items() if count > 300} == {}
 
 

@@ -1,9 +1,9 @@
 """Projection-robust Wasserstein distances, and pictures of what the projection sees.
 
-    python examples/prw.py                                        # synthetic, a few seconds
-    python examples/prw.py --data mnist --data-dir DIR            # all 45 pairs of digits
-    python examples/prw.py --data shakespeare --data-dir DIR      # all 66 pairs of plays
-    python examples/prw.py --smoke                                # seconds
+    python benchmarks/papers/prw.py                                    # synthetic, a few seconds
+    python benchmarks/papers/prw.py --data mnist --data-dir DIR        # all 45 pairs of digits
+    python benchmarks/papers/prw.py --data shakespeare --data-dir DIR  # all 66 pairs of plays
+    python benchmarks/papers/prw.py --smoke                            # seconds
 
 Synthetic is the fragmented hypercube (Paty & Cuturi 2019): points uniform in a cube of many
 dimensions are pushed apart along two of them, and the projection has to find which. `mnist` reads
@@ -61,7 +61,7 @@ def read_clouds(data: str, folder: Path | None) -> list[Cloud]:
     """The digits, or the plays divided by the root mean square of their words' norms."""
     wanted = f"--data-dir must be a folder with {FILES[data]} for --data {data}"
     if folder is None or not (folder / FILES[data]).is_file():
-        raise SystemExit(f"{wanted}, got {str(folder)!r}; see the top of examples/prw.py")
+        raise SystemExit(f"{wanted}, got {str(folder)!r}; see the top of benchmarks/papers/prw.py")
     with np.load(folder / FILES[data], allow_pickle=False) as file:
         arrays = {key: file[key].astype(float) for key in file.files}
     prefix, suffix = ("digit_", "") if data == "mnist" else ("", "_x")

@@ -1,10 +1,11 @@
 """Video: predict the next frame with recurrent units whose states are images.
 
-    python examples/video.py                                   moving digits of scikit-learn
-    python examples/video.py --methods all --resume            every optimizer and constraint
-    python examples/video.py --data mnist --data-dir DIR --side 64 --channels 16 --methods all
-    python examples/video.py --data kth --data-dir DIR --side 128 --channels 32 --batch-size 3 \\
-        --frames 24 --epochs 150 --steps 100 --methods all --device cuda --resume   (as published)
+    python benchmarks/papers/video.py                         # moving digits of scikit-learn
+    python benchmarks/papers/video.py --methods all --resume  # every optimizer and constraint
+    python benchmarks/papers/video.py --data mnist --data-dir DIR --side 64 --channels 16 \\
+        --methods all
+    python benchmarks/papers/video.py --data kth --data-dir DIR --side 128 --channels 32 \\
+        --batch-size 3 --frames 24 --epochs 150 --steps 100 --methods all --device cuda --resume
 
 `mnist` wants idx files or mnist.npz. `kth` wants one .npz for each video with `frames`, uint8 of
 shape (T, side, side), named as the videos are: person01_walking_d1.npz. To make them from the

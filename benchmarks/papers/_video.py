@@ -110,7 +110,8 @@ def kth_clips(options: Namespace) -> Mapping[str, Any]:
     if not all(videos.values()):
         raise SystemExit(
             f"--data-dir must hold person01_....npz to person25_....npz with at least "
-            f"{options.frames} frames, got {options.data_dir}; see the top of examples/video.py"
+            f"{options.frames} frames, got {options.data_dir}; "
+            f"see the top of benchmarks/papers/video.py"
         )
 
     def draw(count: int, generator: torch.Generator, part: str = "train") -> Tensor:

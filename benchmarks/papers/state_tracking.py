@@ -1,8 +1,8 @@
 """State tracking: how many Householder factors does a linear recurrence need for a group?
 
-    python examples/state_tracking.py                                parity and S3, minutes
-    python examples/state_tracking.py --tasks all --factors 1 2 3 4 --seeds 3 --resume
-    python examples/state_tracking.py --tasks S4 --factors 1 --layers 2
+    python benchmarks/papers/state_tracking.py  # parity and S3, minutes
+    python benchmarks/papers/state_tracking.py --tasks all --factors 1 2 3 4 --seeds 3 --resume
+    python benchmarks/papers/state_tracking.py --tasks S4 --factors 1 --layers 2
 
 A sequence names random elements of a group, and after each the answer is the product of all so
 far. Elements of S3, S4 and S5 are permutations of 3, 4 and 5 things; parity is S2. `DeltaProduct`

@@ -21,8 +21,8 @@ import pytest
 import torch
 from cases import in_turn, pairwise
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
+sys.path.insert(0, str(PAPERS))
 
 import _common  # noqa: E402
 import _images  # noqa: E402
@@ -144,7 +144,7 @@ def test_killed_run_resumes_bit_for_bit_and_finished_runs_are_left_alone(
     flags = ["--smoke", "--epochs", "6", "--limit", "256", "--methods", *methods, "--output"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "orthogonal_vit.py"), *flags, str(killed)],
+        [sys.executable, str(PAPERS / "orthogonal_vit.py"), *flags, str(killed)],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -325,7 +325,7 @@ def test_the_penalty_pulls_towards_the_manifold(tmp_path) -> None:
 
 
 def small_clouds(data: str, folder: Path) -> list[str]:
-    """Files as `examples/prw.py` reads them, with three clouds of few points."""
+    """Files as `benchmarks/papers/prw.py` reads them, with three clouds of few points."""
     generator = np.random.default_rng(0)
     clouds = generator.standard_normal((3, 12, 5)) + np.arange(3)[:, None, None]
     if data == "mnist":

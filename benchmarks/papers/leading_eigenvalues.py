@@ -13,8 +13,8 @@ times the iterations of the best rate so far; those which get there compete on t
 where a rate of the published flows is dropped once it has lost most draws. The median counts. The
 published flows may take another rate for every size; the isometric ones must do with one for all.
 
-    python examples/leading_eigenvalues.py             # five draws of both sizes, a few minutes
-    python examples/leading_eigenvalues.py --smoke     # seconds
+    python benchmarks/papers/leading_eigenvalues.py  # five draws of both sizes, a few minutes
+    python benchmarks/papers/leading_eigenvalues.py --smoke  # seconds
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Digits read pixel by pixel: one grey level a step, the class after the last.
 
-    python examples/pixel_mnist.py                         scikit-learn's digits, 64 steps, no files
-    python examples/pixel_mnist.py --data mnist --data-dir DIR --side 14 --resume        196 steps
-    python examples/pixel_mnist.py --data mnist --data-dir DIR --side 14 --permuted --resume
-    python examples/pixel_mnist.py --data mnist --data-dir DIR --hidden 170 --epochs 70 --cells all
+    python benchmarks/papers/pixel_mnist.py  # scikit-learn's digits, 64 steps, no files
+    python benchmarks/papers/pixel_mnist.py --data mnist --data-dir DIR --side 14 \\
+        --resume  # 196 steps
+    python benchmarks/papers/pixel_mnist.py --data mnist --data-dir DIR --side 14 --permuted \\
+        --resume
+    python benchmarks/papers/pixel_mnist.py --data mnist --data-dir DIR --hidden 170 \\
+        --epochs 70 --cells all
 
 DIR holds the four idx files of MNIST (packed or not) or mnist.npz. ``--side`` averages squares of
 pixels; ``--permuted`` shuffles the order of the pixels, the same for all images, so that what
