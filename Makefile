@@ -4,6 +4,8 @@
 # make bench   time whole optimizer steps against other packages
 # make rotations    learn rotations of SmolLM2 for 4-bit activations: the table and plot of the docs
 # make docs    build the documentation into build/docs
+# make release    build the source archive and the wheel into dist and check them; publishes nothing
+# make test-release    install that wheel into an empty environment and run the archive's tests
 #
 # The first call creates a virtual environment; PYTHON and VENV choose which. PYTEST_ARGS and
 # DEMO_ARGS are passed on: make test PYTEST_ARGS="-k geometry". The integrations have an environment
@@ -24,7 +26,10 @@ RUN_INTEGRATIONS := $(INTEGRATIONS_VENV)/bin/python
 READY_FOR_INTEGRATIONS := $(INTEGRATIONS_VENV)/.ready
 READY_FOR_ROTATIONS := $(INTEGRATIONS_VENV)/.ready-for-rotations
 
-.PHONY: demo test test-integrations lint bench rotations docs clean
+READY_FOR_RELEASE := $(VENV)/.ready-for-release
+UNPACKED := build/release
+
+.PHONY: demo test test-integrations lint bench rotations docs release test-release clean
 
 demo: $(READY)
 	$(RUN) examples/orthogonal_vit.py $(DEMO_ARGS)
@@ -54,6 +59,19 @@ docs: $(READY_FOR_DOCS)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 	@echo "open build/docs/index.html"
 
+release: $(READY_FOR_RELEASE)
+	rm -rf dist
+	$(RUN) -m build --no-isolation --outdir dist
+	$(RUN) -m twine check --strict dist/*
+
+# pytest, unlike python -m pytest, does not put the unpacked sources before what is installed.
+test-release:
+	rm -rf $(UNPACKED) && mkdir -p $(UNPACKED)/tree
+	tar -xzf dist/stiefel_opt-*.tar.gz -C $(UNPACKED)/tree --strip-components 1
+	$(PYTHON) -m venv $(UNPACKED)/venv
+	$(UNPACKED)/venv/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[test,examples,ot]"
+	cd $(UNPACKED)/tree && ../venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -68,6 +86,11 @@ $(READY_FOR_BENCH): $(READY)
 
 $(READY_FOR_DOCS): $(READY)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@
+
+$(READY_FOR_RELEASE): constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt build hatchling twine
 	touch $@
 
 $(READY_FOR_INTEGRATIONS): pyproject.toml constraints.txt constraints-integrations.txt

@@ -1,8 +1,9 @@
-"""The wheel holds what it must, installs, and works outside the checkout."""
+"""Archive and wheel hold what they must, and the wheel works outside the checkout."""
 
-import importlib.util
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -32,23 +33,45 @@ def pip(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, by the build backend itself: nothing is downloaded."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("archive")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    (built,) = folder.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the archive as an installer would."""
     folder = tmp_path_factory.mktemp("wheel")
-    # With the build backend at hand nothing needs to be downloaded.
-    quick = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
-    pip("wheel", ROOT, "--no-deps", "--wheel-dir", folder, *quick)
+    pip("wheel", archive, "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
     (built,) = folder.glob("*.whl")
     return built
 
 
+def files(*patterns: str) -> set[str]:
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    assert found
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_archive_holds_what_the_tests_read(archive: Path) -> None:
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    scripts = files("*/*.py", "stiefel_opt/**/*.py", "benchmarks/**/*.py", "tests/**/*.py")
+    assert scripts | files("[!.]*.*", "Makefile", "docs/**/*.md", "benchmarks/results/*") <= names
+    assert not [name for name in names if re.search(r"(^|/)(\.venv|__pycache__|build|runs)/", name)]
+
+
 def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
-        described = archive.read(metadata).decode()
-    package = ROOT / "stiefel_opt"
-    sources = {file.relative_to(ROOT).as_posix() for file in package.rglob("*.py")}
-    assert sources | {"stiefel_opt/py.typed"} <= names
+        described = packed.read(metadata).decode()
+    assert files("stiefel_opt/**/*.py", "stiefel_opt/py.typed") <= names
     assert any(name.endswith("/LICENSE") for name in names)
     assert all(
         name.startswith(("stiefel_opt/", "stiefel_opt-")) or ".dist-info/" in name for name in names
@@ -57,6 +80,13 @@ def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
     assert "License-Expression: MIT" in described
     for extra in ("ot", "llm", "examples", "bench", "test", "docs", "integrations", "all"):
         assert f"Provides-Extra: {extra}" in described
+    named = set(re.findall(r"^Classifier: .* :: 3\.(\d+)$", described, re.MULTILINE))
+    assert named == {"10", "11", "12", "13"}
+
+
+def test_citation_names_this_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {so.__version__}\n" in citation
 
 
 def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
