@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 import stiefel_opt
 
 project = "stiefel_opt"
@@ -12,16 +15,18 @@ release = stiefel_opt.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
+html_math_renderer = "mathml"  # below: the pages need neither a script nor a network
+html_static_path = ["_static"]
+html_css_files = ["style.css"]
 html_theme = "furo"
 html_title = "stiefel_opt"
 html_show_copyright = False
 html_show_sphinx = False
 
-myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_enable_extensions = ["amsmath", "attrs_block", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -88,6 +93,22 @@ def rewrite_docstring(
     lines[:] = escape(unfold(lines))
 
 
+def write_inline(self: Any, node: nodes.math) -> None:
+    """A formula within a line, as MathML."""
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def write_display(self: Any, node: nodes.math_block) -> None:
+    """A formula on lines of its own, as MathML; what a page cannot hold scrolls."""
+    formula = node.astext().strip().replace("{aligned}", "{align*}")
+    if r"\\" in formula and "{align*}" not in formula:
+        formula = r"\begin{align*}" + formula + r"\end{align*}"
+    self.body.append('<div class="formula">' + convert(formula, display="block") + "</div>")
+    raise nodes.SkipNode
+
+
 def setup(app: Any) -> None:
-    """Rewrite before napoleon does."""
+    """Formulas as MathML; rewrite docstrings before napoleon does."""
+    app.add_html_math_renderer("mathml", (write_inline, None), (write_display, None))
     app.connect("autodoc-process-docstring", rewrite_docstring, priority=400)

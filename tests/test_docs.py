@@ -1,4 +1,4 @@
-"""The documentation runs, its figures come from files of results, and it misses no public name.
+"""The documentation runs, its figures have a source, and it misses no public name.
 
 A section (from one ``##`` to the next) can be copied alone: its python blocks are executed one
 after the other in one namespace. A page that begins with
@@ -9,26 +9,22 @@ is one script instead, executed by that many processes, and one that begins with
 
     <!-- transformers: executed by make test-integrations -->
 
-is left to tests/integrations. Figures stand in tables below a comment that
-names their source: either a file with "tables", of which rows and columns may be left out,
-
-    <!-- figures: benchmarks/results/NAME.json -->
-
-or a list of measurements in a file, of which each row of the table shows one.
-
-    <!-- values: benchmarks/results/NAME.json KEY -->
+is left to tests/integrations. Figures stand in tables below a comment that names their source:
+`test_figures.py` compares them.
 """
 
 import itertools
-import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny_decoder import TinyDecoder
 
 import stiefel_opt
 from stiefel_opt import (
@@ -45,10 +41,12 @@ from stiefel_opt.report import Report
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
+PAGES["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROCESSES = re.compile(r"\A<!-- torchrun: (\d+) -->\n")
 ELSEWHERE = re.compile(r"\A<!-- (?:torchrun|transformers): ")
-FIGURES = re.compile(r"^<!-- (figures|values): (\S+) ?(\S*) -->\n+((?:^\|.*\n?)+)", re.MULTILINE)
+EXAMPLE = re.compile(r".*\n=+\n\n\.\. code-block:: python\n\n((?:   .*\n)+)\n")
+FIGURES = re.compile(r"^<!-- (?:figures|values): .*\n+(?:^\|.*\n?)+", re.MULTILINE)
 
 
 def code(text: str) -> str:
@@ -74,47 +72,11 @@ def sections() -> list[Any]:
     return found
 
 
-def cells(row: str) -> list[str]:
-    return [cell.strip() for cell in row.strip().strip("|").split("|")]
-
-
-def rows(table: str) -> list[list[str]]:
-    """The rows of a markdown table, its header first, without the line below it."""
-    lines = [line for line in table.splitlines() if line.strip().startswith("|")]
-    return [cells(line) for line in lines if not set(line) <= set("|-: ")]
-
-
-def tables(content: Any) -> list[list[list[str]]]:
-    """Every table in the strings of ``content``, however deep."""
-    if isinstance(content, str):
-        return [rows(content)]
-    inner = content.values() if isinstance(content, dict) else content
-    return [table for item in inner for table in tables(item)]
-
-
-def numbers(measurement: Any) -> list[Any]:
-    """Every number and string in a measurement, however deep."""
-    if isinstance(measurement, dict):
-        measurement = list(measurement.values())
-    if isinstance(measurement, list):
-        return [number for item in measurement for number in numbers(item)]
-    return [measurement]
-
-
-def shows(cell: str, value: Any) -> bool:
-    """Whether ``cell`` is ``value``, rounded to the digits of the cell."""
-    if isinstance(value, float) and re.fullmatch(r"\d+\.\d+(e[+-]\d+)?", cell):
-        digits = len(cell.split("e")[0].split(".")[1])
-        return cell == f"{value:.{digits}{'e' if 'e' in cell else 'f'}}"
-    return cell == ("never" if value is None else str(value))
-
-
 def test_there_is_something_to_run() -> None:
     assert len(sections()) > 30
     assert sum(PROCESSES.match(text) is not None for text in PAGES.values()) == 1
     for name, text in PAGES.items():
         assert text.count("```python") == len(BLOCK.findall(text)), name
-        assert len(re.findall("<!-- (?:figures|values)", text)) == len(FIGURES.findall(text)), name
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
@@ -129,55 +91,27 @@ def test_section_runs(
     exec(compile(source, str(DOCS / page), "exec"), {"__name__": "docs"})
 
 
-def test_scripts_run_on_two_processes(tmp_path: Path) -> None:
-    """The block of the README that stands as ``py``, then whole pages: most time is the start."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```py\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    # A file for each process: what two processes print may end up in one line.
-    error = "open(f'error{dist.get_rank()}', 'w').write(str(float(so.orthonormality_error(model))))"
-    # One group serves both: a second one, made where the first has been, can meet its leavings.
-    start = 'dist.init_process_group("gloo")\n'
-    assert 'dist.init_process_group("gloo")' in block
-    pages = [code(text) for text in PAGES.values() if PROCESSES.match(text)]
-    pages = [page.replace(start, "") for page in pages]
-    parts = [block, error, "dist.barrier()", *pages]
+def test_script_runs_on_two_processes(tmp_path: Path) -> None:
+    (page,) = (code(text) for text in PAGES.values() if PROCESSES.match(text))
     script = tmp_path / "train.py"
-    script.write_text("\n".join(parts), encoding="utf-8")
+    # A file for each process: what two processes print may end up in one line.
+    error = "open(f'error{rank}', 'w').write(str(float(so.orthonormality_error(model))))"
+    script.write_text(page + error, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    source = str(Path(stiefel_opt.__file__).parent.parent)
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", str(script)],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "constrained" in done.stdout
     errors = [float(path.read_text(encoding="utf-8")) for path in tmp_path.glob("error*")]
     assert len(errors) == 2
     assert max(errors) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "key", "table"),
-    [found.groups() for text in PAGES.values() for found in FIGURES.finditer(text)],
-)
-def test_figures_come_from_their_file(kind: str, source: str, key: str, table: str) -> None:
-    content = json.loads((ROOT / source).read_text(encoding="utf-8"))
-    header, *shown = rows(table)
-    if kind == "values":
-        measured = [numbers(item) for item in content[key]]
-        for row in shown:
-            fitting = [all(any(shows(c, v) for v in values) for c in row) for values in measured]
-            assert any(fitting), f"{row} is not under {key} in {source}"
-        return
-    stored = [t for t in tables(content["tables"]) if t and set(header) <= set(t[0])]
-    assert stored, f"{header} are not columns of a table in {source}"
-    known = [[row[t[0].index(name)] for name in header] for t in stored for row in t[1:]]
-    for row in shown:
-        assert row in known, f"{row} is not in {source}; run its script and copy its table"
 
 
 # The gallery quotes published figures and says in a sentence what its pictures show.
@@ -192,8 +126,9 @@ def test_measurements_stand_in_tables_with_a_source() -> None:
 
 def test_links_lead_somewhere() -> None:
     for page, text in PAGES.items():
+        folder = ROOT if page == "contributing.md" else DOCS
         targets = re.findall(r"\]\(([^)#\s]+)", text)
-        missing = [t for t in targets if "://" not in t and not (DOCS / t).exists()]
+        missing = [t for t in targets if "://" not in t and not (folder / t).exists()]
         assert not missing, page
 
 
@@ -214,6 +149,30 @@ def test_every_public_name_is_in_the_reference() -> None:
             public = not name.startswith("_") and callable(value)
             assert not public or id(value) in objects, f"{package.__name__}.{name}"
     assert id(Report) in objects
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "api").glob("[!i]*.rst")), ids=lambda page: page.stem
+)
+def test_a_page_of_the_reference_begins_with_two_lines_that_run(page: Path) -> None:
+    found = EXAMPLE.match(page.read_text(encoding="utf-8"))
+    assert found
+    assert found.group(1).count("\n") == 2
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(linear(64, 128), torch.nn.ReLU(), linear(128, 10), linear(10, 10))
+    stiefel_opt.constrain(model[3])
+    given = {
+        "torch": torch,
+        "so": stiefel_opt,
+        "functional": functional,
+        "OrthogonalRNN": nn.OrthogonalRNN,
+        "model": TinyDecoder() if page.stem == "rotations" else model,
+        "optimizer": stiefel_opt.StiefelAdam(model.parameters()),
+        "point": torch.eye(8, 3)[None],
+        "x": torch.randn(12, 4, dtype=torch.float64),
+        "y": torch.randn(15, 4, dtype=torch.float64),
+    }
+    exec(compile(textwrap.dedent(found.group(1)), str(page), "exec"), given)
 
 
 def resolve(name: str) -> Any:

@@ -1,75 +1,61 @@
-"""The README runs, its links lead somewhere, and its figures come from files of results.
+"""The README is short, it runs, it shows what it prints, and its links lead somewhere.
 
-Every python block is executed, each in a namespace of its own; the one that wants two processes,
-which stands as ``py``, in `test_docs.py`. A table that reports measurements stands below a comment
-that names its source,
-
-    <!-- figures: benchmarks/results/NAME.json -->
-
-and its rows are rows of the tables which the script that measured stored in that file, as text,
-under the key "tables".
+Every python block is executed, in a namespace of its own. A block of text that follows one is what
+it prints, but for the digits of errors. Tables of figures: `test_figures.py`.
 """
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
 BLOCKS = [
-    (README.count("\n", 0, found.start(1)), found.group(1))
-    for found in re.finditer(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    pytest.param(line, found["code"], found["printed"], id=f"line {line + 1}")
+    for found in BLOCK.finditer(README)
+    for line in [README.count("\n", 0, found.start("code"))]
 ]
-MARK = re.compile(r"^<!-- figures: (\S+) -->\n+((?:^\|.*\n?)+)", re.MULTILINE)
-TABLES = [(found.group(1), found.group(2)) for found in MARK.finditer(README)]
 
 
-def cells(row: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in row.strip().strip("|").split("|"))
+def without_digits(text: str) -> str:
+    return re.sub(r"\d\.\de-\d\d", "#", text)
 
 
-def rows(table: str) -> list[tuple[str, ...]]:
-    """The rows of a markdown table without the line below its header."""
-    lines = [line for line in table.splitlines() if line.strip().startswith("|")]
-    return [cells(line) for line in lines if not set(line) <= set("|-: ")]
-
-
-def texts(content: Any) -> list[str]:
-    """Every string in ``content``, however deep."""
-    if isinstance(content, str):
-        return [content]
-    inner = content.values() if isinstance(content, dict) else content
-    return [text for item in inner for text in texts(item)]
+def test_it_is_read_in_two_minutes() -> None:
+    assert len(README.splitlines()) <= 200
+    assert len(README.encode()) <= 14_000
 
 
 def test_there_is_something_to_run() -> None:
-    assert BLOCKS
-    assert README.count("```python") == len(BLOCKS)
-    assert README.count("<!-- figures:") == len(TABLES)
+    assert README.count("```python") == len(BLOCKS) == 8
+    assert README.count("```text") == sum(block.values[2] is not None for block in BLOCKS) > 0
 
 
-@pytest.mark.parametrize(("line", "code"), BLOCKS, ids=[f"line {line + 1}" for line, _ in BLOCKS])
-def test_block_runs(line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("line", "code", "printed"), BLOCKS)
+def test_block_runs(
+    line: int,
+    code: str,
+    printed: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     # The blank lines make a traceback point at the line in the README.
     exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "readme"})
+    if printed is not None:
+        assert without_digits(capsys.readouterr().out) == without_digits(printed)
 
 
-@pytest.mark.parametrize(("source", "table"), TABLES, ids=[source for source, _ in TABLES])
-def test_figures_come_from_their_file(source: str, table: str) -> None:
-    content = json.loads((ROOT / source).read_text(encoding="utf-8"))
-    assert "tables" in content, f"{source}: the script must store its tables under 'tables'"
-    stored = {row for text in texts(content["tables"]) for row in rows(text)}
-    for row in rows(table):
-        assert row in stored, f"{row} is not in {source}; run its script and copy its table"
-
-
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\(([^)#\s]+)", README) + re.findall(r'src="([^"]+)"', README)
-    local = [target for target in targets if "://" not in target]
-    missing = [target for target in local if not (ROOT / target).exists()]
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'src="([^"]+)"', text)
+    missing = [t for t in targets if "://" not in t and not (ROOT / t).exists()]
     assert not missing
