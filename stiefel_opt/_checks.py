@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -38,6 +39,19 @@ def check_range(
         raise ValueError(fail(name, f"be in {interval}", value))
 
 
+def check_count(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raise unless ``value`` is a positive integer, or None where that is allowed."""
+    if not (or_none and value is None) and (type(value) is not int or value < 1):
+        condition = "be a positive integer" + (" or None" if or_none else "")
+        raise ValueError(fail(name, condition, repr(value)))
+
+
+def check_options(name: str, options: Collection[str], known: Callable[..., object]) -> None:
+    """Raise unless all ``options`` are parameters of ``known``."""
+    if unknown := sorted(set(options) - set(inspect.signature(known).parameters)):
+        raise TypeError(fail(f"options of {name!r}", "be known", ", ".join(unknown)))
+
+
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless ``value`` is one of the strings in ``choices``."""
     if not isinstance(value, str) or value not in choices:
@@ -48,6 +62,12 @@ def check_flag(name: str, value: object) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(fail(name, "be True or False", repr(value)))
+
+
+def check_module(name: str, value: object) -> None:
+    """Raise unless ``value`` is a module."""
+    if not isinstance(value, nn.Module):
+        raise TypeError(fail(name, "be a torch.nn.Module", type(value).__name__))
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

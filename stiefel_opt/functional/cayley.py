@@ -7,8 +7,8 @@ paper with the opposite sign) and its tangent part M - X sym(X'M) = XT + V, a st
     alpha = min(eta, 1 / (|W| + eps)),                        |W|^2 = |T|^2 + 2 tr V'V
     Y <- X + alpha W X,  then s times  Y <- X + alpha/2 W (X + Y),   or exactly  cay(alpha W) X.
 
-W X is the momentum that is kept, and the next step projects it onto its own tangent space. W maps
-the span of X and V to itself, so that Y = XA + VB and a whole iteration is of m x m:
+W X is kept as momentum and projected onto the next tangent space. W maps the span of X and V to
+itself, so that Y = XA + VB and a whole iteration is of m x m:
 
     A <- I + alpha/2 (T (I + A) - V'V B),   B <- alpha/2 (I + A).
 
@@ -24,30 +24,10 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt.functional.descent import (
-    carry_,
-    measure,
-    move_along_cayley,
-    receive_,
-    subtract,
-)
-from stiefel_opt.functional.flows import (
-    Scalar,
-    Setting,
-    is_steep,
-    keep_,
-    mend_point,
-    sums,
-    zeroed,
-)
+from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, receive_, subtract
+from stiefel_opt.functional.flows import Scalar, Setting, is_steep, keep_, mend_point, sums, zeroed
 from stiefel_opt.functional.stiefel_adam import bias_correction
-from stiefel_opt.linalg import (
-    absolute_square,
-    add_product_,
-    add_to_diagonal_,
-    cayley,
-    product,
-)
+from stiefel_opt.linalg import absolute_square, add_product_, add_to_diagonal_, cayley, product
 from stiefel_opt.roots import roots
 
 _TINY = 1e-8  # added to |W|
@@ -76,11 +56,9 @@ def cayley_sgd_(
         normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
         lr: eta, a number or ``(k, 1, 1)``.
         momentum: mu.
-        force: Factor on the gradient: 1 - dampening, negative to maximise; a number or
-            ``(k, 1, 1)``.
+        force: Factor on the gradient, a number or ``(k, 1, 1)``, negative to maximise.
         nesterov: X moves along mu M - G.
-        steps: s, the number of iterations.
-        exact: Solve for the Cayley map instead.
+        steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
         setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
@@ -95,9 +73,7 @@ def cayley_sgd_(
     inner = inner * force
     turn = (inner - inner.mH) / 2
     keep_(skew, torch.add(turn, skew, alpha=momentum), ok)
-    ahead, direction = skew, normal
-    if nesterov:
-        ahead = torch.add(turn, skew, alpha=momentum)
+    ahead, direction = torch.add(turn, skew, alpha=momentum) if nesterov else skew, normal
     if normal is not None:
         own = zeroed(subtract(grad, point, inner, force), ok)
         receive_(normal, own, momentum, 1.0, ok)
@@ -132,16 +108,15 @@ def cayley_adam_(
     W / (c1 sqrt(v/c2 + eps)) for W, with ci = 1 - bi^t.
 
     Args:
-        point, grad, skew, normal, lr, steps, exact, setting: as in :func:`cayley_sgd_`.
+        point, grad, skew, normal, lr, steps, exact, setting: as in :func:`cayley_sgd_`, at its
+            cost.
         square: v, ``(k, 1, 1)``, updated.
         max_square: Running maximum of v, which then divides (amsgrad), updated. None: off.
         step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
-        betas: b1 and b2.
-        eps: Added to v/c2 under the root.
+        betas, eps: b1 and b2; what is added to v/c2 under the root.
         force: Sign of the gradient: 1, or -1 to maximise.
 
     Returns: The new point, ``(k, n, m)``.
-    Note: As :func:`cayley_sgd_`.
     Reference: Li, Li & Todorovic (2020), Algorithm 2.
     """
     (beta1, beta2), ok = betas, setting.ok

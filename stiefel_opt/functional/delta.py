@@ -13,8 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_count, fail
 from stiefel_opt.device import no_autocast, readable
+from stiefel_opt.functional.reflections import check_strengths
 
 _FACTORS = 64  # in a chunk, by default: the triangular solves then stay small and well batched
 
@@ -31,7 +32,7 @@ def delta_product(
 ) -> tuple[Tensor, Tensor]:
     r"""Run the delta rule with ``h`` generalized Householder factors a token, chunk by chunk.
 
-    Token t first scales the state by its gate, then applies its factors, the first key first,
+    Token t scales the state by its gate, then applies its factors, the first key first,
 
     .. math::
         S \leftarrow g_t S, \qquad
@@ -41,33 +42,26 @@ def delta_product(
     For keys of unit length, b in [0, 2] and gates in [0, 1] no transition enlarges the state.
 
     Args:
-        queries: q, shape ``(..., T, d)``.
-        keys: k, shape ``(..., T, h, d)``; used as they are, so normalise them before, in float32:
-            in bfloat16 a length is off by up to 0.5 %, and the state may grow.
-        values: v, shape ``(..., T, h, e)``.
-        strengths: b, shape ``(..., T, h)``.
-        log_gate: Logarithms of the gates, shape ``(..., T)``, not positive; -inf forgets what was
-            before. Default: no gate.
-        state: S before the first token, shape ``(..., d, e)``. Default: zero.
-        chunk_size: Tokens in a chunk; any number gives the same result up to rounding. Default: as
-            many as have 64 factors.
+        queries: q, ``(..., T, d)``.
+        keys: k, ``(..., T, h, d)``; used as they are, so normalise them before, in float32: in
+            bfloat16 a length is off by up to 0.5 %, and the state may grow.
+        values: v, ``(..., T, h, e)``.
+        strengths: b, ``(..., T, h)``.
+        log_gate: Logarithms of the gates, ``(..., T)``, not positive; -inf forgets what was before.
+            Default: no gate.
+        state: S before the first token, ``(..., d, e)``. Default: zero.
+        chunk_size: Tokens in a chunk; the result is the same up to rounding. Default: as many as
+            have 64 factors.
 
-    Returns:
-        The outputs o, ``(..., T, e)``, and the state after the last token, ``(..., d, e)``.
-
+    Returns: The outputs o, ``(..., T, e)``, and the state after the last token, ``(..., d, e)``.
     Raises:
         ValueError: for shapes that do not fit, b outside [0, 2], or gates above 1 (both looked at
             on a CPU only).
-
-    Note:
-        With R factors in a chunk about T h (2 R + 3 d)(d + e) multiplications in large products
-        and one triangular solve for all chunks at once, then one product of d x d by d x e for
-        each chunk in turn. Half-precision input is computed in float32, where the state stays.
-        Never divides by b.
-
-    Reference:
-        Siems et al., DeltaProduct (2025), arXiv:2502.10297; Yang et al., Parallelizing linear
-        transformers with the delta rule over sequence length (NeurIPS 2024), section 3.
+    Note: With R factors in a chunk about T h (2 R + 3 d)(d + e) multiplications in large products
+        and one triangular solve for all chunks, then one product of d x d by d x e for each chunk
+        in turn. Half precision is computed in float32, where the state stays. Never divides by b.
+    Reference: Siems et al., DeltaProduct (2025), arXiv:2502.10297; Yang et al., Parallelizing
+        linear transformers with the delta rule over sequence length (NeurIPS 2024), section 3.
     """
     _check(queries, keys, values, strengths, log_gate, state, chunk_size)
     with no_autocast(values):
@@ -86,10 +80,8 @@ def delta_product(
 
         def cut(tensor: Tensor, dim: int, inner: int) -> Tensor:
             """Split dimension ``dim`` of ``T inner`` entries into chunks; pad the last with 0."""
-            missing = (chunks * chunk - length) * inner
-            if missing:
-                widths = [0, 0] * (-dim - 1) + [0, missing]
-                tensor = torch.nn.functional.pad(tensor, widths)
+            if missing := (chunks * chunk - length) * inner:
+                tensor = torch.nn.functional.pad(tensor, [0, 0] * (-dim - 1) + [0, missing])
             return torch.unflatten(tensor, dim, (chunks, chunk * inner))
 
         # (..., chunks, C, d), (..., chunks, C h, d or e); b = 0 in the padding changes nothing.
@@ -181,14 +173,8 @@ def _check(
         if tensor is not None and tuple(tensor.shape) != shape:
             condition = f"have shape {shape} for keys of shape {tuple(keys.shape)}"
             raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
-    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-        raise ValueError(fail("chunk_size", "be a positive integer or None", repr(chunk_size)))
-    found = readable(strengths)  # on an accelerator a look would wait for it
-    if found is not None and not bool(((found >= 0.0) & (found <= 2.0)).all()):
-        low, high = float(found.min()), float(found.max())
-        raise ValueError(
-            fail("strengths", "lie in [0, 2]", f"[{low:g}, {high:g}]", "use 2 sigmoid(...)")
-        )
+    check_count("chunk_size", chunk_size, or_none=True)
+    check_strengths("strengths", strengths)
     opened = None if log_gate is None else readable(log_gate)
     if opened is not None and bool((opened > 0.0).any()):
         highest = f"{float(opened.max()):g}"

@@ -6,8 +6,8 @@ the gradient has T = (X'G - G'X) / (2 (1 - a)) and V = (I - XX')G. One step is
 
     M <- mu M - grad,   X+ = R_X(eta M),   M <- M - X+ sym(X+'M)
 
-the last being the orthogonal projection onto the tangent space at the new point. Of M = XT + V the
-parts T and V are kept. For xi = XT + V the retractions are
+the last being the projection onto the tangent space at the new point. Of M the parts T and V are
+kept. For xi = XT + V the retractions are
 
     polar    (X + xi) (I + xi'xi)^(-1/2)
     qr       qf(X + xi) = (X + xi) L^(-T) with LL' = I + xi'xi
@@ -81,8 +81,7 @@ def descend_(
         normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
         lr: eta, a number or ``(k, 1, 1)``.
         momentum: mu.
-        force: Factor on the gradient: 1 - dampening, negative to maximise; a number or
-            ``(k, 1, 1)``.
+        force: Factor on the gradient, a number or ``(k, 1, 1)``, negative to maximise.
         nesterov: X moves along mu M - grad.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         retraction: "cayley", "qr" or "polar".
@@ -90,8 +89,8 @@ def descend_(
 
     Returns: The new point, ``(k, n, m)``.
     Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with
-        ``setting.correct`` two more, and two for the momentum; two more in a step
-        that would amplify rounding. A step longer than 64 is cut to 64.
+        ``setting.correct`` two more, and two for the momentum; two more in a step that would
+        amplify rounding. A step longer than 64 is cut to 64.
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
@@ -127,9 +126,8 @@ def measure(
 ) -> tuple[Tensor, Tensor]:
     """Return X and X'G, which is zero for the matrices that do not move.
 
-    With ``setting.correct`` for X made orthonormal again, and ``normal`` normal to it.
-
-    One Newton-Schulz step, X C with C = (3I - X'X)/2, is enough to take rounding out of X'X.
+    With ``setting.correct`` X is made orthonormal, by one Newton-Schulz step X (3I - X'X)/2, which
+    is enough for rounding, and ``normal`` normal to it.
     """
     correct, pairs = setting.correct, [(point, grad)]
     if correct is False:
@@ -181,11 +179,8 @@ def carry_(
 def move_along_cayley(
     point: Tensor, turn: Tensor, normal: Tensor, own: Tensor, step: Scalar
 ) -> Tensor:
-    """Return cay(step W) X for xi = X ``turn`` + ``normal`` and ``own`` = V'V.
-
-    K^(-1) (2I - K) is solved for as it stands: a solve with the tall matrix takes eight times as
-    long as this and a product.
-    """
+    """Return cay(step W) X for xi = X ``turn`` + ``normal`` and ``own`` = V'V."""
+    # K^(-1) (2I - K) as it stands: a solve with the tall matrix takes eight times as long.
     half = own * (step * step / 4)
     half = half.sub_(turn * (step / 2))
     turned, _ = torch.linalg.solve_ex(

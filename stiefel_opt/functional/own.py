@@ -19,12 +19,10 @@ from stiefel_opt.device import full_precision, no_autocast
 def own(free: Tensor) -> Tensor:
     r"""Return :math:`V (V'V)^{-1/2}` for the columns of ``free`` less their means.
 
-    Every column of the result sums to zero.
-
     Args:
         free: Matrices ``(..., n, m)`` with m <= n - 1 whose centred columns are independent.
 
-    Returns: Matrices with orthonormal columns, ``(..., n, m)``.
+    Returns: Matrices with orthonormal columns that sum to zero, ``(..., n, m)``.
     Raises:
         ValueError: for m >= n: centred columns span at most n - 1 dimensions.
     Note: 4 n m^2 flops and an eigendecomposition of m x m, which waits for the device. Equal
@@ -32,21 +30,12 @@ def own(free: Tensor) -> Tensor:
     Reference: Huang et al. (AAAI 2018), eq. (5).
     """
     if free.ndim < 2 or not 1 <= free.size(-1) < free.size(-2):
-        raise ValueError(
-            fail(
-                "free",
-                "have more rows than columns: OWN centres the columns",
-                f"shape {tuple(free.shape)}",
-                "use another map for square matrices",
-            )
-        )
+        condition = "have more rows than columns: OWN centres the columns"
+        remedy = "use another map for square matrices"
+        raise ValueError(fail("free", condition, f"shape {tuple(free.shape)}", remedy))
     centred = free - free.mean(dim=-2, keepdim=True)
-    return centred @ _inverse_root(centred.mH @ centred)
-
-
-def _inverse_root(matrix: Tensor) -> Tensor:
-    result: Tensor = _InverseRoot.apply(matrix)[0]  # type: ignore[no-untyped-call]
-    return result
+    root: Tensor = _InverseRoot.apply(centred.mH @ centred)[0]  # type: ignore[no-untyped-call]
+    return centred @ root
 
 
 class _InverseRoot(torch.autograd.Function):

@@ -29,24 +29,20 @@ def rollout(
     r"""Return all hidden states :math:`h_t = \sigma(x_t + h_{t-1} Q^\top)`, one row each sequence.
 
     Args:
-        inputs: x, shape ``(T, batch, N)`` with T > 0: what enters each step, bias included.
+        inputs: x, ``(T, batch, N)`` with T > 0: what enters each step, bias included.
         start: Hidden state before the first step, ``(batch, N)``.
         transition: Q, ``(N, N)``; or factors ``(A, C)`` of shapes ``(N, L)`` and ``(L, N)`` with
             Q' = I - A C, which are multiplied one after the other.
         nonlinearity: ``"tanh"``, ``"relu"``, ``"abs"`` or ``"modrelu"``, sign(z) relu(|z| + b).
-        threshold: b of modrelu, shape ``(N,)``. Default: zero.
+        threshold: b of modrelu, ``(N,)``. Default: zero.
 
     Raises:
         ValueError: for an unknown nonlinearity, or shapes that do not fit.
         TypeError: for tensors of several dtypes.
-
-    Note:
-        2 batch N^2 flops a step, or 4 batch N L by factors; the backward twice that. Asking for a
+    Note: 2 batch N^2 flops a step, or 4 batch N L by factors; the backward twice that. Asking for a
         graph of the backward works and takes autograd's time. Complex tensors are left to autograd
         and take tanh and modrelu, z / |z| relu(|z| + b).
-
-    Reference:
-        modrelu: Arjovsky, Shah & Bengio (ICML 2016), eq. (8); factors: Likhosherstov et al.
+    Reference: modrelu: Arjovsky, Shah & Bengio (ICML 2016), eq. (8); factors: Likhosherstov et al.
         (AISTATS 2021), section 3.1.
     """
     choices = COMPLEX_NONLINEARITIES if inputs.is_complex() else NONLINEARITIES
@@ -58,28 +54,27 @@ def rollout(
         condition = f"have shape {tuple(inputs.shape[1:])}"
         raise ValueError(fail("start", condition, f"shape {tuple(start.shape)}"))
     left, right = transition if isinstance(transition, tuple) else (transition, None)
-    _check_weights(inputs, start, left, right, threshold)
+    _check(inputs, start, left, right, threshold)
     if inputs.is_complex():
         return _by_autograd(inputs, start, left, right, nonlinearity, threshold)
     outputs: Tensor = _Rollout.apply(inputs, start, left, right, threshold, nonlinearity)  # type: ignore[no-untyped-call]
     return outputs
 
 
-def _check_weights(
+def _check(
     inputs: Tensor, start: Tensor, left: Tensor, right: Tensor | None, threshold: Tensor | None
 ) -> None:
-    """Raise unless all fits the inputs, of which the shape is known to be right."""
+    """Raise unless all fits the inputs."""
     size, dtype = inputs.size(-1), inputs.dtype
     inner = size if right is None or left.ndim != 2 else left.size(-1)
-    expected: list[tuple[str, Tensor, tuple[int, ...], torch.dtype]] = [
-        ("start", start, tuple(start.shape), dtype),
+    for name, tensor, shape, wanted in (
+        ("start", start, tuple(inputs.shape[1:]), dtype),
         ("transition", left, (size, inner), dtype),
-    ]
-    if right is not None:
-        expected.append(("transition", right, (inner, size), dtype))
-    if threshold is not None:
-        expected.append(("threshold", threshold, (size,), dtype.to_real()))
-    for name, tensor, shape, wanted in expected:
+        ("transition", right, (inner, size), dtype),
+        ("threshold", threshold, (size,), dtype.to_real()),
+    ):
+        if tensor is None:
+            continue
         if tuple(tensor.shape) != shape:
             condition = f"have shape {shape} for inputs of shape {tuple(inputs.shape)}"
             raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
@@ -154,29 +149,20 @@ class _Rollout(torch.autograd.Function):
         else:
             deltas, backs, first = _backward(grad, slope, left, right)
         grad_left = grad_right = grad_threshold = None
-        steps = deltas.flatten(0, 1)
+        steps, before = deltas.flatten(0, 1), outputs[:-1].flatten(0, 1)
         if right is None:
             if wants[2]:
-                grad_left = deltas[0].mT @ start + _tail(deltas).mT @ _but_last(outputs)
+                grad_left = deltas[0].mT @ start + deltas[1:].flatten(0, 1).mT @ before
         else:
             if wants[2]:
-                grad_left = -(start.mT @ backs[0] + _but_last(outputs).mT @ _tail(backs))
+                grad_left = -(start.mT @ backs[0] + before.mT @ backs[1:].flatten(0, 1))
             if wants[3] and torch.is_grad_enabled():
-                grad_right = -((start @ left).mT @ deltas[0])
-                grad_right = grad_right - (_but_last(outputs) @ left).mT @ _tail(deltas)
-            elif wants[3]:
+                inner = torch.cat([(start @ left)[None], outputs[:-1] @ left])
+            if wants[3]:
                 grad_right = -(inner.flatten(0, 1).mT @ steps)
         if wants[4]:
             grad_threshold = (steps * outputs.sign().flatten(0, 1)).sum(0)
         return deltas, first if wants[1] else None, grad_left, grad_right, grad_threshold, None
-
-
-def _tail(steps: Tensor) -> Tensor:
-    return steps[1:].flatten(0, 1)
-
-
-def _but_last(steps: Tensor) -> Tensor:
-    return steps[:-1].flatten(0, 1)
 
 
 def _backward(

@@ -4,16 +4,14 @@ With the vectors :math:`v_1, ..., v_L` as the columns of V and :math:`H(v) = I -
 
     H(v_1) ... H(v_L) = I - V S^{-1} V',   S = diag(V'V) / 2 + striu(V'V).
 
-The identity needs S + S' = V'V and nothing else: vectors need not have unit length, and taking the
-diagonal from the same Gram matrix keeps its rounding out of the result. Complex vectors: ' is the
-conjugate transpose. Lengths should lie between 1e-15 and 1e15, as their squares must not under- or
-overflow.
+with ' the conjugate transpose. The identity needs S + S' = V'V and nothing else: vectors need not
+have unit length (between 1e-15 and 1e15: squares must not under- or overflow), and the diagonal
+from the same Gram matrix keeps its rounding out of the result.
 
 In float32, max abs of Q'Q - I is 1e-7 for L = 16 and 4e-7 for L = N = 256, at a Gaussian start and
-after 1,000 steps of SGD or Adam alike; for T-CWY with 16 to 256 columns 1e-7 to 3e-7 at the start,
-and at most 5e-7 after 1,000 steps. What grows with L is the rounding E of the Gram matrix, which
-comes back as W'EW with W = S^{-1} V'. A diagonal of exactly 1/2 for rounded unit vectors would add
-to E the error of their lengths: twice the error at the vectors of a given matrix.
+after 1,000 steps of SGD or Adam alike; for T-CWY with 16 to 256 columns 1e-7 to 3e-7, after 1,000
+steps at most 5e-7. What grows with L is the rounding E of the Gram matrix, which comes back as W'EW
+with W = S^{-1} V'. A diagonal of exactly 1/2 for unit vectors would add the error of their lengths.
 
 Reference: Likhosherstov et al., CWY Parametrization (AISTATS 2021, arXiv 2004.08675).
 """
@@ -35,9 +33,7 @@ _PANEL = 64  # rows of a panel at least: products with fewer are slow
 
 @full_precision
 def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
-    r"""Return :math:`H(v_1) \cdots H(v_L)` by applying one reflection after the other.
-
-    The slow reference; :func:`cwy` is the same map.
+    r"""Return :math:`H(v_1) \cdots H(v_L)`, one reflection after the other: slow, as :func:`cwy`.
 
     Args:
         vectors: Nonzero columns, ``(..., N, L)``.
@@ -50,15 +46,13 @@ def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
     Reference: Mhammedi et al. (ICML 2017).
     """
     columns = _check_vectors(vectors, columns)
-    lengths = vectors.abs().square().sum(-2)
-    _check_lengths(lengths)
+    lengths = vectors.abs().square().sum(-2, keepdim=True)
+    check_lengths(lengths)
     result = _leading_columns(vectors, columns)
-    for column, length in zip(
-        reversed(vectors.unbind(-1)), reversed(lengths.unbind(-1)), strict=True
-    ):
-        vector = column.unsqueeze(-1)
-        scaled = vector * (2 / length)[..., None, None]
-        result = result - scaled @ (vector.mH @ result)
+    scaled = vectors * (2 / lengths)
+    for index in reversed(range(vectors.size(-1))):
+        vector = vectors[..., index : index + 1]
+        result = result - scaled[..., index : index + 1] @ (vector.mH @ result)
     return result
 
 
@@ -75,8 +69,7 @@ def cwy(vectors: Tensor, columns: int | None = None) -> Tensor:
     Raises:
         ValueError: for L > N, or a zero vector (looked at on the CPU only).
     Note: 2 N L^2 flops for the Gram matrix, L^2 M for the solve, 2 N L M for the product: for
-        L = N 2.5 products of N x N, and 4.5 for the backward, which is written by hand. A backward
-        that is itself differentiated is recorded by autograd.
+        L = N 2.5 products of N x N, and 4.5 for the backward, which can be differentiated.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
     """
     return _compact(vectors, _check_vectors(vectors, columns))
@@ -84,15 +77,12 @@ def cwy(vectors: Tensor, columns: int | None = None) -> Tensor:
 
 @full_precision
 def tcwy(vectors: Tensor) -> Tensor:
-    r"""Return the first M columns of the product of M reflections, without the others.
-
-    :math:`[I; 0] - V S^{-1} V_1'` with :math:`V_1` the top M x M block of V: onto St(N, M) for
-    M < N and real vectors.
+    r"""Return the first M columns of a product of M reflections, :math:`[I; 0] - V S^{-1} V_1'`.
 
     Args:
-        vectors: Nonzero columns, ``(..., N, M)`` with M <= N.
+        vectors: Nonzero columns, ``(..., N, M)`` with M <= N; V1 is their top M x M block.
 
-    Returns: Matrices with orthonormal columns, ``(..., N, M)``.
+    Returns: Matrices with orthonormal columns, ``(..., N, M)``: all of them, if real with M < N.
     Raises:
         ValueError: for M > N, or a zero vector (looked at on the CPU only).
     Note: 4 N M^2 + 7/3 M^3 flops; the backward 6 N M^2 + O(M^3).
@@ -120,19 +110,20 @@ def cwy_factors(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """
     _check_vectors(vectors)
     lengths = torch.linalg.vector_norm(vectors, dim=-2, keepdim=True)
-    _check_lengths(lengths)
+    check_lengths(lengths)
     unit = vectors / lengths
-    return unit, _half_gram(unit.mH @ unit)
+    gram = unit.mH @ unit
+    half = gram.diagonal(dim1=-2, dim2=-1) / 2
+    return unit, torch.triu(gram, 1) + torch.diag_embed(half)
 
 
 @full_precision
 def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
     r"""Return :math:`H_n \cdots H_1` with :math:`H_j = I - b_j k_j k_j' / |k_j|^2`.
 
-    The first key acts first. :math:`I - K T K'` with
-    :math:`T = (I + \mathrm{stril}(\mathrm{diag}(c) K'K))^{-1} \mathrm{diag}(c)`,
-    :math:`c_j = b_j / |k_j|^2`. Norms are at most 1; b = 2 is a reflection, b = 1 a projection,
-    b = 0 the identity.
+    That is :math:`I - K (I + \mathrm{stril}(\mathrm{diag}(c) K'K))^{-1} \mathrm{diag}(c) K'` with
+    :math:`c_j = b_j / |k_j|^2`; the first key acts first. Norms are at most 1; b = 2 is a
+    reflection, b = 1 a projection, b = 0 the identity.
 
     Args:
         keys: Nonzero columns, ``(..., N, n)``.
@@ -150,10 +141,10 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
         raise ValueError(
             fail("betas", f"have one number for each of {keys.size(-1)} keys", tuple(betas.shape))
         )
-    _check_betas(betas)
+    check_strengths("betas", betas)
     gram = keys.mH @ keys
     lengths = gram.diagonal(dim1=-2, dim2=-1).real
-    _check_lengths(lengths, "keys")
+    check_lengths(lengths, "keys")
     weights = (betas / lengths).to(lengths.dtype).unsqueeze(-1)
     # unitriangular leaves the diagonal unread: that is I
     folded: Tensor = torch.linalg.solve_triangular(
@@ -215,7 +206,7 @@ class _Compact(torch.autograd.Function):
     @override
     def forward(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
         half_gram, solved = _solved(vectors, columns)
-        _check_lengths(half_gram.diagonal(dim1=-2, dim2=-1).real)
+        check_lengths(half_gram.diagonal(dim1=-2, dim2=-1).real)
         result = vectors.new_empty(*vectors.shape[:-1], columns)
         torch.baddbmm(result, vectors, solved, beta=0.0, alpha=-1.0, out=result)
         result.diagonal(dim1=-2, dim2=-1).add_(1)
@@ -244,10 +235,7 @@ class _Compact(torch.autograd.Function):
     @staticmethod
     @override
     def vmap(
-        info: Any,
-        in_dims: tuple[int | None, None],
-        vectors: Tensor,
-        columns: int,
+        info: Any, in_dims: tuple[int | None, None], vectors: Tensor, columns: int
     ) -> tuple[tuple[Tensor, ...], int]:
         batched = vectors.movedim(in_dims[0], 0) if in_dims[0] is not None else vectors[None]
         flat = _Compact.apply(batched.flatten(0, -3), columns)  # type: ignore[no-untyped-call]
@@ -271,11 +259,6 @@ def _pull_back(vectors: Tensor, half_gram: Tensor, solved: Tensor, grad: Tensor)
     return result
 
 
-def _half_gram(gram: Tensor) -> Tensor:
-    """Return S with S + S' = V'V, upper triangular."""
-    return torch.triu(gram, 1) + torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1) / 2)
-
-
 def _leading_columns(vectors: Tensor, columns: int) -> Tensor:
     eye = torch.eye(vectors.size(-2), columns, dtype=vectors.dtype, device=vectors.device)
     return eye.expand(*vectors.shape[:-2], -1, -1)
@@ -296,18 +279,18 @@ def _check_vectors(
     return columns
 
 
-def _check_lengths(lengths: Tensor, name: str = "vectors") -> None:
+def check_lengths(lengths: Tensor, name: str = "vectors") -> None:
+    """Raise where one of the ``lengths`` can be read and is zero."""
     values = readable(lengths)
     if values is not None and bool((values == 0).any()):
-        raise ValueError(
-            fail(name, "be nonzero columns", "a zero vector", "a reflection needs a direction")
-        )
+        remedy = "a reflection needs a direction"
+        raise ValueError(fail(name, "be nonzero columns", "a zero vector", remedy))
 
 
-def _check_betas(betas: Tensor) -> None:
-    values = readable(betas)
+def check_strengths(name: str, strengths: Tensor) -> None:
+    """Raise where ``strengths`` can be read and lie outside [0, 2]."""
+    values = readable(strengths)
     if values is not None and not bool(((values >= 0) & (values <= 2)).all()):
         low, high = float(values.min()), float(values.max())
-        raise ValueError(
-            fail("betas", "lie in [0, 2]", f"values from {low:g} to {high:g}", "use 2 * sigmoid")
-        )
+        found = f"[{low:g}, {high:g}]"
+        raise ValueError(fail(name, "lie in [0, 2]", found, "use 2 * sigmoid"))

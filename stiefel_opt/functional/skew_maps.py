@@ -51,12 +51,11 @@ def cayley_map(free: Tensor, base: Tensor | None = None) -> Tensor:
     r"""Return :math:`(I - A/2)^{-1} (I + A/2) X_0` for :math:`A = P X_0' - X_0 P'`.
 
     Args:
-        free: P, any matrices ``(..., n, m)`` with n >= m.
-        base: X0, orthonormal, same shape. Default: the first m columns of I.
+        free, base: as in :func:`exponential_map`.
 
     Returns: Matrices with orthonormal columns, ``(..., n, m)``.
     Raises:
-        ValueError: for wide matrices, or a base of another shape.
+        ValueError: as :func:`exponential_map`.
     Note: One LU solve of n x n, or of 2m x 2m and three products n x m by m x m where 2m < n.
     Reference: Helfrich, Willmott & Ye (ICML 2018); Likhosherstov et al. (AISTATS 2021), Lemma 1.
     """
@@ -87,8 +86,7 @@ def _apply(matrix: Tensor, base: Tensor | None, columns: int) -> Tensor:
 
 
 def _exponential(matrix: Tensor) -> Tensor:
-    size = matrix.size(-1)
-    return exponential(matrix.reshape(-1, size, size)).reshape(matrix.shape)
+    return exponential(matrix.reshape(-1, *matrix.shape[-2:])).reshape(matrix.shape)
 
 
 def _base(free: Tensor, base: Tensor | None) -> Tensor:
@@ -98,10 +96,7 @@ def _base(free: Tensor, base: Tensor | None) -> Tensor:
 
 
 def _factors(free: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return B, C'B and C'X0, with [P/s, X0] and [s X0, -P] for B and C.
-
-    s near |P| makes the blocks s I and P'P/s of C'B equally large.
-    """
+    """Return B, C'B and C'X0 for B = [P/s, X0], C = [s X0, -P]; s near |P| balances C'B."""
     point = _base(free, base)
     m = free.size(-1)
     inner = free[..., :m, :] if base is None else base.mH @ free

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.device import readable
+from stiefel_opt.functional.reflections import check_lengths
 
 
 def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
@@ -34,13 +34,10 @@ def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
         raise TypeError(fail("vectors", "be complex", vectors.dtype))
     if n < 1 or vectors.size(-1) != 2 or phases.shape[-2:] != (3, n) or permutation.shape != (n,):
         shapes = f"{tuple(phases.shape)}, {tuple(vectors.shape)} and {tuple(permutation.shape)}"
-        raise ValueError(
-            fail("phases, vectors, permutation", "be (..., 3, N), (..., N, 2) and (N,)", shapes)
-        )
+        condition = "be (..., 3, N), (..., N, 2) and (N,)"
+        raise ValueError(fail("phases, vectors, permutation", condition, shapes))
     lengths = vectors.abs().square().sum(-2)
-    values = readable(lengths)
-    if values is not None and bool((values == 0).any()):
-        raise ValueError(fail("vectors", "be nonzero columns", "a zero vector"))
+    check_lengths(lengths)
     phases = phases.to(lengths.dtype)  # converted apart, as by module.double()
     first, second, third = torch.polar(torch.ones_like(phases), phases).unbind(-2)
     scaled = vectors * (2 / lengths).unsqueeze(-2)
@@ -72,17 +69,15 @@ def eurnn(phases: Tensor, angles: Tensor) -> Tensor:
     n = phases.size(-1) if phases.ndim else 0
     if n < 2 or angles.ndim < 3 or angles.shape[-2:] != (2, n // 2):
         shapes = f"{tuple(phases.shape)} and {tuple(angles.shape)}"
-        raise ValueError(
-            fail("phases, angles", "be (..., N) and (..., L, 2, N // 2), N >= 2", shapes)
-        )
+        condition = "be (..., N) and (..., L, 2, N // 2), N >= 2"
+        raise ValueError(fail("phases, angles", condition, shapes))
     dtype = torch.promote_types(torch.promote_types(phases.dtype, angles.dtype), torch.float32)
     phases, angles = phases.to(dtype), angles.to(dtype)
     result = torch.diag_embed(torch.polar(torch.ones_like(phases), phases))
     for number, layer in enumerate(angles.unbind(-3)):
-        start = number % 2
-        count = (n - start) // 2
-        turn, phase = layer[..., :count].unsqueeze(-3).unbind(-2)
+        start, count = number % 2, (n - number % 2) // 2
         stop = start + 2 * count
+        turn, phase = layer[..., :count].unsqueeze(-3).unbind(-2)
         # F acts on columns: (a, b) -> (e^{ip} (a cos + b sin), b cos - a sin)
         left, right = result[..., start:stop:2], result[..., start + 1 : stop : 2]
         cosine, sine = turn.cos(), turn.sin()

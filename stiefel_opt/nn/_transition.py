@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import check_choice, fail
+from stiefel_opt._checks import check_choice, check_options, fail
 from stiefel_opt.constraints import PROJECTS, constrain, readings
 from stiefel_opt.functional import cwy_factors
 from stiefel_opt.geometry import random_point
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.parametrizations import CWY, MAPS, helfrich, henaff, orthogonal
+from stiefel_opt.parametrizations import CWY, MAPS, orthogonal
+from stiefel_opt.parametrizations.init import draw_rotation
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
@@ -32,15 +32,10 @@ def check_transition(transition: str | None) -> None:
 @torch.no_grad()
 def draw_start(weight: Tensor, generator: torch.Generator | None) -> None:
     """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
-    shape, dtype = (len(weight), weight[0].numel()), weight.dtype
     device = weight.device if generator is None else generator.device
-    if dtype.is_complex:
-        gaussian = torch.randn(shape, generator=generator, dtype=dtype, device=device)
-        unitary, triangular = torch.linalg.qr(gaussian)
-        start = unitary * triangular.diagonal().sgn()
-    else:
-        wide = torch.float32 if dtype in _HALF else dtype
-        start = random_point(*shape, generator=generator, dtype=wide, device=device)
+    dtype = torch.float32 if weight.dtype in _HALF else weight.dtype
+    shape = len(weight), weight[0].numel()
+    start = random_point(*shape, generator=generator, dtype=dtype, device=device)
     weight.copy_(start.view(weight.shape))
 
 
@@ -60,15 +55,11 @@ def set_transition(
         orthogonal(module, name, map=transition, **options)
         return
     if start is not None:
-        check_choice("start", start, ("helfrich", "henaff"))
         parameter = module.get_parameter(name)
-        drawn = (henaff if start == "henaff" else helfrich)(len(parameter), generator=generator)
         with torch.no_grad():
-            parameter.copy_(drawn)
+            parameter.copy_(draw_rotation(start, len(parameter), generator))
     if transition == TAGGED:
-        known = set(inspect.signature(constrain).parameters) - {"module", "name"}
-        if unknown := sorted(set(options) - known):
-            raise TypeError(fail("options of 'tagged'", "be known", ", ".join(unknown)))
+        check_options(TAGGED, options, constrain)
         constrain(module, name, **options)
     elif options:
         raise TypeError(fail("options", "be empty for transition=None", ", ".join(options)))

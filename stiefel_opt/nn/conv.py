@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_flag, fail
+from stiefel_opt._checks import check_choice, check_count, check_flag, fail
 from stiefel_opt.nn._transition import check_transition, draw_start, keep_on_load, set_transition
 
 # All with |s(x)| <= |x|, as the bound on the hidden images needs.
@@ -24,11 +24,10 @@ class ConvNERU(nn.Module):
 
     for kernels of side q, f hidden channels and :math:`\hat K` the kernel as a matrix with one row
     for each offset and input channel. With zero padding :math:`|K * G| \le |G|`: without input and
-    bias the state cannot grow, and gradients cannot grow on their way back.
+    bias neither the state nor a gradient on its way back can grow.
 
     Args:
-        in_channels: Channels of an input image.
-        hidden_channels: Channels of a hidden image, f.
+        in_channels, hidden_channels: Channels of an input image and of a hidden one, f.
         kernel_size: Side of both kernels, q, odd. Default: 3.
         nonlinearity: ``"relu"``, ``"tanh"`` or ``"abs"``. Default: ``"relu"``.
         bias: Whether there is a bias, one number for each hidden channel. Default: yes.
@@ -44,14 +43,10 @@ class ConvNERU(nn.Module):
         ValueError: for unknown names, sizes below 1, an even ``kernel_size``, and input that does
             not fit.
         TypeError: for unknown options, and for ``scale``, which is 1/q.
-
-    Note:
-        Two convolutions a step; those of the input are done for all steps at once. The constrained
-        weight is ``hidden_conv.weight``, 1/q times a matrix with orthonormal rows once flattened.
-        For q = 1 the matrix is square, which ``"tcwy"`` does not reach: use ``"cwy"``.
-
-    Reference:
-        Likhosherstov et al. (AISTATS 2021), section 3.4 and appendix B.
+    Note: Two convolutions a step; those of the input are done for all steps at once. The
+        constrained weight is ``hidden_conv.weight``, 1/q times a matrix with orthonormal rows once
+        flattened. For q = 1 it is square, which ``"tcwy"`` does not reach: use ``"cwy"``.
+    Reference: Likhosherstov et al. (AISTATS 2021), section 3.4 and appendix B.
     """
 
     def __init__(
@@ -70,14 +65,9 @@ class ConvNERU(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        sizes = {
-            "in_channels": in_channels,
-            "hidden_channels": hidden_channels,
-            "kernel_size": kernel_size,
-        }
-        for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(fail(name, "be a positive integer", repr(value)))
+        check_count("in_channels", in_channels)
+        check_count("hidden_channels", hidden_channels)
+        check_count("kernel_size", kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(fail("kernel_size", "be odd", kernel_size))
         check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
@@ -93,25 +83,10 @@ class ConvNERU(nn.Module):
         self.nonlinearity = nonlinearity
         self.batch_first = batch_first
         self.transition = transition
-        padding = kernel_size // 2
-        self.input_conv = nn.Conv2d(
-            in_channels,
-            hidden_channels,
-            kernel_size,
-            padding=padding,
-            bias=bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.hidden_conv = nn.Conv2d(
-            hidden_channels,
-            hidden_channels,
-            kernel_size,
-            padding=padding,
-            bias=False,
-            device=device,
-            dtype=dtype,
-        )
+        layout: Any = {"padding": kernel_size // 2, "device": device, "dtype": dtype}
+        self.input_conv = nn.Conv2d(in_channels, hidden_channels, kernel_size, bias=bias, **layout)
+        square = hidden_channels, hidden_channels, kernel_size
+        self.hidden_conv = nn.Conv2d(*square, bias=False, **layout)
         weight = self.hidden_conv.weight
         draw_start(weight, generator)
         with torch.no_grad():

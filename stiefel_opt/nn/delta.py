@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 from typing_extensions import override
 
-from stiefel_opt._checks import check_flag, fail
+from stiefel_opt._checks import check_count, check_flag, fail
 from stiefel_opt.functional import delta_product
 
 _SHORTEST_KEY = 1e-3  # shorter ones fade out instead of jumping to unit length
@@ -24,9 +24,8 @@ class DeltaProduct(nn.Module):
         S \leftarrow g S, \qquad S \leftarrow (I - b_j k_j k_j^\top) S + b_j k_j v_j^\top,
         \quad j = 1, \dots, h, \qquad o = S^\top q,
 
-    with unit k and q and :math:`b = 2\,\mathrm{sigmoid}(\cdot)`. A transition has spectral norm at
-    most 1. It reaches eigenvalue -1 for h = 1 (parity) and rotations for h = 2; h factors can
-    permute h + 1 things.
+    with unit k and q and :math:`b = 2\,\mathrm{sigmoid}(\cdot)`. A transition has norm at most 1,
+    and eigenvalue -1 for h = 1 (parity), rotations for h = 2; h factors can permute h + 1 things.
 
     Args:
         embed_dim: Width of a token.
@@ -42,13 +41,8 @@ class DeltaProduct(nn.Module):
     Raises:
         ValueError: for sizes below 1, or heads that do not divide ``embed_dim`` where ``head_dim``
             is left open.
-
-    Note:
-        The recurrence runs chunk by chunk, see :func:`stiefel_opt.functional.delta_product`; in
-        float32 under autocast. A token at a time works too: pass the state on.
-
-    Reference:
-        Siems et al., DeltaProduct (2025), arXiv:2502.10297.
+    Note: In float32 under autocast. A token at a time works too: pass the state on.
+    Reference: Siems et al., DeltaProduct (2025), arXiv:2502.10297.
     """
 
     def __init__(
@@ -68,17 +62,13 @@ class DeltaProduct(nn.Module):
         super().__init__()
         check_flag("gate", gate)
         check_flag("bias", bias)
-        sizes: dict[str, int | None] = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "num_factors": num_factors,
-            "head_dim": head_dim,
-            "value_dim": value_dim,
-            "chunk_size": chunk_size,
-        }
-        for name, value in sizes.items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(fail(name, "be a positive integer", repr(value)))
+        check_count("embed_dim", embed_dim)
+        check_count("num_heads", num_heads)
+        check_count("num_factors", num_factors)
+        check_count("chunk_size", chunk_size, or_none=True)
+        for name, value in (("head_dim", head_dim), ("value_dim", value_dim)):
+            if value is not None:
+                check_count(name, value)
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
                 fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads, "or pass head_dim")
@@ -105,9 +95,9 @@ class DeltaProduct(nn.Module):
         """Return the outputs and the state after the last token.
 
         Args:
-            input: Tokens, shape ``(..., T, embed_dim)``.
-            state: State before the first token, shape ``(..., num_heads, head_dim, value_dim)``, as
-                an earlier call returned it. Default: zero.
+            input: Tokens, ``(..., T, embed_dim)``.
+            state: State before the first token, as an earlier call returned it,
+                ``(..., num_heads, head_dim, value_dim)``. Default: zero.
 
         Returns: Outputs ``(..., T, embed_dim)`` and the state, shaped like ``state``.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,14 @@ Free = Tensor | tuple[Tensor, ...]
 class Parametrization(nn.Module):
     """Free tensors -> a weight of orthonormal matrices, for ``torch.nn.utils.parametrize``.
 
-    A subclass gives :meth:`point` and its inverse :meth:`free`. Called before it is registered, a
-    module maps free tensors to matrices ``(..., n, m)``.
-
-    The first ``right_inverse``, which torch calls on registration, takes the nearest matrix that
-    the map reaches, or a random one where there is no way back. Later ones are assignments
-    (``module.weight = Q``), and an error if Q is not reached.
+    A subclass gives :meth:`point` and its inverse :meth:`free`. Before it is registered a module
+    maps free tensors to matrices ``(..., n, m)``. The first ``right_inverse``, which torch calls on
+    registration, takes the nearest matrix that the map reaches, or a random one where there is no
+    way back; later ones are assignments (``module.weight = Q``), an error if Q is not reached.
 
     Args:
         manifold: How the weight is read as matrices. Default ``Stiefel()``; no ``rows``.
         generator: Source of random starts. Default: torch's global one.
-
     Raises:
         ValueError: for a manifold with ``rows``; on registration for a weight that the map has no
             matrices for, or that is not finite; on assignment for one that is not orthonormal or
@@ -40,6 +38,7 @@ class Parametrization(nn.Module):
     """
 
     orthonormal = True  # whether reports should expect it
+    _kept: tuple[str, ...] = ()  # None until registration, then written in place
 
     def __init__(
         self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
@@ -56,6 +55,8 @@ class Parametrization(nn.Module):
         self.generator = generator
         self.shape: torch.Size | None = None
         self.dtype: torch.dtype | None = None  # of the weight
+        for name in self._kept:
+            self.register_buffer(name, None)
 
     # ---- what a subclass gives -----------------------------------------------------------------
 
@@ -85,6 +86,13 @@ class Parametrization(nn.Module):
         """Say whether there is no way to start near given matrices of m columns."""
         return False
 
+    def _keep(self, name: str, value: Tensor) -> None:
+        """Write a buffer; the first ``value`` becomes it."""
+        if (kept := getattr(self, name)) is None:
+            setattr(self, name, value)
+        else:
+            kept.copy_(value)
+
     # ---- for torch -----------------------------------------------------------------------------
 
     @override
@@ -108,13 +116,14 @@ class Parametrization(nn.Module):
                 raise TypeError(fail("weight", condition, weight.dtype, "convert it"))
             return self._assigned(matrices, weight.dtype)
         self.check(matrices.size(-2), matrices.size(-1), weight.dtype)
-        begun = _cast(self.start(_nearest(matrices)), weight.dtype)
+        if bool((gram_error(matrices) > 1e-10).any()):
+            matrices = polar_factor(matrices)
+        begun: Free = _cast(self.start(matrices), weight.dtype)
         self.shape, self.dtype, self.generator = weight.shape, weight.dtype, None
         half = weight.dtype in (torch.float16, torch.bfloat16)
         for name, buffer in self.named_buffers():
             if buffer.is_floating_point() or buffer.is_complex():
-                kept = _cast_one(buffer, torch.float32 if half else weight.dtype)
-                setattr(self, name, kept)
+                setattr(self, name, _cast(buffer, torch.float32 if half else weight.dtype))
         return begun
 
     @override
@@ -127,23 +136,20 @@ class Parametrization(nn.Module):
 
     def _assigned(self, matrices: Tensor, dtype: torch.dtype) -> Free:
         """Return free tensors that give ``matrices``, or raise and leave the buffers alone."""
-        tolerance = math.sqrt(torch.finfo(dtype).eps)
+        tolerance, name = math.sqrt(torch.finfo(dtype).eps), type(self).__name__
         error = float(gram_error(matrices).max())
         if not error <= tolerance:
-            value = f"an error of {error:.1e}"
-            scale = self.manifold.scale
-            divided = "" if scale == 1.0 else f"{scale:g} times "
-            condition = f"be {divided}orthonormal to be assigned"
+            times = "" if self.manifold.scale == 1.0 else f"{self.manifold.scale:g} times "
+            condition, value = f"be {times}orthonormal to be assigned", f"an error of {error:.1e}"
             raise ValueError(fail("weight", condition, value, "project it first"))
-        name = type(self).__name__
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
         found = self.free(matrices)
         if found is None:
             condition = f"be set through the free tensors of {name}"
             remedy = "there is no way back from one: load a state_dict"
             raise ValueError(fail("weight", condition, "a matrix", remedy))
-        found = _cast(found, dtype)
-        reached = self.point(*(found if isinstance(found, tuple) else (found,)))
+        free: Free = _cast(found, dtype)
+        reached = self.point(*(free if isinstance(free, tuple) else (free,)))
         distance = float((reached.to(matrices.dtype) - matrices).abs().max())
         if not distance <= 10 * tolerance:
             for key, buffer in before.items():
@@ -151,7 +157,7 @@ class Parametrization(nn.Module):
             condition = f"be {self.reach()} to be assigned to {name}"
             remedy = "'trivialization' and 'cayley' reach every matrix"
             raise ValueError(fail("weight", condition, "another matrix", remedy))
-        return found
+        return free
 
     def _read(self, weight: Tensor) -> Tensor:
         """Return the matrices of the weight in double precision, without its scale."""
@@ -166,29 +172,14 @@ class Parametrization(nn.Module):
             raise ValueError(
                 fail("weight", "be finite", "infinities or NaN", "initialise it first")
             )
-        weight = weight.to(finest_dtype(weight))
-        return self.manifold.matrices(weight) / self.manifold.scale
+        return self.manifold.matrices(weight.to(finest_dtype(weight))) / self.manifold.scale
 
     @override
     def extra_repr(self) -> str:
-        if self.shape is None:
-            return ""
-        return self.manifold.describe(self.shape)
+        return "" if self.shape is None else self.manifold.describe(self.shape)
 
 
-def _nearest(matrices: Tensor) -> Tensor:
-    """Return the polar factors; orthonormal matrices stay as they are."""
-    near = gram_error(matrices) <= 1e-10
-    return matrices if bool(near.all()) else polar_factor(matrices)
-
-
-def _cast(found: Free, dtype: torch.dtype) -> Free:
+def _cast(found: Any, dtype: torch.dtype) -> Any:
     if isinstance(found, tuple):
-        return tuple(_cast_one(tensor, dtype) for tensor in found)
-    return _cast_one(found, dtype)
-
-
-def _cast_one(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype.is_complex and not tensor.is_complex():
-        dtype = dtype.to_real()
-    return tensor.to(dtype).contiguous()
+        return tuple(_cast(tensor, dtype) for tensor in found)
+    return found.to(dtype if found.is_complex() else dtype.to_real()).contiguous()

@@ -6,22 +6,42 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_count, fail
 from stiefel_opt.functional.reflections import cwy, generalized_householder, householder, tcwy
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.init import householder_vectors, reflections_of
+from stiefel_opt.parametrizations.init import (
+    gaussian,
+    householder_vectors,
+    reflections_of,
+    with_determinant,
+)
 
 
-class CWY(Parametrization):
+class _Reflecting(Parametrization):
+    """A product of a number of factors."""
+
+    def __init__(
+        self,
+        reflections: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
+        check_count("reflections", reflections, or_none=True)
+        self.reflections = reflections
+
+
+class CWY(_Reflecting):
     r"""Products of L Householder reflections, compact: :math:`Q = I - V S^{-1} V'`.
 
-    Free: nonzero columns V, ``(..., n, L)``. A square matrix is reached with L = N if its
-    determinant is (-1)^N, with L < N if I - Q has rank at most L and the determinant is (-1)^L; a
-    tall one always. Registration negates the last row of a square matrix with the wrong
-    determinant, and starts at random for L < N. Complex reflections miss the phases of the columns:
-    these are a fixed diagonal factor, set on registration and assignment, so that every complex
-    matrix is reached for L >= m. For L < N there is no such factor; own products are reached.
+    Free: nonzero columns V, ``(..., n, L)``. A tall matrix is always reached, a square one with
+    L = N if its determinant is (-1)^N, with L < N if I - Q has rank at most L and the determinant
+    is (-1)^L. Registration negates the last row of a square matrix with the wrong determinant, and
+    starts at random for L < N. Complex reflections miss the phases of the columns: for L >= m these
+    are a fixed diagonal factor, set on registration and assignment, and every matrix is reached;
+    for L < N there is none, and own products are reached.
 
     Args:
         reflections: L. Default: m, the number of columns. A tall matrix needs at least m.
@@ -34,20 +54,8 @@ class CWY(Parametrization):
     """
 
     phases: Tensor | None
-
-    def __init__(
-        self,
-        reflections: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
-        if reflections is not None and (type(reflections) is not int or reflections < 1):
-            raise ValueError(fail("reflections", "be a positive integer", repr(reflections)))
-        self.reflections = reflections
-        self.columns: int | None = None
-        self.register_buffer("phases", None)
+    columns: int | None = None
+    _kept = ("phases",)
 
     @override
     def reach(self) -> str:
@@ -83,7 +91,7 @@ class CWY(Parametrization):
         vectors = householder_vectors(point)
         if point.is_complex():
             overlap = (tcwy(vectors).conj() * point).sum(-2)
-            self._keep(overlap / overlap.abs())
+            self._keep("phases", overlap / overlap.abs())
         if count == m:
             return vectors
         # Reflections of the last axis, first to act, leave the leading columns alone.
@@ -97,24 +105,14 @@ class CWY(Parametrization):
         # sgn: of length 1 to rounding, also after a change of dtype
         return point * self.phases.unsqueeze(-2).to(point.dtype).sgn()
 
-    def _keep(self, phases: Tensor) -> None:
-        if self.phases is None:
-            self.phases = phases
-        else:
-            self.phases.copy_(phases)
-
     @override
     def start(self, point: Tensor) -> Free:
         n, m = point.shape[-2:]
         count = m if self.reflections is None else self.reflections
         if count < m:
-            return _gaussian((*point.shape[:-1], count), point, self.generator)
-        if n == m and not point.is_complex():
-            sign = torch.linalg.slogdet(point).sign
-            wrong = sign * (-1) ** n < 0
-            point = point.clone()
-            point[..., -1, :] *= torch.where(wrong, -1.0, 1.0).unsqueeze(-1)
-        return self.free(point)
+            return gaussian((*point.shape[:-1], count), point, self.generator)
+        square = n == m and not point.is_complex()
+        return self.free(with_determinant(point, (-1) ** n) if square else point)
 
 
 class Householder(CWY):
@@ -153,16 +151,15 @@ class TCWY(CWY):
 
     @override
     def point(self, *free: Tensor) -> Tensor:
-        (vectors,) = free
-        return self._turned(tcwy(vectors))
+        return self._turned(tcwy(*free))
 
 
-class GeneralizedHouseholder(Parametrization):
+class GeneralizedHouseholder(_Reflecting):
     r"""Products :math:`H_n \cdots H_1` of :math:`I - b_j k_j k_j' / |k_j|^2`, b in (0, 2).
 
     Free: keys ``(..., N, n)`` and gates ``(..., n)`` with b = 2 sigmoid(gate). Square matrices of
-    norm at most 1, not orthogonal. There is no way back from a given matrix: registration starts at
-    random (gates near 0, b near 1), assignment is an error.
+    norm at most 1, not orthogonal. There is no way back from a matrix: registration starts at
+    random keys with b = 1, assignment is an error.
 
     Args:
         reflections: n, the number of factors. Default: N.
@@ -174,18 +171,6 @@ class GeneralizedHouseholder(Parametrization):
     """
 
     orthonormal = False
-
-    def __init__(
-        self,
-        reflections: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
-        if reflections is not None and (type(reflections) is not int or reflections < 1):
-            raise ValueError(fail("reflections", "be a positive integer", repr(reflections)))
-        self.reflections = reflections
 
     @override
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:
@@ -204,11 +189,5 @@ class GeneralizedHouseholder(Parametrization):
     @override
     def start(self, point: Tensor) -> Free:
         count = self.reflections or point.size(-1)
-        keys = _gaussian((*point.shape[:-1], count), point, self.generator)
-        gates = torch.zeros_like(keys[..., 0, :].real)
-        return keys, gates
-
-
-def _gaussian(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+        keys = gaussian((*point.shape[:-1], count), point, self.generator)
+        return keys, torch.zeros_like(keys[..., 0, :].real)

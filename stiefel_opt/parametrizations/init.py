@@ -7,13 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import check_choice, fail
+from stiefel_opt._checks import check_choice, check_count
 from stiefel_opt.functional.reflections import cwy_factors
 
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 
 
-# ---- random rotations --------------------------------------------------------------------------
+# ---- random starts -----------------------------------------------------------------------------
+
+
+def gaussian(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return Gaussian numbers of the kind of ``like``, drawn on the device of the generator."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 
 def henaff(
@@ -66,18 +72,26 @@ def helfrich(
     return _block_rotation(angles if through == "cayley" else (angles / 2).tan(), size)
 
 
+def draw_rotation(
+    start: str, size: int, generator: torch.Generator | None, through: str = "exponential"
+) -> Tensor:
+    """Return the random start of this name."""
+    check_choice("start", start, ("helfrich", "henaff"))
+    if start == "henaff":
+        return henaff(size, generator=generator)
+    return helfrich(size, through=through, generator=generator)
+
+
 def _uniform(
     size: int,
     generator: torch.Generator | None,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> Tensor:
-    if type(size) is not int or size < 1:
-        raise ValueError(fail("size", "be a positive integer", repr(size)))
+    check_count("size", size)
     draw_on = None if generator is None else generator.device
-    return torch.rand(size // 2, generator=generator, dtype=dtype, device=draw_on or device).to(
-        device or draw_on
-    )
+    draw = torch.rand(size // 2, generator=generator, dtype=dtype, device=draw_on or device)
+    return draw.to(device or draw_on)
 
 
 def _block_rotation(angles: Tensor, size: int) -> Tensor:
@@ -92,11 +106,18 @@ def _block_rotation(angles: Tensor, size: int) -> Tensor:
 # ---- from a given matrix -----------------------------------------------------------------------
 
 
+def with_determinant(point: Tensor, sign: int) -> Tensor:
+    """Return square real ``point``, its last row negated where the determinant is not ``sign``."""
+    point, wrong = point.clone(), torch.linalg.slogdet(point).sign * sign < 0
+    point[..., -1, :] *= torch.where(wrong, -1.0, 1.0).unsqueeze(-1)
+    return point
+
+
 def householder_vectors(point: Tensor) -> Tensor:
     r"""Return vectors with ``tcwy(vectors) == point``, by elimination of one column after another.
 
-    For the current column q, :math:`s_2 = |q_{2:}|^2`, the vector is q - e_1; its first entry is
-    :math:`-s_2/(1 + q_1)` for positive q_1, where the difference would cancel. They have length 1.
+    For the current column q the vector is q - e_1 at length 1; its first entry is
+    :math:`-|q_{2:}|^2 / (1 + q_1)` for positive q_1, where the difference would cancel.
 
     Args:
         point: Orthonormal columns, ``(..., n, m)``, n >= m.

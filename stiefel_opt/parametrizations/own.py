@@ -33,19 +33,12 @@ class OWN(Parametrization):
     @override
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:
         if n == m:
-            raise ValueError(
-                fail(
-                    "weight",
-                    "not be square: OWN centres the columns, which makes them dependent",
-                    f"{n} x {m}",
-                    "use 'tcwy'",
-                )
-            )
+            condition = "not be square: OWN centres the columns, which makes them dependent"
+            raise ValueError(fail("weight", condition, f"{n} x {m}", "use 'tcwy'"))
 
     @override
     def point(self, *free: Tensor) -> Tensor:
-        (vectors,) = free
-        return own(vectors)
+        return own(*free)
 
     @override
     def free(self, point: Tensor) -> Free:

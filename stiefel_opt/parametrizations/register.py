@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import check_choice, fail, find_parameter
+from stiefel_opt._checks import check_choice, check_module, check_options, fail, find_parameter
 from stiefel_opt.manifold import CONVOLUTIONS, Stiefel, manifold_of
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
-from stiefel_opt.parametrizations.init import helfrich, henaff
+from stiefel_opt.parametrizations.init import draw_rotation
 from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
@@ -52,16 +51,14 @@ def orthogonal(
 ) -> ModuleT:
     r"""Parametrize a weight of ``module`` by free tensors such that it is orthonormal.
 
-    Choose this where any optimizer should train the weight, or where the map itself is wanted;
-    choose :func:`stiefel_opt.constrain` with the optimizers of this package where a step should be
-    cheap, follow the geometry and need no second tensor. One optimizer takes both.
+    For any optimizer, or for the map itself; :func:`stiefel_opt.constrain` with the optimizers of
+    this package makes a step cheap and needs no second tensor. One optimizer takes both.
 
-    The weight stays what it is if it is ``scale`` times an orthonormal matrix that the map reaches.
+    A weight that is ``scale`` times an orthonormal matrix that the map reaches stays what it is.
     Otherwise it becomes the nearest such matrix: the polar factor; for "householder", "cwy", "tcwy"
     and "matrix_exp" with the last row negated if it is square with the wrong determinant; for "own"
     of the centred columns. "cwy" and "householder" with ``reflections`` < N, "urnn" and "eurnn"
-    start at random. An assignment, ``module.weight = Q``, is strict: a matrix that is not
-    orthonormal or not reached is an error.
+    start at random. Later, ``module.weight = Q`` with a Q that is not reached is an error.
 
     Args:
         module: Owner of the weight, or one of its ancestors.
@@ -71,9 +68,8 @@ def orthogonal(
         heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
-        start: "henaff" or "helfrich": random plane rotations in the place of the weight, for square
-            matrices and maps that can start at one: not "urnn", nor few reflections or layers.
-            Default: the weight.
+        start: "henaff" or "helfrich", random plane rotations, for square matrices and maps that
+            can start at one: not "urnn", nor few reflections or layers. Default: the weight.
         generator: Source of random starts. Default: torch's global one.
         options: Options of the map.
 
@@ -83,23 +79,18 @@ def orthogonal(
         ValueError: for an unknown name, map or start, a weight that the map has no matrices for, or
             one that is tagged by ``constrain``.
         TypeError: for an unknown option, or a dtype that the map does not have.
-    Note: ``parametrize.cached()`` evaluates the map once for several uses. The free tensors are
-        plain parameters to every optimizer, weight decay included.
+    Note: ``parametrize.cached()`` evaluates the map once for several uses. To every optimizer the
+        free tensors are plain, weight decay included.
     Reference: Likhosherstov et al. (AISTATS 2021).
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
+    check_module("module", module)
     check_choice("map", map, MAPS)
     owner, leaf, parameter = find_parameter(module, name)
     if manifold_of(parameter) is not None:
-        raise ValueError(
-            fail(
-                name, "not be tagged", "a parameter that so.constrain put there", "use one of both"
-            )
-        )
+        found = "a parameter that so.constrain put there"
+        raise ValueError(fail(name, "not be tagged", found, "use one of both"))
     kind = MAPS[map]
-    if unknown := sorted(set(options) - set(inspect.signature(kind).parameters)):
-        raise TypeError(fail(f"options of {map!r}", "be known", ", ".join(unknown)))
+    check_options(map, options, kind)
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     manifold = Stiefel(heads, None, flatten, transposed, scale)
@@ -110,7 +101,7 @@ def orthogonal(
     if value is not None and parametrization.starts_at_random(columns):
         kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
-    before = parameter.detach().clone() if value is not None else None
+    before = None if value is None else parameter.detach().clone()
     try:
         if value is not None:
             with torch.no_grad():
@@ -134,16 +125,11 @@ def _start(
     generator: torch.Generator | None,
 ) -> Tensor:
     """Return ``scale`` times random rotations in the shape of the weight."""
-    check_choice("start", start, ("henaff", "helfrich"))
-    matrices = manifold.matrices(parameter)
-    *lead, n, m = matrices.shape
-    if n != m:
+    shape = manifold.matrices(parameter).shape
+    if shape[-2] != shape[-1]:
         raise ValueError(fail("start", "be None for matrices that are not square", repr(start)))
-    count = int(torch.Size(lead).numel())
-    if start == "henaff":
-        drawn = [henaff(n, generator=generator) for _ in range(count)]
-    else:
-        through = "cayley" if map_name == "cayley" else "exponential"
-        drawn = [helfrich(n, through=through, generator=generator) for _ in range(count)]
-    points = torch.stack(drawn).reshape(matrices.shape).to(parameter)
+    through = "cayley" if map_name == "cayley" else "exponential"
+    count = shape[:-2].numel()
+    drawn = [draw_rotation(start, shape[-1], generator, through) for _ in range(count)]
+    points = torch.stack(drawn).reshape(shape).to(parameter)
     return manifold.stored(manifold.scale * points, parameter.shape)

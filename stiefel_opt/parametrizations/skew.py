@@ -9,30 +9,20 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_count
 from stiefel_opt.device import is_compiling
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
-from stiefel_opt.geometry import (
-    gram_error,
-    orthonormality_tolerance,
-    polar_factor,
-    widened,
-)
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.init import cayley_signs, logarithm
+from stiefel_opt.parametrizations.init import cayley_signs, logarithm, with_determinant
 
 
 class _Based(Parametrization):
     """A map that keeps a base point as a buffer."""
 
     base: Tensor | None
-
-    def __init__(
-        self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
-        self.register_buffer("base", None)
+    _kept = ("base",)
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -45,12 +35,11 @@ class _Based(Parametrization):
             return exponential_map(tangent)
         return exponential_map(tangent.to(self.base.dtype), self.base)
 
-    def move_base(self, point: Tensor) -> None:
+    @override
+    def free(self, point: Tensor) -> Free:
         """Make ``point`` the base."""
-        if self.base is None:
-            self.base = point.clone(memory_format=torch.contiguous_format)
-        else:
-            self.base.copy_(point)
+        self._keep("base", point.clone(memory_format=torch.contiguous_format))
+        return torch.zeros_like(point)
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -66,10 +55,7 @@ class _Based(Parametrization):
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if self.base is None:
-            return
-        settled = _settled(widened(self.base))
-        if settled is self.base:
+        if self.base is None or (settled := _settled(widened(self.base))) is self.base:
             return
         if local_metadata.get("assign_to_params_buffers", False):  # another's storage
             self.base = settled
@@ -98,26 +84,21 @@ class MatrixExp(_Based):
 
     @override
     def free(self, point: Tensor) -> Free:
-        if point.size(-2) == point.size(-1):
-            return logarithm(point) / 2
-        self.move_base(point)
-        return torch.zeros_like(point)
+        square = point.size(-2) == point.size(-1)
+        return logarithm(point) / 2 if square else super().free(point)
 
     @override
     def start(self, point: Tensor) -> Free:
-        if point.size(-2) == point.size(-1) and not point.is_complex():
-            wrong = torch.linalg.slogdet(point).sign < 0
-            point = point.clone()
-            point[..., -1, :] *= torch.where(wrong, -1.0, 1.0).unsqueeze(-1)
-        return self.free(point)
+        real_square = point.size(-2) == point.size(-1) and not point.is_complex()
+        return self.free(with_determinant(point, 1) if real_square else point)
 
 
 class Trivialization(_Based):
     r"""Exponential about a base point that follows: :math:`\exp(P X_0' - X_0 P') X_0` (DTRIV).
 
-    Free: P, of the shape of the matrices, zero at the start. Every matrix is reached. In training
-    mode, each time P has changed ``every`` times between forwards that record a graph, X0 moves to
-    the current point and P to zero; one Newton-Schulz step keeps X0 orthonormal.
+    Free: P, of the shape of the matrices, zero at the start. Every matrix is reached. In training,
+    once P has changed ``every`` times between forwards that record a graph, X0 moves to the point
+    and P to zero; one Newton-Schulz step keeps X0 orthonormal.
 
     Args:
         every: Changes of P between moves; None: never, X0 stays the start. Default: 100.
@@ -125,8 +106,7 @@ class Trivialization(_Based):
     Raises:
         ValueError: for ``every`` below 1.
     Note: as :class:`MatrixExp`. X0 and the count of changes are in the state_dict, so that training
-        resumes exactly. A compiled forward does not move X0: call :meth:`rebase` in the training
-        loop.
+        resumes exactly. A compiled forward does not move X0: call :meth:`rebase` in the loop.
     Reference: Lezcano-Casado, Trivializations for gradient-based optimization on manifolds
         (NeurIPS 2019).
     """
@@ -139,8 +119,7 @@ class Trivialization(_Based):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(manifold=manifold, generator=generator)
-        if every is not None and (type(every) is not int or every < 1):
-            raise ValueError(fail("every", "be a positive integer or None", repr(every)))
+        check_count("every", every, or_none=True)
         self.every = every
         self._changes = 0
         self._missed = False  # P changed after the last forward, before it was saved or copied
@@ -156,15 +135,14 @@ class Trivialization(_Based):
 
     @override
     def free(self, point: Tensor) -> Free:
-        self.move_base(point)
         self._changes, self._missed, self._seen = 0, False, None
-        return torch.zeros_like(point)
+        return super().free(point)
 
     @torch.no_grad()
     def rebase(self, tangent: Tensor) -> None:
         """Move X0 to the point of the free tensor ``tangent`` and set that to zero, in place."""
         point = self._unrounded(tangent)
-        self.move_base(1.5 * point - 0.5 * point @ (point.mH @ point))
+        self._keep("base", 1.5 * point - 0.5 * point @ (point.mH @ point))
         tangent.zero_()
 
     def _count(self, tangent: Tensor) -> None:
@@ -202,8 +180,7 @@ class ScaledCayley(Parametrization):
     r"""Cayley transform with signs, :math:`(I + A/2)^{-1} (I - A/2) D`, A = P - P' (SCORNN).
 
     Free: P, of the shape of the matrices; for tall ones A = P E' - E P' with E the leading columns
-    of I. The signs D are a buffer, chosen on registration and assignment such that A is small:
-    every matrix is reached.
+    of I. Every matrix is reached: the signs D, a buffer, are chosen on registration and assignment.
 
     Args:
         manifold, generator: as in :class:`Parametrization`.
@@ -212,12 +189,7 @@ class ScaledCayley(Parametrization):
     """
 
     signs: Tensor | None
-
-    def __init__(
-        self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
-        self.register_buffer("signs", None)
+    _kept = ("signs",)
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -237,10 +209,7 @@ class ScaledCayley(Parametrization):
         upper: Tensor = 2 * torch.linalg.solve(
             top + eye, top - eye + lower.mH @ below / 2, left=False
         )
-        if self.signs is None:
-            self.signs = signs
-        else:
-            self.signs.copy_(signs)
+        self._keep("signs", signs)
         return torch.cat([-(upper - upper.mH) / 4, -lower], dim=-2)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_count, fail
 from stiefel_opt.functional.unitary import eurnn, urnn
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.init import pair_rotations
+from stiefel_opt.parametrizations.init import gaussian, pair_rotations
 
 
 class _Unitary(Parametrization):
@@ -43,8 +43,8 @@ class URNN(_Unitary):
     r"""Unitary :math:`D_3 H_2 F^{-1} D_2 \Pi H_1 F D_1` with 7N numbers.
 
     Free: phases ``(..., 3, N)`` and complex vectors ``(..., N, 2)``; the permutation is a buffer.
-    A small part of the unitary matrices, from which no way back is known: registration starts at
-    random, and assignment is an error, also of matrices that the map made itself.
+    A small part of the unitary matrices, with no way back known: registration starts at random, and
+    assignment is an error, also of matrices that the map made itself.
 
     Args:
         manifold, generator: as in :class:`Parametrization`.
@@ -56,12 +56,7 @@ class URNN(_Unitary):
     """
 
     permutation: Tensor | None
-
-    def __init__(
-        self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
-        self.register_buffer("permutation", None)
+    _kept = ("permutation",)
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -77,18 +72,16 @@ class URNN(_Unitary):
         device = point.device if self.generator is None else self.generator.device
         permutation = torch.randperm(n, generator=self.generator, device=device)
         self.permutation = permutation.to(point.device)
-        vectors = torch.randn(
-            (*lead, n, 2), generator=self.generator, dtype=point.dtype, device=device
-        )
-        return self._angles(point, *lead, 3, n), vectors.to(point.device)
+        vectors = gaussian((*lead, n, 2), point, self.generator)
+        return self._angles(point, *lead, 3, n), vectors
 
 
 class EURNN(_Unitary):
     r"""Unitary :math:`D F_1 \cdots F_L`, layers of rotations of neighbouring pairs.
 
     Free: phases ``(..., N)`` and angles ``(..., L, 2, N // 2)``. L = N reaches all unitary
-    matrices. Registration starts at random, or at ``start`` if L >= N. Assignment takes a matrix
-    apart for L >= N; with fewer layers no way back is known, and it is an error.
+    matrices. Registration starts at random; ``start`` and assignment, which take a matrix apart,
+    need L >= N: with fewer layers no way back is known.
 
     Args:
         layers: L. Default: N.
@@ -108,14 +101,12 @@ class EURNN(_Unitary):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(manifold=manifold, generator=generator)
-        if layers is not None and (type(layers) is not int or layers < 1):
-            raise ValueError(fail("layers", "be a positive integer", repr(layers)))
+        check_count("layers", layers, or_none=True)
         self.layers = layers
 
     @override
     def point(self, *free: Tensor) -> Tensor:
-        phases, angles = free
-        return eurnn(phases, angles)
+        return eurnn(*free)
 
     @override
     def starts_at_random(self, m: int) -> bool:
