@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 BASE = {"manifold", "geometry", "_checks"}
 MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ sees all
     "_checks": set(),
+    "_optional": set(),
     "device": {"_checks"},
     "linalg": {"device"},
     "roots": {"linalg", "device"},
@@ -21,9 +22,9 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "optim": {*BASE, "linalg", "device", "functional", "distributed"},
     "parametrizations": {*BASE, "device", "functional"},
     "nn": {*BASE, "device", "constraints", "parametrizations", "functional"},
-    "ot": {"optim", *BASE},
+    "ot": {"optim", "_optional", *BASE},
     "integrations": {*BASE, "constraints", "report", "nn"},
-    "rotations": {*BASE, "constraints", "distributed", "optim"},
+    "rotations": {*BASE, "_optional", "constraints", "distributed", "optim"},
     "compat": {"optim", "functional", "manifold", "_checks"},
 }
 PUBLIC = (

@@ -86,7 +86,7 @@ class Ascent:
         began = time.perf_counter()
         self._project()
         self.transport.anneal(self._x, self._y)
-        self._solve(_LARGEST_ERROR, None, _PASSES)
+        self.transport.solve(self._x, self._y, _LARGEST_ERROR, _PASSES)
         self.differentiate()
         rule = _ScaledSteps(self) if optimizer is None else _GivenSteps(self, optimizer)
         for number in range(max_iter + 1):
@@ -110,16 +110,15 @@ class Ascent:
         self._project()
         self._converge(_FINAL_PASSES)
         if not self.transport.error <= _ACCEPTED_ERROR:
+            condition = "be large enough to converge the plan"
             error = f"marginals off by {self.transport.error:.1e} after {_FINAL_PASSES} products"
-            raise RuntimeError(
-                fail("reg", "be large enough to converge the plan", self.transport.reg, error)
-            )
+            raise RuntimeError(fail("reg", condition, self.transport.reg, error))
 
     def solve(self) -> None:
         """Transport between the projected clouds, as well as the gradient deserves."""
         self._project()
         tolerance = max(min(_LARGEST_ERROR, _ERROR_BY_GRADIENT * self.relative), _FINAL_ERROR)
-        self._solve(tolerance, self.sinkhorn_iterations, _PASSES)
+        self.transport.solve(self._x, self._y, tolerance, _PASSES, self.sinkhorn_iterations)
 
     def differentiate(self) -> None:
         """Cost and gradient 2 [X'(r * XU - plan YU) + Y'(b * YU - plan' XU)], r the row sums.
@@ -145,13 +144,8 @@ class Ascent:
         point = self.point.detach()
         self._x, self._y = (point.T @ self.clouds.x.T).T, (point.T @ self.clouds.y.T).T
 
-    def _solve(self, tolerance: float, iterations: int | None, limit: int) -> None:
-        self.transport.solve(
-            self._x, self._y, tolerance=tolerance, iterations=iterations, limit=limit
-        )
-
     def _converge(self, limit: int) -> None:
-        self._solve(_FINAL_ERROR, None, limit)
+        self.transport.solve(self._x, self._y, _FINAL_ERROR, limit)
         self.differentiate()
 
     def _is_stationary(self) -> bool:
@@ -168,28 +162,18 @@ class _GivenSteps:
         self.ascent = ascent
         self.optimizer = factory([ascent.point])
         if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                fail(
-                    "optimizer",
-                    "return a torch.optim.Optimizer",
-                    type(self.optimizer).__name__,
-                    "for instance `lambda params: StiefelAdam(params, lr=0.1)`",
-                )
-            )
+            found = type(self.optimizer).__name__
+            remedy = "for instance `lambda params: StiefelAdam(params, lr=0.1)`"
+            raise TypeError(fail("optimizer", "return a torch.optim.Optimizer", found, remedy))
 
     def step(self) -> bool:
         self.optimizer.step()
         point = self.ascent.point.detach()
         error = float(gram_error(point))
         if not error < 1e-3:
-            raise ValueError(
-                fail(
-                    "optimizer",
-                    "keep the projection orthonormal",
-                    f"|U'U - I| = {error:.1e} from {type(self.optimizer).__name__}",
-                    "take an optimizer for orthonormal parameters, or a smaller lr",
-                )
-            )
+            found = f"|U'U - I| = {error:.1e} from {type(self.optimizer).__name__}"
+            remedy = "take an optimizer for orthonormal parameters, or a smaller lr"
+            raise ValueError(fail("optimizer", "keep the projection orthonormal", found, remedy))
         if error > 1e-10:  # or the objective would be too large by about this factor
             point.copy_(polar_factor(point))
         self.ascent.solve()

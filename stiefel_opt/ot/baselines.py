@@ -18,7 +18,7 @@ from stiefel_opt.geometry import project_tangent
 
 
 class _Ascent(Optimizer):
-    """U <- qf(U + lr D) with a direction D that a subclass chooses."""
+    """U <- qf(U - lr D) with a direction D that a subclass chooses."""
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -26,9 +26,8 @@ class _Ascent(Optimizer):
         check_range("lr", self.param_groups[-1]["lr"], 0.0)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.ndim != 2 or parameter.size(0) < parameter.size(1):
-                raise ValueError(
-                    fail("params", "be tall matrices", f"shape {tuple(parameter.shape)}")
-                )
+                shape = f"shape {tuple(parameter.shape)}"
+                raise ValueError(fail("params", "be tall matrices", shape))
 
     @abstractmethod
     def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -70,12 +69,8 @@ class RGAS(_Ascent):
 
     Raises:
         ValueError: for a negative rate, or matrices that are wide.
-
-    Note:
-        Two products of d x k by k x k and a QR factorisation. No state.
-
-    Reference:
-        Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
+    Note: Two products of d x k by k x k and a QR factorisation. No state.
+    Reference: Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
         optimization (NeurIPS 2020), Algorithm 1.
     """
 
@@ -102,13 +97,9 @@ class RAGAS(_Ascent):
 
     Raises:
         ValueError: for a negative rate, beta outside [0, 1), floor <= 0, or matrices that are wide.
-
-    Note:
-        Four products of d x k by k x k and a QR factorisation; state of d and of k numbers, twice.
-        The factor :math:`1 / \sqrt{t}` is that of the released code.
-
-    Reference:
-        Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
+    Note: Four products of d x k by k x k and a QR factorisation; state of d and of k numbers,
+        twice. The factor :math:`1 / \sqrt{t}` is that of the released code.
+    Reference: Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
         optimization (NeurIPS 2020), Algorithm 2.
     """
 
@@ -119,19 +110,12 @@ class RAGAS(_Ascent):
 
     @override
     def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
-        state = self.state[point]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for dim, name in ((1, "rows"), (0, "columns")):
-                state[f"mean_{name}"] = torch.zeros_like(gradient.mean(dim))
-                state[f"largest_{name}"] = torch.full_like(gradient.mean(dim), group["floor"])
-        state["step"] += 1
-        squares = gradient.square()
+        state, squares, scaled = self.state[point], gradient.square(), gradient
+        step = state.setdefault("step", torch.zeros((), dtype=torch.float32)).add_(1)
         for dim, name in ((1, "rows"), (0, "columns")):
-            state[f"mean_{name}"].lerp_(squares.mean(dim), 1 - group["beta"])
-            torch.maximum(
-                state[f"largest_{name}"], state[f"mean_{name}"], out=state[f"largest_{name}"]
-            )
-        scaled = gradient * state["largest_rows"].pow(-0.25)[:, None]
-        scaled *= state["largest_columns"].pow(-0.25)
-        return project_tangent(point, scaled) / math.sqrt(float(state["step"]))
+            now = squares.mean(dim)
+            mean = state.setdefault(f"mean_{name}", torch.zeros_like(now))
+            largest = state.setdefault(f"largest_{name}", torch.full_like(now, group["floor"]))
+            torch.maximum(largest, mean.lerp_(now, 1 - group["beta"]), out=largest)
+            scaled = scaled * largest.pow(-0.25).unsqueeze(dim)
+        return project_tangent(point, scaled) / math.sqrt(float(step))

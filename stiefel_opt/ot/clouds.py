@@ -23,8 +23,7 @@ class Clouds:
     Attributes:
         x, y: ``(n, d)`` and ``(m, d)``, float64.
         a, b: Positive weights, ``(n,)`` and ``(m,)``, summing to one.
-        in_x, in_y: Indices of these points among all points.
-        sizes: How many points there are in all.
+        in_x, in_y: Which of all points these are.
         left_x, left_y: The weightless points, moved alike.
         model: The first cloud as it was given, for the kind of the results.
     """
@@ -35,7 +34,6 @@ class Clouds:
     b: Tensor
     in_x: Tensor
     in_y: Tensor
-    sizes: tuple[int, int]
     left_x: Tensor
     left_y: Tensor
     model: Any
@@ -53,28 +51,28 @@ class Clouds:
 
     def full_plan(self, plan: Tensor) -> Tensor:
         """Return a plan between the points with weight as one between all points."""
-        if plan.shape == self.sizes:
+        sizes = len(self.in_x), len(self.in_y)
+        if plan.shape == sizes:
             return plan
-        whole = plan.new_zeros(self.sizes)
-        whole[self.in_x[:, None], self.in_y] = plan
+        whole = plan.new_zeros(sizes)
+        whole[self.in_x.nonzero(), self.in_y] = plan
         return whole
 
     def full_potentials(
         self, f: Tensor, g: Tensor, projection: Tensor, reg: float
     ) -> tuple[Tensor, Tensor]:
         """Return potentials of all points: those without weight get what a weight would give."""
-        whole_f, whole_g = f.new_empty(self.sizes[0]), g.new_empty(self.sizes[1])
-        whole_f[self.in_x], whole_g[self.in_y] = f, g
-        x, y = self.x @ projection, self.y @ projection
-        for whole, index, left, other, weights, potential in (
-            (whole_f, self.in_x, self.left_x, y, self.b, g),
-            (whole_g, self.in_y, self.left_y, x, self.a, f),
+        found = []
+        for inside, own, left, others, weights, potential in (
+            (self.in_x, f, self.left_x, self.y, self.b, g),
+            (self.in_y, g, self.left_y, self.x, self.a, f),
         ):
-            missing = torch.ones_like(whole, dtype=torch.bool)
-            missing[index] = False
-            exponent = (potential - torch.cdist(left @ projection, other).square()) / reg
-            whole[missing] = -reg * torch.logsumexp(exponent + weights.log(), 1)
-        return whole_f, whole_g
+            cost = torch.cdist(left @ projection, others @ projection).square()
+            whole = own.new_empty(len(inside))
+            whole[inside] = own
+            whole[~inside] = -reg * torch.logsumexp((potential - cost) / reg + weights.log(), 1)
+            found.append(whole)
+        return found[0], found[1]
 
 
 def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
@@ -85,37 +83,18 @@ def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
     if first.device != second.device:
         raise ValueError(fail("y", f"be on {first.device} like `x`", f"one on {second.device}"))
     if first.size(1) != second.size(1):
-        raise ValueError(
-            fail(
-                "y",
-                f"have {first.size(1)} columns like `x`",
-                f"shape {tuple(second.shape)}",
-                "rows are points",
-            )
-        )
+        condition, shape = f"have {first.size(1)} columns like `x`", f"shape {tuple(second.shape)}"
+        raise ValueError(fail("y", condition, shape, "rows are points"))
     left, in_x = _read_weights("a", a, first, "x")
     right, in_y = _read_weights("b", b, second, "y")
     centre = (left @ first[in_x] + right @ second[in_y]) / 2
     first, second = first - centre, second - centre
-    return Clouds(
-        x=first[in_x],
-        y=second[in_y],
-        a=left,
-        b=right,
-        in_x=in_x,
-        in_y=in_y,
-        sizes=(len(first), len(second)),
-        left_x=_without(first, in_x),
-        left_y=_without(second, in_y),
-        model=x,
-    )
+    points = first[in_x], second[in_y]
+    return Clouds(*points, left, right, in_x, in_y, first[~in_x], second[~in_y], model=x)
 
 
 def read_projection(name: str, projection: Any, dimension: int, k: int | None = None) -> Tensor:
-    """Check and read a projection: tall, orthonormal columns, as many rows as the clouds' columns.
-
-    ``k`` is the wanted number of columns; None accepts any.
-    """
+    """Check and read a projection, ``(dimension, k)`` with orthonormal columns; None: any k."""
     point = _read_array(name, projection, 2)
     rows, columns = point.shape
     if rows != dimension or columns != (k or columns) or columns > rows:
@@ -123,9 +102,8 @@ def read_projection(name: str, projection: Any, dimension: int, k: int | None = 
         raise ValueError(fail(name, f"have shape {wanted}", f"shape {tuple(point.shape)}"))
     error = float(gram_error(point))
     if error > 1e-4:
-        raise ValueError(
-            fail(name, "have orthonormal columns", f"|U'U - I| = {error:.1e}", "take a Q factor")
-        )
+        found = f"|U'U - I| = {error:.1e}"
+        raise ValueError(fail(name, "have orthonormal columns", found, "take a Q factor"))
     return point
 
 
@@ -153,38 +131,29 @@ def _read_array(name: str, values: Any, dims: int) -> Tensor:
         raise TypeError(fail(name, "be a numpy array or a tensor", type(values).__name__))
     if tensor.ndim != dims or 0 in tensor.shape:
         shape = "(points, dimension)" if dims == 2 else "(points,)"
-        raise ValueError(
-            fail(name, f"have shape {shape}, not empty", f"shape {tuple(tensor.shape)}")
-        )
+        found = f"shape {tuple(tensor.shape)}"
+        raise ValueError(fail(name, f"have shape {shape}, not empty", found))
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(fail(name, "be finite", "NaN or inf", "remove such points"))
     return tensor
 
 
 def _read_weights(name: str, weights: Any, cloud: Tensor, of: str) -> tuple[Tensor, Tensor]:
-    """Return the positive weights of a cloud, summing to one, and their indices."""
+    """Return the positive weights of a cloud, summing to one, and which of its points have one."""
     count = len(cloud)
     if weights is None:
         equal = cloud.new_full((count,), 1.0 / count)
-        return equal, torch.arange(count, device=cloud.device)
+        return equal, torch.ones_like(equal, dtype=torch.bool)
     values = _read_array(name, weights, 1).to(cloud.device)
     if len(values) != count:
-        raise ValueError(
-            fail(name, f"have one weight for each of the {count} points of `{of}`", len(values))
-        )
+        condition = f"have one weight for each of the {count} points of `{of}`"
+        raise ValueError(fail(name, condition, len(values)))
     smallest, total = float(values.min()), float(values.sum())
     if smallest < 0:
         raise ValueError(fail(name, "not be negative", f"a weight of {smallest:g}"))
     if abs(total - 1) > _WEIGHT_TOLERANCE:
-        raise ValueError(
-            fail(name, "sum to one", f"a sum of {total:.9g}", f"divide it by `{name}.sum()`")
-        )
-    kept = torch.nonzero(values > _SMALLEST_WEIGHT).squeeze(1)
-    values = values[kept]
-    return values / values.sum(), kept
-
-
-def _without(points: Tensor, index: Tensor) -> Tensor:
-    left = torch.ones(len(points), dtype=torch.bool, device=points.device)
-    left[index] = False
-    return points[left]
+        remedy = f"divide it by `{name}.sum()`"
+        raise ValueError(fail(name, "sum to one", f"a sum of {total:.9g}", remedy))
+    inside = values > _SMALLEST_WEIGHT
+    values = values[inside]
+    return values / values.sum(), inside

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from typing import Any
 
 import torch
 
 from stiefel_opt._checks import fail
+from stiefel_opt._optional import imported
 from stiefel_opt.ot.clouds import check_integer, read_clouds, read_projection
 
 
 def projected_wasserstein(
-    x: Any,
-    y: Any,
-    projection: Any,
-    a: Any = None,
-    b: Any = None,
-    *,
-    max_iter: int = 1_000_000,
+    x: Any, y: Any, projection: Any, a: Any = None, b: Any = None, *, max_iter: int = 1_000_000
 ) -> float:
     r"""Return the exact squared Wasserstein distance of two projected clouds, without entropy.
 
@@ -37,18 +31,12 @@ def projected_wasserstein(
         RuntimeError: if ``max_iter`` is too small.
         ValueError, TypeError: for arrays that cannot be used, naming them.
 
-    Note:
-        About cubic in the number of points, on the CPU; two n x m arrays.
+    Note: About cubic in the number of points, on the CPU; two n x m arrays.
     """
     clouds = read_clouds(x, y, a, b)
     point = read_projection("projection", projection, clouds.dimension).to(clouds.x.device)
     check_integer("max_iter", max_iter, 1)
-    try:
-        transport = importlib.import_module("ot")
-    except ImportError as error:
-        raise ImportError(
-            f"POT must be installed, got {error}; run: pip install 'stiefel-opt[ot]'"
-        ) from error
+    transport = imported("ot", "POT", "run: pip install 'stiefel-opt[ot]'")
     cost = torch.cdist(clouds.x @ point, clouds.y @ point).square().cpu().numpy()
     weights = clouds.a.cpu().numpy(), clouds.b.cpu().numpy()
     with warnings.catch_warnings():  # what it warns of is an error here

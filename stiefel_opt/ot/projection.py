@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt._optional import ProgressBar
 from stiefel_opt.geometry import random_point
 from stiefel_opt.ot.ascent import Ascent, Iteration, OptimizerFactory
 from stiefel_opt.ot.clouds import Clouds, check_integer, read_clouds, read_projection
@@ -72,11 +71,9 @@ def projection_robust_wasserstein(
         |U^\top (x_i - y_j)|^2 + \mathrm{reg}\, \mathrm{KL}(\pi \,\|\, a b^\top)
 
     Args:
-        x: First cloud, ``(n, d)``, a numpy array or a tensor; the result is of its kind and dtype,
-            computed in float64 on its device.
-        y: Second cloud, ``(m, d)``.
-        a: Weights of the first cloud, ``(n,)``, not negative, summing to one. Default: equal.
-        b: Weights of the second cloud, ``(m,)``. Default: equal.
+        x, y: Clouds, ``(n, d)`` and ``(m, d)``, numpy arrays or tensors; the result is of the kind
+            and dtype of x, computed in float64 on its device.
+        a, b: Their weights, ``(n,)`` and ``(m,)``, not negative, summing to one. Default: equal.
         k: Dimension of the projection, 1 to d. Default: 2.
         reg: Regularization, in units of squared distance.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
@@ -90,8 +87,8 @@ def projection_robust_wasserstein(
         init: First starting point, ``(d, k)`` with orthonormal columns. Default: the leading
             eigenvectors of the second moment of x_i - y_j under independent weights.
         seed: For the other starting points, which are random. Default: another one at each call.
-        sinkhorn_iterations: That many Sinkhorn iterations after a step instead of as many as the
-            gradient asks for. What is returned is converged all the same.
+        sinkhorn_iterations: So many after a step instead of as many as the gradient asks for; what
+            is returned is converged all the same.
         progress: Show a bar; needs tqdm. Default: no.
 
     Returns: See :class:`PRWResult`.
@@ -99,14 +96,9 @@ def projection_robust_wasserstein(
         ValueError, TypeError: for clouds, weights or options that cannot be used, naming them, and
             for an optimizer that leaves the manifold.
         RuntimeError: if the plan under the final projection cannot be converged.
-
-    Note:
-        An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
-        with a vector, mostly 5 to 30; nothing of size d x d. One n x m array is kept, the later
-        plan.
-
-    Reference:
-        Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
+    Note: An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
+        with a vector, mostly 5 to 30; nothing of size d x d. One n x m array is kept, the plan.
+    Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
@@ -124,7 +116,8 @@ def projection_robust_wasserstein(
         starts = _starting_points(clouds, k, restarts, init, seed)
         transport = EntropicTransport(clouds.a, clouds.b, reg)
         ascents = []
-        with _ProgressBar(max_iter * restarts, progress) as bar:
+        remedy = "run: pip install 'stiefel-opt[ot]'"
+        with ProgressBar(max_iter * restarts, progress, remedy) as bar:
             for start in starts:
                 ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations)
                 ascent.run(optimizer, max_iter, bar.update)
@@ -156,21 +149,16 @@ def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
 def _starting_points(
     clouds: Clouds, k: int, restarts: int, init: Any, seed: int | None
 ) -> list[Tensor]:
-    device = clouds.x.device
-    if init is None:
-        first = _leading_directions(clouds, k)
-    else:
-        first = read_projection("init", init, clouds.dimension, k).to(device)
-    generator = torch.Generator()
+    shape, generator = (clouds.dimension, k), torch.Generator()
+    given = None if init is None else read_projection("init", init, *shape)
+    starts = [_leading_directions(clouds, k) if given is None else given]
     if seed is None:
         generator.seed()
     else:
         generator.manual_seed(check_integer("seed", seed, 0, 2**63 - 1))
-    shape = clouds.dimension, k
-    others = [
-        random_point(*shape, generator=generator, dtype=torch.float64) for _ in range(restarts - 1)
-    ]
-    return [first, *(other.to(device) for other in others)]
+    draw = functools.partial(random_point, *shape, generator=generator, dtype=torch.float64)
+    starts += [draw() for _ in range(restarts - 1)]
+    return [start.to(clouds.x.device) for start in starts]
 
 
 def _leading_directions(clouds: Clouds, k: int) -> Tensor:
@@ -185,35 +173,3 @@ def _leading_directions(clouds: Clouds, k: int) -> Tensor:
     else:
         directions = torch.linalg.eigh(rows.T @ rows).eigenvectors[:, -k:]
     return directions.contiguous()
-
-
-class _ProgressBar:
-    """tqdm's bar, or nothing."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar: Any = None
-        if not shown:
-            return
-        try:
-            tqdm = importlib.import_module("tqdm")
-        except ImportError as error:
-            raise ImportError(
-                f"tqdm must be installed, got {error}; run: pip install 'stiefel-opt[ot]'"
-            ) from error
-        self._bar = tqdm.tqdm(total=total, unit="step")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def update(self) -> None:
-        if self._bar is not None:
-            self._bar.update()

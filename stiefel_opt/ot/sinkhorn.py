@@ -29,8 +29,7 @@ class EntropicTransport:
     """Potentials, scalings and one n x m kernel, kept from one projection to the next.
 
     Args:
-        a: Positive weights of the first cloud, ``(n,)``, float64, summing to one.
-        b: Positive weights of the second cloud, ``(m,)``.
+        a, b: Positive weights of the clouds, ``(n,)`` and ``(m,)``, float64, summing to one.
         reg: Regularization, in units of squared distance.
 
     Attributes:
@@ -64,18 +63,15 @@ class EntropicTransport:
             self._balance(x, y, reg, _ANNEALING_ERROR, self.passes + _ANNEALING_PASSES, newton=True)
 
     def solve(
-        self, x: Tensor, y: Tensor, *, tolerance: float, iterations: int | None, limit: int
+        self, x: Tensor, y: Tensor, tolerance: float, limit: int, iterations: int | None = None
     ) -> None:
-        """Continue from the potentials at hand until the marginal error is below ``tolerance``.
-
-        Potentials of a projection that is too far away to help are found anew by annealing.
+        """Continue from the potentials at hand; those too far away to help are annealed anew.
 
         Args:
-            x: Projected first cloud, ``(n, k)``.
-            y: Projected second cloud, ``(m, k)``.
+            x, y: Projected clouds, ``(n, k)`` and ``(m, k)``.
             tolerance: Bound on the L1 error of the row sums.
-            iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
             limit: Most products with the kernel; what is missing then shows in ``error``.
+            iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
         """
         fits = self._build(x, y, self.reg)
         if iterations is not None:
@@ -102,9 +98,8 @@ class EntropicTransport:
     def _build(self, x: Tensor, y: Tensor, reg: float) -> bool:
         """Write exp((f + g - C) / reg) into the kernel: one product of inner size k + 2, one exp.
 
-        Returns: Whether the potentials fit the cost. If not, they have been replaced by the largest
-            ones with f + g <= C: then the largest entry of each row and of each column is one, and
-            nothing can overflow or vanish.
+        Returns: Whether the potentials fit the cost. If not, they are now the largest ones with
+            f + g <= C, so that the largest entry of each row and column is one.
         """
         self._write_exponent(x, y, reg)
         if float(self.kernel.amax()) < _SAFE_EXPONENT:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_module, fail
 from stiefel_opt.distributed import is_sharded
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
@@ -46,14 +46,10 @@ class Layer:
 
     def linears(self) -> Iterator[tuple[str, nn.Linear]]:
         """Give name and module of every linear layer."""
-        attention, mlp = f"{self.name}.self_attn", f"{self.name}.mlp"
-        yield f"{attention}.q_proj", self.query
-        yield f"{attention}.k_proj", self.key
-        yield f"{attention}.v_proj", self.value
-        yield f"{attention}.o_proj", self.output
-        yield f"{mlp}.gate_proj", self.gate
-        yield f"{mlp}.up_proj", self.up
-        yield f"{mlp}.down_proj", self.down
+        modules = (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
+        names = [f"{part}.{leaf}" for part, leaves in PROJECTIONS.items() for leaf in leaves]
+        for name, module in zip(names, modules, strict=True):
+            yield f"{self.name}.{name}", module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +67,9 @@ class Decoder:
     def norms(self) -> Iterator[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
         """Give every RMSNorm of the stream by name, with the linear layers that read it."""
         for layer in self.layers:
-            readers = (layer.query, layer.key, layer.value)
-            yield f"{layer.name}.input_layernorm", layer.input_norm, readers
-            yield (
-                f"{layer.name}.post_attention_layernorm",
-                layer.middle_norm,
-                (layer.gate, layer.up),
-            )
+            before, middle = (f"{layer.name}.{leaf}" for leaf in NORMS)
+            yield before, layer.input_norm, (layer.query, layer.key, layer.value)
+            yield middle, layer.middle_norm, (layer.gate, layer.up)
         yield "model.norm", self.norm, (self.head,)
 
 
@@ -85,9 +77,8 @@ def unwrapped(model: object) -> nn.Module:
     """The model itself, of which ``DistributedDataParallel`` is a cover."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    if not isinstance(model, nn.Module):
-        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
-    return model
+    check_module("model", model)
+    return cast("nn.Module", model)
 
 
 def read_decoder(model: object) -> Decoder:
@@ -138,10 +129,8 @@ def read_decoder(model: object) -> Decoder:
         )
     if not layers:
         raise ValueError(fail("model.layers", "hold at least one layer", "none"))
-    for name, linear in [
-        ("lm_head", head),
-        *(pair for layer in layers for pair in layer.linears()),
-    ]:
+    linears = [pair for layer in layers for pair in layer.linears()]
+    for name, linear in [("lm_head", head), *linears]:
         _check_weight(name, linear.weight)
     config = getattr(model, "config", None)
     if quantization_of(model) not in (None, "gguf"):  # transformers unpacks gguf into plain tensors

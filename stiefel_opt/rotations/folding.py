@@ -11,7 +11,7 @@ from stiefel_opt._checks import fail
 from stiefel_opt.rotations.attention import TURNS, add_turn
 from stiefel_opt.rotations.decoder import Decoder, mark, read_decoder, rows, state_of, whole
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
-from stiefel_opt.rotations.quantizers import check_fixed_heads, check_prepared, turned
+from stiefel_opt.rotations.quantizers import check_prepared, turned
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_rotations, polished
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -28,9 +28,9 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         (R_1^\top W R_2)_o, \quad (R_1^\top W H)_{down}, \quad R_1^\top b_{o, down}, \quad
         R_2^\top b_v
 
-    take the place of embedding, weights and biases. Worked out in float64, rounded once. What
-    stays online, R3 and R4, becomes hooks of the model at once; ``save_pretrained`` writes their
-    names into the config, and :func:`load_online_` restores them after loading.
+    take the place of embedding, weights and biases. What stays online, R3 and R4, becomes hooks of
+    the model; ``save_pretrained`` writes their names into the config, and :func:`load_online_`
+    restores them after loading.
 
     Args:
         model: A model that :func:`prepare_` has prepared; changed in place.
@@ -42,15 +42,12 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         ValueError: for a model that is not prepared or is folded already, and for rotations of
             other sizes or that are not orthogonal.
         TypeError: for weights that are sharded or quantised.
-
-    Note: In float32 no logit moves by more than 1e-4 of the largest. Two products for a weight;
-        beside the model a float64 copy of 128 MB at a time.
+    Note: Two products for a weight in float64, rounded once: in float32 no logit moves by more than
+        1e-4 of the largest. Beside the model a copy of 128 MB at a time.
     """
     decoder = read_decoder(model)
     check_prepared(decoder)
     check_rotations("rotations", rotations, decoder)
-    if "R3" in rotations.online:
-        check_fixed_heads(decoder)
     for layer in decoder.layers:
         for name, linear in layer.linears():
             whole(name, linear.weight)

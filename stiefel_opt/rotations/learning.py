@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import math
 import os
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import Optimizer
 
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
+from stiefel_opt._optional import ProgressBar
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.manifold import ManifoldParameter
 from stiefel_opt.optim import StiefelAdam
@@ -64,16 +64,15 @@ def learn(
 
     over orthogonal matrices: the noise of rounding relative to each row x of n entries that is
     rounded, s the step of its grid; or the divergence of the next token's distribution in full
-    precision from that of the model with its activations rounded in the rotated basis, as
-    :func:`quantized` does. Weights and norms are not touched: of the model nothing is trained.
+    precision from that of the model rounded in the rotated basis, as :func:`quantized` does. Of the
+    model nothing is trained.
 
     Args:
         model: A model that :func:`prepare_` has prepared, in any floating-point dtype, on any
             device; bare, in ``DistributedDataParallel``, or after ``fully_shard``.
         batches: Token ids ``(batch, tokens)``, or dicts with ``input_ids`` and perhaps
-            ``attention_mask``: a list, a data loader. One a step; read again from the start where
-            there are more steps. Under torch.distributed each process gives its own, and gradients
-            are averaged.
+            ``attention_mask``: a list, a data loader. One a step, again from the start for more
+            steps. Under torch.distributed each process gives its own; gradients are averaged.
         start: Default: ``hadamard(model)``, with R3 if ``kv_bits`` is given.
         activation_bits, kv_bits, weight_bits, symmetric: As in :func:`quantized`.
         loss: "noise", place by place, so that a step is one forward pass; "kl" to the model in full
@@ -84,28 +83,23 @@ def learn(
             another method, as ``lambda p: so.StiefelSGD(p, lr=0.1)``. Default: StiefelAdam.
         steps: Default: one for each batch, and at least 200.
         lr: Of the default optimizer, in radians: the root mean square of the angles by which a
-            rotation of any size turns in the first step, ``lr / sqrt(n)`` for each entry. Falls
-            to 0 along a cosine, as do the rates of every other optimizer. Default: 0.1 for "noise",
-            0.03 for the others.
+            rotation of any size turns in the first step, ``lr / sqrt(n)`` for each entry. Default:
+            0.1 for "noise", 0.03 for the others. All rates fall to 0 along a cosine.
         gradient_checkpointing: Whether layers keep only their inputs for the backward pass.
         progress: Whether tqdm shows loss and orthonormality.
         checkpoint: A file that is written every ten steps and at the end, and read if it is there:
             a training that is stopped goes on from it, bit for bit.
 
-    Returns:
-        The rotations of the last step or, if these are no better on the first four batches, the
-        start; ``log`` has the steps.
+    Returns: The rotations of the last step or, if these are no better on the first four batches,
+        the start; ``log`` has the steps.
     Raises:
         ValueError: for a model that is not prepared, options out of range, no batches, and a
             checkpoint of other options.
         TypeError: for batches that are no token ids, naming the first, and for other wrong types.
-
-    Note:
-        A step is two forward passes and one backward pass; with "noise" one forward pass. Memory
+    Note: A step is two forward passes and one backward pass; with "noise" one forward pass. Memory
         beside that of the activations: the rotations in float32, and the optimizer's state.
-    Reference:
-        Liu et al., SpinQuant (ICLR 2025), for rotations that are learned; the gradient here also
-        passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
+    Reference: Liu et al., SpinQuant (ICLR 2025), for rotations that are learned; the gradient here
+        also passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
     """
     decoder = read_decoder(model)
     check_prepared(decoder)
@@ -134,14 +128,16 @@ def learn(
     objective = _Objective(decoder, quantizers, loss, top_k)
     asked = {**options, "loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
     training = _Training(rotations, method, schedule, checkpoint, asked)
-    with _frozen(decoder.model), quantizers.installed(), _Bar(total, progress) as bar:
+    remedy, silent = "run: pip install tqdm, or pass progress=False", _rank() != 0
+    bars = ProgressBar(total, progress, remedy, silent=silent)
+    with _frozen(decoder.model), quantizers.installed(), bars as bar:
         _share(rotations)
         begun = [rotation.detach().clone() for rotation in rotations]
         training.resume()
         watched = data[:WATCHED]
         if training.before is None:
             training.before = objective.mean(watched)
-        bar.skip(len(training.log))
+        bar.update(len(training.log))
         for step in range(len(training.log), total):
             began = time.perf_counter()
             method.zero_grad()
@@ -152,9 +148,8 @@ def learn(
             method.step()
             schedule.step()
             error = max(_kept(rotation) for rotation in rotations)
-            seconds = time.perf_counter() - began
-            training.note(step, reached, error, seconds)
-            bar.show(reached, error)
+            training.note(step, reached, error, time.perf_counter() - began)
+            bar.update(note=f"loss {reached:.4g}, |R'R - I| {error:.0e}")
         after = objective.mean(watched)
     better = after <= training.before  # not where it is NaN
     found = [rotation.detach() for rotation in rotations] if better else begun
@@ -163,10 +158,9 @@ def learn(
 
 def _default(rotations: list[nn.Parameter], angle: float) -> Optimizer:
     """StiefelAdam; its entries move by lr, so an n x n matrix turns by about sqrt(n) times that."""
-    sizes = sorted({len(rotation) for rotation in rotations})
     groups = [
         {"params": [r for r in rotations if len(r) == size], "lr": angle / math.sqrt(size)}
-        for size in sizes
+        for size in sorted({len(rotation) for rotation in rotations})
     ]
     return StiefelAdam(groups)
 
@@ -260,6 +254,10 @@ def _many() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def _rank() -> int:
+    return dist.get_rank() if _many() else 0
+
+
 @torch.no_grad()
 def _average(tensors: list[Tensor | None]) -> float:
     """Average tensors over all processes in place, as one message; return the first, a number."""
@@ -321,15 +319,12 @@ class _Training:
     def note(self, step: int, loss: float, error: float, seconds: float) -> None:
         entry = {"step": step, "loss": loss, "orthonormality": error, "seconds": seconds}
         self.log.append(entry)
-        if self.path is not None and (len(self.log) % EVERY == 0 or len(self.log) == self.total):
+        count = len(self.log)
+        if self.path is not None and (count % EVERY == 0 or count == self.options["steps"]):
             self._save(self.path)
 
-    @property
-    def total(self) -> int:
-        return int(self.options["steps"])
-
     def _save(self, path: Path) -> None:
-        if _many() and dist.get_rank() != 0:
+        if _rank() != 0:
             self.optimizer.state_dict()  # settles the state, here as there
             return
         content = {
@@ -415,34 +410,3 @@ def _check_options(
         if optimizer is not None:
             remedy = "set its rate in the function"
             raise ValueError(fail("lr", "be None where optimizer is given", lr, remedy))
-
-
-class _Bar:
-    """tqdm's bar, or nothing."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar: Any = None
-        if not shown:
-            return
-        try:
-            tqdm = importlib.import_module("tqdm")
-        except ImportError as error:
-            remedy = "run: pip install tqdm, or pass progress=False"
-            raise ImportError(f"tqdm must be installed, got {error}; {remedy}") from error
-        self._bar = tqdm.tqdm(total=total, unit="step", disable=_many() and dist.get_rank() != 0)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def skip(self, steps: int) -> None:
-        if self._bar is not None:
-            self._bar.update(steps)
-
-    def show(self, loss: float, error: float) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4g}, |R'R - I| {error:.0e}", refresh=False)
-            self._bar.update()

@@ -40,7 +40,6 @@ def prepare_(model: ModelT) -> ModelT:
             weight that is shared with something else than the head, and a model that is prepared
             already.
         TypeError: for weights that are quantised or sharded, and for what is no module.
-
     Note: One product for each weight, rounded once to its dtype; untying adds one embedding.
     """
     decoder = read_decoder(model)
@@ -100,9 +99,8 @@ def _check_sharing(decoder: Decoder) -> None:
         if len(names) > 1 and set(names) != {EMBEDDING, HEAD}:
             first, *others = names
             remedy = "give each of them a weight of its own"
-            raise ValueError(
-                fail(first, "not be shared", f"shared with {', '.join(others)}", remedy)
-            )
+            found = f"shared with {', '.join(others)}"
+            raise ValueError(fail(first, "not be shared", found, remedy))
 
 
 def _untie_config(model: Any) -> None:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.rotations.attention import add_turn, remove_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
-from stiefel_opt.rotations.hadamard_matrices import largest_hadamard, rotate_fixed
+from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.result import Rotations, check_rotations
 
 
@@ -35,18 +35,12 @@ def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
     the rounding, but not through the step s, whose part tells a rotation to narrow the range.
 
     Args:
-        x: ``(..., n)``; each row along the last dimension has a grid of its own.
+        x: ``(..., n)``; each row has a grid of its own.
         bits: At least 2.
         symmetric: Whether zero is a level and the grid is symmetric about it.
     """
-    tiny = torch.finfo(x.dtype).tiny
-    if symmetric:
-        low: Tensor | float = 0.0
-        step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    else:
-        low, high = torch.aminmax(x, dim=-1, keepdim=True)
-        step = (high - low) / (2**bits - 1)
-    step = step.clamp_min(tiny)
+    low, step = _grid(x, bits, symmetric)
+    step = step.clamp_min(torch.finfo(x.dtype).tiny)
     with torch.no_grad():
         levels = (x - low) / step
         rest = levels.round().sub_(levels)
@@ -56,26 +50,26 @@ def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
 def noise_ratio(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
     r"""Return the mean over rows of :math:`s^2 / 12` over the mean square, s the step of the grid.
 
-    What :func:`fake_quantize` is expected to add, relative to what is there. Rotations leave the
-    denominator.
+    What :func:`fake_quantize` is expected to add; no rotation changes the denominator.
     """
+    _, step = _grid(x, bits, symmetric)
+    power = x.detach().square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return (step.square() / (12 * power)).mean()
+
+
+def _grid(x: Tensor, bits: int, symmetric: bool) -> tuple[Tensor | float, Tensor]:
+    """Return where the grid of each row begins, and its step, ``(..., 1)``."""
     if symmetric:
-        step = x.abs().amax(-1) / (2 ** (bits - 1) - 1)
-    else:
-        low, high = torch.aminmax(x, dim=-1)
-        step = (high - low) / (2**bits - 1)
-    power = x.detach().square().mean(-1).clamp_min(torch.finfo(x.dtype).tiny)
-    ratio: Tensor = step.square() / (12 * power)
-    return ratio.mean()
+        return 0.0, x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    return low, (high - low) / (2**bits - 1)
 
 
 def check_bits(name: str, bits: object) -> None:
     """Raise unless ``bits`` is None or an integer from 2 to 16."""
-    if bits is None:
-        return
-    if type(bits) is not int:
+    if bits is not None and type(bits) is not int:
         raise TypeError(fail(name, "be an integer from 2 to 16, or None", repr(bits)))
-    if not 2 <= bits <= 16:
+    if bits is not None and not 2 <= bits <= 16:
         raise ValueError(fail(name, "be from 2 to 16, or None", bits))
 
 
@@ -89,7 +83,7 @@ def quantized(
     weight_bits: int | None = None,
     symmetric: bool = False,
 ) -> Iterator[nn.Module]:
-    """Let ``model`` run as if it were quantised; nothing of it is changed, and all ends at the end.
+    """Let ``model`` run as if it were quantised, and as before at the end: nothing is changed.
 
     Rounded are, token by token, the inputs of every linear layer but the head's; with ``kv_bits``
     keys and values, head by head; with ``weight_bits`` the weights of these layers, on a symmetric
@@ -105,20 +99,11 @@ def quantized(
     Raises:
         ValueError, TypeError: for bits out of range, another family, rotations of another model,
             or rotations for a model that is not prepared or is folded already.
-
     Note: Gradients pass the rounding as :func:`stiefel_opt.rotations.learn` has it.
     """
+    bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
     decoder = read_decoder(model)
-    quantizers = quantizers_of(
-        decoder,
-        "rotations",
-        rotations,
-        activation_bits=activation_bits,
-        kv_bits=kv_bits,
-        weight_bits=weight_bits,
-        symmetric=symmetric,
-    )
-    with quantizers.installed():
+    with quantizers_of(decoder, "rotations", rotations, symmetric=symmetric, **bits).installed():
         yield model
 
 
@@ -132,8 +117,6 @@ def quantizers_of(
     if rotations is not None:
         check_prepared(decoder)
         check_rotations(name, rotations, decoder)
-        if "R3" in rotations.online:
-            check_fixed_heads(decoder)
     return Quantizers(decoder, rotations, **options)
 
 
@@ -143,15 +126,6 @@ def check_prepared(decoder: Decoder) -> None:
     if state != "prepared":
         remedy = "load the original" if state == "folded" else "call rotations.prepare_(model)"
         raise ValueError(fail("model", "be prepared", f"one that is {state}", remedy))
-
-
-def check_fixed_heads(decoder: Decoder) -> None:
-    """Raise unless there is a Hadamard matrix of the size of a head."""
-    if largest_hadamard(decoder.head_size) != decoder.head_size:
-        name = f"{decoder.layers[0].name}.self_attn"
-        remedy = 'leave R3 out: start=rotations.hadamard(model, online=("R4",))'
-        wanted = "have heads of a size with a Hadamard matrix for R3"
-        raise ValueError(fail(name, wanted, decoder.head_size, remedy))
 
 
 # ---- the places of a decoder ---------------------------------------------------------------------
@@ -210,6 +184,7 @@ class Quantizers:
 
     def _install(self, layer: Layer, head: Tensor | None, stack: contextlib.ExitStack) -> None:
         bits, residual = self.activation_bits, self.residual
+        fixed = rotate_fixed if "R4" in self.online else None
 
         def after_norm(_: nn.Module, __: Any, x: Tensor) -> Tensor:
             return self._round(x, bits, residual)
@@ -218,7 +193,6 @@ class Quantizers:
             return (self._round(inputs[0], bits, head),)
 
         def before_down(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            fixed = rotate_fixed if "R4" in self.online else None
             return (self._round(inputs[0], bits, fixed),)
 
         def after_value(_: nn.Module, __: Any, x: Tensor) -> Tensor:
@@ -237,7 +211,6 @@ class Quantizers:
         for handle in handles:
             stack.callback(handle.remove)
         if self.weight_bits is not None:
-            fixed = rotate_fixed if "R4" in self.online else None
             for linear, inward, outward in (
                 (layer.query, residual, None),
                 (layer.key, residual, None),
@@ -314,9 +287,8 @@ class Quantizers:
 
     def _turn_keys(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Queries as they are, keys rounded head by head, turned by R3 if it is there."""
-        return queries, self._round(
-            keys, self.kv_bits, rotate_fixed if "R3" in self.online else None
-        )
+        fixed = rotate_fixed if "R3" in self.online else None
+        return queries, self._round(keys, self.kv_bits, fixed)
 
 
 Rotation = Tensor | Callable[..., Tensor] | None  # a matrix for one piece of a row, or fixed

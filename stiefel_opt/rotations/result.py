@@ -13,6 +13,7 @@ from torch import Tensor
 from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.rotations.decoder import Decoder
+from stiefel_opt.rotations.hadamard_matrices import largest_hadamard
 
 ONLINE = ("R3", "R4")  # fixed rotations: of queries and keys, of the inputs of down_proj
 FORMAT = 1
@@ -74,6 +75,8 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
     unknown = [given for given in rotations.online if given not in ONLINE]
     if unknown:
         raise ValueError(fail(f"{name}.online", f"be among {list(ONLINE)}", unknown))
+    if "R3" in rotations.online:
+        check_fixed_heads(decoder)
     if len(rotations.heads) != len(decoder.layers):
         wanted = f"have one matrix for each of {len(decoder.layers)} layers"
         raise ValueError(fail(f"{name}.heads", wanted, len(rotations.heads)))
@@ -87,6 +90,15 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
             raise TypeError(fail(f"{name}.{part}", "be floating-point", matrix.dtype))
         if not float(gram_error(matrix.detach().float())) <= LARGEST_ERROR:
             raise ValueError(fail(f"{name}.{part}", "be orthogonal", "another matrix"))
+
+
+def check_fixed_heads(decoder: Decoder) -> None:
+    """Raise unless there is a Hadamard matrix of the size of a head."""
+    if largest_hadamard(decoder.head_size) != decoder.head_size:
+        name = f"{decoder.layers[0].name}.self_attn"
+        remedy = 'leave R3 out: start=rotations.hadamard(model, online=("R4",))'
+        wanted = "have heads of a size with a Hadamard matrix for R3"
+        raise ValueError(fail(name, wanted, decoder.head_size, remedy))
 
 
 def polished(rotation: Tensor) -> Tensor:

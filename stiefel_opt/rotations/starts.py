@@ -11,8 +11,7 @@ from stiefel_opt._checks import fail
 from stiefel_opt.geometry import random_point
 from stiefel_opt.rotations.decoder import read_decoder
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
-from stiefel_opt.rotations.quantizers import check_fixed_heads
-from stiefel_opt.rotations.result import ONLINE, Rotations
+from stiefel_opt.rotations.result import ONLINE, Rotations, check_fixed_heads
 
 
 def hadamard(
@@ -34,8 +33,7 @@ def hadamard(
     Raises:
         ValueError: for another family, an unknown name, a seed that is no integer of at least 0,
             and R3 where no Hadamard matrix is as large as a head.
-    Reference:
-        Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
+    Reference: Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
     """
     decoder = read_decoder(model)
     if type(seed) is not int or seed < 0:

@@ -1,0 +1,37 @@
+"""Packages that this one does without until something is asked of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from typing_extensions import Self
+
+
+def imported(module: str, package: str, remedy: str) -> Any:
+    """Return ``module`` of ``package``, or raise an ImportError that says what to do."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{package} must be installed, got {error}; {remedy}") from error
+
+
+class ProgressBar:
+    """tqdm's bar, or nothing unless it is ``shown``; ``silent`` needs tqdm and shows nothing."""
+
+    def __init__(self, total: int, shown: bool, remedy: str, *, silent: bool = False) -> None:
+        tqdm = imported("tqdm", "tqdm", remedy) if shown else None
+        self._bar = None if tqdm is None else tqdm.tqdm(total=total, unit="step", disable=silent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self, steps: int = 1, note: str = "") -> None:
+        """Count steps, with a note behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(steps)
