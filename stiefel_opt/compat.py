@@ -41,8 +41,7 @@ class SGDG(CayleySGD):
             acts on both kinds.
         stiefel: Whether a group is constrained; parameters with a tag then keep its reading.
             Default: those with a tag.
-        omega: Must be 0: the released code never used it.
-        grad_clip: Must be None: the released code never used it.
+        omega, grad_clip: Must be 0 and None: the released code never used them.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -64,14 +63,7 @@ class SGDG(CayleySGD):
     ) -> None:
         _refuse_what_was_ignored(omega, grad_clip)
         super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            steps=_STEPS,
-            stiefel=stiefel,
+            params, lr, momentum, dampening, weight_decay, nesterov, steps=_STEPS, stiefel=stiefel
         )
 
     @override
@@ -127,8 +119,7 @@ class CaileySGD(SGDG):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("_dtype", "_iterations")}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), "_dtype": self._dtype, "_iterations": self._iterations}
 
 
 def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
@@ -144,7 +135,7 @@ class AdamG(SGDLike):
     """:class:`stiefel_opt.CayleyAdam` with the signature of Li et al.; the rest moves by SGD.
 
     Args:
-        params, lr, weight_decay, stiefel, omega, grad_clip: As in :class:`SGDG`.
+        params, lr, weight_decay, omega, grad_clip: As in :class:`SGDG`.
         momentum: First beta, and the momentum of plain parameters.
         dampening, nesterov: For plain parameters.
         grassmann: Must be False: it has no effect in the released code.
@@ -178,21 +169,10 @@ class AdamG(SGDLike):
         _refuse_what_was_ignored(omega, grad_clip)
         if grassmann:
             raise ValueError(fail("grassmann", "be False", grassmann, "set stiefel=True instead"))
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "beta2": beta2,
-            "epsilon": epsilon,
-            "maximize": False,
-            "foreach": None,
-            "fused": None,
-            "differentiable": False,
-            "nonfinite": "skip",
-            "stiefel": stiefel,
-        }
+        defaults: Group = {"lr": lr, "momentum": momentum, "dampening": dampening}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov, "stiefel": stiefel}
+        defaults |= {"beta2": beta2, "epsilon": epsilon, "maximize": False, "foreach": None}
+        defaults |= {"fused": None, "differentiable": False, "nonfinite": "skip"}
         super().__init__(params, defaults)
 
     @override
@@ -266,26 +246,22 @@ def _split(group: Group, defaults: Group) -> list[Group]:
     wanted, params = group.get("stiefel", defaults["stiefel"]), _listed(group["params"])
     if isinstance(params, set) or not (wanted is None or wanted is True):
         return [group]
-    tagged: list[Any] = [item for item in params if _is_tagged(item)]
-    others: list[Any] = [item for item in params if not _is_tagged(item)]
-    flat: list[Any] = [item for item in others if wanted and _has_few_rows(item)]
-    rest: list[Any] = [item for item in others if not (wanted and _has_few_rows(item))]
+    readings = {"flat": Stiefel(flatten=True), "tagged": None, "plain": False}
+    kinds = [_kind(item, bool(wanted)) for item in params]
     parts = [
-        {**group, "params": flat, "stiefel": Stiefel(flatten=True)},
-        {**group, "params": tagged, "stiefel": None},
-        {**group, "params": rest, "stiefel": False},
+        {**group, "params": chosen, "stiefel": reading}
+        for name, reading in readings.items()
+        if (chosen := [item for item, kind in zip(params, kinds, strict=True) if kind == name])
     ]
-    return [part for part in parts if part["params"]] or [group]
+    return parts or [group]
 
 
-def _is_tagged(item: Any) -> bool:
+def _kind(item: Any, wanted: bool) -> str:
+    """Say whether a parameter, perhaps named, is tagged, plain, or of few rows, if ``wanted``."""
     parameter = item[1] if isinstance(item, tuple) else item
-    return isinstance(parameter, Tensor) and manifold_of(parameter) is not None
-
-
-def _has_few_rows(item: Any) -> bool:
-    """Say whether a parameter of shape (C_out, ...) has at most as many rows as columns."""
-    parameter = item[1] if isinstance(item, tuple) else item
-    if not isinstance(parameter, Tensor) or parameter.ndim < 2:
-        return False
-    return parameter.size(0) ** 2 <= parameter.numel()
+    if not isinstance(parameter, Tensor):
+        return "plain"
+    if manifold_of(parameter) is not None:
+        return "tagged"
+    has_few_rows = parameter.ndim > 1 and parameter.size(0) ** 2 <= parameter.numel()
+    return "flat" if wanted and has_few_rows else "plain"

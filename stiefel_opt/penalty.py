@@ -12,9 +12,8 @@ from stiefel_opt.report import constrained
 def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     r"""Return :math:`\lambda \sum |X^\top X - I|_F^2` over the constrained matrices of a model.
 
-    A term to be added to the loss, for comparison with the optimizers that keep X orthonormal; use
-    it with an optimizer of torch, or with ``stiefel=False``. Its gradient is
-    :math:`4 \lambda X (X^\top X - I)`.
+    A term to be added to the loss, with gradient :math:`4 \lambda X (X^\top X - I)`; use it with an
+    optimizer of torch, or with ``stiefel=False``.
 
     Args:
         model: A model with constrained parameters.
@@ -24,9 +23,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     Raises:
         ValueError: for a negative weight, or if nothing in the model is constrained.
         TypeError: if ``model`` is not a module.
-
-    Note:
-        Two products of n x m by m x m, and as many backwards.
+    Note: Two products of n x m by m x m, and as many backwards.
     """
     check_range("weight", weight, 0.0)
     terms = []

@@ -20,13 +20,10 @@ def clip_grad_norm_(
     r"""Scale all gradients by one factor so that their Riemannian norm is at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_``, but of a tagged parameter only the part of the gradient
-    counts that is tangent to the manifold,
-    :math:`|G - X\,\mathrm{sym}(X^\top G)|_F`: the rest never moves the parameter, however large it
-    is, and would shrink the steps of all others. Plain parameters, and plain rows, count in full.
-
-    This is the one function here that writes to ``p.grad``: it multiplies by the factor in place,
-    and does not project. Call it between ``backward()`` and ``step()``; with a ``GradScaler``,
-    after ``unscale_``.
+    counts that is tangent to the manifold, :math:`|G - X\,\mathrm{sym}(X^\top G)|_F`: the rest
+    never moves it, and would shrink the steps of all others. Plain rows count in full. The one
+    function here that writes to ``p.grad``: times the factor, in place, not projected. Call it
+    between ``backward()`` and ``step()``; with a ``GradScaler``, after ``unscale_``.
 
     Args:
         parameters: Parameters, tagged and plain; those without gradient are skipped.
@@ -38,7 +35,6 @@ def clip_grad_norm_(
     Raises:
         ValueError: for max_norm <= 0, or a norm that is not finite, if asked.
         TypeError: for sparse gradients of constrained parameters.
-
     Note: Two products of n x m by m x m for each constrained parameter; no host sync. As in torch
         one gradient that is not finite spoils all of them, and ``nonfinite="skip"`` then saves the
         constrained parameters only: pass ``error_if_nonfinite=True``, or clip parameters apart.
@@ -54,14 +50,8 @@ def clip_grad_norm_(
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise ValueError(
-            fail(
-                "norm of the gradients",
-                "be finite",
-                float(total),
-                "look for the first parameter with a bad gradient, or skip the step",
-            )
-        )
+        remedy = "look for the first parameter with a bad gradient, or skip the step"
+        raise ValueError(fail("norm of the gradients", "be finite", float(total), remedy))
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as in torch
     for parameter in active:
         grad: Tensor = parameter.grad  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_module, fail
 from stiefel_opt.report import constrained, orthonormality_error
 
 
@@ -32,16 +32,15 @@ def log_orthonormality(
     r"""Write :math:`\max |X^\top X - I|` of ``model`` after every so many steps of ``optimizer``.
 
     One curve ``tag/max`` and one ``tag/<parameter>`` for each constrained parameter and each weight
-    that :func:`stiefel_opt.orthogonal` parametrizes. Works with every optimizer of torch, by its
-    step hook.
+    that :func:`stiefel_opt.orthogonal` parametrizes.
 
     Args:
-        optimizer: Whose steps count. One that a trainer has wrapped counts as well.
+        optimizer: Any of torch, whose steps count; one that a trainer has wrapped counts as well.
         model: Whose weights are measured, as they are at that moment.
         writer: A ``torch.utils.tensorboard.SummaryWriter``, or anything with its method
             ``add_scalar(tag, value, step)``. None: measure and write nothing, for the other
             processes of a sharded training, where all must take part.
-        every: Steps from one point to the next.
+        every: Steps from one point to the next. Default: 100.
         first_step: Number of the step before the first one, where a training is resumed.
         tag: What the curves are called.
 
@@ -49,15 +48,12 @@ def log_orthonormality(
     Raises:
         ValueError: if the model has no such weight, or for every < 1.
         TypeError: for what is no optimizer, no module or no writer.
-
-    Note: Costs what :func:`stiefel_opt.orthonormality_error` costs, and waits for the device, in
-        the steps that are logged; a count in the others. Copies and checkpoints of the optimizer do
-        not log.
+    Note: A step that is logged costs what :func:`stiefel_opt.orthonormality_error` costs, and waits
+        for the device. Copies and checkpoints of the optimizer do not log.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(fail("optimizer", "be a torch.optim.Optimizer", type(optimizer).__name__))
-    if not isinstance(model, nn.Module):
-        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    check_module("model", model)
     if writer is not None and not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(fail("writer", "have a method add_scalar", type(writer).__name__))
     for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
