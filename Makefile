@@ -38,7 +38,8 @@ test: lint
 	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-integrations: $(READY_FOR_INTEGRATIONS)
-	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/test_integrations.py $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/test_integrations.py \
+		tests/test_examples.py $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
