@@ -58,6 +58,7 @@ rotations: $(READY_FOR_ROTATIONS)
 
 docs: $(READY_FOR_DOCS)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	! grep -rnE '<(script|img|link)[^>]*(src|href)="https?:' build/docs --include='*.html'  # no network
 	@echo "open build/docs/index.html"
 
 release: $(READY_FOR_RELEASE)
