@@ -1,4 +1,4 @@
-# make demo    train an orthogonal vision transformer and show the result
+# make demo    an orthogonal vision transformer beside a free one; what a recurrent network remembers
 # make test    style, types, then every test
 # make test-integrations    train with Lightning, transformers, accelerate, timm, peft, TensorBoard
 # make bench   time whole optimizer steps against other packages
@@ -7,8 +7,8 @@
 # make release    build the source archive and the wheel into dist and check them; publishes nothing
 # make test-release    install that wheel into an empty environment and run the archive's tests
 #
-# The first call creates a virtual environment; PYTHON and VENV choose which. PYTEST_ARGS and
-# DEMO_ARGS are passed on: make test PYTEST_ARGS="-k geometry". The integrations have an environment
+# The first call creates a virtual environment; PYTHON and VENV choose which. PYTEST_ARGS
+# is passed on: make test PYTEST_ARGS="-k geometry". The integrations have an environment
 # of their own, INTEGRATIONS_VENV, and need the network only to create it.
 
 PYTHON ?= python3
@@ -16,10 +16,10 @@ VENV ?= .venv
 INTEGRATIONS_VENV ?= .venv-integrations
 PYTEST_ARGS ?=
 ROTATIONS_ARGS ?=
-DEMO_ARGS ?=
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+READY_FOR_DEMO := $(VENV)/.ready-for-demo
 READY_FOR_BENCH := $(VENV)/.ready-for-bench
 READY_FOR_DOCS := $(VENV)/.ready-for-docs
 RUN_INTEGRATIONS := $(INTEGRATIONS_VENV)/bin/python
@@ -31,8 +31,10 @@ UNPACKED := build/release
 
 .PHONY: demo test test-integrations lint bench rotations docs release test-release clean
 
-demo: $(READY)
-	$(RUN) examples/orthogonal_vit.py $(DEMO_ARGS)
+demo: $(READY_FOR_DEMO)
+	$(RUN) examples/orthogonal_vit.py
+	@echo
+	$(RUN) examples/rnn_memory.py
 
 test: lint
 	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
@@ -76,6 +78,11 @@ test-release:
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(READY_FOR_DEMO): pyproject.toml constraints.txt
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt -e ".[examples]"
+	touch $@
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)

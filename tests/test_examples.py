@@ -16,16 +16,14 @@ LONGER = {"llm_rotations", "orthogonal_vit"}  # whole programs
 SHORT = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LONGER)
 
 
-def run(
-    name: str, folder: Path, *, fewer: dict[str, int] | None = None, before: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """A copy of the example, run in an empty folder with what stands ``before`` it."""
-    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
-    for constant, value in (fewer or {}).items():
-        source, count = re.subn(rf"(?m)^{constant} = \d+$", f"{constant} = {value}", source)
-        assert count == 1, constant
-    (folder / f"{name}.py").write_text(before + source, encoding="utf-8")
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def run(name: str, folder: Path, *changes: tuple[str, str]) -> subprocess.CompletedProcess[str]:
+    """A copy of the example, run in an empty folder; ``changes`` are of single lines, for time."""
+    lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    for line, other in changes:
+        lines[lines.index(line)] = other
+    (folder / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, f"{name}.py"],
         cwd=folder,
@@ -37,8 +35,8 @@ def run(
     )
 
 
-def shown(name: str, folder: Path, **options: dict[str, int]) -> str:
-    done = run(name, folder, **options)
+def shown(name: str, folder: Path, *changes: tuple[str, str]) -> str:
+    done = run(name, folder, *changes)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout
@@ -64,11 +62,23 @@ def test_an_example_is_one_short_file(name: str) -> None:
 
 def test_attention(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    text = shown("vit_attention", tmp_path, fewer={"EPOCHS": 4})
+    text = shown("vit_attention", tmp_path, ("EPOCHS = 12", "EPOCHS = 4"))
     tagged, plain = numbers(r"([\d.]+)% of the test images", text)
     assert tagged > plain - 5
     assert tagged > 60
     assert "queries: 1.0000 to 1.0000" in text
+
+
+def test_the_main_job(tmp_path: Path) -> None:
+    for package in ("matplotlib", "sklearn", "tqdm"):
+        pytest.importorskip(package)
+    text = shown("orthogonal_vit", tmp_path, ("    main()", "    main(1, 1)"))
+    assert len(numbers(r"(?:AdamW|StiefelAdam|StiefelSGD) +([\d.]+) %", text)) == 3
+    assert max(numbers(r"1\.000 to 1\.000 +(\S+)", text)) < 1e-5
+    assert "label smoothing" in text
+    (sentence,) = re.findall(r"^Wrong of 360 test images.*$", text, re.MULTILINE)
+    assert all(method in sentence for method in ("AdamW", "StiefelAdam", "StiefelSGD"))
+    assert (tmp_path / "runs" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -83,13 +93,13 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_memory_for_a_few_steps(tmp_path: Path) -> None:
-    text = shown("rnn_memory", tmp_path, fewer={"PAUSE": 5, "STEPS": 2})
+    text = shown("rnn_memory", tmp_path, ("PAUSE = 100", "PAUSE = 5"), ("STEPS = 100", "STEPS = 2"))
     assert len(numbers(r"rate 0.0\d+ +(\d+)% of the digits", text)) == 5
 
 
 def test_convolutions(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    text = shown("convolutions", tmp_path, fewer={"EPOCHS": 5})
+    text = shown("convolutions", tmp_path, ("EPOCHS = 15", "EPOCHS = 5"))
     (_, one, safe), (_, more, none) = (
         tuple(map(float, found))
         for found in re.findall(r"Adam +([\d.]+)% +([\d.]+) +([\d.]+)%", text)
@@ -111,8 +121,8 @@ def test_fine_tuning(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_says_what_is_missing(tmp_path: Path) -> None:
-    hidden = "import sys; sys.modules['transformers'] = None\n"
-    done = run("finetune_transformer", tmp_path, before=hidden)
+    hidden = "import sys\nsys.modules['transformers'] = None"
+    done = run("finetune_transformer", tmp_path, ("import sys", hidden))
     assert done.returncode == 1
     assert done.stdout == ""
     (sentence,) = done.stderr.splitlines()
