@@ -108,14 +108,14 @@ class CaileySGD(SGDG):
     @override
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as :class:`SGDG`."""
-        if not isinstance(param_group, dict):
-            raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
-        params = _listed(param_group["params"])
-        for item in params:
-            parameter = item[1] if isinstance(item, tuple) else item
-            if isinstance(parameter, Tensor):
-                _check_moving_dtype(self._dtype, parameter.dtype)
-        super().add_param_group({"steps": self._iterations, **param_group, "params": params})
+        if isinstance(param_group, dict):  # if not, it is refused
+            params = _listed(param_group["params"])
+            for item in params:
+                parameter = item[1] if isinstance(item, tuple) else item
+                if isinstance(parameter, Tensor):
+                    _check_moving_dtype(self._dtype, parameter.dtype)
+            param_group = {"steps": self._iterations, **param_group, "params": params}
+        super().add_param_group(param_group)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

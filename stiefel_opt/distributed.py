@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: object) -> TypeIs[DTensor]:
-    """Say whether ``tensor`` is a DTensor, sharded or replicated over the processes of a mesh.
-
-    Args:
-        tensor: Any object.
-
-    Note: A DTensor can only have been made by ``torch.distributed.tensor``; where nothing has
-        imported that, the answer is one look into a dict.
-    """
+    """Say whether ``tensor`` is a DTensor, sharded or replicated over the processes of a mesh."""
+    # Only torch.distributed.tensor makes one: where nothing has imported it, a look into a dict.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
@@ -38,10 +32,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a DTensor on this process; any other tensor as it is.
-
-    Note: Gathers what is sharded: every process of its mesh must call.
-    """
+    """Return all of a DTensor, which its whole mesh must ask for; any other tensor as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -50,10 +41,6 @@ class RowSums:
     """The ``row_sum`` of :mod:`stiefel_opt.functional` for rows shared along dimensions of a mesh.
 
     Every process gets the same bits, so that choices made from a sum are the same everywhere.
-
-    Args:
-        mesh: The processes.
-        dims: Dimensions of the mesh along which the rows are cut.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: Sequence[int]) -> None:

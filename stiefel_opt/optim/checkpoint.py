@@ -34,25 +34,19 @@ def check_state_dict(state_dict: object) -> None:
     found = sorted(map(str, state_dict))
     if not {"state", "param_groups"} <= set(found):
         remedy = "pass what optimizer.state_dict() returned"
-        raise ValueError(
-            fail("state_dict", "have the keys ['param_groups', 'state']", found[:8], remedy)
-        )
+        condition = "have the keys ['param_groups', 'state']"
+        raise ValueError(fail("state_dict", condition, found[:8], remedy))
 
 
 def take_marks(saved_groups: list[Group], rule: str) -> bool:
-    """Take the marks out of saved groups; return whether an optimizer of torch has saved them.
-
-    Raises:
-        ValueError: for a format that is newer than this code, and for the state of another rule.
-    """
+    """Take the marks out of saved groups; return whether an optimizer of torch has saved them."""
     of_torch = all("stiefel" not in saved for saved in saved_groups)
     for saved in saved_groups:
         number, found = saved.pop(_FORMAT, FORMAT), saved.pop(_RULE, rule)
         if not isinstance(number, int) or number > FORMAT:
+            condition = f"be at most {FORMAT}"
             remedy = "a newer stiefel_opt has written it: update the package"
-            raise ValueError(
-                fail("format of the state_dict", f"be at most {FORMAT}", number, remedy)
-            )
+            raise ValueError(fail("format of the state_dict", condition, number, remedy))
         if found != rule:
             remedy = f"load it into {found}, or load the weights only and let {rule} start anew"
             raise ValueError(fail("state_dict", f"be one of {rule}", f"one of {found}", remedy))
@@ -68,11 +62,9 @@ def check_plain_rule(state: Mapping[Any, Any], saved_groups: list[Group], defaul
     for saved in saved_groups:
         strange += [f"no {option}" for option in sorted(options - saved.keys())]
     if strange:
-        known = "torch.optim.Adam or AdamW" if adam else "torch.optim.SGD"
-        remedy = "load the weights only and start anew"
-        raise ValueError(
-            fail("state_dict", f"be one of {known}", f"one with {', '.join(strange)}", remedy)
-        )
+        condition = f"be one of {'torch.optim.Adam or AdamW' if adam else 'torch.optim.SGD'}"
+        found, remedy = f"one with {', '.join(strange)}", "load the weights only and start anew"
+        raise ValueError(fail("state_dict", condition, found, remedy))
 
 
 def without_plain(
@@ -94,25 +86,13 @@ def check_states(
     saved_groups: list[Group],
     names_of: Callable[[Group], StateNames],
 ) -> None:
-    """Raise for state that a step would refuse, naming the parameter.
-
-    Args:
-        state: The state that is about to be loaded, by number or name.
-        groups: Those of the optimizer.
-        saved_groups: Those about to be loaded, complete.
-        names_of: Which state a group keeps.
-
-    Raises:
-        ValueError: for state of another shape, or complex state of a real parameter.
-    """
+    """Raise for ``state``, by number or name, that a step would refuse, naming the parameter."""
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
         labels = group.get("param_names")
         kept = names_of({**group, **saved, "params": group["params"]})
-        for index, (parameter, key) in enumerate(
-            zip(group["params"], saved["params"], strict=False)
-        ):
-            values = state.get(key)
-            if not values:
+        pairs = zip(group["params"], saved["params"], strict=False)
+        for index, (parameter, key) in enumerate(pairs):
+            if not (values := state.get(key)):
                 continue
             manifold = reading(parameter, group)
             if manifold is None:
@@ -124,42 +104,27 @@ def check_states(
                     continue
                 called = f"{name} of {label(labels[index] if labels else None, index, number)}"
                 if value.shape != shapes[name]:
-                    raise ValueError(
-                        fail(
-                            called,
-                            f"have shape {tuple(shapes[name])}",
-                            f"shape {tuple(value.shape)}",
-                            "load the state of a parameter of the same shape and reading",
-                        )
-                    )
+                    condition = f"have shape {tuple(shapes[name])}"
+                    remedy = "load the state of a parameter of the same shape and reading"
+                    raise ValueError(fail(called, condition, f"shape {tuple(value.shape)}", remedy))
                 if value.is_complex() and not parameter.is_complex():
                     remedy = "load the state of a real parameter"
                     raise ValueError(fail(called, "be real", value.dtype, remedy))
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
-    """Take the readings out of ``saved_groups``; raise where one differs from that of today.
-
-    Raises:
-        ValueError: naming the parameter and the reading that it was saved under.
-    """
-    for number, (group, saved) in enumerate(
-        zip(groups, saved_groups, strict=False)  # torch checks the numbers
-    ):
+    """Take the readings out of ``saved_groups``; raise where one differs from that of today."""
+    # strict=False: torch checks the numbers
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
         names = group.get("param_names")
-        for index, (parameter, earlier) in enumerate(
-            zip(group["params"], _saved_readings(saved), strict=False)
-        ):
+        pairs = zip(group["params"], _saved_readings(saved), strict=False)
+        for index, (parameter, earlier) in enumerate(pairs):
             current = reading(parameter, group)
             if earlier is not None and (current is None or current.as_dict() != earlier):
-                raise ValueError(
-                    fail(
-                        f"reading of {label(names[index] if names else None, index, number)}",
-                        f"be the saved one, {Stiefel.from_dict(earlier)}",
-                        current,
-                        "constrain it as it was when the checkpoint was written",
-                    )
-                )
+                called = f"reading of {label(names[index] if names else None, index, number)}"
+                condition = f"be the saved one, {Stiefel.from_dict(earlier)}"
+                remedy = "constrain it as it was when the checkpoint was written"
+                raise ValueError(fail(called, condition, current, remedy))
 
 
 def _saved_readings(saved: Group) -> list[Any]:
@@ -178,9 +143,8 @@ def _saved_readings(saved: Group) -> list[Any]:
 def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) -> None:
     """Undo in ``state`` what torch does on load: it casts to the dtype of the parameter.
 
-    Only for constrained parameters: in half precision their state is of float32, and the steps of
-    their plain rows are numbers of float32 on the device where they were counted. Plain parameters
-    have the state of torch.
+    In half precision the state of constrained parameters is of float32, and the steps of their
+    plain rows are numbers of float32 on the device where they were counted.
     """
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):

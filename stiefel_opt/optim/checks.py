@@ -200,48 +200,30 @@ def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Raise for a value that cannot be projected."""
     for parameter in parameters:
         if not bool(torch.isfinite(local_part(parameter)).all()):
-            raise ValueError(
-                fail(
-                    name_of(parameter, groups),
-                    "be finite",
-                    f"NaN or inf in a tensor of shape {tuple(parameter.shape)}",
-                    "initialise it, or load a good checkpoint",
-                )
-            )
+            found = f"NaN or inf in a tensor of shape {tuple(parameter.shape)}"
+            remedy = "initialise it, or load a good checkpoint"
+            raise ValueError(fail(name_of(parameter, groups), "be finite", found, remedy))
 
 
 def refuse_gradient(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a gradient of another shape, which torch would broadcast, or another dtype."""
-    grad = parameter.grad
-    raise ValueError(
-        fail(
-            f"grad of {name_of(parameter, groups)}",
-            f"have shape {tuple(parameter.shape)} and dtype {parameter.dtype}",
-            f"shape {tuple(grad.shape)} and dtype {grad.dtype}",  # type: ignore[union-attr]
-            "set it to None and run backward again",
-        )
-    )
+    grad: Tensor = parameter.grad  # type: ignore[assignment]
+    condition = f"have shape {tuple(parameter.shape)} and dtype {parameter.dtype}"
+    found = f"shape {tuple(grad.shape)} and dtype {grad.dtype}"
+    remedy = "set it to None and run backward again"
+    raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, found, remedy))
 
 
 def refuse_nonfinite(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a gradient that is not finite or safe."""
-    raise ValueError(
-        fail(
-            f"grad of {name_of(parameter, groups)}",
-            f"be finite and shorter than {largest_safe(parameter.dtype):.0e}",
-            f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}",
-            "look for its cause, or choose nonfinite='skip'",
-        )
-    )
+    condition = f"be finite and shorter than {largest_safe(parameter.dtype):.0e}"
+    found = f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}"
+    remedy = "look for its cause, or choose nonfinite='skip'"
+    raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, found, remedy))
 
 
 def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a sparse gradient."""
-    raise TypeError(
-        fail(
-            f"grad of {name_of(parameter, groups)}",
-            "be dense",
-            f"one of shape {tuple(parameter.shape)} that is sparse",
-            "use sparse=False in the layer that produces it",
-        )
-    )
+    found = f"one of shape {tuple(parameter.shape)} that is sparse"
+    remedy = "use sparse=False in the layer that produces it"
+    raise TypeError(fail(f"grad of {name_of(parameter, groups)}", "be dense", found, remedy))

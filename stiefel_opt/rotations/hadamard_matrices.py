@@ -37,11 +37,7 @@ def _paley(order: int) -> int:
 
 @functools.cache
 def hadamard_factors(order: int) -> tuple[Tensor, ...]:
-    """Return orthogonal matrices, float64, whose Kronecker product is a Hadamard matrix / sqrt(n).
-
-    Args:
-        order: One that :func:`largest_hadamard` returns.
-    """
+    """Return orthogonal float64 factors of a Hadamard matrix / sqrt(n), n from largest_hadamard."""
     core = _core(order)
     factors = [] if core == 1 else [_paley_matrix(core) / core**0.5]
     rest = order // core
@@ -54,10 +50,7 @@ def hadamard_factors(order: int) -> tuple[Tensor, ...]:
 
 def _sylvester(order: int) -> Tensor:
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < order:
-        matrix = torch.kron(matrix, pair)
-    return matrix
+    return functools.reduce(torch.kron, [pair] * (order.bit_length() - 1))
 
 
 def _paley_matrix(order: int) -> Tensor:
@@ -83,10 +76,9 @@ def _paley_matrix(order: int) -> Tensor:
 def fixed_rotation(size: int) -> tuple[Tensor, ...]:
     r"""Return the Kronecker factors of the fixed rotation of ``size``, in float64.
 
-    The largest Hadamard matrix whose order divides ``size``; what is left of the size, if anything,
-    is Hartley's matrix :math:`(\cos t_{ij} + \sin t_{ij}) / \sqrt{k}` with
-    :math:`t_{ij} = 2 \pi i j / k`: orthogonal, and no entry exceeds :math:`\sqrt{2 / k}`. Nothing
-    is random, so the size says it all.
+    The largest Hadamard matrix whose order divides ``size``, and for the rest k of the size
+    Hartley's matrix :math:`(\cos t_{ij} + \sin t_{ij}) / \sqrt{k}`, :math:`t_{ij} = 2 \pi i j / k`,
+    orthogonal with no entry above :math:`\sqrt{2 / k}`.
     """
     order = largest_hadamard(size)
     rest = size // order

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import os
@@ -103,17 +104,15 @@ def learn(
     """
     decoder = read_decoder(model)
     check_prepared(decoder)
-    _check_options(loss, top_k, optimizer, steps, lr, gradient_checkpointing, progress)
+    _check_options(loss, top_k, optimizer, steps, lr)
+    check_flag("gradient_checkpointing", gradient_checkpointing)
+    check_flag("progress", progress)
     data = _token_batches(batches, steps)
     total = max(STEPS, len(data)) if steps is None else steps
-    options: dict[str, Any] = {
-        "activation_bits": activation_bits,
-        "kv_bits": kv_bits,
-        "weight_bits": weight_bits,
-        "symmetric": symmetric,
-    }
+    bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
+    options: dict[str, Any] = {**bits, "symmetric": symmetric}
     quantizers_of(decoder, "start", None, **options)  # its checks
-    if activation_bits is None and kv_bits is None and weight_bits is None:
+    if all(given is None for given in bits.values()):
         raise ValueError(fail("activation_bits", "be given, or kv_bits or weight_bits", "None"))
     if start is None:
         start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
@@ -127,7 +126,8 @@ def learn(
     schedule = CosineAnnealingLR(method, max(1, total))
     objective = _Objective(decoder, quantizers, loss, top_k)
     asked = {**options, "loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
-    training = _Training(rotations, method, schedule, checkpoint, asked)
+    path = None if checkpoint is None else Path(checkpoint)
+    training = _Training(rotations, method, schedule, path, asked)
     remedy, silent = "run: pip install tqdm, or pass progress=False", _rank() != 0
     bars = ProgressBar(total, progress, remedy, silent=silent)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
@@ -299,22 +299,17 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 # ---- a training that can be stopped --------------------------------------------------------------
 
 
+@dataclasses.dataclass
 class _Training:
     """Everything a checkpoint holds."""
 
-    def __init__(
-        self,
-        rotations: list[nn.Parameter],
-        optimizer: Optimizer,
-        schedule: CosineAnnealingLR,
-        path: str | os.PathLike[str] | None,
-        options: dict[str, Any],
-    ) -> None:
-        self.rotations, self.optimizer, self.schedule = rotations, optimizer, schedule
-        self.path = None if path is None else Path(path)
-        self.options = options
-        self.log: list[dict[str, float]] = []
-        self.before: float | None = None
+    rotations: list[nn.Parameter]
+    optimizer: Optimizer
+    schedule: CosineAnnealingLR
+    path: Path | None
+    options: dict[str, Any]
+    log: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    before: float | None = None  # the loss at the start
 
     def note(self, step: int, loss: float, error: float, seconds: float) -> None:
         entry = {"step": step, "loss": loss, "orthonormality": error, "seconds": seconds}
@@ -327,14 +322,10 @@ class _Training:
         if _rank() != 0:
             self.optimizer.state_dict()  # settles the state, here as there
             return
-        content = {
-            "options": self.options,
-            "rotations": [rotation.detach() for rotation in self.rotations],
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "log": self.log,
-            "before": self.before,
-        }
+        content = {"options": self.options, "log": self.log, "before": self.before}
+        content["rotations"] = [rotation.detach() for rotation in self.rotations]
+        content["optimizer"] = self.optimizer.state_dict()
+        content["schedule"] = self.schedule.state_dict()
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
         torch.save(content, unfinished)
@@ -365,9 +356,8 @@ class _Training:
 def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]]:
     """Check and keep the token ids, as many batches as there are steps."""
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        wanted = "be an iterable of batches of token ids"
-        remedy = "put it into a list"
-        raise TypeError(fail("batches", wanted, type(batches).__name__, remedy))
+        wanted, found = "be an iterable of batches of token ids", type(batches).__name__
+        raise TypeError(fail("batches", wanted, found, "put it into a list"))
     found = []
     for number, batch in enumerate(itertools.islice(batches, steps)):
         content = {"input_ids": batch} if isinstance(batch, Tensor) else batch
@@ -386,17 +376,9 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
 
 
 def _check_options(
-    loss: object,
-    top_k: object,
-    optimizer: object,
-    steps: object,
-    lr: object,
-    gradient_checkpointing: object,
-    progress: object,
+    loss: object, top_k: object, optimizer: object, steps: object, lr: object
 ) -> None:
-    check_choice("loss", loss, ("kl", "ce", "noise"))
-    check_flag("gradient_checkpointing", gradient_checkpointing)
-    check_flag("progress", progress)
+    check_choice("loss", loss, ANGLES)
     for name, value in (("top_k", top_k), ("steps", steps)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(fail(name, "be an integer of at least 1, or None", repr(value)))

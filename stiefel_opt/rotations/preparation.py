@@ -27,8 +27,8 @@ def prepare_(model: ModelT) -> ModelT:
 
     .. math:: W \leftarrow W\,\mathrm{diag}(g), \qquad g \leftarrow 1
 
-    The model computes the same function. Afterwards its norms commute with every rotation of the
-    residual stream. ``model.config`` says that it was done.
+    The function stays, and its norms commute with every rotation of the residual stream.
+    ``model.config`` says that it was done.
 
     Args:
         model: A decoder of transformers' Llama family (Llama, Mistral, Qwen2, Qwen3, SmolLM): with
@@ -57,20 +57,14 @@ def prepare_(model: ModelT) -> ModelT:
         decoder.head.weight = nn.Parameter(decoder.head.weight.clone(), requires_grad=trained)
         _untie_config(decoder.model)
     for _, norm, readers in decoder.norms():
+        gain: Tensor = norm.weight  # type: ignore[assignment]
         for reader in readers:
-            reader.weight.mul_(_gain(norm).to(reader.weight.device))
-        _gain(norm).fill_(1)
+            reader.weight.mul_(gain.to(reader.weight.device))
+        gain.fill_(1)
     if quantization_of(decoder.model) is not None:  # the weights are no longer those of its file
         decoder.model.hf_quantizer.remove_quantization_config(decoder.model)  # type: ignore[operator, union-attr]
     mark(decoder.model, "prepared")
     return model
-
-
-def _gain(norm: nn.Module) -> Tensor:
-    gain = norm.weight
-    if not isinstance(gain, Tensor):
-        raise TypeError(fail("weight", "be a tensor", type(gain).__name__))
-    return gain
 
 
 def _check_norm(name: str, norm: nn.Module) -> None:
