@@ -64,10 +64,11 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(fail(name, "be True or False", repr(value)))
 
 
-def check_module(name: str, value: object) -> None:
-    """Raise unless ``value`` is a module."""
+def check_module(name: str, value: object) -> nn.Module:
+    """Return ``value``, a module, or raise."""
     if not isinstance(value, nn.Module):
         raise TypeError(fail(name, "be a torch.nn.Module", type(value).__name__))
+    return value
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -10,7 +10,6 @@ rounding; steps are bounded by the Frobenius norm of W, not by its 1-norm, which
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +32,22 @@ __all__ = ["SGDG", "AdamG", "CaileySGD"]
 _STEPS = 5  # fixed-point iterations of the released code
 
 
-class SGDG(CayleySGD):
+class _Splitting(StiefelOptimizer):
+    """Groups that are read as in the released code."""
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
+        count = len(self.param_groups)
+        try:
+            for part in _split(param_group, self.defaults):
+                super().add_param_group(part)
+        except Exception:  # all parts or none
+            del self.param_groups[count:]
+            raise
+
+
+class SGDG(_Splitting, CayleySGD):
     """:class:`stiefel_opt.CayleySGD` with the signature of Li et al. and of SpinQuant.
 
     Args:
@@ -65,11 +79,6 @@ class SGDG(CayleySGD):
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov, steps=_STEPS, stiefel=stiefel
         )
-
-    @override
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
-        _add_parts(self, super().add_param_group, param_group)
 
 
 class CaileySGD(SGDG):
@@ -131,7 +140,7 @@ def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
         raise ValueError(fail("dtype", wanted, repr(name), remedy))
 
 
-class AdamG(SGDLike):
+class AdamG(_Splitting, SGDLike):
     """:class:`stiefel_opt.CayleyAdam` with the signature of Li et al.; the rest moves by SGD.
 
     Args:
@@ -176,11 +185,6 @@ class AdamG(SGDLike):
         super().__init__(params, defaults)
 
     @override
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
-        _add_parts(self, super().add_param_group, param_group)
-
-    @override
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
@@ -222,17 +226,6 @@ def _listed(params: Any) -> Any:
     if isinstance(params, Tensor):
         return [params]
     return params if isinstance(params, set) else list(params)
-
-
-def _add_parts(optimizer: StiefelOptimizer, add: Callable[[Group], None], group: Group) -> None:
-    """Add the parts of a group, all of them or none."""
-    count = len(optimizer.param_groups)
-    try:
-        for part in _split(group, optimizer.defaults):
-            add(part)
-    except Exception:
-        del optimizer.param_groups[count:]
-        raise
 
 
 def _split(group: Group, defaults: Group) -> list[Group]:

@@ -50,16 +50,10 @@ def cayley_sgd_(
     r"""One step of CayleySGD; returns the new point and updates the momentum in place.
 
     Args:
-        point: X, orthonormal, ``(k, n, m)``.
-        grad: G, same shape.
-        skew: T of the momentum M <- mu M - G, ``(k, m, m)``, updated.
-        normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
-        lr: eta, a number or ``(k, 1, 1)``.
-        momentum: mu.
-        force: Factor on the gradient, a number or ``(k, 1, 1)``, negative to maximise.
-        nesterov: X moves along mu M - G.
+        point, grad, skew, normal, lr, force, setting: as in
+            :func:`stiefel_opt.functional.descend_`, with T and V of the momentum M <- mu M - G.
+        momentum, nesterov: mu; whether X moves along mu M - G.
         steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
-        setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 8 products of n x m by m x m, with ``setting.correct`` 11; with ``exact`` one fewer and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -49,7 +48,6 @@ def set_transition(
     **options: Any,
 ) -> None:
     """Constrain parameter ``name`` of ``module``; ``options`` are those of the map or the tag."""
-    check_transition(transition)
     if transition not in (None, TAGGED):
         options |= {"start": start, "generator": generator}
         orthogonal(module, name, map=transition, **options)
@@ -77,12 +75,9 @@ def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | t
 
 
 def _is_plain_product(listed: Any) -> bool:
-    """Say whether the weight is a real product of fewer reflections than rows, as it stands.
-
-    Heads, a scale or a transposed reading make another matrix of it.
-    """
+    """Say whether the weight is a real product of fewer reflections than rows, as it stands."""
     if len(listed) != 1 or type(listed[0]) is not CWY or listed[0].manifold != Stiefel():
-        return False
+        return False  # heads, a scale or a transposed reading make another matrix of it
     vectors: Tensor = listed.original
     if vectors.ndim != 2 or vectors.is_complex():
         return False
@@ -98,13 +93,7 @@ def keep_on_load(module: nn.Module) -> None:
         owner.__dict__[PROJECTS] = True
 
 
-def _see_assignment(
-    module: nn.Module,
-    state_dict: Mapping[str, Any],  # noqa: ARG001
-    prefix: str,  # noqa: ARG001
-    local_metadata: Mapping[str, Any],
-    *args: Any,  # noqa: ARG001
-) -> None:
+def _see_assignment(module: nn.Module, _: Any, __: Any, local_metadata: Any, *___: Any) -> None:
     """Hook before ``load_state_dict``: notice that it takes over tensors instead of copying."""
     module.__dict__[_ASSIGNED] = bool(local_metadata.get("assign_to_params_buffers", False))
 

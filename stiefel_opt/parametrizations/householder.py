@@ -64,18 +64,17 @@ class CWY(_Reflecting):
 
     @override
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:
-        count = m if self.reflections is None else self.reflections
+        count = self.reflections or m
         if count > n:
             raise ValueError(fail("reflections", f"be at most {n}, the length of a column", count))
         if count < m < n:
-            raise ValueError(
-                fail("reflections", f"be at least {m}, the columns of a tall matrix", count)
-            )
+            condition = f"be at least {m}, the columns of a tall matrix"
+            raise ValueError(fail("reflections", condition, count))
         self.reflections, self.columns = count, m
 
     @override
     def starts_at_random(self, m: int) -> bool:
-        return self.reflections is not None and self.reflections < m
+        return (self.reflections or m) < m
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -84,8 +83,7 @@ class CWY(_Reflecting):
 
     @override
     def free(self, point: Tensor) -> Free:
-        m = point.size(-1)
-        count = m if self.reflections is None else self.reflections
+        m, count = point.size(-1), self.reflections or point.size(-1)
         if count < m:
             return reflections_of(point, count)
         vectors = householder_vectors(point)
@@ -108,8 +106,7 @@ class CWY(_Reflecting):
     @override
     def start(self, point: Tensor) -> Free:
         n, m = point.shape[-2:]
-        count = m if self.reflections is None else self.reflections
-        if count < m:
+        if (count := self.reflections or m) < m:
             return gaussian((*point.shape[:-1], count), point, self.generator)
         square = n == m and not point.is_complex()
         return self.free(with_determinant(point, (-1) ** n) if square else point)
@@ -181,10 +178,6 @@ class GeneralizedHouseholder(_Reflecting):
     def point(self, *free: Tensor) -> Tensor:
         keys, gates = free
         return generalized_householder(keys, 2 * torch.sigmoid(gates))
-
-    @override
-    def free(self, point: Tensor) -> Free | None:
-        return None
 
     @override
     def start(self, point: Tensor) -> Free:

@@ -29,10 +29,6 @@ class _Unitary(Parametrization):
     def starts_at_random(self, m: int) -> bool:
         return True
 
-    @override
-    def free(self, point: Tensor) -> Free | None:
-        return None
-
     def _angles(self, like: Tensor, *shape: int) -> Tensor:
         device = like.device if self.generator is None else self.generator.device
         draw = torch.rand(shape, generator=self.generator, dtype=torch.float64, device=device)

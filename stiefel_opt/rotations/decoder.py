@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
+LINEARS = [f"{part}.{leaf}" for part, leaves in PROJECTIONS.items() for leaf in leaves]
 HARMLESS = {"q_norm", "k_norm", "rotary_emb", "act_fn", "rotary_fn"}  # nothing that is rotated
 LOOKED_FOR = (
     "model.embed_tokens, model.layers, model.norm and lm_head, and in every layer input_layernorm, "
@@ -47,9 +48,8 @@ class Layer:
     def linears(self) -> Iterator[tuple[str, nn.Linear]]:
         """Give name and module of every linear layer."""
         modules = (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
-        names = [f"{part}.{leaf}" for part, leaves in PROJECTIONS.items() for leaf in leaves]
-        for name, module in zip(names, modules, strict=True):
-            yield f"{self.name}.{name}", module
+        for leaf, module in zip(LINEARS, modules, strict=True):
+            yield f"{self.name}.{leaf}", module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +73,10 @@ class Decoder:
         yield "model.norm", self.norm, (self.head,)
 
 
-def unwrapped(model: object) -> nn.Module:
-    """The model itself, of which ``DistributedDataParallel`` is a cover."""
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    check_module("model", model)
-    return cast("nn.Module", model)
-
-
 def read_decoder(model: object) -> Decoder:
-    """Find the modules of a Llama-like decoder.
-
-    Raises:
-        TypeError: for what is no module, or has weights that are quantised.
-        ValueError: for another family, naming what is missing or not known.
-    """
-    model = unwrapped(model)
+    """Find the modules of a Llama-like decoder; raise for what is none, naming what is missing."""
+    given = model.module if isinstance(model, DistributedDataParallel) else model
+    model = check_module("model", given)
     known = dict(model.named_modules(remove_duplicate=False))
 
     def find(name: str, kind: Any) -> Any:
@@ -113,17 +101,12 @@ def read_decoder(model: object) -> Decoder:
     layers = []
     for number in range(len(blocks)):
         name = f"model.layers.{number}"
-        linears = [
-            find(f"{name}.{part}.{leaf}", nn.Linear)
-            for part, leaves in PROJECTIONS.items()
-            for leaf in leaves
-        ]
+        q, k, v, o, gate, up, down = (find(f"{name}.{leaf}", nn.Linear) for leaf in LINEARS)
         norms = [find(f"{name}.{leaf}", nn.Module) for leaf in NORMS]
         attention = known[f"{name}.self_attn"]
         only(name, {*NORMS, *PROJECTIONS})
         for part, leaves in PROJECTIONS.items():
             only(f"{name}.{part}", {*leaves, *HARMLESS})
-        q, k, v, o, gate, up, down = linears
         layers.append(
             Layer(name, known[name], norms[0], attention, q, k, v, o, norms[1], gate, up, down)
         )

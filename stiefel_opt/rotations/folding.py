@@ -11,7 +11,7 @@ from stiefel_opt._checks import fail
 from stiefel_opt.rotations.attention import TURNS, add_turn
 from stiefel_opt.rotations.decoder import Decoder, mark, read_decoder, rows, state_of, whole
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
-from stiefel_opt.rotations.quantizers import check_prepared, turned
+from stiefel_opt.rotations.quantizers import Rotation, check_prepared, turned
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_rotations, polished
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -63,8 +63,7 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         _turn_outputs(layer.value, head)
         _turn_rows(layer.output.weight, head)
         if "R4" in rotations.online:
-            for piece in rows(layer.down.weight):
-                piece.copy_(rotate_fixed(piece.double()))
+            _turn_rows(layer.down.weight, rotate_fixed)
         _turn_outputs(layer.output, residual)
         _turn_outputs(layer.down, residual)
     mark(decoder.model, "folded", tuple(name for name in ONLINE if name in rotations.online))
@@ -118,7 +117,7 @@ def _turn_both(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def _turn_rows(weight: Tensor, rotation: Tensor) -> None:
+def _turn_rows(weight: Tensor, rotation: Rotation) -> None:
     """W <- W R, R repeated along the rows."""
     for piece in rows(weight):
         piece.copy_(turned(piece.double(), rotation))
