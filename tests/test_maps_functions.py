@@ -408,7 +408,7 @@ WRONG = [
     (
         lambda: generalized_householder(torch.ones(3, 1), torch.tensor([2.5])),
         ValueError,
-        r"`betas` must lie in \[0, 2\], got values from 2.5 to 2.5",
+        r"`betas` must lie in \[0, 2\], got \[2.5, 2.5\]",
     ),
     (
         lambda: generalized_householder(torch.ones(3, 2), torch.ones(3)),

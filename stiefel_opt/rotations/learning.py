@@ -322,10 +322,14 @@ class _Training:
         if _rank() != 0:
             self.optimizer.state_dict()  # settles the state, here as there
             return
-        content = {"options": self.options, "log": self.log, "before": self.before}
-        content["rotations"] = [rotation.detach() for rotation in self.rotations]
-        content["optimizer"] = self.optimizer.state_dict()
-        content["schedule"] = self.schedule.state_dict()
+        content = {
+            "options": self.options,
+            "rotations": [rotation.detach() for rotation in self.rotations],
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "log": self.log,
+            "before": self.before,
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
         torch.save(content, unfinished)
@@ -356,8 +360,8 @@ class _Training:
 def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]]:
     """Check and keep the token ids, as many batches as there are steps."""
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
-        wanted, found = "be an iterable of batches of token ids", type(batches).__name__
-        raise TypeError(fail("batches", wanted, found, "put it into a list"))
+        wanted, kind = "be an iterable of batches of token ids", type(batches).__name__
+        raise TypeError(fail("batches", wanted, kind, "put it into a list"))
     found = []
     for number, batch in enumerate(itertools.islice(batches, steps)):
         content = {"input_ids": batch} if isinstance(batch, Tensor) else batch
