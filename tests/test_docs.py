@@ -164,8 +164,6 @@ def test_a_page_of_the_reference_begins_with_two_lines_that_run(page: Path) -> N
     given = {
         "torch": torch,
         "so": stiefel_opt,
-        "functional": functional,
-        "OrthogonalRNN": nn.OrthogonalRNN,
         "model": TinyDecoder() if page.stem == "rotations" else model,
         "optimizer": stiefel_opt.StiefelAdam(model.parameters()),
         "point": torch.eye(8, 3)[None],
