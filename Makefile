@@ -1,7 +1,7 @@
 # make demo    an orthogonal vision transformer beside a free one; what a recurrent network remembers
 # make test    style, types, then every test
 # make test-integrations    train with Lightning, transformers, accelerate, timm, peft, TensorBoard
-# make bench   time whole optimizer steps against other packages
+# make bench   time whole optimizer steps against other packages, and copy the tables into the pages
 # make rotations    learn rotations of SmolLM2 for 4-bit activations: the table and plot of the docs
 # make docs    build the documentation into build/docs
 # make release    build the source archive and the wheel into dist and check them; publishes nothing
@@ -54,6 +54,7 @@ bench: $(READY_FOR_BENCH)
 	$(RUN) benchmarks/flops.py
 	$(RUN) benchmarks/parametrizations.py
 	$(RUN) benchmarks/modules.py
+	$(RUN) benchmarks/publish.py
 
 rotations: $(READY_FOR_ROTATIONS)
 	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) benchmarks/rotations.py --merge $(ROTATIONS_ARGS)
