@@ -8,6 +8,7 @@ from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
 from stiefel_opt.constraints import param_groups as param_groups
 from stiefel_opt.constraints import project_ as project_
+from stiefel_opt.constraints import release as release
 from stiefel_opt.constraints import retag as retag
 from stiefel_opt.integrations import clip_grad_norm_ as clip_grad_norm_
 from stiefel_opt.integrations import constrain_attention as constrain_attention
@@ -15,15 +16,19 @@ from stiefel_opt.integrations import from_geoopt as from_geoopt
 from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
 from stiefel_opt.integrations import log_orthonormality as log_orthonormality
-from stiefel_opt.manifold import ManifoldParameter as ManifoldParameter
 from stiefel_opt.manifold import Stiefel as Stiefel
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
+from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
+from stiefel_opt.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
+from stiefel_opt.points import project_tangent as project_tangent
+from stiefel_opt.points import random_point as random_point
+from stiefel_opt.points import retract as retract
 from stiefel_opt.report import orthonormality_error as orthonormality_error
 from stiefel_opt.report import report as report
 

@@ -11,6 +11,13 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrizations, parametrize
+
+NOTHING_CONSTRAINED = (
+    "no parameter is constrained, all of them are plain. Tag some with "
+    "so.constrain(module, 'weight'), or pass stiefel=True for a group; stiefel=False says that "
+    "this is intended."
+)
 
 CONSTRAINABLE = (
     torch.float32,
@@ -48,8 +55,11 @@ def check_count(name: str, value: object, *, or_none: bool = False) -> None:
 
 def check_options(name: str, options: Collection[str], known: Callable[..., object]) -> None:
     """Raise unless all ``options`` are parameters of ``known``."""
-    if unknown := sorted(set(options) - set(inspect.signature(known).parameters)):
-        raise TypeError(fail(f"options of {name!r}", "be known", ", ".join(unknown)))
+    allowed = set(inspect.signature(known).parameters) - {"generator", "manifold", "module", "name"}
+    if unknown := sorted(set(options) - allowed):
+        remedy = "choose the map by map=; " if any("map" in each for each in unknown) else ""
+        remedy += f"its options are: {', '.join(sorted(allowed)) or 'none'}"
+        raise TypeError(fail(f"options of {name!r}", "be known", ", ".join(unknown), remedy))
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -85,6 +95,13 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
     path, _, leaf = name.rpartition(".")
     owner = dict(module.named_modules(remove_duplicate=False)).get(path)
     parameter = None if owner is None else owner._parameters.get(leaf)
+    if owner is not None and parametrize.is_parametrized(owner, leaf):
+        (*_, last) = owner.parametrizations[leaf]
+        given = f"one that {type(last).__name__} computes"
+        remedy = "remove that (torch.nn.utils.parametrize.remove_parametrizations, so.release)"
+        if isinstance(last, parametrizations._Orthogonal):
+            remedy = "call so.from_torch_orthogonal(model)"
+        raise ValueError(fail(name, "be a free parameter", given, remedy))
     if owner is None or parameter is None:
         known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
         near = difflib.get_close_matches(name, known, n=3)

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
+from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import check_dtype, check_flag, fail, find_parameter
-from stiefel_opt.device import is_compiling
+from stiefel_opt._checks import (
+    NOTHING_CONSTRAINED,
+    check_dtype,
+    check_flag,
+    fail,
+    find_parameter,
+)
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
-from stiefel_opt.manifold import CONVOLUTIONS, ManifoldParameter, Stiefel, manifold_of, tag
+from stiefel_opt.foreign import note_module
+from stiefel_opt.geometry import widened
+from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.parameter import tag, untag
+from stiefel_opt.points import nearest, reading_of
+from stiefel_opt.stacked import CONVOLUTIONS, stacked
+from stiefel_opt.watching import LostTagWarning as LostTagWarning
+from stiefel_opt.watching import mark_maps, record, records_of, watch
 
-__all__ = ["LostTagWarning", "constrain", "param_groups", "project_", "readings", "retag"]
-
-RECORDS = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
-PROJECTS = "_stiefel_projects_loaded"  # True where a module projects what it loads by itself
+MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
+GROUPED: Final = "_stiefel_grouped"  # True where param_groups has written the readings down
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class LostTagWarning(UserWarning):
-    """A constrained parameter was replaced by torch and would be trained without its constraint."""
 
 
 # ---- constrain ---------------------------------------------------------------------------------
@@ -42,10 +46,11 @@ def constrain(
     name: str = "weight",
     *,
     heads: int | Sequence[int] | None = None,
+    blocks: int | Sequence[int] | None = None,
     rows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     flatten: bool | None = None,
     transposed: bool = False,
-    scale: float = 1.0,
+    scale: float | Literal["keep"] = 1.0,
     project: bool = True,
 ) -> ModuleT:
     r"""Put a parameter of ``module`` on the Stiefel manifold and return the module.
@@ -55,16 +60,22 @@ def constrain(
 
     The value becomes the nearest point, ``scale`` times the polar factor of each matrix; matrices
     that are there already stay bit for bit. The parameter object stays the same, so optimizers,
-    hooks and tied modules keep it; keys and shapes of ``state_dict`` do not change.
+    hooks and tied modules keep it; keys and shapes of ``state_dict`` do not change. How far the
+    value moved is in :func:`stiefel_opt.report`.
 
     Args:
         module: Owner of the parameter, or one of its ancestors.
         name: The parameter, dotted below an ancestor: ``"encoder.q.weight"``.
-        heads, rows, transposed, scale: The reading, see :class:`Stiefel`.
+        heads, rows, transposed: The reading, see :class:`Stiefel`. Default: all rows, in as many
+            blocks as the module stacks: one for each gate of ``nn.LSTM`` and ``nn.GRU`` and their
+            cells, each group of a convolution, and each head of queries, keys and values in
+            ``nn.MultiheadAttention``; one in all other modules. ``heads=1`` asks for one.
+        blocks: Another name of ``heads``.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
-            read as the convolution whose adjoint it is, one row for each input channel. For a
-            grouped convolution pass ``heads=groups``: its groups never meet.
+            read as the convolution whose adjoint it is, one row for each input channel.
+        scale: As in :class:`Stiefel`. "keep" takes the mean singular value of the weight, which
+            moves a trained weight least.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -78,38 +89,101 @@ def constrain(
         lost but the record stays: call :func:`retag` or :func:`param_groups`. The next forward pass
         warns of it (:class:`LostTagWarning`); no other one is looked at, and costs nothing. Loading
         values that are off the manifold, from bfloat16 or another training, warns: call
-        :func:`project_`.
+        :func:`project_`. So does the first step of an optimizer that knows no constraint.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
+        given = type(module).__name__
+        remedy = "call so.constrain(layer, 'weight')" if isinstance(module, Tensor) else ""
+        raise TypeError(fail("module", "be a torch.nn.Module", given, remedy))
     check_flag("project", project)
     owner, leaf, parameter = find_parameter(module, name)
     manifold_of(parameter, name)  # another package's is no reading: refused
+    if heads is not None and blocks is not None:
+        raise ValueError(fail("blocks", "be None with heads", blocks, "they are the same"))
+    heads = blocks if heads is None else heads
+    if heads is None and rows is None and not transposed and flatten is not False:
+        heads = stacked(owner, leaf)[0]
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
-    reading = Stiefel(heads, rows, flatten, transposed, scale)  # type: ignore[arg-type]
+    keep = scale == "keep"
+    reading = Stiefel(heads, rows, flatten, transposed, 1.0 if keep else scale)  # type: ignore[arg-type]
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
-    if project and is_sharded(parameter):
+    if (project or keep) and is_sharded(parameter):
         remedy = (
             "call so.constrain before fully_shard, or let the first step project: project=False"
         )
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
+    if keep:
+        reading = replace(reading, scale=_mean_singular_value(parameter, reading, name))
+    moved = None
     if project and not parameter.is_meta:
-        _project(parameter, reading, name)
-    if RECORDS not in owner.__dict__:
-        owner.__dict__[RECORDS] = {}
-        owner.register_load_state_dict_pre_hook(_warn_if_off)  # type: ignore[no-untyped-call]
-        if isinstance(owner, NonDynamicallyQuantizableLinear):
-            owner.register_load_state_dict_post_hook(_warn_if_lost)  # type: ignore[no-untyped-call]
-    owner.__dict__[RECORDS][leaf] = reading
+        moved = _project(parameter, reading, name)
+    _warn_if_grouped(owner, leaf, reading)
+    record(owner, leaf, reading)
+    owner.__dict__.setdefault(MOVED, {})[leaf] = moved
     tag(parameter, reading)
-    _watch(owner)
+    note_module(module)
+    watch(owner)
     return module
 
 
-def project_(model: ModuleT) -> ModuleT:
-    """Replace in place every constrained matrix of ``model`` by the nearest point; return it.
+def release(module: ModuleT, name: str = "weight") -> ModuleT:
+    """Undo :func:`constrain`, or :func:`stiefel_opt.orthogonal`: the weight is free again.
+
+    Args:
+        module: Owner of the weight, or one of its ancestors.
+        name: The weight, dotted below an ancestor.
+
+    Returns: The module; the value stays as it is.
+    Raises:
+        ValueError: for an unknown name, or a weight that is not constrained.
+        TypeError: if ``module`` is not a module.
+
+    Note: An optimizer of ``model.parameters()`` follows from its next step on; one that was built
+        from :func:`param_groups` keeps to what these wrote down: build it anew.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
+    path, _, leaf = str(name).rpartition(".")
+    for prefix, owner in module.named_modules():
+        if prefix == path and parametrize.is_parametrized(owner, leaf):
+            parametrize.remove_parametrizations(owner, leaf)
+            return module
+    owner, leaf, parameter = find_parameter(module, name)
+    holders = [
+        (other, known)
+        for other in {owner: None, **dict.fromkeys(module.modules())}
+        for known in list(records_of(other))
+        if other._parameters.get(known) is parameter
+    ]
+    if not holders and manifold_of(parameter, name) is None:
+        raise ValueError(fail(name, "be constrained to be released", "a free parameter"))
+    for other, known in holders:
+        _warn_if_grouped(other, known, None)
+        del records_of(other)[known], other.__dict__[MOVED][known]
+    if manifold_of(parameter) is not None:
+        untag(parameter)
+    return module
+
+
+def _warn_if_grouped(owner: nn.Module, leaf: str, reading: Stiefel | None) -> None:
+    """Warn of a reading that changes although param_groups has written the earlier one down."""
+    earlier = records_of(owner).get(leaf)
+    if earlier not in (None, reading) and owner.__dict__.get(GROUPED, False):
+        warnings.warn(
+            f"`{leaf}` of {type(owner).__name__} was {earlier} when so.param_groups was called; "
+            "an optimizer made of these groups goes on with that: build it anew",
+            stacklevel=3,
+        )
+
+
+@overload
+def project_(x: ModuleT) -> ModuleT: ...
+@overload
+def project_(x: Tensor, manifold: Stiefel | None = None) -> Tensor: ...
+def project_(x: Any, manifold: Stiefel | None = None) -> Any:
+    """Replace in place every constrained matrix of a model or tensor by the nearest point.
 
     For values that came from elsewhere: a checkpoint in bfloat16, averaged or merged weights,
     weights that have drifted. Matrices that are orthonormal up to rounding stay bit for bit, and so
@@ -119,166 +193,60 @@ def project_(model: ModuleT) -> ModuleT:
     that the last step wrote, up to lr |U| times the length of the edit.
 
     Args:
-        model: A model with constrained parameters.
+        x: A model with constrained parameters, or a tensor.
+        manifold: The reading of a tensor. Default: its tag, else ``Stiefel()``.
 
-    Returns: The model.
+    Returns: The model or the tensor itself.
     Raises:
         ValueError: for values that are not finite, naming the parameter, or if nothing in the model
             is constrained.
-        TypeError: if ``model`` is not a module.
+        TypeError: if ``x`` is neither, or has no fraction.
 
     Note: One singular value decomposition for each matrix that is off, and a host sync.
     """
-    found = [(name, *item) for name, item in readings(model).items() if item[1] is not None]
+    if isinstance(x, Tensor):
+        _project(x, reading_of(x, manifold, "x"), "x")
+        return x
+    if manifold is not None:
+        raise ValueError(fail("manifold", "be None for a model", manifold))
+    found = [(name, *item) for name, item in readings(x).items() if item[1] is not None]
     if not found:
-        kind, remedy = type(model).__name__, "call so.constrain first"
+        kind, remedy = type(x).__name__, "call so.constrain first"
         raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
     for name, parameter, reading in found:
         if reading is not None and not parameter.is_meta:
             _project(parameter, reading, name)
-    return model
+    return x
 
 
 @torch.no_grad()
-def _project(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
-    """Replace in place every matrix that is off the manifold by the nearest point."""
-    pending = []
-    for index, part in enumerate(reading.parts(parameter)):
-        matrices = widened(reading.matrices(part, index))
-        if not bool(torch.isfinite(matrices).all()):
-            raise ValueError(
-                fail(
-                    name,
-                    "be finite to be projected",
-                    f"shape {tuple(parameter.shape)} with infinities or NaN",
-                    "initialise it first",
-                )
-            )
-        tolerance = orthonormality_tolerance(parameter.dtype, matrices.size(-2))
-        off = ~(gram_error(matrices / reading.scale) <= tolerance)  # overflows count
-        if bool(off.any()):
-            nearest = matrices.clone()
-            nearest[off] = reading.scale * polar_factor(matrices[off])
-            pending.append((part, reading.stored(nearest, part.shape, index)))
-    for part, value in pending:
-        part.copy_(value)
-
-
-# ---- replaced parameters -----------------------------------------------------------------------
-
-
-class _Watched(dict[str, Any]):
-    """The ``_parameters`` of a module with records: sees that torch replaces one of them.
-
-    Only then is a forward pre-hook there, which looks at the tags once: other forward passes are
-    those of the module without constraint, and TorchScript and fast paths find no hook.
-    """
-
-    silent = True  # until all is in place, as while a pickle is read
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module._parameters)
-        self.records = _records(module)
-        self.hooks = module._forward_pre_hooks
-        self.silent = False
-
-    @override
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if self.silent or is_compiling() or name not in self.records:
-            return
-        if isinstance(value, ManifoldParameter):  # type(p)(value) has no reading of its own
-            value.manifold = self.records[name]
-        elif isinstance(value, nn.Parameter):
-            self.arm()
-
-    @override
-    def items(self) -> Any:
-        """Return the items; where torch would swap tensors, so that none is replaced, arm too."""
-        if not self.silent and torch.__future__.get_swap_module_params_on_conversion():
-            self.arm()
-        return super().items()
-
-    def arm(self) -> None:
-        """Let the next forward pass look for lost tags."""
-        if _warn_if_lost not in self.hooks.values():
-            self.hooks[RemovableHandle(self.hooks).id] = _warn_if_lost
-
-    def disarm(self) -> None:
-        """Take the hook away."""
-        for key in [key for key, hook in self.hooks.items() if hook is _warn_if_lost]:
-            self.hooks.pop(key, None)
-
-
-def _watch(module: nn.Module) -> None:
-    """See from now on that a recorded parameter, now tagged, is replaced."""
-    parameters = module._parameters
-    if type(parameters) is dict:
-        parameters = module.__dict__["_parameters"] = _Watched(module)
-    if isinstance(parameters, _Watched):  # another package may have a dict of its own
-        parameters.disarm()
-        # A sharded parameter is gathered into another object for the forward: nothing to watch.
-        tagged = (isinstance(parameters[name], ManifoldParameter) for name in parameters.records)
-        parameters.silent = not all(tagged)
-
-
-def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
-    """Hook before a forward pass, or after loading: warn of a recorded parameter without tag."""
-    parameters = module._parameters
-    if is_compiling() or not isinstance(parameters, _Watched):
-        return
-    for name, reading in parameters.records.items():
-        if not isinstance(parameters.get(name), nn.Parameter):
-            return  # a tensor of functional_call or of a replica: look again
-        if manifold_of(parameters[name]) != reading and not parameters.silent:
-            parameters.silent = True
-            warnings.warn(
-                f"`{name}` of {type(module).__name__} has lost its Stiefel tag because its "
-                "parameter was replaced, and would be trained without its constraint; call "
-                "so.retag(model), or build the optimizer from so.param_groups(model)",
-                LostTagWarning,
-                stacklevel=2,
-            )
-    parameters.disarm()
+def _project(tensor: Tensor, reading: Stiefel, name: str) -> float:
+    """Project ``tensor`` in place; return how far it moved, as a part of its length."""
+    point = nearest(tensor, reading, name)
+    if point is None:
+        return 0.0
+    distance = torch.linalg.vector_norm(widened(point) - widened(tensor))
+    moved = distance / torch.linalg.vector_norm(widened(tensor))
+    tensor.copy_(point)
+    return float(moved)
 
 
 @torch.no_grad()
-def _warn_if_off(
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    *args: Any,  # noqa: ARG001
-) -> None:
-    """Hook before ``load_state_dict``: warn of values that are off the manifold, by full name."""
-    if module.__dict__.get(PROJECTS, False):
-        return
-    for leaf, reading in _records(module).items():
-        parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
-        if parameter is None or not isinstance(value, Tensor) or is_sharded(value):
-            continue
-        if value.shape != parameter.shape or value.is_meta:
-            continue  # torch refuses it, or there is nothing to see
-        stored = value.detach().to(parameter.dtype)
-        off = []
-        for index, part in enumerate(reading.parts(stored)):
-            matrices = widened(reading.matrices(part, index)) / reading.scale
-            error = float(gram_error(matrices).amax())
-            if not error <= 10 * orthonormality_tolerance(parameter.dtype, matrices.size(-2)):
-                off.append(error)  # also NaN
-        if off:
-            source = "" if value.dtype == parameter.dtype else f" in {value.dtype}"
-            warnings.warn(
-                f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
-                f"|X'X - I| = {max(off):.0e}; call so.project_(model), or the first step projects",
-                stacklevel=2,
-            )
+def _mean_singular_value(parameter: Tensor, reading: Stiefel, name: str) -> float:
+    """Return the scale at which the points of a reading are nearest to the value."""
+    if parameter.is_meta:
+        raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
+    values = [
+        torch.linalg.svdvals(widened(reading.matrices(part, index))).flatten()
+        for index, part in enumerate(reading.parts(parameter))
+    ]
+    mean = float(torch.cat(values).mean())
+    if not 0 < mean < float("inf"):
+        raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
+    return mean
 
 
 # ---- the records -------------------------------------------------------------------------------
-
-
-def _records(module: nn.Module) -> dict[str, Stiefel]:
-    return module.__dict__.get(RECORDS, {})  # type: ignore[no-any-return]
 
 
 def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]:
@@ -290,7 +258,7 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
         raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
     recorded: dict[int, tuple[str, Stiefel]] = {}
     for prefix, module in model.named_modules():
-        for leaf, reading in _records(module).items():
+        for leaf, reading in records_of(module).items():
             name = f"{prefix}.{leaf}" if prefix else leaf
             parameter = module._parameters.get(leaf)
             if parameter is None:
@@ -336,9 +304,10 @@ def retag(model: ModuleT) -> ModuleT:
     for parameter, reading in readings(model).values():
         if reading is not None:
             tag(parameter, reading)
+    note_module(model)
     for module in model.modules():
-        if _records(module):
-            _watch(module)
+        if records_of(module):
+            watch(module)
     return model
 
 
@@ -354,7 +323,8 @@ def param_groups(
 
     One group holds the plain parameters, and one each those with the same reading, which the group
     carries under the key ``"stiefel"``. Tied parameters appear once, frozen ones too, as in
-    ``model.parameters()``.
+    ``model.parameters()``. A parameter of the plain group that is constrained later is kept
+    orthonormal from then on; where nothing is constrained yet, this warns.
 
     Args:
         model: The model.
@@ -379,10 +349,15 @@ def param_groups(
     members: dict[Stiefel | None, list[Any]] = {None: []}
     for name, (parameter, reading) in readings(model).items():
         members.setdefault(reading, []).append((name, parameter) if names else parameter)
+    for module in model.modules():
+        if records_of(module):
+            module.__dict__[GROUPED] = True
+    if not mark_maps(model) and len(members) == 1:
+        warnings.warn(NOTHING_CONSTRAINED, stacklevel=2)
     groups = []
     for reading, params in members.items():
         if params:
             mine = options["plain" if reading is None else "stiefel"]
-            key = False if reading is None else reading.as_dict()
+            key = None if reading is None else reading.as_dict()
             groups.append({"params": params, **common, **mine, "stiefel": key})
     return groups

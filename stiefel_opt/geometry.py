@@ -8,6 +8,7 @@ Everything here broadcasts over leading dimensions.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,16 +16,7 @@ from torch import Tensor
 from stiefel_opt._checks import fail
 from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
-__all__ = [
-    "gram_error",
-    "identity_error",
-    "orthonormality_tolerance",
-    "polar_factor",
-    "project_tangent",
-    "random_point",
-    "riemannian_gradient",
-    "widened",
-]
+RETRACTIONS: Final = ("cayley", "polar", "qr")
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -150,7 +142,30 @@ def random_point(
     wide = shape[-2] < shape[-1]
     tall = (*shape[:-2], shape[-1], shape[-2]) if wide else shape
     gaussian = torch.randn(tall, generator=generator, dtype=dtype, device=device)
-    orthonormal, triangular = torch.linalg.qr(widened(gaussian))
-    phase = torch.sgn(torch.diagonal(triangular, dim1=-2, dim2=-1)).unsqueeze(-2)
-    orthonormal = torch.where(phase == 0, orthonormal, orthonormal * phase).to(gaussian.dtype)
+    orthonormal = _positive_qr(gaussian)
     return orthonormal.mT.contiguous() if wide else orthonormal.contiguous()
+
+
+def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
+    r"""Return :math:`R_X(\xi)` for "polar", "qr" or "cayley": of tall matrices, one factorisation.
+
+    The Cayley map in its reduced form, K^(-1) (2I - K) with K = I - T/2 + V'V/4 and xi = XT + V.
+    """
+    moved = point + tangent
+    if retraction == "polar":
+        return polar_factor(moved)
+    if retraction == "qr":
+        return _positive_qr(moved)
+    turn = skew(point.mH @ tangent)
+    half = (tangent - point @ turn) / 2
+    kernel = add_to_diagonal_(half.mH @ half - turn / 2, 1.0)
+    turned: Tensor = torch.linalg.solve(kernel, add_to_diagonal_(-kernel, 2.0))
+    return (point + half) @ turned + half
+
+
+def _positive_qr(matrices: Tensor) -> Tensor:
+    """Return the Q factor whose R has a positive diagonal."""
+    orthonormal, triangular = torch.linalg.qr(widened(matrices))
+    phase = torch.sgn(torch.diagonal(triangular, dim1=-2, dim2=-1)).unsqueeze(-2)
+    factor: Tensor = torch.where(phase == 0, orthonormal, orthonormal * phase)
+    return factor.to(matrices.dtype)

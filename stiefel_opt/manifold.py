@@ -1,4 +1,4 @@
-"""How a tensor is read as a batch of matrices, and the tag that says so.
+"""How a tensor is read as a batch of matrices.
 
 This is the only file that knows shapes. Every rule behind it sees tall batches ``(..., n, m)``,
 ``n >= m``, with orthonormal columns.
@@ -8,30 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from typing_extensions import Self, override
+from torch import Tensor
+from typing_extensions import Self
 
 from stiefel_opt._checks import fail
-from stiefel_opt.device import is_compiling
-
-__all__ = ["CONVOLUTIONS", "ManifoldParameter", "Stiefel", "manifold_of", "tag"]
 
 Ranges = tuple[tuple[int, int], ...]
-
-CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
 
 
 @dataclass(frozen=True)
@@ -108,37 +95,21 @@ class Stiefel:
         """Raise ``ValueError`` naming ``name`` unless a tensor of ``shape`` can be read so."""
         size = tuple(shape)
         if len(size) < 2:
-            raise ValueError(
-                fail(
-                    name,
-                    "have at least 2 dimensions to be constrained",
-                    f"shape {size}",
-                    "leave it untagged, and out of groups with stiefel=True",
-                )
-            )
+            remedy = "leave it untagged, and out of groups with stiefel=True"
+            wanted = "have at least 2 dimensions to be constrained"
+            raise ValueError(fail(name, wanted, f"shape {size}", remedy))
         if math.prod(size) == 0:
             raise ValueError(fail(name, "not be empty", f"shape {size}", "leave it untagged"))
         row_count = self._size(size)[0]
         for start, stop in self._ranges():
             if stop > row_count:
-                raise ValueError(
-                    fail(
-                        f"rows of {name}",
-                        f"lie in [0, {row_count}]",
-                        (start, stop),
-                        f"its shape is {tuple(shape)}",
-                    )
-                )
+                wanted, remedy = f"lie in [0, {row_count}]", f"its shape is {size}"
+                raise ValueError(fail(f"rows of {name}", wanted, (start, stop), remedy))
         for (start, stop), heads in zip(self._spans(row_count), self._heads(), strict=True):
             if (stop - start) % heads:
-                raise ValueError(
-                    fail(
-                        f"heads of {name}",
-                        f"divide its {stop - start} rows",
-                        heads,
-                        f"its shape is {tuple(shape)}; change heads or rows",
-                    )
-                )
+                remedy = f"its shape is {size}; change heads or rows"
+                wanted = f"divide its {stop - start} rows"
+                raise ValueError(fail(f"heads of {name}", wanted, heads, remedy))
 
     def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return one view of the stored ``tensor`` for each constrained range of rows."""
@@ -214,6 +185,12 @@ class Stiefel:
         """Say whether the matrices of range ``index``, all rows of ``shape``, are wide."""
         row_count, column_count = self._size(shape)
         return row_count // self._heads_of(index) < column_count
+
+    def heights(self, shape: torch.Size | tuple[int, ...]) -> list[int]:
+        """Return n of the tall n x m matrices of each range of a tensor of ``shape``."""
+        row_count, column_count = self._size(shape)
+        spans = zip(self._spans(row_count), self._heads(), strict=True)
+        return [max((stop - start) // heads, column_count) for (start, stop), heads in spans]
 
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
@@ -299,83 +276,6 @@ def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
     return None if values[0] == 1 else values[0]  # one head is none
 
 
-class ManifoldParameter(nn.Parameter):
-    r"""An ``nn.Parameter`` whose tag ``.manifold`` says how it is constrained.
-
-    Args:
-        data: The value; not projected here (the first optimizer step with lr > 0 does).
-        manifold: The reading. Default: that of ``data`` if it is tagged, else ``Stiefel()``, by
-            which the last two dimensions are one matrix.
-        requires_grad: As in ``nn.Parameter``. Default: True.
-
-    Raises:
-        ValueError: if ``data`` cannot be read as ``manifold`` says.
-        TypeError: if ``data`` is not a tensor of numbers with a fraction, or ``manifold`` not a
-            :class:`Stiefel`.
-    """
-
-    manifold: Stiefel
-
-    def __new__(
-        cls, data: Tensor, manifold: Stiefel | None = None, requires_grad: bool = True
-    ) -> Self:
-        manifold = manifold_of(data) or Stiefel() if manifold is None else manifold
-        if not isinstance(manifold, Stiefel):
-            raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
-        if not isinstance(data, Tensor):
-            raise TypeError(fail("data", "be a tensor", type(data).__name__))
-        if not (data.is_floating_point() or data.is_complex()):
-            raise TypeError(fail("data", "have a floating-point dtype", data.dtype))
-        manifold.check(data.shape, "data")
-        parameter = super().__new__(
-            cls, data.data if isinstance(data, ManifoldParameter) else data, requires_grad
-        )
-        parameter.manifold = manifold
-        return parameter
-
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        data = self.data.clone(memory_format=torch.preserve_format)
-        copied = type(self)(data, self.manifold, self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    @override
-    def detach(self) -> Tensor:
-        """Return a plain tensor, as always; to ``nn.Parameter(self)`` what it asks for, our type.
-
-        What ``nn.Parameter`` makes of a parameter must share its type, and then keeps its tag.
-        """
-        plain = super().detach()
-        if is_compiling():
-            return plain
-        asked_by_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        return type(self)(plain, self.manifold) if asked_by_parameter else plain
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.data, self.requires_grad, self.__dict__.copy())
-
-    @override
-    def __repr__(self) -> str:  # type: ignore[override]
-        text = super().__repr__()  # type: ignore[no-untyped-call]
-        return f"{text}\non {self.manifold}"
-
-
-def _rebuild(
-    cls: type[ManifoldParameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
-) -> ManifoldParameter:
-    parameter = cls(data, attributes["manifold"], requires_grad)
-    parameter.__dict__.update(attributes)
-    return parameter
-
-
-# torch.load(weights_only=True), its default, reads parameters that are saved with their tags.
-torch.serialization.add_safe_globals([ManifoldParameter, Stiefel, _rebuild])
-
-
 def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
     """Return the tag of ``parameter``, or None; raise if its ``.manifold`` is another's."""
     manifold = getattr(parameter, "manifold", None)
@@ -390,10 +290,3 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
             "convert the model with so.from_geoopt, or delete the attribute",
         )
     )
-
-
-def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:
-    """Tag ``parameter`` in place, so that optimizers, hooks and tied modules keep their object."""
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = ManifoldParameter
-    parameter.manifold = manifold  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     r"""Return :math:`\lambda \sum |X^\top X - I|_F^2` over the constrained matrices of a model.
 
     A term to be added to the loss, with gradient :math:`4 \lambda X (X^\top X - I)`; use it with an
-    optimizer of torch, or with ``stiefel=False``.
+    optimizer of this package and ``stiefel=False``.
 
     Args:
         model: A model with constrained parameters.

@@ -12,13 +12,13 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.constraints import readings
+from stiefel_opt.constraints import MOVED, readings
 from stiefel_opt.device import finest_dtype
 from stiefel_opt.distributed import whole
-from stiefel_opt.geometry import gram_error
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance
 from stiefel_opt.manifold import Stiefel, manifold_of
-
-__all__ = ["Report", "constrained", "orthonormality_error", "report", "table"]
+from stiefel_opt.points import reading_of
+from stiefel_opt.stacked import stacked
 
 
 @torch.no_grad()
@@ -51,13 +51,7 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
         return torch.stack([error.to(errors[0].device) for error in errors]).amax()
     if not isinstance(x, Tensor):
         raise TypeError(fail("x", "be a tensor or a torch.nn.Module", type(x).__name__))
-    if not (x.is_floating_point() or x.is_complex()):
-        raise TypeError(fail("x", "have a floating-point dtype", x.dtype))
-    if not (manifold is None or isinstance(manifold, Stiefel)):
-        raise TypeError(fail("manifold", "be None or a Stiefel", repr(manifold)))
-    reading = manifold or manifold_of(x) or Stiefel()
-    reading.check(x.shape, "x")
-    return _error(x, reading)
+    return _error(x, reading_of(x, manifold, "x"))
 
 
 def constrained(
@@ -101,6 +95,9 @@ class StepCounter(Protocol):
     def skipped_steps_of(self) -> Mapping[Tensor, int]:
         """Return how many steps each parameter has missed."""
 
+    def angles_of(self) -> Mapping[Tensor, float]:
+        """Return by how much, in radians, the last step has turned parameters."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -114,6 +111,11 @@ class Line:
         tagged: Whether the parameter has its tag; if not, an optimizer would take it for plain.
         map: What computes the weight, if anything.
         skipped: Steps missed because a gradient was not finite; None without an optimizer.
+        off: Whether the error is more than rounding: the weight was written to, or not projected.
+        moved: How far :func:`stiefel_opt.constrain` moved the value to project it, as a part of its
+            length |W|; None if it did not project.
+        angle: By how much the last step turned the weight, in radians, at most; None if that cannot
+            be told.
     """
 
     name: str
@@ -123,6 +125,9 @@ class Line:
     tagged: bool
     map: str = ""
     skipped: int | None = None
+    off: bool = False
+    moved: float | None = None
+    angle: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,17 +144,27 @@ class Report:
     def __str__(self) -> str:
         if not self.lines:
             return "no constrained parameters"
-        counted = any(line.skipped is not None for line in self.lines)
-        extra = ("skipped steps",) if counted else ()
-        cells: list[tuple[str, ...]] = [("parameter", "shape", "reading", *extra, "error")]
-        for line in self.lines:
+        moved, angles = ([line.moved for line in self.lines], [line.angle for line in self.lines])
+        columns = {
+            "moved": ["-" if share is None else f"{share:.0%}" for share in moved],
+            "skipped steps": [str(line.skipped or 0) for line in self.lines],
+            "last step": ["-" if angle is None else f"{angle:.1e} rad" for angle in angles],
+        }
+        if all(share is None for share in moved):
+            del columns["moved"]
+        if all(line.skipped is None for line in self.lines):
+            del columns["skipped steps"], columns["last step"]
+        rows = [("parameter", "shape", "reading", *columns, "error")]
+        for line, *extra in zip(self.lines, *columns.values(), strict=True):
             error = "meta" if line.error is None else f"{line.error:.1e}"
-            error += "" if line.tagged or line.map else "  tag lost: so.retag(model)"
+            if not (line.tagged or line.map):
+                error += "  tag lost: so.retag(model)"
+            elif line.off:
+                error += "  off: the next step or so.project_(model) projects"
             shape = " x ".join(map(str, line.shape))
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
-            counts = (str(line.skipped or 0),) if counted else ()
-            cells.append((line.name, shape, reading, *counts, error))
-        return table(cells)
+            rows.append((line.name, shape, reading, *extra, error))
+        return table(rows)
 
     @override
     def __repr__(self) -> str:
@@ -174,7 +189,8 @@ def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
     Args:
         model: A model; without constrained weights the table says so.
         optimizer: An optimizer of this package: adds the steps that each parameter has missed
-            because its gradient was not finite. Default: none.
+            because its gradient was not finite, and by how much the last step turned it at most.
+            Default: none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
     Raises:
@@ -185,10 +201,27 @@ def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
     """
     lines = []
     skipped = {} if optimizer is None else optimizer.skipped_steps_of()
+    angles = {} if optimizer is None else optimizer.angles_of()
     for name, weight, reading, kind in constrained(model):
-        error = None if weight.is_meta else _error(weight, reading).item()
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
         shape = tuple(weight.shape)
-        tagged = manifold_of(weight) is not None
-        count = None if optimizer is None else skipped.get(weight, 0)
-        lines.append(Line(name, shape, reading.describe(shape), error, tagged, kind, count))
+        words, (count, each) = reading.describe(shape), stacked(owner, leaf)
+        if count > 1 and (reading.heads, reading.rows) == (count, None):
+            words += f", one for each {each}"
+        error = None if weight.is_meta else _error(weight, reading).item()
+        rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
+        line = Line(
+            name,
+            shape,
+            words,
+            error,
+            tagged=manifold_of(weight) is not None,
+            map=kind,
+            skipped=None if optimizer is None else skipped.get(weight, 0),
+            off=error is not None and not kind and not error <= rounding,
+            moved=owner.__dict__.get(MOVED, {}).get(leaf),
+            angle=angles.get(weight),
+        )
+        lines.append(line)
     return Report(tuple(lines))

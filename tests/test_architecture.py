@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BASE = {"manifold", "geometry", "_checks"}
+BASE = {"manifold", "parameter", "points", "geometry", "_checks"}
 MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ sees all
     "_checks": set(),
     "_optional": set(),
@@ -14,14 +14,19 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "roots": {"linalg", "device"},
     "distributed": set(),
     "geometry": {"linalg", "_checks"},
-    "manifold": {"geometry", "device", "_checks"},
-    "constraints": {*BASE, "device", "distributed"},
-    "report": {*BASE, "device", "constraints", "distributed"},
+    "stacked": set(),
+    "foreign": {"device"},
+    "manifold": {"_checks"},
+    "points": {"manifold", "geometry", "_checks"},
+    "parameter": {*BASE, "device", "distributed", "foreign"},
+    "watching": {*BASE, "device", "distributed"},
+    "constraints": {*BASE, "distributed", "foreign", "stacked", "watching"},
+    "report": {*BASE, "device", "constraints", "distributed", "stacked"},
     "penalty": {"report", "_checks"},
     "functional": {"linalg", "roots", "device", "geometry", "_checks"},
     "optim": {*BASE, "linalg", "device", "functional", "distributed"},
-    "parametrizations": {*BASE, "device", "functional"},
-    "nn": {*BASE, "device", "constraints", "parametrizations", "functional"},
+    "parametrizations": {*BASE, "device", "functional", "stacked", "watching"},
+    "nn": {*BASE, "device", "constraints", "parametrizations", "functional", "watching"},
     "ot": {"optim", "_optional", *BASE},
     "integrations": {*BASE, "constraints", "report", "nn"},
     "rotations": {*BASE, "_optional", "constraints", "distributed", "optim"},

@@ -372,7 +372,7 @@ def test_logging_changes_nothing_in_the_training():
 def test_a_process_without_writer_takes_part_and_an_error_shows(generator):
     trained_with(None, generator, every=1)
     model = nn.Sequential(so.constrain(nn.Linear(4, 4)), nn.Linear(4, 4))
-    writer, opt = Writer(), torch.optim.SGD(model.parameters(), lr=0.1)  # which knows no manifold
+    writer, opt = Writer(), so.StiefelSGD(model.parameters(), lr=0.1, stiefel=False)
     so.log_orthonormality(opt, model, writer, every=1, tag="error")
     model(torch.ones(2, 4)).square().sum().backward()
     opt.step()
@@ -386,7 +386,7 @@ def test_report_error_and_curves_are_of_the_same_weights():
     model.append(nn.Linear(2, 2))
     parametrize.register_parametrization(model[-1], "weight", GeneralizedHouseholder(2))
     model.append(parametrizations.weight_norm(so.orthogonal(nn.Linear(2, 2))))
-    writer, opt = Writer(), torch.optim.SGD(model.parameters(), lr=0.0)
+    writer, opt = Writer(), so.StiefelSGD(model.parameters(), lr=0.0)
     so.log_orthonormality(opt, model, writer, every=1, tag="error")
     opt.step()
     lines = so.report(model).lines
@@ -399,7 +399,7 @@ def test_report_error_and_curves_are_of_the_same_weights():
 def test_nothing_is_logged_of_a_model_without_values():
     with torch.device("meta"):
         model = so.constrain(nn.Linear(2, 2))
-    writer, opt = Writer(), torch.optim.SGD(model.parameters(), lr=0.1)
+    writer, opt = Writer(), so.StiefelSGD(model.parameters(), lr=0.1)
     so.log_orthonormality(opt, model, writer, every=1)
     opt.step()
     assert not writer.points

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import stiefel_opt as so
-from stiefel_opt.manifold import manifold_of, tag
+from stiefel_opt.manifold import manifold_of
+from stiefel_opt.parameter import tag
 
 Stiefel = so.Stiefel
 
@@ -203,7 +204,7 @@ def test_tensors_that_cannot_be_read_so(shape, reading, message):
 
 
 def test_manifold_parameter_is_a_parameter_with_a_tag():
-    data = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.eye(4)[:3].repeat(2, 1)
     parameter = so.ManifoldParameter(data, Stiefel(heads=2), requires_grad=False)
     assert isinstance(parameter, nn.Parameter)
     assert parameter.manifold == Stiefel(heads=2)
@@ -262,7 +263,7 @@ def test_duplicates_of_a_parameter_keep_the_tag(duplicate):
         parameter = so.ManifoldParameter(numbered(6, 4), Stiefel(heads=3), requires_grad)
         parameter.note = "kept by pickle, as torch does"
         twin = duplicate(parameter)
-        assert type(twin) is so.ManifoldParameter
+        assert isinstance(twin, so.ManifoldParameter)
         assert twin.manifold == parameter.manifold
         assert twin.requires_grad == requires_grad
         assert twin.is_leaf
@@ -277,7 +278,7 @@ def test_duplicates_of_a_parameter_keep_the_tag(duplicate):
 def test_a_parameter_of_a_parameter_keeps_its_tag_and_its_memory(requires_grad):
     weight = so.ManifoldParameter(numbered(6, 4), Stiefel(heads=3))
     twin = nn.Parameter(weight, requires_grad)
-    assert type(twin) is so.ManifoldParameter
+    assert isinstance(twin, so.ManifoldParameter)
     assert twin is not weight
     assert twin.manifold == Stiefel(heads=3)
     assert twin.requires_grad == requires_grad
@@ -330,7 +331,7 @@ def test_tag_keeps_the_object():
     assert manifold_of(parameter) is None
     assert manifold_of(None) is None
     tag(parameter, Stiefel())
-    assert type(same) is so.ManifoldParameter
+    assert isinstance(same, so.ManifoldParameter)
     assert manifold_of(same) == Stiefel()
     tag(parameter, Stiefel(heads=2))
     assert manifold_of(same) == Stiefel(heads=2)

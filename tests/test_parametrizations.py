@@ -650,12 +650,12 @@ WRONG = [
     (
         lambda: so.orthogonal(so.orthogonal(nn.Linear(3, 3))),
         ValueError,
-        "`name` must be a parameter of this ParametrizedLinear",
+        "`weight` must be a free parameter, got one that TCWY computes; remove that",
     ),
     (
         lambda: so.orthogonal(nn.Linear(3, 3), reflections=2),
         TypeError,
-        "`options of 'tcwy'` must be known, got reflections",
+        "`options of 'tcwy'` must be known, got reflections; its options are: none",
     ),
     (
         lambda: so.orthogonal(nn.Linear(3, 3), map="cwy", reflections=4),

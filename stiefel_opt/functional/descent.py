@@ -52,8 +52,6 @@ from stiefel_opt.linalg import (
 )
 from stiefel_opt.roots import roots
 
-RETRACTIONS: Final = ("cayley", "qr", "polar")
-
 # A step as long as this turns by atan(64), 89 degrees; what is longer only worsens conditions.
 _LONGEST: Final = 64.0
 

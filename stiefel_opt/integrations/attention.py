@@ -16,8 +16,6 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
 from stiefel_opt.report import table
 
-__all__ = ["AttentionReport", "constrain_attention"]
-
 # Attribute names of the linear layers, each with the projections it holds, side by side.
 # Layouts that mix the heads of queries, keys and values (``query_key_value``, ``qkv_proj``) are
 # missing on purpose: their order of rows differs between models of the same attribute name.

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt._checks import check_choice, check_options, fail
-from stiefel_opt.constraints import PROJECTS, constrain, readings
+from stiefel_opt.constraints import constrain, readings
 from stiefel_opt.functional import cwy_factors
 from stiefel_opt.geometry import random_point
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations import CWY, MAPS, orthogonal
 from stiefel_opt.parametrizations.init import draw_rotation
+from stiefel_opt.watching import PROJECTS
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads

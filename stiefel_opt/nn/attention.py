@@ -12,8 +12,6 @@ from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.constraints import constrain
 from stiefel_opt.nn._transition import keep_on_load
 
-__all__ = ["MultiheadAttention"]
-
 
 class MultiheadAttention(nn.MultiheadAttention):
     r"""``nn.MultiheadAttention`` with the query and key weights on the Stiefel manifold.

@@ -22,8 +22,6 @@ from stiefel_opt.nn._transition import (
     set_transition,
 )
 
-__all__ = ["OrthogonalRNN"]
-
 
 class OrthogonalRNN(nn.Module):
     r"""``nn.RNN`` with an orthogonal transition: the state neither explodes nor fades linearly.

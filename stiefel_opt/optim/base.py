@@ -23,6 +23,7 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded, whole
+from stiefel_opt.optim.angles import angles_of
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checkpoint import (
     check_plain_rule,
@@ -122,7 +123,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._missed: dict[int, tuple[Tensor, int]] = {}  # steps, by parameters without tally
         self._told = 0  # how many skipped steps a warning has told
         super().__init__(params, defaults)
-        warn_if_nothing_is_constrained(type(self).__name__, self.param_groups)
+        warn_if_nothing_is_constrained(self.param_groups)
 
     # ---- what a subclass says ------------------------------------------------------------------
 
@@ -475,6 +476,10 @@ class StiefelOptimizer(Optimizer, ABC):
                 if count:
                     found[owner.parameter] = count
         return found
+
+    def angles_of(self) -> dict[Tensor, float]:
+        """Return by how much, in radians, the last step has turned each constrained parameter."""
+        return angles_of(self)
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.

@@ -114,8 +114,12 @@ def check_states(
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
     """Take the readings out of ``saved_groups``; raise where one differs from that of today."""
-    # strict=False: torch checks the numbers
-    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
+    own, found = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
+    if own != found:
+        remedy = "build it as it was saved, from model.parameters() or from so.param_groups(model)"
+        wanted = f"have {len(own)} groups of {own} parameters"
+        raise ValueError(fail("state_dict", wanted, f"{len(found)} of {found}", remedy))
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         names = group.get("param_names")
         pairs = zip(group["params"], _saved_readings(saved), strict=False)
         for index, (parameter, earlier) in enumerate(pairs):

@@ -10,7 +10,14 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import check_choice, check_dtype, check_flag, check_range, fail
+from stiefel_opt._checks import (
+    NOTHING_CONSTRAINED,
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_range,
+    fail,
+)
 from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
@@ -180,20 +187,15 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
                 )
 
 
-def warn_if_nothing_is_constrained(optimizer: str, groups: list[Group]) -> None:
+def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
     """Warn where matrices are optimized, none is tagged, and nobody said that this is intended."""
     parameters = [p for group in groups for p in group["params"]]
     if (
         all(group["stiefel"] is None for group in groups)
-        and all(manifold_of(p) is None for p in parameters)
+        and not any(manifold_of(p) or hasattr(p, "computes_orthonormal") for p in parameters)
         and any(p.ndim >= 2 for p in parameters)
     ):
-        warnings.warn(
-            f"{optimizer}: no parameter is constrained, all of them are plain. Tag "
-            "some with stiefel_opt.constrain(module, 'weight'), or pass stiefel=True for a "
-            "group; stiefel=False says that this is intended.",
-            stacklevel=4,
-        )
+        warnings.warn(NOTHING_CONSTRAINED, stacklevel=4)
 
 
 def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:

@@ -25,7 +25,7 @@ from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.safety import deferred_in
 from stiefel_opt.optim.state import State, StateNames, suffix_of
 
-__all__ = ["StiefelAdam", "StiefelSGD"]
+__all__ = ["StiefelAdam", "StiefelAdamW", "StiefelSGD"]
 
 TRANSPORTS: Final = ("isometric", "projected", "published")
 
@@ -239,6 +239,52 @@ class StiefelAdam(AdamLike):
         options |= {"transport": group["transport"], "setting": given.setting}
         normal = _moments(state, "normal") if "momentum_normal" in state else None
         return adam_(given.point, given.grad, _moments(state, "skew"), normal, **options)
+
+
+class StiefelAdamW(StiefelAdam):
+    """:class:`StiefelAdam` whose plain parameters get ``torch.optim.AdamW``, with its defaults.
+
+    Args:
+        params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: As in
+            ``torch.optim.AdamW``.
+        weight_decay: Decoupled, for plain parameters. Default: 0.01.
+        metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Checkpoints are those of :class:`StiefelAdam`; what is loaded here decays decoupled.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        metric: str | float = "canonical",
+        transport: str = "isometric",
+        rotation: str | None = None,
+        nonfinite: str = "skip",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        options = options_of(locals()) | {"decoupled_weight_decay": True}
+        super(StiefelAdam, self).__init__(params, options)
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
 
 
 def _published(

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt._checks import check_choice, check_module, check_options, fail, find_parameter
-from stiefel_opt.manifold import CONVOLUTIONS, Stiefel, manifold_of
+from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.init import draw_rotation
 from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
+from stiefel_opt.stacked import CONVOLUTIONS, stacked
+from stiefel_opt.watching import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -65,7 +67,8 @@ def orthogonal(
         name: The parameter, dotted below an ancestor: ``"encoder.weight_hh_l0"``.
         map: "tcwy", "cwy" (``reflections=``), "householder" (``reflections=``), "matrix_exp",
             "cayley", "trivialization" (``every=``), "own", "urnn" or "eurnn" (``layers=``).
-        heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`.
+        heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`; heads by default
+            those that the module stacks, as for :func:`stiefel_opt.constrain`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
         start: "henaff" or "helfrich", random plane rotations, for square matrices and maps that
@@ -91,6 +94,8 @@ def orthogonal(
         raise ValueError(fail(name, "not be tagged", found, "use one of both"))
     kind = MAPS[map]
     check_options(map, options, kind)
+    if heads is None and not transposed and flatten is not False:
+        heads = stacked(owner, leaf)[0]
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     manifold = Stiefel(heads, None, flatten, transposed, scale)
@@ -114,6 +119,7 @@ def orthogonal(
             with torch.no_grad():
                 parameter.copy_(before)
         raise
+    mark_maps(owner)
     return module
 
 

@@ -22,8 +22,8 @@ from torch.optim.optimizer import Optimizer
 from stiefel_opt._checks import check_choice, check_flag, check_range, fail
 from stiefel_opt._optional import ProgressBar
 from stiefel_opt.geometry import gram_error
-from stiefel_opt.manifold import ManifoldParameter
 from stiefel_opt.optim import StiefelAdam
+from stiefel_opt.parameter import ManifoldParameter
 from stiefel_opt.rotations.decoder import Decoder, read_decoder
 from stiefel_opt.rotations.quantizers import Quantizers, check_prepared, quantizers_of
 from stiefel_opt.rotations.result import Rotations, polished

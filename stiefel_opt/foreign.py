@@ -1,0 +1,80 @@
+"""A warning where an optimizer of another package is about to step weights that carry a tag."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from stiefel_opt.device import is_compiling
+
+_LOOKED: Final = "_stiefel_looked"  # on an optimizer: how many tags there were when it was seen
+_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # for the names of weights
+_tags = 0
+
+
+def note_tag() -> None:
+    """Count a new tag: every optimizer is looked at once more, before its next step."""
+    global _tags
+    if not _tags:
+        register_optimizer_step_pre_hook(_look)
+    _tags += 1
+
+
+def note_module(module: nn.Module) -> None:
+    """Remember a module, weakly, below which tagged weights have their names."""
+    _modules[id(module)] = module
+
+
+def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    """Hook before every step of every optimizer: after the first one it compares two numbers."""
+    if is_compiling() or optimizer.__dict__.get(_LOOKED, -1) >= _tags:
+        return
+    keeps = _keeps_tags(optimizer)
+    found = [] if keeps else _tagged(optimizer)
+    optimizer.__dict__[_LOOKED] = math.inf if keeps or found else _tags
+    if found:
+        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warnings.warn(
+            f"{_name_of(found[0])}{others} would not stay orthonormal: {type(optimizer).__name__} "
+            "knows no constraint. Train with an optimizer of this package, such as "
+            "so.StiefelAdamW; or parametrize the weight by so.orthogonal, for any optimizer; or "
+            "so.release it",
+            stacklevel=3,
+        )
+
+
+def _keeps_tags(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer is of this package, derived from one, or wraps one."""
+    if _is_own(optimizer):
+        return True
+    for value in vars(optimizer).values():
+        inner = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(each, Optimizer) and _is_own(each) for each in inner):
+            return True
+    return False
+
+
+def _is_own(thing: object) -> bool:
+    package = __name__.partition(".")[0]
+    return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
+
+
+def _tagged(optimizer: Optimizer) -> list[Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in parameters if p.requires_grad and _is_own(getattr(p, "manifold", None))]
+
+
+def _name_of(parameter: Tensor) -> str:
+    """Return the longest name that a parameter has below a module that is known."""
+    names = [
+        name
+        for module in list(_modules.values())
+        for name, other in module.named_parameters(remove_duplicate=False)
+        if other is parameter
+    ]
+    return f"`{max(names, key=len)}`" if names else f"A weight of shape {tuple(parameter.shape)}"

@@ -1,0 +1,130 @@
+"""The tag on a parameter that says how it is constrained: what optimizers see."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from stiefel_opt._checks import fail
+from stiefel_opt.device import is_compiling
+from stiefel_opt.distributed import is_sharded
+from stiefel_opt.foreign import note_tag
+from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.points import nearest
+
+
+class ManifoldParameter(nn.Parameter):
+    r"""An ``nn.Parameter`` whose tag ``.manifold`` says how it is constrained.
+
+    Args:
+        data: The value. What is off the manifold becomes the nearest point, in a copy; a point
+            keeps its bits and its memory.
+        manifold: The reading. Default: that of ``data`` if it is tagged, else ``Stiefel()``, by
+            which the last two dimensions are one matrix.
+        requires_grad: As in ``nn.Parameter``. Default: True.
+        project: False leaves the value as it is; the first optimizer step with lr > 0 projects it.
+            Values on the meta device and DTensors are left in any case.
+
+    Raises:
+        ValueError: if ``data`` cannot be read as ``manifold`` says, or is not finite.
+        TypeError: if ``data`` is not a tensor of numbers with a fraction, or ``manifold`` not a
+            :class:`Stiefel`.
+    """
+
+    manifold: Stiefel
+
+    def __new__(
+        cls,
+        data: Tensor,
+        manifold: Stiefel | None = None,
+        requires_grad: bool = True,
+        *,
+        project: bool = True,
+    ) -> Self:
+        manifold = manifold_of(data) or Stiefel() if manifold is None else manifold
+        if not isinstance(manifold, Stiefel):
+            raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
+        if not isinstance(data, Tensor):
+            raise TypeError(fail("data", "be a tensor", type(data).__name__))
+        if not (data.is_floating_point() or data.is_complex()):
+            raise TypeError(fail("data", "have a floating-point dtype", data.dtype))
+        manifold.check(data.shape, "data")
+        if isinstance(data, ManifoldParameter):
+            data = data.data
+        if cls is ManifoldParameter:
+            cls = _Tagged  # type: ignore[assignment]
+            if project and not (data.is_meta or is_sharded(data)):
+                moved = nearest(data, manifold, "data")
+                data = data if moved is None else moved
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter.manifold = manifold
+        note_tag()
+        return parameter
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        data = self.data.clone(memory_format=torch.preserve_format)
+        copied = type(self)(data, self.manifold, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    @override
+    def detach(self) -> Tensor:
+        """Return a plain tensor, as always; to ``nn.Parameter(self)`` what it asks for, our type.
+
+        What ``nn.Parameter`` makes of a parameter must share its type, and then keeps its tag.
+        """
+        plain = super().detach()
+        if is_compiling():
+            return plain
+        asked_by_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        return type(self)(plain, self.manifold) if asked_by_parameter else plain
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.data, self.requires_grad, self.__dict__.copy())
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        value = self.detach().requires_grad_(self.requires_grad)
+        return f"ManifoldParameter on {self.manifold}:\n{value}"
+
+
+class _Tagged(ManifoldParameter):
+    """The type of every tagged parameter: unlike its base it takes any value.
+
+    ``type(parameter)(value)``, as torch and accelerate make parameters, knows no reading yet.
+    """
+
+
+def _rebuild(
+    cls: type[ManifoldParameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
+) -> ManifoldParameter:
+    parameter = cls(data, attributes["manifold"], requires_grad, project=False)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+# torch.load(weights_only=True), its default, reads parameters that are saved with their tags.
+torch.serialization.add_safe_globals([ManifoldParameter, _Tagged, Stiefel, _rebuild])
+
+
+def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:
+    """Tag ``parameter`` in place, so that optimizers, hooks and tied modules keep their object."""
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = _Tagged
+    parameter.manifold = manifold  # type: ignore[attr-defined]
+    note_tag()
+
+
+def untag(parameter: nn.Parameter) -> None:
+    """Take the tag away, in place."""
+    if isinstance(parameter, ManifoldParameter):
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    del parameter.manifold  # type: ignore[attr-defined]

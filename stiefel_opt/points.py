@@ -1,0 +1,182 @@
+"""Points, tangent vectors and retractions of tensors as they are stored, whatever their reading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stiefel_opt import geometry
+from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
+from stiefel_opt.manifold import Stiefel, manifold_of
+
+
+def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
+    """Return ``manifold``, or the tag of ``tensor``, or ``Stiefel()``; raise if it does not fit."""
+    if not (manifold is None or isinstance(manifold, Stiefel)):
+        raise TypeError(fail("manifold", "be None or a Stiefel", repr(manifold)))
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(fail(name, "have a floating-point dtype", tensor.dtype))
+    reading = manifold or manifold_of(tensor) or Stiefel()
+    reading.check(tensor.shape, name)
+    return reading
+
+
+@torch.no_grad()
+def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
+    """Return a copy of ``tensor`` in which every matrix that is off became the nearest point.
+
+    None if there is none. Matrices that are on the manifold up to rounding keep their bits.
+
+    Raises:
+        ValueError: for values that are not finite, naming ``name``.
+    """
+    result = None
+    for index, part in enumerate(reading.parts(tensor)):
+        matrices = widened(reading.matrices(part, index))
+        if not bool(torch.isfinite(matrices).all()):
+            given = f"shape {tuple(tensor.shape)} with infinities or NaN"
+            remedy = "initialise it first, or pass project=False"
+            raise ValueError(fail(name, "be finite to be projected", given, remedy))
+        tolerance = orthonormality_tolerance(tensor.dtype, matrices.size(-2))
+        off = ~(gram_error(matrices / reading.scale) <= tolerance)  # overflows count
+        if bool(off.any()):
+            result = tensor.detach().clone() if result is None else result
+            found = matrices.clone()
+            found[off] = reading.scale * polar_factor(matrices[off])
+            reading.parts(result)[index].copy_(reading.stored(found, part.shape, index))
+    return result
+
+
+def random_point(
+    *shape: int,
+    manifold: Stiefel | None = None,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return a uniformly (Haar) distributed point on the manifold, a tensor of ``shape``.
+
+    Args:
+        shape: At least two positive sizes.
+        manifold: The reading. Default: ``Stiefel()``, by which the last two dimensions are one
+            matrix: a tall one gets orthonormal columns, a wide one orthonormal rows. Rows that a
+            reading leaves plain are zero.
+        generator: Source of the random numbers. Default: torch's global one.
+        dtype, device: Default: those of torch.
+
+    Returns: The point.
+    Raises:
+        ValueError: for sizes that cannot be, or that ``manifold`` does not fit.
+        TypeError: if ``manifold`` is not a :class:`Stiefel`.
+
+    Note: One QR decomposition for each matrix.
+    Reference: Mezzadri, How to generate random matrices from the classical compact groups (2007).
+    """
+    if len(shape) < 2 or any(type(size) is not int or size < 1 for size in shape):
+        raise ValueError(fail("shape", "be at least two positive sizes", shape))
+    reading = manifold or Stiefel()
+    if not isinstance(reading, Stiefel):
+        raise TypeError(fail("manifold", "be None or a Stiefel", repr(manifold)))
+    reading.check(shape, "shape")
+    point = torch.zeros(shape, dtype=dtype, device=device)
+    for index, part in enumerate(reading.parts(point)):
+        size = reading.matrices(part, index).shape
+        drawn = geometry.random_point(*size, generator=generator, dtype=dtype, device=device)
+        part.copy_(reading.stored(reading.scale * drawn, part.shape, index))
+    return point
+
+
+def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = None) -> Tensor:
+    r"""Return the tangent vector at ``point`` that is nearest to ``vector``.
+
+    :math:`D - X \, \mathrm{sym}(X^\top D)` for each matrix X. Of a Euclidean gradient it is the
+    Riemannian gradient of the Euclidean metric.
+
+    Args:
+        point: A point, a tensor or a parameter.
+        vector: A tensor of the same shape. Plain rows of a reading stay as they are.
+        manifold: The reading. Default: the tag of ``point``, else ``Stiefel()``.
+
+    Returns: The tangent vector.
+    Raises:
+        ValueError: for shapes that differ, or that ``manifold`` does not fit.
+        TypeError: for what is no tensor, or no :class:`Stiefel`.
+
+    Note: Two products of size n x m by m x m. Differentiable.
+    """
+
+    reading = _reading(point, manifold, vector)
+    return _matrix_wise(geometry.project_tangent, reading, point, vector, vector.clone())
+
+
+def retract(
+    point: Tensor, tangent: Tensor, manifold: Stiefel | None = None, *, retraction: str = "polar"
+) -> Tensor:
+    r"""Return the point at which a step from ``point`` along ``tangent`` ends.
+
+    With X and :math:`\xi` the matrices, both divided by the scale of the reading:
+
+    - ``"polar"``: :math:`(X + \xi)(I + \xi^\top \xi)^{-1/2}`, the point nearest to X + xi;
+    - ``"qr"``: the Q factor of X + xi, R with a positive diagonal;
+    - ``"cayley"``: :math:`(I - W/2)^{-1} (I + W/2) X` with W = P xi X' - X xi' P, P = I - XX'/2.
+
+    All agree with the geodesic to first order; "polar" and "cayley" to second, of the Euclidean and
+    of the canonical metric.
+
+    Args:
+        point: A point, a tensor or a parameter.
+        tangent: A tangent vector, as :func:`project_tangent` returns it. Plain rows are added.
+        manifold: The reading. Default: the tag of ``point``, else ``Stiefel()``.
+        retraction: ``"polar"``, ``"qr"`` or ``"cayley"``.
+
+    Returns: The new point; ``point`` is not written to.
+    Raises:
+        ValueError: for another retraction, shapes that differ or that ``manifold`` does not fit.
+        TypeError: for what is no tensor, or no :class:`Stiefel`.
+
+    Note: One factorisation for each matrix. Differentiable. An optimizer of this package needs none
+        of it: see :class:`ProjectedRGD`.
+    Reference: Absil, Mahony & Sepulchre, Optimization algorithms on matrix manifolds (2008), 4.1;
+        Wen & Yin (2013).
+    """
+    check_choice("retraction", retraction, geometry.RETRACTIONS)
+
+    reading = _reading(point, manifold, tangent)
+    scale = reading.scale
+
+    def move(matrices: Tensor, tangents: Tensor) -> Tensor:
+        return scale * geometry.retract(matrices, tangents / scale, retraction)
+
+    return _matrix_wise(move, reading, point, tangent, point + tangent)
+
+
+def _matrix_wise(
+    function: Callable[[Tensor, Tensor], Tensor],
+    reading: Stiefel,
+    point: Tensor,
+    vector: Tensor,
+    result: Tensor,
+) -> Tensor:
+    """Write ``function`` of the matrices, without scale, and of the vectors into ``result``."""
+    for index, part in enumerate(reading.parts(point)):
+        matrices = reading.matrices(part, index) / reading.scale
+        vectors = reading.matrices(reading.parts(vector)[index], index)
+        value = reading.stored(function(matrices, vectors), part.shape, index)
+        reading.parts(result)[index].copy_(value)
+    return result
+
+
+def _reading(point: Tensor, manifold: Stiefel | None, vector: Tensor) -> Stiefel:
+    """Return how ``point`` is read; raise unless ``vector`` is of the same kind."""
+    for name, tensor in (("point", point), ("vector", vector)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(fail(name, "be a tensor", type(tensor).__name__))
+    reading = reading_of(point, manifold, "point")
+    if vector.shape != point.shape or vector.dtype != point.dtype:
+        wanted = f"be of shape {tuple(point.shape)} and {point.dtype}, as the point"
+        given = f"shape {tuple(vector.shape)} and {vector.dtype}"
+        raise ValueError(fail("vector", wanted, given))
+    return reading

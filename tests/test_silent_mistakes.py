@@ -1,0 +1,468 @@
+"""Mistakes that used to be silent are told once, by name and with a remedy."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt import compat
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> nn.Module:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    return net
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """The warnings of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
+# ---- optimizers that know no constraint --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adadelta]
+)
+def test_an_optimizer_of_torch_warns_once_at_its_first_step(rule: Any) -> None:
+    net = model()
+    so.constrain(net, "0.weight")
+    optimizer = rule(net.parameters(), lr=1e-2)
+    (text,) = told(lambda: train(net, optimizer))
+    assert "`0.weight` would not stay orthonormal" in text
+    assert f"{rule.__name__} knows no constraint" in text
+    assert "so.StiefelAdamW" in text
+    so.constrain(net, "2.weight")
+    with pytest.warns(UserWarning, match=r"`0\.weight` and 1 more"):
+        train(net, rule(net.parameters(), lr=1e-2))
+
+
+def test_the_warning_points_to_the_step() -> None:
+    net = so.constrain(nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match="`weight`") as caught:
+        train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert caught[0].filename == __file__
+
+
+def test_a_closure_a_group_added_late_and_a_late_constraint_are_seen() -> None:
+    net = model()
+    first, second = torch.optim.SGD(net[2].parameters(), 0.1), torch.optim.Adam(net.parameters())
+    assert not told(lambda: (train(net, first), train(net, second)))
+    so.constrain(net[0])
+    assert not told(lambda: train(net, first))
+    assert len(told(lambda: train(net, second))) == 1
+    closed = torch.optim.LBFGS(net.parameters())
+    loss = lambda: net(torch.ones(2, 8)).square().sum()  # noqa: E731
+    assert len(told(lambda: closed.step(loss))) == 1
+
+
+def test_parameters_by_hand_and_copies_and_pickles_are_seen() -> None:
+    weight = so.ManifoldParameter(torch.eye(3))
+    weight.grad = torch.ones(3, 3)
+    (text,) = told(torch.optim.SGD([weight], 0.1).step)
+    assert "A weight of shape (3, 3) would not" in text
+    net = so.constrain(nn.Linear(8, 8))
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert len(told(lambda: train(twin, torch.optim.SGD(twin.parameters(), 0.1)))) == 1  # noqa: B023
+
+
+def own_rules() -> Iterator[Any]:
+    for rule in (so.StiefelSGD, so.StiefelAdam, so.StiefelAdamW, so.ProjectedRGD, so.CayleyAdam):
+        yield lambda p, rule=rule: rule(p, lr=0.1)
+    yield lambda p: compat.SGDG(p, lr=0.1)
+    yield lambda p: compat.CaileySGD(p, lr=0.1)
+    yield lambda p: so.StiefelSGD(p, lr=0.1, stiefel=False)
+    yield lambda p: type("Mine", (so.StiefelSGD,), {"__module__": "mine"})(p, lr=0.1)
+    yield Wrapper
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As packages for gradient accumulation, sharded state and the like have it."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.inner = so.StiefelSGD(params, lr=0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("make", own_rules())
+def test_own_optimizers_and_wrappers_of_them_are_silent(make: Any) -> None:
+    net = so.constrain(nn.Linear(8, 8))
+    assert not told(lambda: train(net, make(net.parameters())))
+
+
+def test_frozen_and_released_and_foreign_weights_are_silent() -> None:
+    net = model()
+    so.constrain(net[0])
+    net[0].weight.requires_grad_(False)
+    assert not told(lambda: train(net, torch.optim.SGD(net.parameters(), 0.1)))
+    net[0].weight.requires_grad_(True)
+    assert not told(lambda: train(net, torch.optim.SGD(net[2].parameters(), 0.1)))
+    so.release(net[0])
+    assert not told(lambda: train(net, torch.optim.SGD(net.parameters(), 0.1)))
+
+
+def test_an_optimizer_that_was_seen_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    so.constrain(nn.Linear(2, 2))
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    train(net, optimizer)
+    looks: list[Any] = []
+    monkeypatch.setattr("stiefel_opt.foreign._tagged", lambda seen: looks.append(seen) or [])
+    train(net, optimizer)
+    assert not looks
+    train(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert len(looks) == 1
+    state = pickle.loads(pickle.dumps(optimizer))
+    assert state.param_groups[0]["lr"] == 0.1
+
+
+# ---- groups ------------------------------------------------------------------------------------
+
+
+def test_groups_of_a_model_without_constraint_warn() -> None:
+    for action in (lambda: so.param_groups(model()), lambda: so.StiefelAdam(model().parameters())):
+        (text,) = told(action)
+        assert "no parameter is constrained" in text
+        assert "so.constrain(module, 'weight')" in text
+    parametrized = so.orthogonal(nn.Linear(8, 8))
+    assert not told(lambda: so.StiefelAdam(so.param_groups(parametrized)))
+    assert not told(lambda: so.StiefelAdam(parametrized.parameters()))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_is_constrained_after_the_groups_is_kept_from_then_on(stepped: bool) -> None:
+    net = model()
+    so.constrain(net[2])
+    optimizer = so.StiefelAdam(so.param_groups(net), lr=0.05)
+    train(net, optimizer, int(stepped))
+    so.constrain(net[0])
+    train(net, optimizer)
+    assert so.orthonormality_error(net) < 1e-5
+
+
+def test_a_reading_that_changes_after_the_groups_is_told() -> None:
+    net = so.constrain(nn.Linear(8, 8))
+    so.constrain(net, heads=2)  # before: nothing to tell
+    optimizer = so.StiefelAdam(so.param_groups(net), lr=0.05)
+    with pytest.warns(UserWarning, match="`weight` of Linear was .* when so.param_groups was cal"):
+        so.constrain(net, heads=4)
+    so.constrain(net, heads=4)
+    with pytest.warns(UserWarning, match="build it anew"):
+        so.release(net)
+    assert optimizer.param_groups[1]["stiefel"]["heads"] == 2
+
+
+def test_another_layout_of_groups_is_named_when_state_is_loaded() -> None:
+    net = so.constrain(nn.Linear(8, 8))
+    one = train_state(so.StiefelSGD(net.parameters(), lr=0.1), net)
+    with pytest.raises(ValueError, match=r"have 2 groups of \[1, 1\] .*, got 1 of \[2\]; build"):
+        so.StiefelSGD(so.param_groups(net), lr=0.1).load_state_dict(one)
+
+
+def train_state(optimizer: Any, net: nn.Module) -> Any:
+    train(net, optimizer)
+    return optimizer.state_dict()
+
+
+# ---- parameters by hand, points and tangents ---------------------------------------------------
+
+READINGS = {
+    "tall": ((6, 3), None),
+    "wide": ((3, 6), None),
+    "square, batch": ((2, 4, 4), None),
+    "heads": ((8, 3), so.Stiefel(heads=2, scale=2.0)),
+    "rows": ((10, 4), so.Stiefel(heads=(2, 1), rows=((0, 4), (6, 9)), scale=0.5)),
+    "convolution": ((6, 2, 3, 3), so.Stiefel(flatten=True)),
+    "stored transposed": ((4, 6), so.Stiefel(heads=2, transposed=True)),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_parameter_by_hand_is_a_point(name: str) -> None:
+    shape, reading = READINGS[name]
+    data = torch.randn(shape, dtype=torch.float64)
+    before = data.clone()
+    weight = so.ManifoldParameter(data, reading)
+    assert so.orthonormality_error(weight) < 1e-12
+    assert torch.equal(data, before)
+    assert so.project_(data, reading) is data
+    assert torch.equal(data, weight.detach())
+    again = so.ManifoldParameter(data, reading)
+    assert again.data_ptr() == data.data_ptr()
+    assert torch.equal(again, data)
+    left = so.ManifoldParameter(before, reading, project=False)
+    assert torch.equal(left, before)
+    assert left.data_ptr() == before.data_ptr()
+    assert torch.equal(type(weight)(before), before)  # as torch and accelerate make parameters
+
+
+def test_a_parameter_by_hand_says_what_it_cannot_project() -> None:
+    with pytest.raises(ValueError, match=r"`data` must be finite to be projected, .*project=False"):
+        so.ManifoldParameter(torch.full((3, 2), float("nan")))
+    assert so.ManifoldParameter(torch.zeros(3, 2, device="meta")).is_meta
+
+
+@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_points_tangents_and_retractions_of_any_reading(name: str, dtype: torch.dtype) -> None:
+    shape, reading = READINGS[name]
+    generator = torch.Generator().manual_seed(0)
+    point = so.random_point(*shape, manifold=reading, generator=generator, dtype=dtype)
+    same = so.random_point(
+        *shape, manifold=reading, generator=generator.manual_seed(0), dtype=dtype
+    )
+    assert torch.equal(point, same)
+    assert so.orthonormality_error(point, reading) < 1e-13
+    vector = torch.randn(shape, dtype=dtype, generator=generator)
+    tangent = so.project_tangent(point, vector, reading)
+    torch.testing.assert_close(so.project_tangent(point, tangent, reading), tangent)
+    tag = reading or so.Stiefel()
+    for part, normal in zip(tag.parts(point), tag.parts(vector - tangent), strict=True):
+        size = (part.conj() * normal).sum()  # a normal vector that is symmetric along X
+        assert abs(size.imag if size.is_complex() else 0.0) < 1e-12
+    for retraction in ("polar", "qr", "cayley"):
+        errors = []
+        for step in (1e-2, 1e-3):
+            end = so.retract(point, step * tangent, reading, retraction=retraction)
+            assert so.orthonormality_error(end, reading) < 1e-13
+            errors.append(float((end - point - step * tangent).norm()))
+        assert errors[1] < 0.02 * errors[0]  # of second order
+    for rest in tag.plain_parts(so.retract(point, vector, reading) - point - vector):
+        assert not rest.any()
+
+
+def test_retractions_are_those_of_projected_rgd() -> None:
+    torch.manual_seed(0)
+    weight = so.ManifoldParameter(torch.randn(7, 3, dtype=torch.float64))
+    weight.grad = torch.randn(7, 3, dtype=torch.float64)
+    for retraction in ("polar", "qr", "cayley"):
+        twin = copy.deepcopy(weight)
+        twin.grad = weight.grad
+        step = -0.3 * so.project_tangent(weight, weight.grad)
+        options = {"metric": "euclidean", "retraction": retraction}
+        so.ProjectedRGD([twin], lr=0.3, **options).step()
+        torch.testing.assert_close(twin.detach(), so.retract(weight, step, retraction=retraction))
+
+
+WRONG = [
+    (
+        lambda: so.retract(torch.eye(3), torch.eye(2)),
+        ValueError,
+        r"`vector` must be of shape",
+    ),
+    (lambda: so.retract(torch.eye(3), torch.eye(3), retraction="exp"), ValueError, "`retraction`"),
+    (lambda: so.project_tangent([1.0], torch.eye(3)), TypeError, "`point` must be a tensor"),
+    (lambda: so.project_tangent(torch.eye(3), torch.eye(3), "wide"), TypeError, "`manifold` must"),
+    (lambda: so.random_point(3), ValueError, "`shape` must be at least two positive sizes"),
+    (lambda: so.random_point(3, 2, manifold=4), TypeError, "`manifold` must be None or a Stiefel"),
+    (lambda: so.random_point(3, 2, manifold=so.Stiefel(heads=2)), ValueError, "heads of shape"),
+    (lambda: so.project_(torch.ones(3)), ValueError, "`x` must have at least 2 dimensions"),
+    (lambda: so.project_(torch.ones(3, 3, dtype=torch.int64)), TypeError, "`x` must have a float"),
+    (lambda: so.project_([1]), TypeError, "`model` must be a torch.nn.Module, got list"),
+    (lambda: so.project_(nn.Linear(2, 2), so.Stiefel()), ValueError, "`manifold` must be None for"),
+    (
+        lambda: so.constrain(nn.Linear(2, 2).weight),
+        TypeError,
+        r"call so.constrain\(layer, ",
+    ),
+    (
+        lambda: so.release(nn.Linear(2, 2)),
+        ValueError,
+        "`weight` must be constrained to be",
+    ),
+    (lambda: so.release(torch.eye(2)), TypeError, "`module` must be a torch.nn.Module, got Tensor"),
+    (
+        lambda: so.constrain(nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))),
+        ValueError,
+        r"`weight` must be a free parameter, got one that _Orthogonal computes; call so.from_torch",
+    ),
+    (
+        lambda: so.constrain(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))),
+        ValueError,
+        "got one that _SpectralNorm computes; remove that",
+    ),
+    (
+        lambda: so.orthogonal(nn.Linear(2, 2), orthogonal_map="cayley"),
+        TypeError,
+        "got orthogonal_map; choose the map by map=; its options are: none",
+    ),
+    (
+        lambda: so.orthogonal(nn.Linear(2, 2), map="cwy", reflexions=1),
+        TypeError,
+        "got reflexions; its options are: reflections",
+    ),
+]
+
+
+@pytest.mark.parametrize(("action", "error", "message"), WRONG)
+def test_errors_name_the_remedy(action: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        action()
+
+
+# ---- release -----------------------------------------------------------------------------------
+
+
+def test_release_undoes_constrain() -> None:
+    net = model()
+    so.constrain(net, "0.weight")
+    value = net[0].weight.detach().clone()
+    optimizer = so.StiefelSGD(net.parameters(), lr=0.1)
+    train(net, optimizer)
+    weight = net[0].weight
+    assert so.release(net, "0.weight") is net
+    assert net[0].weight is weight
+    assert type(weight) is nn.Parameter
+    assert not hasattr(weight, "manifold")
+    assert str(so.report(net)) == "no constrained parameters"
+    train(net, optimizer)  # a plain parameter from now on
+    assert so.orthonormality_error(weight) > 1e-3
+    net.load_state_dict({**net.state_dict(), "0.weight": 2 * value})  # no warning
+    net[0].weight = nn.Parameter(value)
+    net(torch.ones(1, 8))
+    so.constrain(net, "0.weight")
+    assert so.orthonormality_error(net) < 1e-5
+
+
+def test_release_undoes_every_record_of_a_tied_weight() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight = net[0].weight
+    so.constrain(net, "0.weight")
+    so.constrain(net, "1.weight")
+    so.release(net, "1.weight")
+    assert str(so.report(so.retag(net))) == "no constrained parameters"
+
+
+# ---- pretrained weights ------------------------------------------------------------------------
+
+
+def test_the_report_says_how_far_a_weight_moved() -> None:
+    net = nn.Linear(8, 8)
+    before = net.weight.detach().clone()
+    after = so.constrain(net).weight.detach()
+    (line,) = so.report(net).lines
+    assert line.moved == pytest.approx(float((after - before).norm() / before.norm()))
+    assert f"{line.moved:.0%}" in str(so.report(net))
+    so.constrain(net)
+    assert so.report(net).lines[0].moved == 0
+    assert so.report(so.constrain(nn.Linear(8, 8), project=False)).lines[0].moved is None
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_keep_takes_the_scale_that_moves_least(name: str) -> None:
+    shape, reading = READINGS[name]
+    options = (reading or so.Stiefel()).as_dict()
+    value = 0.2 * torch.randn(shape, dtype=torch.float64)
+
+    def moved(scale: Any) -> float:
+        module = nn.Module()
+        module.weight = nn.Parameter(value.clone())
+        so.constrain(module, **{**options, "scale": scale})
+        nonlocal kept
+        kept = module.weight.manifold.scale
+        return float(so.report(module).lines[0].moved)
+
+    kept = 0.0
+    least = moved("keep")
+    scale = kept
+    assert least < min(moved(1.01 * scale), moved(0.99 * scale)) < moved(2.0 * scale)
+    module = nn.Module()
+    module.weight = nn.Parameter(value.clone())
+    so.constrain(module, **{**options, "scale": scale})
+    so.constrain(module, **{**options, "scale": "keep"})
+    assert module.weight.manifold.scale == pytest.approx(scale)
+    assert so.report(module).lines[0].moved == 0
+
+
+def test_keep_needs_a_value() -> None:
+    module = nn.Linear(2, 2)
+    nn.init.zeros_(module.weight)
+    with pytest.raises(ValueError, match="`weight` must be finite and not zero for scale='keep'"):
+        so.constrain(module, scale="keep")
+    with torch.device("meta"), pytest.raises(ValueError, match="on the meta device"):
+        so.constrain(nn.Linear(2, 2), scale="keep")
+
+
+# ---- reports -----------------------------------------------------------------------------------
+
+
+def test_the_report_flags_what_is_off() -> None:
+    net = so.constrain(nn.Linear(8, 8))
+    assert "off" not in str(so.report(net))
+    nn.init.xavier_uniform_(net.weight)
+    assert "off: the next step or so.project_(model) projects" in str(so.report(net))
+    assert "off" not in str(so.report(so.project_(net)))
+
+
+RULES = {
+    "SGD": (lambda p: so.StiefelSGD(p, lr=1e-3), 0.01),
+    "SGD, published": (lambda p: so.StiefelSGD(p, lr=1e-3, transport="published"), 0.02),
+    "SGD, no momentum": (lambda p: so.StiefelSGD(p, lr=1e-3, momentum=0.0), 0.1),
+    "Adam": (lambda p: so.StiefelAdam(p, lr=1e-3), 0.02),
+    "AMSGrad": (lambda p: so.StiefelAdamW(p, lr=1e-3, amsgrad=True), 0.02),
+    "RGD": (lambda p: so.ProjectedRGD(p, lr=1e-3, metric="euclidean"), 0.1),
+    "RGD, momentum": (lambda p: so.ProjectedRGD(p, lr=1e-3, momentum=0.5), 0.02),
+    "Cayley SGD": (lambda p: so.CayleySGD(p, lr=1e-3), 0.02),
+    "Cayley SGD, long": (lambda p: so.CayleySGD(p, lr=10.0), 0.25),
+    "Cayley Adam": (lambda p: so.CayleyAdam(p, lr=1e-3), 0.02),
+}
+
+
+@pytest.mark.parametrize("name", ["tall", "wide", "heads", "rows"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_report_says_how_far_the_last_step_turned(rule: str, name: str) -> None:
+    (shape, reading), (make, tolerance) = READINGS[name], RULES[rule]
+    net = nn.Module()
+    net.weight = so.ManifoldParameter(torch.randn(shape, dtype=torch.float64), reading)
+    optimizer = make(net.parameters())
+    assert so.report(net, optimizer).lines[0].angle is None
+    target, mixed = torch.randn_like(net.weight), torch.randn(shape[-1], shape[-1]).double()
+    before = net.weight.detach().clone()
+    for _ in range(10):
+        before = net.weight.detach().clone()
+        net.weight.grad = target + before @ (mixed + mixed.T)
+        optimizer.step()
+    (line,) = so.report(net, optimizer).lines
+    assert line.angle == pytest.approx(turned(net.weight, before), rel=tolerance)
+    assert f"{line.angle:.1e} rad" in str(so.report(net, optimizer))
+
+
+def turned(weight: Any, before: torch.Tensor) -> float:
+    """The largest angle between X v and where it was: its chord is the norm of the difference."""
+    reading = weight.manifold
+    pairs = zip(reading.parts(weight.detach()), reading.parts(before), strict=True)
+    chords = [
+        torch.linalg.matrix_norm(reading.matrices(new - old, index) / reading.scale, 2).amax()
+        for index, (new, old) in enumerate(pairs)
+    ]
+    return float(2 * torch.asin(torch.stack(chords).amax() / 2))
+
+
+def test_a_parameter_is_printed_once() -> None:
+    text = repr(so.constrain(nn.Linear(2, 2), heads=2).weight)
+    assert text.count("arameter") == 1
+    assert "heads=2" in text
+    assert "tensor([[" in text
+    assert "requires_grad=True" in text
