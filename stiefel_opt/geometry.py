@@ -16,7 +16,7 @@ from torch import Tensor
 from stiefel_opt._checks import fail
 from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
-RETRACTIONS: Final = ("cayley", "polar", "qr")
+RETRACTIONS: Final = ("cayley", "qr", "polar")
 
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -41,6 +41,7 @@ from stiefel_opt.functional.flows import (
     sums,
     zeroed,
 )
+from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.linalg import (
     add_product,
     add_product_,

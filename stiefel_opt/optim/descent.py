@@ -7,8 +7,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice
-from stiefel_opt.functional.descent import descend_
-from stiefel_opt.geometry import RETRACTIONS
+from stiefel_opt.functional.descent import RETRACTIONS, descend_
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_metric
 from stiefel_opt.optim.constrained import Given
