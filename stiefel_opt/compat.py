@@ -237,6 +237,7 @@ def _split(group: Group, defaults: Group) -> list[Group]:
     if not isinstance(group, dict):
         return [group]
     wanted, params = group.get("stiefel", defaults["stiefel"]), _listed(group["params"])
+    group = {**group, "params": params}  # not what was read from, which may be empty now
     if isinstance(params, set) or not (wanted is None or wanted is True):
         return [group]
     readings = {"flat": Stiefel(flatten=True), "tagged": None, "plain": False}

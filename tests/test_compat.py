@@ -248,3 +248,12 @@ def test_no_parameter_is_listed_twice():
         CaileySGD(groups, lr=0.1, stiefel=True, dtype="float32")
     with pytest.raises(TypeError, match="`param_group` must be a dict, got list"):
         CaileySGD([weight], lr=0.1, stiefel=True).add_param_group([weight])
+
+
+@pytest.mark.parametrize("stiefel", [None, True, False, so.Stiefel()])
+@pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
+def test_a_group_takes_its_parameters_from_an_iterator(rule, stiefel):
+    params = rotations()
+    opt = rule([{"params": iter(params), "stiefel": stiefel}], lr=0.1)
+    listed = [p for group in opt.param_groups for p in group["params"]]
+    assert list(map(id, listed)) == list(map(id, params))

@@ -501,10 +501,12 @@ def test_starts_as_in_the_literature(name, start, size):
     assert beyond_blocks.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("start", ["henaff", "helfrich"])
-def test_eurnn_takes_a_start(start):
+@pytest.mark.parametrize(
+    ("start", "dtype"), [("henaff", torch.complex64), ("helfrich", torch.complex128)]
+)
+def test_eurnn_takes_a_start(start, dtype):
     def weight(map_, seed=0):
-        layer = nn.Linear(6, 6, dtype=torch.complex64)
+        layer = nn.Linear(6, 6, dtype=dtype)
         generator = torch.Generator().manual_seed(seed)
         return so.orthogonal(layer, map=map_, start=start, generator=generator).weight
 

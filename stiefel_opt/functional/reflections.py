@@ -164,11 +164,8 @@ def _compact(vectors: Tensor, columns: int) -> Tensor:
 
 
 def _solved(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return S, its strict lower triangle not to be read, and Y = S^-1 V1'.
-
-    V1 are the first ``columns`` rows of V. Solving from the right is the faster one of the two
-    ways on a CPU, for operands laid out as they are here and below.
-    """
+    """Return S, its strict lower triangle not to be read, and Y = S^-1 V1', V1 the top of V."""
+    # From the right: the faster one of the two ways on a CPU, for operands laid out as here.
     half_gram = _upper_product(vectors.mH, vectors)
     half_gram.diagonal(dim1=-2, dim2=-1).mul_(0.5)
     top = vectors.narrow(-2, 0, columns)

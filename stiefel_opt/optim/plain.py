@@ -21,13 +21,9 @@ def step_sgd(
     states: Sequence[Group],
     left: Tensor | None = None,
 ) -> None:
-    """Apply ``torch.optim.SGD`` with the options of ``group``.
+    """Apply ``torch.optim.SGD`` with the options of ``group``; ``states`` is what it keeps of each.
 
-    Args:
-        group: The options.
-        parameters, grads, states: The tensors, and what ``optimizer.state`` holds of each.
-        left: Not 0 where they are to stay as they are, which only fused kernels can do without
-            anybody reading it. Default: they move.
+    ``left`` is not 0 where all are to stay as they are: only fused kernels can, with no host read.
     """
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:

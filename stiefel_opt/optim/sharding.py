@@ -33,26 +33,16 @@ _WHOLE, _ROWS = "whole matrices", "rows of matrices"
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The layout of one kind of sharded parameter.
-
-    Attributes:
-        mesh, stored: Where the parameters live.
-        working: The placements that a step works in, those of tall state.
-        small: The placements of m x m state; None where every process has all of it.
-        manifold: How a local shard is read.
-        wide: Whether the matrices of each range of rows are wide.
-        row_sum: Sum over the processes that share rows; None: matrices are whole.
-        shared: Dimensions of the mesh along which anything is cut.
-    """
+    """The layout of one kind of sharded parameter."""
 
     mesh: DeviceMesh
-    stored: tuple[Placement, ...]
-    working: tuple[Placement, ...]
-    small: tuple[Placement, ...] | None
-    manifold: Stiefel
-    wide: tuple[bool, ...]
-    row_sum: RowSums | None
-    shared: tuple[int, ...]
+    stored: tuple[Placement, ...]  # of the parameters
+    working: tuple[Placement, ...]  # that a step works in, those of tall state
+    small: tuple[Placement, ...] | None  # of m x m state; None: every process has all of it
+    manifold: Stiefel  # by which a local shard is read
+    wide: tuple[bool, ...]  # whether the matrices of each range of rows are
+    row_sum: RowSums | None  # over the processes that share rows; None: matrices are whole
+    shared: tuple[int, ...]  # dimensions of the mesh along which anything is cut
 
     def local(self, tensor: Any) -> Tensor:
         """Return our shard of a parameter or gradient, in the working layout."""

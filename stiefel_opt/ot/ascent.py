@@ -49,16 +49,7 @@ class Iteration:
 
 
 class Ascent:
-    """Maximises the entropic transport cost over the projection, from ``start``.
-
-    Attributes:
-        point: The projection U, a constrained parameter ``(d, k)``.
-        cost: Transport cost of the plan under it.
-        tangent: Riemannian gradient of the objective.
-        relative: Its norm over that of the Euclidean gradient.
-        objective: Largest dual value so far.
-        log: One entry for each projection.
-    """
+    """Maximises the entropic transport cost over the projection, from ``start``."""
 
     def __init__(
         self,
@@ -69,10 +60,10 @@ class Ascent:
         sinkhorn_iterations: int | None,
     ) -> None:
         self.clouds, self.transport = clouds, transport
-        self.point = ManifoldParameter(start)
+        self.point = ManifoldParameter(start)  # U, (d, k)
         self.tol, self.sinkhorn_iterations = tol, sinkhorn_iterations
-        self.cost, self.relative, self.objective = 0.0, 1.0, -float("inf")
-        self.tangent = torch.zeros_like(start)
+        self.cost, self.objective = 0.0, -float("inf")  # the largest dual value so far
+        self.tangent, self.relative = torch.zeros_like(start), 1.0  # over the Euclidean norm
         self.log: list[Iteration] = []
         # below it a gradient is rounding: that of equal clouds is nothing else
         spread = clouds.a @ clouds.x.square().sum(1) + clouds.b @ clouds.y.square().sum(1)
@@ -123,8 +114,7 @@ class Ascent:
     def differentiate(self) -> None:
         """Cost and gradient 2 [X'(r * XU - plan YU) + Y'(b * YU - plan' XU)], r the row sums.
 
-        For the plan held fixed this is 2 V U with V the second moment of x_i - y_j, and the
-        derivative of the dual value at any potentials.
+        It is the derivative of the dual value at any potentials, the plan held fixed.
         """
         clouds, transport = self.clouds, self.transport
         x, y = self._x, self._y

@@ -18,25 +18,17 @@ _SMALLEST_WEIGHT = 1e-30  # below it, a point is left out of the plan
 
 @dataclass(frozen=True)
 class Clouds:
-    """Two weighted clouds without their weightless points, moved so that both centre near zero.
+    """Two weighted clouds without their weightless points, moved so that both centre near zero."""
 
-    Attributes:
-        x, y: ``(n, d)`` and ``(m, d)``, float64.
-        a, b: Positive weights, ``(n,)`` and ``(m,)``, summing to one.
-        in_x, in_y: Which of all points these are.
-        left_x, left_y: The weightless points, moved alike.
-        model: The first cloud as it was given, for the kind of the results.
-    """
-
-    x: Tensor
-    y: Tensor
-    a: Tensor
+    x: Tensor  # (n, d), float64
+    y: Tensor  # (m, d)
+    a: Tensor  # positive weights, summing to one
     b: Tensor
-    in_x: Tensor
+    in_x: Tensor  # which of all points these are
     in_y: Tensor
-    left_x: Tensor
+    left_x: Tensor  # the weightless points, moved alike
     left_y: Tensor
-    model: Any
+    model: Any  # the first cloud as it was given, for the kind of the results
 
     @property
     def dimension(self) -> int:

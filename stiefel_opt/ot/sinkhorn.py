@@ -28,28 +28,21 @@ _CONJUGATE_GRADIENT_LIMIT = 60
 class EntropicTransport:
     """Potentials, scalings and one n x m kernel, kept from one projection to the next.
 
+    The plan is ``(a * u)[:, None] * kernel * (b * v)``; its column sums are b, to rounding.
+
     Args:
         a, b: Positive weights of the clouds, ``(n,)`` and ``(m,)``, float64, summing to one.
         reg: Regularization, in units of squared distance.
-
-    Attributes:
-        f, g: Potentials, ``(n,)`` and ``(m,)``, centred so that <a, f> = <b, g>.
-        kernel: ``(n, m)``, the only array of this size; the plan is
-            ``(a * u)[:, None] * kernel * (b * v)``.
-        rows: Row sums of the plan, ``(n,)``; its column sums are b, to rounding.
-        error: |rows - a|_1.
-        objective: The dual value, at most the entropic cost.
-        passes: Products of the kernel with a vector so far, as limits count them.
     """
 
     def __init__(self, a: Tensor, b: Tensor, reg: float) -> None:
         self.a, self.b, self.reg = a, b, reg
-        self.f, self.g = torch.zeros_like(a), torch.zeros_like(b)
-        self.kernel = a.new_empty(a.numel(), b.numel())
+        self.f, self.g = torch.zeros_like(a), torch.zeros_like(b)  # potentials, <a, f> = <b, g>
+        self.kernel = a.new_empty(a.numel(), b.numel())  # the only array of this size
         self.u, self.v, self.rows = torch.ones_like(a), torch.ones_like(b), a
-        self.error = math.inf
-        self.objective = -math.inf
-        self.passes = 0
+        self.error = math.inf  # |rows - a|_1 for the row sums of the plan
+        self.objective = -math.inf  # the dual value
+        self.passes = 0  # products of the kernel with a vector so far
         self._one = a.new_ones(1)
 
     def anneal(self, x: Tensor, y: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt._checks import check_choice, check_module, check_options, fail, find_parameter
+from stiefel_opt.geometry import polar_factor
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
@@ -137,5 +138,6 @@ def _start(
     through = "cayley" if map_name == "cayley" else "exponential"
     count = shape[:-2].numel()
     drawn = [draw_rotation(start, shape[-1], generator, through) for _ in range(count)]
-    points = torch.stack(drawn).reshape(shape).to(parameter)
+    # drawn in torch's default dtype, and orthonormal in that of the weight
+    points = polar_factor(torch.stack(drawn).reshape(shape).to(parameter))
     return manifold.stored(manifold.scale * points, parameter.shape)

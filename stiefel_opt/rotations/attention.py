@@ -19,11 +19,7 @@ PREFIX = "stiefel_"  # of the name under which the model's attention is register
 
 
 def add_turn(decoder: Decoder, turn: Turn) -> None:
-    """Queries and keys of every layer go through ``turn``, after those that are there already.
-
-    Raises:
-        ValueError: for a model whose attention does not come from transformers' registry.
-    """
+    """Queries and keys of every layer go through ``turn``, after those that are there already."""
     config = getattr(decoder.model, "config", None)
     base = getattr(config, "_attn_implementation", None)
     if not isinstance(base, str):

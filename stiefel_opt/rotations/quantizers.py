@@ -34,10 +34,7 @@ def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
     :math:`s = \max |x| / (2^{b - 1} - 1)`. The gradient takes r as a constant: straight through
     the rounding, but not through the step s, whose part tells a rotation to narrow the range.
 
-    Args:
-        x: ``(..., n)``; each row has a grid of its own.
-        bits: At least 2.
-        symmetric: Whether zero is a level and the grid is symmetric about it.
+    Each row of ``x``, ``(..., n)``, has a grid of its own, of at least 2 bits.
     """
     low, step = _grid(x, bits, symmetric)
     step = step.clamp_min(torch.finfo(x.dtype).tiny)
@@ -132,13 +129,9 @@ def check_prepared(decoder: Decoder) -> None:
 
 
 class Quantizers:
-    """Fake quantisers at every linear layer's input but the head's, installed and removed at will.
+    """Fake quantisers of a decoder with the options of :func:`quantized`, installed at will.
 
-    Args:
-        decoder: Whose modules get hooks.
-        rotations: In whose basis is rounded; None: as the model stands.
-        activation_bits, kv_bits, weight_bits, symmetric: See :func:`quantized`.
-        recompute: Whether layers keep only their inputs for the backward pass.
+    With ``recompute`` layers keep only their inputs for the backward pass.
     """
 
     def __init__(
