@@ -132,6 +132,13 @@ def test_links_lead_somewhere() -> None:
         assert not missing, page
 
 
+def test_the_layout_names_every_room() -> None:
+    drawn = set(re.findall(r"^[├└]── ([\w.]+)", PAGES["contributing.md"], re.MULTILINE))
+    package = Path(stiefel_opt.__file__).parent
+    rooms = {path.name for path in package.iterdir() if not path.name.startswith("__")}
+    assert drawn == {room for room in rooms if room != "py.typed"}
+
+
 def test_every_page_is_in_the_contents() -> None:
     listed = set(re.findall(r"^([\w/]+)$", PAGES["index.md"], re.MULTILINE))
     assert {name.removesuffix(".md") for name in PAGES} - {"index"} <= listed
