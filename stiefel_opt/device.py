@@ -47,9 +47,8 @@ _HALF = (torch.float16, torch.bfloat16)
 # ---- where -------------------------------------------------------------------------------------
 
 
-def is_compiling() -> bool:
-    """Say whether this code is being traced by ``torch.compile`` or exported."""
-    return torch.compiler.is_compiling()
+# Whether this code is being traced by ``torch.compile`` or exported.
+is_compiling: Final = torch.compiler.is_compiling
 
 
 def is_cpu(tensor: Tensor) -> bool:
@@ -98,11 +97,6 @@ class Reader(ABC):
     is_exact: bool = False
     is_blind: bool = False
     is_lost: bool = False
-
-    def note(self, bound: float) -> None:
-        """Remember that a bound on the step is not finite."""
-        if not bound < math.inf:
-            self.is_lost = True
 
     @abstractmethod
     def number(self, name: str, value: Callable[[], Tensor]) -> float:

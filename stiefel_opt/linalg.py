@@ -7,6 +7,7 @@ means ``(..., m, m)``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from stiefel_opt.device import is_compiling, is_cpu
 
+RowSum = Callable[[Tensor], Tensor]
+
 __all__ = [
     "FEW",
     "MEDIUM",
+    "RowSum",
     "absolute_square",
     "add_product",
     "add_product_",
@@ -34,6 +38,7 @@ __all__ = [
     "polar_rotation",
     "product",
     "skew",
+    "sums",
     "sym",
     "symmetric_product",
 ]
@@ -82,6 +87,15 @@ def own_gram(tall: Tensor) -> Tensor:
     if tall.size(-1) < _BLOCKED:
         return gram(tall, tall)
     return symmetric_product(tall.mH, tall)
+
+
+def sums(row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Return A'B for each pair; rows of several processes are summed in one call of ``row_sum``."""
+    found = [own_gram(left) if left is right else gram(left, right) for left, right in pairs]
+    if row_sum is None:
+        return found
+    packed = row_sum(torch.cat(found, dim=-1))
+    return list(torch.split(packed, found[0].size(-1), dim=-1))
 
 
 def symmetric_product(
@@ -133,9 +147,11 @@ def add_product(
 
 
 def add_product_(
-    target: Tensor, tall: Tensor, small: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+    target: Tensor, tall: Tensor, small: Tensor, *, beta: float = 1.0, alpha: float | Tensor = 1.0
 ) -> Tensor:
     """target = beta target + alpha tall @ small in place, all ``(k, ., .)``; returns it."""
+    if isinstance(alpha, Tensor):
+        small, alpha = small * alpha, 1.0
     if target.stride(-1) == 1:
         return target.baddbmm_(tall, small, beta=beta, alpha=alpha)
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT

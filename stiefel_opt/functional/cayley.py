@@ -24,10 +24,11 @@ import math
 import torch
 from torch import Tensor
 
+from stiefel_opt.device import reader_for
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, receive_, subtract
-from stiefel_opt.functional.flows import Scalar, Setting, is_steep, keep_, mend_point, sums, zeroed
+from stiefel_opt.functional.flows import Scalar, Setting, is_steep, keep_, mend_point, zeroed
 from stiefel_opt.functional.stiefel_adam import bias_correction
-from stiefel_opt.linalg import absolute_square, add_product_, add_to_diagonal_, cayley, product
+from stiefel_opt.linalg import absolute_square, add_product_, add_to_diagonal_, cayley, product, sums
 from stiefel_opt.roots import roots
 
 _TINY = 1e-8  # added to |W|
@@ -161,9 +162,10 @@ def _transform(
         return move_along_cayley(point, turn, normal, own, step)
 
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
-    reader = setting.reader_for(point)
+    reader = setting.reader or reader_for(point)
     reach = float((alpha * norm).max()) if reader.is_exact else 1.0
-    reader.note(reach)
+    if not reach < math.inf:
+        reader.is_lost = True
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(turn, own, step / 2, steps)
     square = torch.bmm(turned.mH, turned)

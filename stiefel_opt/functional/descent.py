@@ -30,6 +30,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stiefel_opt.device import reader_for
 from stiefel_opt.functional.flows import (
     Scalar,
     Setting,
@@ -38,7 +39,6 @@ from stiefel_opt.functional.flows import (
     keep_,
     mend_point,
     metric_parameter,
-    sums,
     zeroed,
 )
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
@@ -50,6 +50,7 @@ from stiefel_opt.linalg import (
     cholesky_factor,
     polar_rotation,
     product,
+    sums,
 )
 from stiefel_opt.roots import roots
 
@@ -202,7 +203,7 @@ def _retract(
     steep: bool,
 ) -> Tensor:
     """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
-    reader = setting.reader_for(point)
+    reader = setting.reader or reader_for(point)
     size = torch.bmm(turn.mH, turn)
     if direction is None:
         step, limit = cut(step, size, _LONGEST, reader)

@@ -15,47 +15,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.device import Reader, is_free_to_read, reader_for
+from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.linalg import (
+    RowSum,
     add_product,
-    add_product_,
     add_to_diagonal_,
-    gram,
     infinity_norm,
     largest_bound,
     largest_stretch,
     own_gram,
     plus_identity,
     polar_rotation,
+    sums,
     symmetric_product,
 )
 from stiefel_opt.roots import roots
 
-__all__ = [
-    "METRICS",
-    "Moves",
-    "RowSum",
-    "Scalar",
-    "Setting",
-    "after",
-    "coupling",
-    "cut",
-    "is_steep",
-    "keep_",
-    "mend",
-    "mend_after",
-    "mend_point",
-    "mended",
-    "metric_parameter",
-    "move_along_",
-    "moves_of",
-    "scaled",
-    "sums",
-    "turn_of_square",
-    "zeroed",
-]
-
-RowSum = Callable[[Tensor], Tensor]
 Scalar = float | Tensor
 
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
@@ -90,26 +65,13 @@ class Setting(NamedTuple):
     reader: Reader | None = None
     length: float = math.inf
 
-    def reader_for(self, tensor: Tensor) -> Reader:
-        """Return the reader of a step on ``tensor``."""
-        return reader_for(tensor) if self.reader is None else self.reader
-
 
 def metric_parameter(metric: str | float) -> float:
     """Return a of the metric tr(D1'(I - a XX')D2): 1/2 is canonical, 0 Euclidean."""
     return METRICS[metric] if isinstance(metric, str) else float(metric)
 
 
-# ---- sums over rows and masks ------------------------------------------------------------------
-
-
-def sums(row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Return A'B for each pair, summed over all rows in one call."""
-    found = [own_gram(left) if left is right else gram(left, right) for left, right in pairs]
-    if row_sum is None:
-        return found
-    packed = row_sum(torch.cat(found, dim=-1))
-    return list(torch.split(packed, found[0].size(-1), dim=-1))
+# ---- masks -------------------------------------------------------------------------------------
 
 
 def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
@@ -120,11 +82,6 @@ def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
 def keep_(target: Tensor, value: Tensor, ok: Tensor | None) -> Tensor:
     """target = value for the matrices that move, in place."""
     return target.copy_(value if ok is None else torch.where(ok, value, target))
-
-
-def scaled(matrix: Tensor, factor: Scalar) -> Tensor:
-    """Return factor matrix; the matrix itself for a factor of 1."""
-    return matrix if isinstance(factor, float) and factor == 1.0 else matrix * factor
 
 
 # ---- rounding ----------------------------------------------------------------------------------
@@ -165,7 +122,7 @@ def is_steep(inner: Tensor, lr: Scalar, setting: Setting) -> bool:
     """
     if isinstance(lr, Tensor) or lr * setting.length <= _STEEP:  # |X'G| <= |G|
         return False
-    reader = setting.reader_for(inner)
+    reader = setting.reader or reader_for(inner)
     if reader.is_blind:
         return False
     if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
@@ -219,36 +176,15 @@ def moves_of(
         reader: Who may read how long the step is.
         bend: Whether R (I + R)^(-1) is wanted.
     """
-    count, size = skew.size(0), skew.size(-1)
-    squares = torch.cat([own_gram(skew), gram_normal])  # -Z^2: its bound is the sharper one
-    step, turn, scale, limit = lr, lr, 1.0, math.inf
-    if reader.is_exact and isinstance(lr, float):
-        scale = lr * lr
-        limit = scale * largest_bound(squares)
-        reader.note(limit)
-    # The infinity norm, which saturates, is at most sqrt(m) times the largest eigenvalue.
-    is_short = math.sqrt(size) * limit <= _SATURATION**2
-    second = None
-    if not (is_short and _turns_little(skew, lr, limit)):
-        shorter = (_SATURATION**2 / (infinity_norm(gram_normal) * (lr * lr))).clamp(max=1.0)
-        gram_normal, step = gram_normal * (shorter * (lr * lr)), lr * shorter.sqrt()
-        turn, scale = _shortened(infinity_norm(skew), lr), 1.0
-        squares = torch.cat([squares[:count] * (turn * turn), gram_normal])
-        if reader.is_exact:
-            limit = largest_bound(squares)
-        else:
-            squares, second, shorter, limit = _held(squares, lr, reader)
-            gram_normal, turn = squares[count:], turn * shorter[:count]
-            step = step * shorter[count:]
-    elif limit > _LARGE * scale:  # their squares would overflow
-        squares = squares * scale
-        gram_normal, scale = squares[count:], 1.0
+    count = skew.size(0)
+    squares, second, scale, limit, turn, step = _spectra(skew, gram_normal, lr, reader)
     found = roots(squares, limit, scale=scale, bend=count if bend else 0, square=second)
     turn_shrink, shrink = found.shrink.unsafe_chunk(2)
     rotation = polar_rotation(skew, turn_shrink, turn)
     inverse_root = plus_identity(shrink)
     frame = torch.baddbmm(shrink, rotation, inverse_root)  # D R - I, without forming D
-    return Moves(frame, inverse_root, rotation, found.bend, (gram_normal, scale), step, limit)
+    excess = squares[count:], scale
+    return Moves(frame, inverse_root, rotation, found.bend, excess, step, limit)
 
 
 def turn_of_square(
@@ -259,25 +195,56 @@ def turn_of_square(
     For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
     not kept while the roots are worked out.
     """
-    skew = compute()
-    square = own_gram(skew)
-    turn, scale, limit, second = lr, 1.0, math.inf, None
+    square, second, scale, limit, turn, _ = _spectra(compute(), None, lr, reader)
+    shrink = roots(square, limit, scale=scale, overwrite=True, square=second).shrink
+    del square, second
+    return polar_rotation(compute(), shrink, turn), shrink
+
+
+def _spectra(
+    skew: Tensor, normal: Tensor | None, lr: Scalar, reader: Reader
+) -> tuple[Tensor, Tensor | None, float, float, Scalar, Scalar]:
+    """Measure a step, and shorten it where it saturates or outgrows what the reader knows.
+
+    Returns: E / s for K'K, and behind it for eta^2 W if there is a W, its square if it is known, s,
+        a bound on E, and eta of the turn and of the move.
+    """
+    count, size, most = skew.size(0), skew.size(-1), _SATURATION**2
+    squares = own_gram(skew)  # -Z^2: its bound is the sharper one
+    if normal is not None:
+        squares = torch.cat([squares, normal])
+    scale, limit = 1.0, math.inf
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
-        limit = scale * largest_bound(square)
-        reader.note(limit)
-    if not _turns_little(skew, lr, limit):
-        turn = _shortened(infinity_norm(skew), lr)
-        square, scale, limit = square * (turn * turn), 1.0, min(limit, _SATURATION**2)
-        if not reader.is_exact:
-            square, second, shorter, limit = _held(square, lr, reader)
-            turn = turn * shorter
-    elif limit > _LARGE * scale:
-        square, scale = square * scale, 1.0
-    del skew
-    shrink = roots(square, limit, scale=scale, overwrite=True, square=second).shrink
-    del square
-    return polar_rotation(compute(), shrink, turn), shrink
+        limit = scale * largest_bound(squares)
+        if not limit < math.inf:
+            reader.is_lost = True
+    # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
+    is_short = size * limit <= most or (
+        limit < math.inf
+        and (normal is None or math.sqrt(size) * limit <= most)
+        and scale * float(infinity_norm(skew).max()) ** 2 <= most
+    )
+    if is_short:
+        if limit > _LARGE * scale:  # their squares would overflow
+            squares, scale = squares * scale, 1.0
+        return squares, None, scale, limit, lr, lr
+    turn, step, second = _shortened(infinity_norm(skew), lr), lr, None
+    squares[:count] *= turn * turn
+    if normal is not None:
+        shorter = (most / (infinity_norm(normal) * (lr * lr))).clamp(max=1.0)
+        squares[count:] *= shorter * (lr * lr)
+        step = lr * shorter.sqrt()
+    if reader.is_exact:
+        return squares, None, 1.0, min(largest_bound(squares), most), turn, step
+    second = symmetric_product(squares, squares)
+    bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
+    limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
+    shorter = (limit / bound).clamp(max=1.0)
+    squares, second, shorter = squares * shorter, second * shorter.square(), shorter.sqrt()
+    if normal is not None:
+        step = step * shorter[count:]
+    return squares, second, 1.0, limit, turn * shorter[:count], step
 
 
 def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, reader: Reader) -> Tensor | None:
@@ -293,13 +260,6 @@ def after(left: Tensor, right: Tensor) -> Tensor:
     return torch.baddbmm(left, left, right).add_(right)
 
 
-def move_along_(new_point: Tensor, direction: Tensor, small: Tensor, step: Scalar) -> Tensor:
-    """new_point += step V small."""
-    if isinstance(step, Tensor):
-        return add_product_(new_point, direction, small * step)
-    return add_product_(new_point, direction, small, alpha=step)
-
-
 def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
     """Return the step, shortened so that step^2 A is at most ``longest``^2, and a bound of that.
 
@@ -313,7 +273,8 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
     bound = most
     if isinstance(step, float) and reader.is_exact:
         bound = step * step * largest_bound(size)
-        reader.note(bound)
+        if not bound < math.inf:
+            reader.is_lost = True
         if bound <= most:
             return step, bound
     norm = infinity_norm(size)
@@ -334,21 +295,6 @@ class _Apart(Reader):
         return self._reader.number("coupling " + name, value)
 
 
-def _held(squares: Tensor, lr: Scalar, reader: Reader) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Shorten steps that have outgrown what is known of the step before, so that roots are exact.
-
-    Args:
-        squares: E = lr^2 K'K, ``(k, m, m)``.
-
-    Returns: E, E^2, by how much the steps are shortened, ``(k, 1, 1)``, and a bound on E.
-    """
-    second = symmetric_product(squares, squares)
-    bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
-    most = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
-    shorter = (most / bound).clamp(max=1.0)
-    return squares * shorter, second * shorter.square(), shorter.sqrt(), most
-
-
 def _longest(
     lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _SATURATION**2
 ) -> float:
@@ -362,15 +308,6 @@ def _longest(
     if not isinstance(lr, Tensor):  # it may be another than in the step before
         known *= lr * lr
     return min(most, max(_SHORT, known)) if known == known else most
-
-
-def _turns_little(skew: Tensor, lr: Scalar, limit: float) -> bool:
-    """Say whether the infinity norm of K is known to be below saturation."""
-    if skew.size(-1) * limit <= _SATURATION**2:
-        return True
-    if isinstance(lr, Tensor) or not limit < math.inf or not is_free_to_read(skew):
-        return False
-    return abs(lr) * float(infinity_norm(skew).max()) <= _SATURATION
 
 
 def _shortened(norm: Tensor, lr: Scalar) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_free_to_read
+from stiefel_opt.device import is_free_to_read, reader_for
 from stiefel_opt.functional.flows import (
     METRICS,
     Scalar,
@@ -29,9 +29,6 @@ from stiefel_opt.functional.flows import (
     keep_,
     mend_point,
     mended,
-    metric_parameter,
-    scaled,
-    sums,
     turn_of_square,
     zeroed,
 )
@@ -44,9 +41,7 @@ from stiefel_opt.functional.stiefel_sgd import (
     project_skew,
     torque_of,
 )
-from stiefel_opt.linalg import absolute_square, add_product, product
-
-__all__ = ["Moments", "adam_", "bias_correction"]
+from stiefel_opt.linalg import absolute_square, add_product, product, sums
 
 # Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30
@@ -107,7 +102,9 @@ def adam_(
         with ``setting.correct``, three in a step so long that rounding would be amplified.
     Reference: Kong et al., Algorithm 2, with both moments corrected for their start at zero.
     """
-    a, reader, ok = metric_parameter(metric), setting.reader_for(point), setting.ok
+    a = METRICS[metric] if isinstance(metric, str) else float(metric)
+    ok = setting.ok
+    reader = setting.reader or reader_for(point)
     weight: Scalar = 1 - betas[0]
     decay: Scalar = betas[1]
     if ok is not None:  # the gradient of a matrix that does not move is 0 here, and has no weight
@@ -131,16 +128,15 @@ def adam_(
     if normal is None:
         del inner, torque
         again = partial(_precondition, skew.first, skew.divisor, step, betas, eps)
-        if point.size(0) > 1:  # a single matrix cannot be cut into batches that need less memory
-            made = again()
-            again = partial(_itself, made)
-        turn, _ = turn_of_square(again, gained_lr, reader)
+        # a single matrix cannot be cut into batches that need less memory
+        made = again() if point.size(0) > 1 else None
+        turn, _ = turn_of_square(lambda: again() if made is None else made, gained_lr, reader)
         new_point = add_product(point, point, turn)
         if transport == "projected":
             keep_(skew.first, project_skew(skew.first, turn), ok)
         return new_point if setting.correct is False else mend_point(new_point, setting.row_sum)
     ahead = _precondition(skew.first, skew.divisor, step, betas, eps, out=torque)
-    inner = mended(mending, scaled(inner, force))
+    inner = mended(mending, inner * force)
     force_normal = normal_force(point, inner, grad, force, ok)  # -g
     if overlap is not None:
         correct_normal_(normal.first, point, mending, zeroed(overlap, ok))
@@ -254,7 +250,3 @@ def _fused_moments_(
         maximize=False,
     )
     return moved
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -35,7 +35,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from stiefel_opt.device import reader_for
 from stiefel_opt.functional.flows import (
+    METRICS,
     Scalar,
     Setting,
     after,
@@ -46,28 +48,11 @@ from stiefel_opt.functional.flows import (
     mend_after,
     mend_point,
     mended,
-    metric_parameter,
-    move_along_,
     moves_of,
-    scaled,
-    sums,
     turn_of_square,
     zeroed,
 )
-from stiefel_opt.linalg import add_product, add_product_, product
-
-__all__ = [
-    "TRANSPORTS",
-    "Deferred",
-    "Velocity",
-    "advance_",
-    "correct_normal_",
-    "measure",
-    "normal_force",
-    "project_skew",
-    "sgd_",
-    "torque_of",
-]
+from stiefel_opt.linalg import add_product, add_product_, product, sums
 
 TRANSPORTS: Final = ("isometric", "projected")
 
@@ -137,88 +122,74 @@ def sgd_(
         be amplified.
     Reference: Kong et al., Algorithm 1, with the geometry corrected.
     """
-    skew, normal = velocity
-    a, reader = metric_parameter(metric), setting.reader_for(point)
-    whole = point.size(-1) == point.size(-2) and setting.row_sum is None
-    if normal is None and (whole or skew is not None):
-        square = point, grad, skew, lr, momentum, force, nesterov, a
-        return _sgd_of_square(*square, transport, setting)
-    S, mending, overlap = measure(point, grad, normal, setting)  # 1
-    steep = is_steep(S, lr * (1 + momentum * nesterov), setting)
-    torque = torque_of(S, a, force)
-    S = mended(mending, scaled(S, force))
-    matrix = None if skew is None else coupling(skew, momentum, lr, a, reader)
-    ahead = torque  # Z, along which X turns
-    if skew is not None:
-        ahead = _receive_skew_(skew, torque, momentum, nesterov, setting.ok)
-    if normal is None or normal.shift is None:
-        explicit = point, grad, S, normal, momentum, matrix, force, nesterov, setting
-        direction, carried = _receive_(*explicit, mending, overlap)
-        moved = point, direction, carried, ahead, skew, mending, lr
-        return advance_(*moved, transport, setting, steep)
+    (X, G), (Z, U), ok = (point, grad), velocity, setting.ok
+    a = METRICS[metric] if isinstance(metric, str) else float(metric)
+    reader = setting.reader or reader_for(point)
+    if U is None and (Z is not None or (X.size(-1) == X.size(-2) and setting.row_sum is None)):
+        return _sgd_of_square(X, G, Z, lr, momentum, force, nesterov, a, transport, setting)
+    S, M, overlap = measure(X, G, U, setting)  # 1
+    torque = torque_of(S, a, force)  # -f
+    S = S if isinstance(force, float) and force == 1.0 else S * force
+    S = S if M is None else mended(M, S)
+    turned = None if Z is None or a == 0.5 else coupling(Z, momentum, lr, a, reader)
+    ahead = torque  # along which X turns
+    if Z is not None:  # Z <- mu Z - f
+        _add_(torque, Z, momentum, Z, ok)
+        ahead = torch.add(torque, Z, alpha=momentum) if nesterov else Z
+    if U is None or U.shift is None:
+        force_normal = normal_force(X, S, G, force, ok)
+        steep = is_steep(S, lr * (1 + momentum * nesterov), setting)
+        if U is None:
+            V = force_normal
+        else:
+            if overlap is not None:
+                correct_normal_(U.base, X, M, zeroed(overlap, ok))
+            earlier, mu = (U.base, momentum) if turned is None else (product(U.base, turned), 1.0)
+            _add_(force_normal, earlier, mu, U.base, ok)
+            V = force_normal.add_(U.base, alpha=momentum) if nesterov else U.base.clone()
+        base = None if U is None else U.base
+        return advance_(X, V, base, ahead, Z, M, lr, transport, setting, steep)
 
-    B, L, N = normal.base, normal.factor, normal.shift
-    if overlap is not None and mending is not None:  # X'U = 0 again
-        N = mended(mending, mended(mending, overlap if L is None else torch.bmm(overlap, L)))
-    if matrix is None:
-        earlier, mu = B if L is None else product(B, L), momentum
-    else:
-        earlier, mu = product(B, matrix if L is None else torch.bmm(L, matrix)), 1.0
-        N = torch.bmm(N, matrix)
-    pending = add_product(earlier, point, torch.sub(S, N, alpha=mu), beta=mu)
-    if nesterov:
-        looked = _look_ahead_(B, pending, earlier, N, grad, force, momentum, mu, setting)
-        V, across, W, C = looked
-    else:
+    B, L, N = U.base, U.factor, U.shift
+    if overlap is not None and M is not None:  # X'U = 0 again
+        N = mended(M, mended(M, overlap if L is None else torch.bmm(overlap, L)))
+    earlier, mu = B if L is None else product(B, L), momentum
+    if turned is not None:
+        earlier, mu, N = product(earlier, turned), 1.0, torch.bmm(N, turned)
+    pending = add_product(earlier, X, torch.sub(S, N, alpha=mu), beta=mu)
+    if not nesterov:
         del earlier
-        subtract_(pending, grad, force, B, setting.ok)  # 2, 3  B <- B (mu L) + X (S - mu N) - G
+        subtract_(pending, G, force, B, ok)  # 2, 3  B <- B (mu L) + X (S - mu N) - G
         (W,) = sums(setting.row_sum, (B, B))  # 4  W = B'B
-        V, across, C = B, None, W
+        V, C, across = B, W, None
+    else:  # V = mu B - g: of (1 + mu) B - mu (B - X N) the part X (mu N) joins the turn
+        subtract_(pending, G, force, pending, None)
+        V = zeroed(pending * (1 + momentum), ok).sub_(zeroed(earlier, ok), alpha=mu)
+        keep_(B, pending, ok)
+        across = zeroed(N * mu, ok)
+        W, C = sums(setting.row_sum, (V, V), (V, B))
+        W = torch.baddbmm(W, across.mH, across, alpha=-1.0)
     del pending
-    moves = moves_of(ahead, W, lr, reader)  # R, D R - I
-    R, eta, frame = moves.inverse_root, moves.step, moves.frame
+    steep = is_steep(S, lr * (1 + momentum * nesterov), setting)
+    moves = moves_of(ahead, W, lr, reader)
+    R, eta, frame = moves.inverse_root, moves.step, moves.frame  # frame = D R - I
     if across is not None:
         frame = frame + torch.bmm(across, R) * eta
-    if mending is not None:
-        frame = after(mending, frame)
-    new_point = add_product(point, point, frame)
-    move_along_(new_point, V, R, eta)  # 5, 6  X <- X (D R) + B (eta R)
-    out = None if L is None or setting.ok is not None else L
-    new_L = None if L is None else moves.root(out)  # L = R^(-1), N = eta W, or N = eta R C
-    new_N = W * eta if new_L is not None else torch.bmm(R, C) * eta
+    if M is not None:
+        frame = after(M, frame)
+    new_point = add_product(X, X, frame)
+    add_product_(new_point, V, R, alpha=eta)  # 5, 6  X <- X (D R) + B (eta R)
+    root = None if L is None else moves.root(out=L if ok is None else None)
+    shift = torch.bmm(R, C) * eta if root is None else W * eta  # L = R^(-1), N = eta W
     if not reader.is_blind and (steep or moves.limit > 1):
-        new_point, new_N = mend_after(new_point, B, setting.row_sum)
-        new_N = new_N if new_L is None else torch.bmm(new_N, new_L)
-    if L is not None and new_L is not None and out is None:
-        keep_(L, new_L, setting.ok)
-    keep_(normal.shift, new_N, setting.ok)
-    if L is None and skew is not None:
-        keep_(skew, project_skew(skew, moves.turn), setting.ok)
+        new_point, shift = mend_after(new_point, B, setting.row_sum)
+        shift = shift if root is None else torch.bmm(shift, root)
+    if L is not None and root is not None and ok is not None:
+        keep_(L, root, ok)
+    keep_(U.shift, shift, ok)
+    if L is None and Z is not None:
+        keep_(Z, project_skew(Z, moves.turn), ok)
     return new_point
-
-
-def _look_ahead_(
-    base: Tensor,
-    pending: Tensor,
-    earlier: Tensor,
-    shift: Tensor,
-    grad: Tensor,
-    force: Scalar,
-    momentum: float,
-    mu: float,
-    setting: Setting,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """U <- mu U - g and Nesterov's V = (1 + mu) U - mu (B - X N), of which X (mu N) is left out.
-
-    Returns: What is left of V, mu N, which belongs into the frame, W = V'V, and C = V'U.
-    """
-    ok = setting.ok
-    subtract_(pending, grad, force, pending, None)
-    left = zeroed(pending * (1 + momentum), ok).sub_(zeroed(earlier, ok), alpha=mu)
-    keep_(base, pending, ok)
-    across = zeroed(mu * shift, ok)
-    gram, cross = sums(setting.row_sum, (left, left), (left, base))
-    return left, across, torch.baddbmm(gram, across.mH, across, alpha=-1.0), cross
 
 
 def advance_(
@@ -241,21 +212,21 @@ def advance_(
 
     and X_new'U = eta R C. Without ``normal`` there is no momentum to carry.
     """
-    ok, reader, isometric = setting.ok, setting.reader_for(point), transport == "isometric"
-    pairs = (
-        [(direction, direction)]
-        if normal is None
-        else [(direction, direction), (direction, normal)]
+    ok, reader, isometric = (
+        setting.ok,
+        setting.reader or reader_for(point),
+        transport == "isometric",
     )
+    pairs = [(direction, direction)] + ([] if normal is None else [(direction, normal)])
     own, *crosses = sums(setting.row_sum, *pairs)
     moves = moves_of(ahead, own, lr, reader, bend=isometric and normal is not None)
     step, again = moves.step, not reader.is_blind and (steep or moves.limit > 1)
     if normal is not None and moves.bend is not None:
         bent = torch.bmm(moves.bend, zeroed(crosses[0], ok))
-        move_along_(normal, direction, bent, step * step)
+        add_product_(normal, direction, bent, alpha=step * step)
     frame = moves.frame if mending is None else after(mending, moves.frame)
     new_point = add_product(point, point, frame)
-    move_along_(new_point, direction, moves.inverse_root, step)
+    add_product_(new_point, direction, moves.inverse_root, alpha=step)
     if normal is None:
         return mend_point(new_point, setting.row_sum) if again else new_point
     cross = zeroed(crosses[0], ok)
@@ -263,7 +234,7 @@ def advance_(
         cross = torch.bmm(moves.inverse_root, cross)
         if skew is not None:
             keep_(skew, project_skew(skew, moves.turn), ok)
-    move_along_(normal, new_point, cross, -step)
+    add_product_(normal, new_point, cross, alpha=-step)
     if again:
         new_point, overlap = mend_after(new_point, normal, setting.row_sum)
         add_product_(normal, new_point, zeroed(overlap, ok), alpha=-1.0)
@@ -280,28 +251,25 @@ def measure(
 
     X'G is then that of X + X M, and zero for the matrices that do not move.
     """
-    correct, pairs = setting.correct, [(point, grad)]
-    if correct is False:
-        (inner,) = sums(setting.row_sum, *pairs)
-        return zeroed(inner, setting.ok), None, None
+    ok, correct, pairs = setting.ok, setting.correct, [(point, grad)]
     if correct is True:
         pairs.append((point, point))
-    if normal is not None:
+    if correct is not False and normal is not None:
         pairs.append((point, normal.base))
     inner, *others = sums(setting.row_sum, *pairs)
+    inner = inner if ok is None else zeroed(inner, ok)
+    if correct is False:
+        return inner, None, None
     mending = mend(correct.clone() if isinstance(correct, Tensor) else others.pop(0))
-    return (
-        mended(mending, zeroed(inner, setting.ok)),
-        mending,
-        others[0] if others else None,
-    )
+    return mended(mending, inner), mending, others[0] if others else None
 
 
 def torque_of(inner: Tensor, a: float, force: Scalar) -> Tensor:
     """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
     # in the memory order of S, which is also the faster one
     difference = torch.sub(inner.mH, inner, out=torch.empty_like(inner))
-    return scaled(difference, force / (2 * (1 - a)))
+    factor = force / (2 * (1 - a))
+    return difference if isinstance(factor, float) and factor == 1.0 else difference * factor
 
 
 def normal_force(
@@ -332,42 +300,9 @@ def project_skew(skew: Tensor, turn: Tensor) -> Tensor:
     return (carried - carried.mH) / 2
 
 
-def _receive_(
-    point: Tensor,
-    grad: Tensor,
-    inner: Tensor,
-    normal: Deferred | None,
-    momentum: float,
-    matrix: Tensor | None,
-    force: Scalar,
-    nesterov: bool,
-    setting: Setting,
-    mending: Tensor | None,
-    overlap: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """U <- mu U - g for U itself, or no U; return the direction of X and U."""
-    direction = normal_force(point, inner, grad, force, setting.ok)
-    if normal is None:
-        return direction, None
-    base = normal.base
-    if overlap is not None:
-        correct_normal_(base, point, mending, zeroed(overlap, setting.ok))
-    earlier, factor = (base, momentum) if matrix is None else (product(base, matrix), 1.0)
-    _add_(direction, earlier, factor, base, setting.ok)
-    return direction.add_(base, alpha=momentum) if nesterov else base.clone(), base
-
-
 def correct_normal_(normal: Tensor, point: Tensor, mending: Tensor | None, overlap: Tensor) -> None:
     """Make U normal to X + X M again, for X'U = ``overlap``."""
     add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
-
-
-def _receive_skew_(
-    skew: Tensor, torque: Tensor, momentum: float, nesterov: bool, ok: Tensor | None
-) -> Tensor:
-    """Z <- mu Z - f; return the direction of X: Z, or Nesterov's."""
-    _add_(torque, skew, momentum, skew, ok)
-    return torch.add(torque, skew, alpha=momentum) if nesterov else skew
 
 
 def _add_(
@@ -395,19 +330,18 @@ def _sgd_of_square(
 
     X'X is measured there even if that of X is known: it would take as much memory as X meanwhile.
     """
-    ok, reader = setting.ok, setting.reader_for(point)
-    factor = force / (2 * (1 - a))
+    ok, factor = setting.ok, force / (2 * (1 - a))
     shared = setting.row_sum is not None
     if skew is None or nesterov or shared or isinstance(factor, Tensor) or ok is not None:
         (inner,) = sums(setting.row_sum, (point, grad))
-        torque = torque_of(zeroed(inner, ok), a, force)
-        ahead = torque
+        torque = ahead = torque_of(zeroed(inner, ok), a, force)
         if skew is not None:
-            ahead = _receive_skew_(skew, torque, momentum, nesterov, ok)
+            _add_(torque, skew, momentum, skew, ok)
+            ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
     else:  # mu Z - f, as Z itself is skew
         half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
         ahead = torch.sub(half, half.mH, out=skew)
-    turn, _ = turn_of_square(lambda: ahead, lr, reader)
+    turn, _ = turn_of_square(lambda: ahead, lr, setting.reader or reader_for(point))
     new_point = add_product(point, point, turn)
     if transport == "projected" and skew is not None:
         keep_(skew, project_skew(skew, turn), ok)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.distributed import RowSums
-from stiefel_opt.functional.flows import sums
 from stiefel_opt.functional.stiefel_sgd import Deferred
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import gram
+from stiefel_opt.linalg import gram, sums
 from stiefel_opt.optim.state import State, state_dtype
 
 __all__ = [

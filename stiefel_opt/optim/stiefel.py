@@ -12,10 +12,11 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, fail
-from stiefel_opt.functional.flows import keep_, mend_point, sums, zeroed
+from stiefel_opt.functional.flows import keep_, mend_point, zeroed
 from stiefel_opt.functional.published import ROTATIONS, published_adam_, published_sgd_
 from stiefel_opt.functional.stiefel_adam import Moments, adam_
 from stiefel_opt.functional.stiefel_sgd import Velocity, sgd_
+from stiefel_opt.linalg import sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checks import check_metric
