@@ -30,6 +30,7 @@ ones ' is the conjugate transpose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -86,6 +87,15 @@ class Velocity(NamedTuple):
 
     skew: Tensor | None = None
     normal: Deferred | None = None
+
+
+def velocity_in(state: Mapping[str, Tensor]) -> Velocity:
+    """Return the velocity in the state of a batch, whichever of its forms a rule keeps."""
+    skew, base = state.get("momentum_skew"), state.get("deferred_base")
+    if base is not None:
+        return Velocity(skew, Deferred(base, state.get("deferred_factor"), state["deferred_shift"]))
+    base = state.get("momentum_normal")
+    return Velocity(skew, None if base is None else Deferred(base))
 
 
 def sgd_(

@@ -23,6 +23,7 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded, whole
+from stiefel_opt.functional.stiefel_sgd import velocity_in
 from stiefel_opt.optim.angles import angles_of
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checkpoint import (
@@ -49,7 +50,7 @@ from stiefel_opt.optim.checks import (
 )
 from stiefel_opt.optim.constrained import Constrained, Given
 from stiefel_opt.optim.plain import Group, step_rows
-from stiefel_opt.optim.safety import deferred_in, warn_of_skipped, warn_of_tallies
+from stiefel_opt.optim.safety import warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import (
     State,
@@ -60,8 +61,6 @@ from stiefel_opt.optim.state import (
     suffix_of,
 )
 from stiefel_opt.optim.traced import in_graph, remember
-
-__all__ = ["StiefelOptimizer"]
 
 # A turn is complete long before; the square of the rate must be a number of float32.
 _LONGEST_RATE: Final = 2.0**50
@@ -74,30 +73,33 @@ class Members:
     """The parameters of a group, told apart: plain ones, and constrained ones that have state.
 
     Attributes:
-        plain: Plain parameters.
+        readings: How each is read; None for plain ones.
+        plain: Places of plain parameters in the group.
         waiting: Places of constrained ones that have never had a gradient.
-        constrained: The others, those of one device together, each with its places in the group.
+        constrained: The others, those of one device together.
     """
 
-    def __init__(self, group: Group, names: StateNames) -> None:
+    def __init__(self, group: Group, names: StateNames, options: list[Any]) -> None:
         self._params = list(group["params"])
         self._tags = _tags_of(self._params)
-        self._stiefel, self._names = group["stiefel"], names
+        self._stiefel, self._names, self._options = group["stiefel"], names, options
         self.readings = [reading(parameter, group) for parameter in self._params]
         self.plain = [i for i, found in enumerate(self.readings) if found is None]
         self.waiting = [i for i, found in enumerate(self.readings) if found is not None]
-        self.constrained: list[tuple[Constrained, list[int]]] = []
+        self.constrained: list[Constrained] = []
 
-    def fit(self, group: Group, names: StateNames, states: Any) -> bool:
-        """Say whether this still describes the group, and the state that it found."""
+    def fit(self, group: Group, options: list[Any], names: Callable[[Group], StateNames]) -> bool:
+        """Say whether this still describes the group, and the state that its options ask for."""
         params = group["params"]
+        if options != self._options:
+            if names(group) != self._names:
+                return False
+            self._options = options
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
             and all(map(operator.is_, _tags_of(params), self._tags))
             and group["stiefel"] is self._stiefel
-            and names == self._names
-            and all(constrained.is_intact(states) for constrained, _ in self.constrained)
         )
 
 
@@ -201,8 +203,6 @@ class StiefelOptimizer(Optimizer, ABC):
         if is_compiling():
             self._step_traced()
             return loss
-        for index, group in enumerate(self.param_groups):
-            self._init(index, group)
         missed: list[Tensor] = []
         prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
         for group, plain in zip(self.param_groups, prepared, strict=True):
@@ -229,39 +229,42 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _init_group(self, group: Group) -> None:
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient."""
-        index = self._index_of(group)
-        self._init(index, group)
-        members = self._members[index]
-        if members is not None:
-            for place in members.plain:
-                self._init_plain(group, group["params"][place])
+        for place in self._init(self._index_of(group), group).plain:
+            self._init_plain(group, group["params"][place])
 
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
         """Make the state that a traced step needs of a plain parameter beforehand."""
 
-    def _init(self, index: int, group: Group) -> None:
+    def _init(self, index: int, group: Group) -> Members:
         """Make the state of constrained parameters that have a gradient for the first time."""
-        names = self._state_names(group)
         members = self._members[index]
-        if members is None or not members.fit(group, names, self.state):
-            members = self._renew(index, group, names)
-        if members.waiting:
-            params = group["params"]
-            late = [place for place in members.waiting if params[place].grad is not None]
-            if late:
-                self._admit(members, group, names, late)
+        if (
+            members is None
+            or not members.fit(group, self._options_of(group), self._state_names)
+            or not all(constrained.is_intact(self.state) for constrained in members.constrained)
+        ):
+            members = self._renew(index, group)
+        params = group["params"]
+        if late := [place for place in members.waiting if params[place].grad is not None]:
+            self._admit(members, group, late)
+        return members
 
-    def _renew(self, index: int, group: Group, names: StateNames) -> Members:
+    def _options_of(self, group: Group) -> list[Any]:
+        """Return what decides which state a group keeps, and more, but nothing that a step sets."""
+        return [group[name] for name in self.defaults if name != "lr"]
+
+    def _renew(self, index: int, group: Group) -> Members:
         """Tell the parameters of a group apart anew; those that have state are admitted."""
-        earlier, members = self._members[index], Members(group, names)
+        earlier = self._members[index]
+        members = Members(group, self._state_names(group), self._options_of(group))
         self._members[index] = members
         self._note(earlier)
         for place in members.plain:
             forget_constrained(self.state, group["params"][place])
         known = [i for i in members.waiting if self.state.get(group["params"][i])]
         if known:
-            self._admit(members, group, names, known)
-        for constrained, _ in earlier.constrained if earlier else ():
+            self._admit(members, group, known)
+        for constrained in earlier.constrained if earlier else ():
             constrained.release()
         alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
         self._missed = {k: item for k, item in self._missed.items() if k in alive}
@@ -269,51 +272,47 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _note(self, members: Members | None) -> None:
         """Note which steps the parameters of a group have missed: their tally is about to go."""
-        for constrained, _ in members.constrained if members else ():
+        for constrained in members.constrained if members else ():
             counts = constrained.skipped.tolist()
             for owner, count in zip(constrained.owners, counts, strict=True):
                 if count:
                     self._missed[id(owner.parameter)] = owner.parameter, count
 
-    def _admit(self, members: Members, group: Group, names: StateNames, places: list[int]) -> None:
+    def _admit(self, members: Members, group: Group, late: list[int]) -> None:
         """Stack the state of these parameters together with that of the ones before."""
-        params = group["params"]
-        everyone = sorted({*places, *(p for _, before in members.constrained for p in before)})
+        names = self._state_names(group)
+        members.waiting = [place for place in members.waiting if place not in late]
+        waiting = set(members.waiting)
         self._note(members)
         layouts: dict[Any, Shards | None] = {}
-        owners: dict[torch.device, tuple[list[Owner], list[int]]] = {}
-        for place in everyone:
-            parameter, manifold = params[place], members.readings[place]
-            if manifold is None:
+        owners: dict[torch.device, list[Owner]] = {}
+        for place, manifold in enumerate(members.readings):
+            if manifold is None or place in waiting:
                 continue
-            key: Any = None
+            parameter, key = group["params"][place], None
             if is_sharded(parameter):
                 key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
             if key not in layouts:
                 layouts[key] = shards_of(parameter, manifold)
             called = partial(name_of, parameter, self.param_groups)
             state: State = self.state[parameter]
-            members_here, places_here = owners.setdefault(parameter.device, ([], []))
-            owner = Owner(parameter, manifold, state, layouts[key], len(members_here))
+            together = owners.setdefault(parameter.device, [])
+            owner = Owner(parameter, manifold, state, layouts[key], len(together))
             self._adapt(owner, names)
             complete_state(state, names, parameter, manifold, called, layouts[key])
-            members_here.append(owner)
-            places_here.append(place)
-        members.constrained = [(Constrained(here), at) for here, at in owners.values()]
-        for constrained, _ in members.constrained:
+            together.append(owner)
+        members.constrained = [Constrained(together) for together in owners.values()]
+        for constrained in members.constrained:
             for owner in constrained.owners:
                 _, count = self._missed.pop(id(owner.parameter), (None, 0))
                 if count:
                     constrained.skipped[owner.place] = count
-        members.waiting = [place for place in members.waiting if place not in everyone]
 
     def _prepare(self, index: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return who is plain."""
-        lr, groups, members = group["lr"], self.param_groups, self._members[index]
+        lr, groups, members = group["lr"], self.param_groups, self._init(index, group)
         if isinstance(lr, float) and not math.isfinite(lr):
             raise ValueError(fail("lr", "be finite", lr, "look at its schedule"))
-        if members is None:
-            return []
         params, plain = group["params"], []
         for place in members.plain:
             grad = params[place].grad
@@ -324,7 +323,7 @@ class StiefelOptimizer(Optimizer, ABC):
             if grad.shape != params[place].shape:
                 refuse_gradient(params[place], groups)
             plain.append(params[place])
-        for constrained, _ in members.constrained:
+        for constrained in members.constrained:
             grads = list(map(_GRAD, constrained.parameters))
             for owner, grad in zip(constrained.owners, grads, strict=True):
                 if grad is None or _KIND(grad) == owner.kind:
@@ -333,9 +332,11 @@ class StiefelOptimizer(Optimizer, ABC):
                     refuse_sparse(owner.parameter, groups)
                 if owner.is_same() or grad.shape != owner.parameter.shape:
                     refuse_gradient(owner.parameter, groups)
-                self._renew(index, group, self._state_names(group))
+                self._renew(index, group)
                 return self._prepare(index, group)
-            self._look(group, constrained, grads)
+            changed = constrained.take(grads, group["nonfinite"])
+            if changed or constrained.missed:
+                self._refuse(group, constrained, changed)
         return plain
 
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
@@ -349,24 +350,17 @@ class StiefelOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for constrained in self._constrained_of(group):
                 last = first + len(constrained.owners)
-                self._look(group, constrained, grads[first:last], in_graph=True)
-                first = last
+                ours, first = grads[first:last], last
+                changed = constrained.take(ours, group["nonfinite"], in_graph=True)
+                self._refuse(group, constrained, changed)
         missed: list[Tensor] = []
         for group in self.param_groups:
             lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
             missed += self._step_constrained(group, lr)
         warn_of_skipped(names_of(missed, self.param_groups), missed)
 
-    def _look(
-        self,
-        group: Group,
-        constrained: Constrained,
-        grads: list[Tensor | None],
-        *,
-        in_graph: bool = False,
-    ) -> None:
-        """Give gradients to constrained parameters; raise for what no step could use."""
-        changed = constrained.take(grads, group["nonfinite"], in_graph=in_graph)
+    def _refuse(self, group: Group, constrained: Constrained, changed: list[Owner]) -> None:
+        """Raise for gradients and points that no step could use."""
         if group["nonfinite"] == "raise" and constrained.missed:
             refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, self.param_groups)
         check_finite([owner.parameter for owner in changed], self.param_groups)
@@ -494,7 +488,9 @@ class StiefelOptimizer(Optimizer, ABC):
             skew = state.get("momentum_skew" + suffix)
             m = point.size(-1)
             skews.append(point.new_zeros(*point.shape[:-2], m, m) if skew is None else skew.clone())
-            normal = deferred_in({k: state[k + suffix] for k in _MOMENTA if k + suffix in state})
+            normal = velocity_in(
+                {k: state[k + suffix] for k in _MOMENTA if k + suffix in state}
+            ).normal
             flat = point.reshape(-1, *point.shape[-2:])
             normals.append(torch.zeros_like(point))
             if normal is not None:
@@ -579,7 +575,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _constrained_of(self, group: Group) -> list[Constrained]:
         members = self._members[self._index_of(group)]
-        return [] if members is None else [constrained for constrained, _ in members.constrained]
+        return [] if members is None else members.constrained
 
     def _plain_of(self, index: int) -> list[int]:
         members = self._members[index]

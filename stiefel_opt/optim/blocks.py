@@ -17,13 +17,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Lagged, is_cpu
+from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards, placed
-from stiefel_opt.optim.state import MASTER, State, is_small, suffix_of
-
-__all__ = ["Batch", "Block", "Owner", "Stack", "blocks_of", "windows_on"]
+from stiefel_opt.optim.state import MASTER, ROWS, State, is_kept, is_small, suffix_of
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory.
@@ -151,8 +149,8 @@ class Stack:
         row_count: n of the whole matrices.
         whole: The state of all blocks by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``,
             tall or as the matrices are stored; None once a window is gone.
-        batches: What one call of a rule works on.
-        lagged: Numbers of earlier steps, for the reader of each batch.
+        cuts: What one call of a rule works on: the first of its blocks, the one behind its last,
+            and which of the matrices of each.
     """
 
     def __init__(self, blocks: list[Block], names: Sequence[str]) -> None:
@@ -168,29 +166,16 @@ class Stack:
         model = torch.empty(first.owner.parameter.shape, device="meta")
         self.row_count = first.matrices(first.part(model)).size(-2)
         self.whole: dict[str, Tensor] | None = {name: self._stacked(name) for name in names}
-        self.batches = self._cut(value)
+        self.each = self.lead.numel()  # matrices of a block
+        self.cuts = self._cut(value)
 
-    @property
-    def each(self) -> int:
-        """How many matrices a block holds."""
-        return self.lead.numel()
-
-    def state_of(self, batch: Batch, whole: dict[str, Tensor]) -> State:
-        """Return the state of a batch as ``(k, n, m)`` and ``(k, m, m)``, views on the whole."""
+    def state_of(self, rows: slice) -> State:
+        """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
+        whole, wide = self.whole or {}, self.blocks[0].wide
         return {
-            name: as_batch(tensor.mT if self.blocks[0].wide and not is_small(name) else tensor)[
-                batch.rows
-            ]
+            name: as_batch(tensor.mT if wide and not is_small(name) else tensor)[rows]
             for name, tensor in whole.items()
         }
-
-    def forget(self, _: Any = None) -> None:
-        """Let go of the state: somebody has replaced a window, perhaps to free its memory."""
-        self.whole = None
-        for batch in self.batches:
-            batch.state = {}
-
-    # ---- building ------------------------------------------------------------------------------
 
     def _stacked(self, name: str) -> Tensor:
         """Join the state ``name`` of all blocks, and leave windows in its place."""
@@ -212,22 +197,22 @@ class Stack:
             block.owner.state[key] = window
         return whole
 
-    def _cut(self, value: Tensor) -> list[Batch]:
+    def _cut(self, value: Tensor) -> list[tuple[int, int, slice]]:
         """Cut the stack into batches: some whole blocks, or some matrices of a single one."""
-        count, each = len(self.blocks), self.each
+        count, everything, part = len(self.blocks), slice(0, self.each), self.blocks[0].part(value)
         if self.row_sum is not None:  # one sum for all, and as many on every process
-            return [Batch(self, 0, count, slice(0, each))]
-        part = self.blocks[0].part(value)
-        if part.numel() == 0:
-            return []
+            return [(0, count, everything)]
         size, on_cpu = part.numel() * part.element_size(), is_cpu(part)
-        if on_cpu and count > 1 and size >= _BYTES_ALONE:
-            return [Batch(self, i, i + 1, slice(0, each)) for i in range(count)]
-        if count > 1:
+        if size == 0:
+            return []
+        if count == 1:
+            length = self._length(size, self.each, on_cpu)
+            cuts = range(0, self.each, length)
+            return [(0, 1, slice(low, min(low + length, self.each))) for low in cuts]
+        length = 1
+        if not on_cpu or size < _BYTES_ALONE:
             length = self._length(count * size, count, on_cpu)
-            return [Batch(self, low, high, slice(0, each)) for low, high in _spans(count, length)]
-        length = self._length(size, each, on_cpu)
-        return [Batch(self, 0, 1, slice(*span)) for span in _spans(each, length)]
+        return [(low, min(low + length, count), everything) for low in range(0, count, length)]
 
     def _length(self, size: int, count: int, on_cpu: bool) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
@@ -241,100 +226,61 @@ class Stack:
         return -(-count // min(pieces, count))
 
 
-class Batch:
-    """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
+def joined(states: list[State], name: str) -> Tensor:
+    """Join the state ``name`` of several parameters, and leave windows in its place."""
+    tensors = [local_part(state[name]) for state in states]
+    whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
+    for state, window in zip(states, windows_on(whole), strict=True):
+        state[name] = window
+    return whole
 
-    Args:
-        stack: The stack.
-        start, stop: Which of its blocks.
-        share: Which matrices of the block, if it is a single one.
 
-    Attributes:
-        places: Whose blocks they are.
-        each: How many matrices of each block.
-        rows: Its matrices among those of the stack.
-        state: Views on the state of the stack.
-        lagged: Numbers of earlier steps.
-    """
+def join_masters(owners: list[Owner]) -> list[tuple[Tensor, list[Owner]]]:
+    """Join the masters of parameters that are alike."""
+    kinds: dict[Any, list[Owner]] = {}
+    for owner in owners:
+        if MASTER in owner.state:
+            shape = local_part(owner.state[MASTER]).shape
+            kinds.setdefault((shape, owner.dtype, id(owner.shards)), []).append(owner)
+    masters = []
+    for members in kinds.values():
+        shown = [owner.state[MASTER] for owner in members]
+        masters.append((joined([owner.state for owner in members], MASTER), members))
+        for owner, earlier in zip(members, shown, strict=True):
+            if owner.shards is not None:
+                owner.state[MASTER] = owner.shards.like(owner.state[MASTER], earlier)
+    return masters
 
-    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
-        self.blocks, self.places = stack.blocks[start:stop], stack.places[start:stop]
-        self.row_sum, self.row_count = stack.row_sum, stack.row_count
-        self.each = share.stop - share.start
-        low = start * stack.each + share.start
-        self.rows = slice(low, low + (stop - start - 1) * stack.each + self.each)
-        self.lagged = Lagged()
-        self.state: State = {} if stack.whole is None else stack.state_of(self, stack.whole)
-        self._lead, self._part_shape = stack.lead, stack.part_shape
-        self._share = None if share == slice(0, stack.each) else share
-        self._is_one = stop - start == 1
-        self._in_parts = any(block.narrow is not None for block in self.blocks)
-        self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
 
-    def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
-        """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
-        first, tensor = self.blocks[0], tensors[0]
-        if not self._is_one:
-            parts = self._parts(tensors, blocks)
-            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
-            return as_batch(first.matrices(joined, stacked=True))
-        if (view := self._views.get(tensor.stride())) is not None:
-            return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
-        matrices = as_batch(first.matrices(first.part(tensor)))
-        if self._share is not None:
-            matrices = matrices[self._share]
-        if not tensor.is_complex() and shares_memory(matrices, tensor):
-            offset = int(matrices.storage_offset() - tensor.storage_offset())
-            self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
-        return matrices
+def stacks_of(owners: list[Owner], values: list[Tensor]) -> list[Stack]:
+    """Stack the blocks of parameters, of which ``values`` are what moves."""
+    kinds: dict[Any, tuple[list[Block], list[str]]] = {}
+    for owner, value in zip(owners, values, strict=True):
+        kept = [
+            name.partition(".")
+            for name in owner.state
+            if is_kept(name) and name != MASTER and not name.startswith(ROWS)
+        ]
+        for block in blocks_of(owner):
+            names = [word for word, _, index in kept if int(index or 0) == block.index]
+            shape, layout = block.part(value).shape, id(owner.shards)
+            key = shape, block.reading, block.wide, value.dtype, layout, tuple(sorted(names))
+            kinds.setdefault(key, ([], names))[0].append(block)
+    return [Stack(*kind) for kind in kinds.values()]
 
-    def write(
-        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
-    ) -> None:
-        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
-        first, tensor = self.blocks[0], tensors[0]
-        if self._is_one:
-            if tensor.stride() in self._views:
-                read.copy_(matrices)
-                return
-            part = first.part(tensor)
-            whole = first.matrices(part)
-            target = as_batch(whole)
-            (target if self._share is None else target[self._share]).copy_(matrices)
-            if not shares_memory(target, part):  # channels_last, or batches of rows
-                part.copy_(first.stored(target.view(whole.shape), part.shape))
-            return
-        parts = self._parts(tensors, blocks)
-        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
-        shape = torch.Size((len(parts), *self._part_shape))
-        stored = first.stored(batch, shape, stacked=True)
-        if is_cpu(stored) and not self._in_parts:
-            torch.unbind_copy(stored, out=parts)
-        else:
-            torch._foreach_copy_(parts, list(stored.unbind()))
 
-    def picked(self, blocks: list[int], device: torch.device) -> tuple[Tensor, State]:
-        """Return an index of the matrices of these blocks, and a copy of their state."""
-        index = torch.tensor(blocks, device=device)
-        if self.each > 1:
-            first = (index * self.each).unsqueeze(1)
-            index = (first + torch.arange(self.each, device=device)).flatten()
-        return index, {name: tensor[index] for name, tensor in self.state.items()}
-
-    def put_back(self, index: Tensor, state: State) -> None:
-        """Put a copy of the state of some blocks back."""
-        for name, tensor in self.state.items():
-            tensor[index] = state[name]
-
-    def of_each(self, of_block: Tensor) -> Tensor:
-        """Return ``(k, 1, 1)``: for each matrix what ``of_block`` says of its block."""
-        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
-
-    def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
-        if not self._in_parts:
-            return tensors
-        chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]
-        return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
+def plain_rows_of(owners: list[Owner], values: list[Tensor]) -> list[tuple[Owner, list[State]]]:
+    """Return the parameters of which some rows are plain, and torch's state of each part."""
+    found = []
+    for owner, value in zip(owners, values, strict=True):
+        if parts := owner.local_manifold.plain_parts(value):
+            states: list[State] = [{} for _ in parts]
+            for name, tensor in owner.state.items():
+                if name.startswith(ROWS):
+                    _, word, index = f"{name}.0".split(".")[:3]
+                    states[int(index)][word] = owner.local_rows(tensor)
+            found.append((owner, states))
+    return found
 
 
 def as_batch(matrices: Tensor) -> Tensor:
@@ -357,11 +303,6 @@ def windows_on(whole: Tensor) -> list[Tensor]:
         whole.new_empty(0).set_(storage[i * size : (i + 1) * size], 0, item.shape, item.stride())
         for i, item in enumerate(whole)
     ]
-
-
-def _spans(count: int, length: int) -> list[tuple[int, int]]:
-    """Cut ``range(count)`` into pieces of ``length``; the last may be shorter."""
-    return [(low, min(low + length, count)) for low in range(0, count, length)]
 
 
 @functools.lru_cache(maxsize=1)

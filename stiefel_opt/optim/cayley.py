@@ -10,11 +10,9 @@ from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.constrained import Given
-from stiefel_opt.optim.families import AdamLike, SGDLike, force_of, options_of
+from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import StateNames
-
-__all__ = ["CayleyAdam", "CayleySGD"]
 
 
 class CayleySGD(SGDLike):
@@ -92,7 +90,7 @@ class CayleySGD(SGDLike):
             given.state.get("momentum_normal"),
             lr=given.lr,
             momentum=group["momentum"],
-            force=force_of(group, given.step, given.point),
+            force=given.force(group),
             nesterov=group["nesterov"],
             steps=group["steps"],
             exact=group["exact"],

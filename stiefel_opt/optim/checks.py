@@ -23,7 +23,7 @@ from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.safety import largest_safe
+from stiefel_opt.optim.safety import LARGEST_SAFE
 
 __all__ = [
     "as_plain_data",
@@ -218,7 +218,7 @@ def refuse_gradient(parameter: Tensor, groups: list[Group]) -> NoReturn:
 
 def refuse_nonfinite(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a gradient that is not finite or safe."""
-    condition = f"be finite and shorter than {largest_safe(parameter.dtype):.0e}"
+    condition = f"be finite and shorter than {LARGEST_SAFE[parameter.dtype]:.0e}"
     found = f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}"
     remedy = "look for its cause, or choose nonfinite='skip'"
     raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, found, remedy))

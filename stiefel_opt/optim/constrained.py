@@ -13,6 +13,7 @@ import itertools
 import math
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import exact_products, is_cpu, reader_for
+from stiefel_opt.device import Lagged, Now, Reader, exact_products, is_cpu, reader_for
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Setting
-from stiefel_opt.optim.blocks import Batch, Block, Owner, Stack, blocks_of, windows_on
-from stiefel_opt.optim.safety import largest_safe, lengths_of, settle
-from stiefel_opt.optim.state import MASTER, ROWS, State, follow_, is_kept
-
-__all__ = ["Constrained", "Given", "Move", "MoveRows"]
+from stiefel_opt.optim.blocks import (
+    Owner,
+    Stack,
+    as_batch,
+    join_masters,
+    joined,
+    plain_rows_of,
+    shares_memory,
+    stacks_of,
+)
+from stiefel_opt.optim.safety import LARGEST_SAFE, lengths_of, settle
+from stiefel_opt.optim.state import ROWS, State, follow_, is_kept
 
 # Rounding in X'X and X'U is measured and removed every so many steps; in every step where nothing
 # is known of how long steps are.
@@ -60,10 +68,119 @@ class Given:
     is_judged: bool = True
     overflowed: Tensor | None = None
 
+    def force(self, group: dict[str, Any]) -> float | Tensor:
+        """Return SGD's factor on the gradient: the sign, and dampening from the second step on."""
+        sign = -1.0 if group["maximize"] else 1.0
+        if group["dampening"] == 0 or group["momentum"] == 0:
+            return sign
+        damped = sign * (1.0 - group["dampening"])
+        if isinstance(self.step, Tensor):
+            numbers = self.point.new_tensor([sign, damped])
+            return torch.where(self.step == 1, numbers[0], numbers[1])
+        return sign if self.step == 1 else damped
+
 
 Move = Callable[[Given], Tensor]
 # parameters, gradients, states, and whether to leave them, as the kernels of torch want to know it
 MoveRows = Callable[[list[Tensor], list[Tensor], list[State], Tensor | None], None]
+
+
+class Batch:
+    """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
+
+    Args:
+        stack: The stack.
+        start, stop: Which of its blocks.
+        share: Which matrices of the block, if it is a single one.
+
+    Attributes:
+        places: Whose blocks they are.
+        each: How many matrices of each block.
+        state: Views on the state of the stack.
+        now, lagged: Who may read, on a CPU and elsewhere.
+    """
+
+    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
+        self.blocks = stack.blocks[start:stop]
+        self.places = [block.owner.place for block in self.blocks]
+        self.row_sum, self.row_count = stack.row_sum, stack.row_count
+        self.each = share.stop - share.start
+        low = start * stack.each + share.start
+        count = (stop - start - 1) * stack.each + self.each
+        self.state = stack.state_of(slice(low, low + count))
+        self.scale = self.blocks[0].reading.scale
+        self.now, self.lagged = Now(), Lagged()
+        self._lead, self._part_shape = stack.lead, stack.part_shape
+        self._share = None if share == slice(0, stack.each) else share
+        self._is_one = stop - start == 1
+        self._in_parts = any(block.narrow is not None for block in self.blocks)
+        self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
+
+    def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
+        """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
+        first, tensor = self.blocks[0], tensors[0]
+        if not self._is_one:
+            parts = self._parts(tensors, blocks)
+            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
+            return as_batch(first.matrices(joined, stacked=True))
+        if (view := self._views.get(tensor.stride())) is not None:
+            return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
+        matrices = as_batch(first.matrices(first.part(tensor)))
+        if self._share is not None:
+            matrices = matrices[self._share]
+        if not tensor.is_complex() and shares_memory(matrices, tensor):
+            offset = int(matrices.storage_offset() - tensor.storage_offset())
+            self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
+        return matrices
+
+    def write(
+        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
+    ) -> None:
+        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
+        first, tensor = self.blocks[0], tensors[0]
+        if self._is_one:
+            if tensor.stride() in self._views:
+                read.copy_(matrices)
+                return
+            part = first.part(tensor)
+            whole = first.matrices(part)
+            target = as_batch(whole)
+            (target if self._share is None else target[self._share]).copy_(matrices)
+            if not shares_memory(target, part):  # channels_last, or batches of rows
+                part.copy_(first.stored(target.view(whole.shape), part.shape))
+            return
+        parts = self._parts(tensors, blocks)
+        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
+        shape = torch.Size((len(parts), *self._part_shape))
+        stored = first.stored(batch, shape, stacked=True)
+        if is_cpu(stored) and not self._in_parts:
+            torch.unbind_copy(stored, out=parts)
+        else:
+            torch._foreach_copy_(parts, list(stored.unbind()))
+
+    def picked(self, blocks: list[int]) -> tuple[Tensor, State]:
+        """Return an index of the matrices of these blocks, and a copy of their state."""
+        device = self.blocks[0].owner.parameter.device
+        index = torch.tensor(blocks, device=device)
+        if self.each > 1:
+            first = (index * self.each).unsqueeze(1)
+            index = (first + torch.arange(self.each, device=device)).flatten()
+        return index, {name: tensor[index] for name, tensor in self.state.items()}
+
+    def put_back(self, index: Tensor, state: State) -> None:
+        """Put a copy of the state of some blocks back."""
+        for name, tensor in self.state.items():
+            tensor[index] = state[name]
+
+    def of_each(self, of_block: Tensor) -> Tensor:
+        """Return ``(k, 1, 1)``: for each matrix what ``of_block`` says of its block."""
+        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
+
+    def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
+        if not self._in_parts:
+            return tensors
+        chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]
+        return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
 
 
 class Constrained:
@@ -81,14 +198,16 @@ class Constrained:
         self.owners = owners
         self.parameters = [owner.parameter for owner in owners]
         self._states = [owner.state for owner in owners]
-        self.steps = self._joined([owner.state for owner in owners], "step")
+        self.steps = joined(self._states, "step")
+        self._reads = is_cpu(self.steps)
         self.skipped = torch.zeros(len(owners), dtype=torch.int64, device=self.steps.device)
         self.missed: list[int] = []
-        self.masters = self._join_masters()
+        self.masters = join_masters(owners)
         self.is_shared = any(owner.shards is not None for owner in owners)
         values = [owner.moving() for owner in owners]
-        self.stacks = self._stack_blocks(values)
-        self._rows = self._find_rows(values)
+        self.stacks = stacks_of(owners, values)
+        self.batches = [Batch(stack, *cut) for stack in self.stacks for cut in stack.cuts]
+        self._rows = plain_rows_of(owners, values)
         # what else moves than a parameter itself is looked up in every step
         is_plain = not self.is_shared and not self.masters
         self._values: list[Tensor] | None = values if is_plain else None
@@ -97,8 +216,7 @@ class Constrained:
         self._out: set[int] = set()  # places of those that do not move in this step
         self._ok: Tensor | None = None  # the same as a mask, where it is not read
         self._changed: set[int] = set()  # places of those that somebody else has written to
-        self._versions: list[int] | None = None  # of the parameters after our last write
-        self._pointers: list[int] | None = None
+        self._seen: list[Any] = [None] * len(owners)  # the parameters after our last write
         self._now = self._look()
         self._turns = 0
         self._is_gone = False
@@ -109,67 +227,9 @@ class Constrained:
 
     # ---- building ------------------------------------------------------------------------------
 
-    def _joined(self, states: list[State], name: str) -> Tensor:
-        tensors = [local_part(state[name]) for state in states]
-        whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
-        for state, window in zip(states, windows_on(whole), strict=True):
-            state[name] = window
-        return whole
-
-    def _join_masters(self) -> list[tuple[Tensor, list[Owner]]]:
-        kinds: dict[Any, list[Owner]] = {}
-        for owner in self.owners:
-            if MASTER in owner.state:
-                shape, layout = local_part(owner.state[MASTER]).shape, id(owner.shards)
-                key = shape, owner.parameter.dtype, layout
-                kinds.setdefault(key, []).append(owner)
-        masters = []
-        for members in kinds.values():
-            shown = [owner.state[MASTER] for owner in members]
-            whole = self._joined([owner.state for owner in members], MASTER)
-            for owner, earlier in zip(members, shown, strict=True):
-                if owner.shards is not None:
-                    owner.state[MASTER] = owner.shards.like(owner.state[MASTER], earlier)
-            masters.append((whole, members))
-        return masters
-
-    def _stack_blocks(self, values: list[Tensor]) -> list[Stack]:
-        kinds: dict[Any, tuple[list[Block], list[str]]] = {}
-        for owner, value in zip(self.owners, values, strict=True):
-            for block in blocks_of(owner):
-                names = [
-                    name.partition(".")[0]
-                    for name in owner.state
-                    if is_kept(name)
-                    and name != MASTER
-                    and not name.startswith(ROWS)
-                    and int(name.partition(".")[2] or 0) == block.index
-                ]
-                shape, layout = block.part(value).shape, id(owner.shards)
-                key = shape, block.reading, block.wide, value.dtype, layout, tuple(sorted(names))
-                kinds.setdefault(key, ([], names))[0].append(block)
-        return [Stack(*kind) for kind in kinds.values()]
-
-    def _find_rows(self, values: list[Tensor]) -> list[tuple[Owner, list[State]]]:
-        """Return the parameters of which some rows are plain, and torch's state of each part."""
-        found = []
-        for owner, value in zip(self.owners, values, strict=True):
-            if parts := owner.local_manifold.plain_parts(value):
-                states: list[State] = [{} for _ in parts]
-                for name, tensor in owner.state.items():
-                    if name.startswith(ROWS):
-                        _, word, index = f"{name}.0".split(".")[:3]
-                        states[int(index)][word] = owner.local_rows(tensor)
-                found.append((owner, states))
-        return found
-
     def _find_joint(self) -> list[int]:
         """Return the places of those whose gradient no single batch can judge."""
-        batches = [0] * len(self.owners)
-        for stack in self.stacks:
-            for batch in stack.batches:
-                for place in batch.places:
-                    batches[place] += 1
+        batches = Counter(place for batch in self.batches for place in batch.places)
         with_rows = {owner.place for owner, _ in self._rows}
         return [
             owner.place
@@ -210,8 +270,10 @@ class Constrained:
 
     def forget(self) -> None:
         """Let go of all state: a window is gone, perhaps so that its memory is freed."""
-        for stack in self.stacks:
-            stack.forget()
+        for holder in self.stacks:
+            holder.whole = None
+        for batch in self.batches:
+            batch.state = {}
         self.masters, self._is_gone = [], True
 
     def is_intact(self, states: Any) -> bool:
@@ -229,11 +291,11 @@ class Constrained:
         tensors = [local_part(t) for t in found] if self.is_shared else found
         if list(map(torch.Tensor.data_ptr, tensors)) != self._memory:
             return False
-        earlier, self._now = self._pointers, self._look()
-        if earlier == self._now[1]:
-            return True
-        pairs = zip(earlier or [-1] * len(self.owners), self._now[1], self.owners, strict=True)
-        return all(then == now or owner.is_same() for then, now, owner in pairs)
+        self._now = self._look()
+        return self._now == self._seen or all(
+            (seen and seen[1]) == now[1] or owner.is_same()
+            for seen, now, owner in zip(self._seen, self._now, self.owners, strict=True)
+        )
 
     # ---- before anything changes ---------------------------------------------------------------
 
@@ -260,33 +322,25 @@ class Constrained:
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             self._out = {place for place, grad in enumerate(grads) if grad is None}
         self.missed, self._ok = [], None
-        versions, pointers = self._now
-        is_known = self._versions is not None and in_graph
-        if is_known or (versions == self._versions and pointers == self._pointers):
-            self._changed = set()
-        elif self._versions is None or self._pointers is None:
-            self._changed = set(range(len(self.owners)))
-        else:
-            earlier = zip(self._versions, self._pointers, strict=True)
-            pairs = zip(zip(versions, pointers, strict=True), earlier, strict=True)
-            self._changed = {place for place, (now, then) in enumerate(pairs) if now != then}
+        self._changed = set()
+        if self._now != self._seen:
+            pairs = enumerate(zip(self._now, self._seen, strict=True))
+            known = in_graph  # which writes to parameters itself
+            self._changed = {p for p, (now, seen) in pairs if now != seen and not (known and seen)}
         if nonfinite != "ignore" or shared:
             self._judge(nonfinite)
         return [self.owners[place] for place in sorted(self._changed - self._out)]
 
-    def _look(self) -> tuple[list[int], list[int]]:
+    def _look(self) -> list[tuple[int, int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        tensors = self._local_parameters()
-        return list(map(_VERSION, tensors)), list(map(torch.Tensor.data_ptr, tensors))
-
-    def _local_parameters(self) -> list[Tensor]:
-        return list(map(local_part, self.parameters)) if self.is_shared else self.parameters
+        tensors = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
+        pointers = map(torch.Tensor.data_ptr, tensors)
+        return list(zip(map(_VERSION, tensors), pointers, strict=True))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters whose gradient is not safe: all processes that have a part agree."""
-        is_read = is_cpu(self.steps)
         places = list(range(len(self.owners)))
-        if is_read and nonfinite == "skip":  # each batch judges the others
+        if self._reads and nonfinite == "skip":  # each batch judges the others
             if not self._joint:
                 return
             places = self._joint
@@ -298,12 +352,12 @@ class Constrained:
                 kinds.setdefault(self._grads[place].dtype, []).append(place)  # type: ignore[union-attr]
         for dtype, members in kinds.items():
             lengths = lengths_of([self._grads[place] for place in members])  # type: ignore[misc]
-            ok[members] = (lengths <= largest_safe(dtype)).to(ok.device)
+            ok[members] = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
         if self.is_shared:
             ok = self._agreed(ok)
-        if not is_read:
+        if not self._reads:
             self._ok = ok if nonfinite == "skip" else None
-        if is_read or nonfinite == "raise":
+        if self._reads or nonfinite == "raise":
             self.missed = [place for place in present if not ok[place]] if not ok.all() else []
             self._out.update(self.missed)
 
@@ -341,23 +395,18 @@ class Constrained:
             self.skipped[self.missed] += 1
             return
         values = self._values or [owner.moving() for owner in self.owners]
-        is_read = is_cpu(self.steps)
-        self._uncounted = self.steps._version
-        self._done = []
+        self._uncounted, self._done = self.steps._version, []
         with exact_products(self.steps):
             for whole, members in self.masters:
                 follow_(whole, torch.stack([owner.local() for owner in members]))
             self._turns += 1
-            numbers = self.steps.tolist() if is_read else None
-            number = None
-            if numbers is not None and min(numbers) == max(numbers):
-                number = numbers[0]
-            for stack in self.stacks:
-                for batch in stack.batches:
-                    counts = numbers if number is None else number
-                    self._move_batch(batch, values, move, lr, counts, nonfinite == "skip")
-            self._move_rows(move_rows, values)
-        self._finish(values, is_written=not _is_zero(lr))
+            counts = self.steps.tolist() if self._reads else []
+            count = counts[0] if counts and min(counts) == max(counts) else None
+            for batch in self.batches:
+                self._move_batch(batch, values, move, lr, nonfinite == "skip", counts, count)
+            if self._rows:
+                self._move_rows(move_rows, values)
+        self._finish(values, is_written=isinstance(lr, Tensor) or lr != 0)
 
     def _move_batch(
         self,
@@ -365,83 +414,86 @@ class Constrained:
         values: list[Tensor],
         move: Move,
         lr: float | Tensor,
-        numbers: list[float] | float | None,
         judges: bool,
+        counts: list[float],
+        count: float | None,
     ) -> None:
         """Move the blocks of a batch that have a gradient."""
-        places, chosen = batch.places, None
-        if self._out:
+        places, chosen, reads = batch.places, None, self._reads
+        if self._out and not self._out.isdisjoint(places):
             chosen = [index for index, place in enumerate(places) if place not in self._out]
             places = [places[index] for index in chosen]
             if not chosen:
                 return
-            if len(chosen) == len(batch.places):
-                chosen = None
         tensors = [values[place] for place in places]
         point = stored = batch.read(tensors, chosen)
         grad = batch.read([self._grads[place] for place in places], chosen)  # type: ignore[misc]
         if grad.dtype != point.dtype:
             grad = grad.to(point.dtype)
         length = math.inf
-        if judges and numbers is not None:
-            length, most = float(torch.linalg.vector_norm(grad)), largest_safe(grad.dtype)
+        if judges and reads:
+            length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
             if not length <= most and places[0] not in self._joint:  # NaN is not either
                 blocks = grad.reshape(len(places), -1)
                 good = (torch.linalg.vector_norm(blocks, dim=1) <= most).tolist()
                 if not all(good):
-                    found = [p for p, is_good in zip(places, good, strict=True) if not is_good]
-                    self.missed += found
-                    self._out.update(found)
-                    self._move_batch(batch, values, move, lr, numbers, judges)
+                    missed = [p for p, is_good in zip(places, good, strict=True) if not is_good]
+                    self.missed += missed
+                    self._out.update(missed)
+                    self._move_batch(batch, values, move, lr, judges, counts, count)
                     return
         step: float | Tensor
-        if isinstance(numbers, float):
-            step = numbers + 1.0
+        if count is not None:
+            step = count + 1.0
             due = step % _CORRECTION_PERIOD == 0
-        elif numbers is not None:
-            counts = [numbers[place] + 1.0 for place in places]
-            step = counts[0]
-            due = any(count % _CORRECTION_PERIOD == 0 for count in set(counts))
-            if min(counts) != max(counts):
-                step = batch.of_each(torch.tensor(counts, device=self.steps.device))
+        elif reads:
+            each = [counts[place] + 1.0 for place in places]
+            due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
+            alike = min(each) == max(each)
+            step = each[0] if alike else batch.of_each(torch.tensor(each, device=point.device))
         else:
             step = batch.of_each(self.steps[places] + 1.0)
             due = self._turns % _CORRECTION_PERIOD == 0
-        reader = reader_for(point, batch.lagged)
-        due = due or reader.is_blind
-        scale, correct = batch.blocks[0].reading.scale, due
-        if scale != 1.0:
-            point = point / scale
+        if reads:
+            reader: Reader = batch.now
+            reader.is_lost = False
+        else:
+            reader = reader_for(point, batch.lagged)
+            due = due or reader.is_blind
+        settled: bool | Tensor = due
+        if batch.scale != 1.0:
+            point, lr = point / batch.scale, lr / batch.scale
         index, state = None, batch.state
         if chosen is not None:
-            index, state = batch.picked(chosen, self.steps.device)
+            index, state = batch.picked(chosen)
         # Writes through ``.data`` show only here; rows that are shared are not added up for it.
         looks = due and batch.row_sum is None and reader.is_exact
-        settled: bool | Tensor = correct
         if looks or (self._changed and not self._changed.isdisjoint(places)):
             # without a force nothing moves, not even by a correction
             if looks and (length if judges else float(torch.linalg.vector_norm(grad))) == 0.0:
                 due = False
             point, settled = settle(point, state, batch.row_sum, batch.row_count, due)
+        if batch.row_sum is not None:  # our rows only: all processes must decide alike
+            length = math.inf
         ok = None if self._ok is None else batch.of_each(self._ok[places])
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
-        if batch.row_sum is not None:  # our rows only: all processes must decide alike
-            length = math.inf
         setting = Setting(ok, settled, batch.row_sum, reader, length)
-        given = Given(point, grad, state, lr / scale, step, setting, judges)
+        given = Given(point, grad, state, lr, step, setting, judges)
         new_point = move(given)
         if reader.is_lost and judges:
             overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it
-            new_point = torch.where(overflowed, stored / scale, new_point)
+            new_point = torch.where(overflowed, stored / batch.scale, new_point)
             given.overflowed = overflowed
         if isinstance(lr, Tensor):
             new_point = torch.where(lr == 0, point, new_point)
-        if scale != 1.0:
-            new_point = new_point.mul_(scale)
+        if batch.scale != 1.0:
+            new_point = new_point.mul_(batch.scale)
         if ok is not None:
             new_point = torch.where(ok, new_point, stored)
-        if not _is_zero(lr):  # else it keeps its bits, also where X C would differ in the last
+        if (
+            isinstance(lr, Tensor) or lr != 0
+        ):  # else it keeps its bits, also where X C would differ in the last
             batch.write(tensors, new_point, chosen, stored)
         if index is not None:
             batch.put_back(index, state)
@@ -453,7 +505,7 @@ class Constrained:
 
     def _count_overflow(self, of_blocks: Tensor, places: list[int]) -> None:
         """Tally the parameters whose step left floating point."""
-        if is_cpu(of_blocks):
+        if self._reads:
             missed = [p for p, bad in zip(places, of_blocks.tolist(), strict=True) if bad]
             self.missed += missed
             self._out.update(missed)
@@ -472,7 +524,7 @@ class Constrained:
                 continue
             split, value = owner.local_manifold.plain_parts, values[owner.place]
             parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-            if not is_cpu(value):  # its kernels take a verdict, but only one
+            if not self._reads:  # its kernels take a verdict, but only one
                 left = grad.new_zeros((), dtype=torch.float32)
                 if self._ok is not None:
                     left = (~self._ok[owner.place]).float()
@@ -481,7 +533,7 @@ class Constrained:
             grads += parts
             states += own
             owners.append((owner, own))
-        if parameters and is_cpu(self.steps):
+        if parameters and self._reads:
             move_rows(parameters, grads, states, None)
         for owner, own in owners:
             for index, state in enumerate(own):
@@ -504,27 +556,17 @@ class Constrained:
         if self._out:
             moved = [place for place in range(len(self.owners)) if place not in self._out]
             self.steps[moved] += 1.0 if self._ok is None else self._ok[moved]
-            if self._ok is not None:
-                self.skipped[moved] += ~self._ok[moved]
-        elif self._ok is None:
-            self.steps.add_(1.0)
         else:
-            self.steps.add_(self._ok)
-            self.skipped.add_(~self._ok)
+            moved = list(range(len(self.owners))) if self._ok is not None else []
+            self.steps.add_(1.0 if self._ok is None else self._ok)
+        if self._ok is not None:
+            self.skipped[moved] += ~self._ok[moved]
         if self.missed:
             self.skipped[self.missed] += 1
         if is_written:
-            versions, pointers = list(map(_VERSION, self._local_parameters())), self._now[1]
-            left = self._out | set(self.missed)
-            if left and self._versions is not None and self._pointers is not None:
-                pointers = list(pointers)
-                for place in left:
-                    versions[place] = self._versions[place]
-                    pointers[place] = self._pointers[place]
-            elif left:
-                for place in left:
-                    versions[place] = -1
-            self._versions, self._pointers = versions, pointers
+            left, earlier, self._seen = self._out, self._seen, self._look()
+            for place in left:
+                self._seen[place] = earlier[place]
         self._grads, self._done = [None] * len(self.owners), None
 
     def _recover(self) -> None:
@@ -546,7 +588,7 @@ class Constrained:
         done = sorted(set(self._done or ()))
         if done and self.steps._version == self._uncounted:
             self.steps[done] += 1.0
-        self._busy, self._done, self._versions, self._pointers = None, None, None, None
+        self._busy, self._done, self._seen = None, None, [None] * len(self.owners)
 
 
 def _start_again(state: State, new_point: Tensor) -> Tensor:
@@ -557,10 +599,6 @@ def _start_again(state: State, new_point: Tensor) -> Tensor:
         if name == "deferred_factor":
             tensor.diagonal(dim1=-2, dim2=-1).masked_fill_(overflowed[..., 0], 1.0)
     return overflowed
-
-
-def _is_zero(lr: float | Tensor) -> bool:
-    return not isinstance(lr, Tensor) and lr == 0
 
 
 def _forget(reference: weakref.ref[Constrained], _: Any) -> None:

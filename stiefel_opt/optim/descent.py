@@ -11,11 +11,9 @@ from stiefel_opt.functional.descent import RETRACTIONS, descend_
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_metric
 from stiefel_opt.optim.constrained import Given
-from stiefel_opt.optim.families import SGDLike, force_of, options_of
+from stiefel_opt.optim.families import SGDLike, options_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import StateNames
-
-__all__ = ["ProjectedRGD"]
 
 
 class ProjectedRGD(SGDLike):
@@ -96,7 +94,7 @@ class ProjectedRGD(SGDLike):
             given.state.get("momentum_normal"),
             lr=given.lr,
             momentum=group["momentum"],
-            force=force_of(group, given.step, given.point),
+            force=given.force(group),
             nesterov=group["nesterov"],
             metric=group["metric"],
             retraction=group["retraction"],

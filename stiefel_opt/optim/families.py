@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checks import check_adam, check_sgd
 from stiefel_opt.optim.plain import Group, init_adam, step_adam, step_sgd
-
-__all__ = ["AdamLike", "SGDLike", "force_of", "options_of"]
 
 _NO_OPTIONS = ("self", "params", "__class__")
 
@@ -66,21 +63,3 @@ class AdamLike(StiefelOptimizer):
 def options_of(arguments: dict[str, Any]) -> Group:
     """Return the arguments of a constructor as the defaults of its groups."""
     return {name: arguments[name] for name in arguments if name not in _NO_OPTIONS}
-
-
-def force_of(group: Group, step: float | Tensor, like: Tensor) -> float | Tensor:
-    """Return the factor on the gradient in SGD: dampening from the second step on, and the sign.
-
-    Args:
-        group: The options.
-        step: This step's number, from 1.
-        like: A tensor of the dtype of the result, if it is one.
-    """
-    sign = -1.0 if group["maximize"] else 1.0
-    if group["dampening"] == 0 or group["momentum"] == 0:
-        return sign
-    damped = sign * (1.0 - group["dampening"])
-    if isinstance(step, Tensor):
-        numbers = like.new_tensor([sign, damped])
-        return torch.where(step == 1, numbers[0], numbers[1])
-    return sign if step == 1 else damped

@@ -11,32 +11,17 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.distributed import RowSums
-from stiefel_opt.functional.stiefel_sgd import Deferred
+from stiefel_opt.functional.stiefel_sgd import Deferred, velocity_in
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import gram, sums
-from stiefel_opt.optim.state import State, state_dtype
+from stiefel_opt.optim.state import HALF, State, state_dtype
 
-__all__ = [
-    "deferred_in",
-    "largest_safe",
-    "lengths_of",
-    "settle",
-    "warn_of_skipped",
-    "warn_of_tallies",
-]
-
-_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DTYPES = (*_REAL, torch.complex64, torch.complex128)
-_SAFE: Final = {dtype: math.sqrt(torch.finfo(dtype).max) * 2.0**-20 for dtype in _DTYPES}
-
-
-def largest_safe(dtype: torch.dtype) -> float:
-    """Return the length up to which a gradient is safe: 2e13 in float32, 1e148 in float64.
-
-    A millionth of the root of the largest number: room for momenta and sums of squares. Those of
-    half precision are added up in float32.
-    """
-    return _SAFE[state_dtype(dtype)]
+_HALF: Final = {dtype: math.sqrt(torch.finfo(torch.float32).max) * 2.0**-20 for dtype in HALF}
+_DTYPES: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+# Up to which length a gradient is safe, 2e13 in float32 and 1e148 in float64: a millionth of the
+# root of the largest number leaves room for momenta and sums of squares. Half precision is added up
+# in float32.
+LARGEST_SAFE: Final = _HALF | {d: math.sqrt(torch.finfo(d).max) * 2.0**-20 for d in _DTYPES}
 
 
 def lengths_of(grads: Sequence[Tensor]) -> Tensor:
@@ -44,15 +29,6 @@ def lengths_of(grads: Sequence[Tensor]) -> Tensor:
     dtype = state_dtype(grads[0].dtype)
     wide = None if dtype == grads[0].dtype else dtype
     return torch.stack(torch._foreach_norm(list(grads), 2, wide))
-
-
-def deferred_in(state: Mapping[str, Tensor]) -> Deferred | None:
-    """Return the normal momentum in the state of a batch; None for square matrices."""
-    if "deferred_base" in state:
-        return Deferred(
-            state["deferred_base"], state.get("deferred_factor"), state["deferred_shift"]
-        )
-    return Deferred(state["momentum_normal"]) if "momentum_normal" in state else None
 
 
 # ---- before a step: is the point on the manifold, and the momentum tangent there? --------------
@@ -79,7 +55,7 @@ def settle(
             off &= point.isfinite().all(dim=-1).all(dim=-1)
         if bool(off.any()):
             return _projected(point, off, row_sum), True
-    if due or not worst <= tolerance or _is_stale(point, deferred_in(state), row_sum):
+    if due or not worst <= tolerance or _is_stale(point, velocity_in(state).normal, row_sum):
         return point, own if row_sum is None and own.size(-1) < n else True
     return point, False
 

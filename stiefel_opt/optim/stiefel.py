@@ -15,18 +15,15 @@ from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.functional.flows import keep_, mend_point, zeroed
 from stiefel_opt.functional.published import ROTATIONS, published_adam_, published_sgd_
 from stiefel_opt.functional.stiefel_adam import Moments, adam_
-from stiefel_opt.functional.stiefel_sgd import Velocity, sgd_
+from stiefel_opt.functional.stiefel_sgd import sgd_, velocity_in
 from stiefel_opt.linalg import sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checks import check_metric
 from stiefel_opt.optim.constrained import Given
-from stiefel_opt.optim.families import AdamLike, SGDLike, force_of, options_of
+from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.safety import deferred_in
 from stiefel_opt.optim.state import State, StateNames, suffix_of
-
-__all__ = ["StiefelAdam", "StiefelAdamW", "StiefelSGD"]
 
 TRANSPORTS: Final = ("isometric", "projected", "published")
 
@@ -131,7 +128,7 @@ class StiefelSGD(SGDLike):
         options: dict[str, Any] = {
             "lr": given.lr,
             "momentum": group["momentum"],
-            "force": force_of(group, given.step, given.point),
+            "force": given.force(group),
             "nesterov": group["nesterov"],
             "metric": group["metric"],
         }
@@ -140,8 +137,7 @@ class StiefelSGD(SGDLike):
             options["rotation"] = group["rotation"] or "euler"
             return _published(given, partial(published_sgd_, **options), velocity)
         options |= {"transport": group["transport"], "setting": given.setting}
-        velocity = Velocity(state.get("momentum_skew"), deferred_in(state))
-        return sgd_(given.point, given.grad, velocity, **options)
+        return sgd_(given.point, given.grad, velocity_in(state), **options)
 
     @override
     def _adapt(self, owner: Owner, names: StateNames) -> None:
