@@ -28,7 +28,14 @@ from stiefel_opt.device import reader_for
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, receive_, subtract
 from stiefel_opt.functional.flows import Scalar, Setting, is_steep, keep_, mend_point, zeroed
 from stiefel_opt.functional.stiefel_adam import bias_correction
-from stiefel_opt.linalg import absolute_square, add_product_, add_to_diagonal_, cayley, product, sums
+from stiefel_opt.linalg import (
+    absolute_square,
+    add_product_,
+    add_to_diagonal_,
+    cayley,
+    product,
+    sums,
+)
 from stiefel_opt.roots import roots
 
 _TINY = 1e-8  # added to |W|
