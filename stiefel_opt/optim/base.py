@@ -281,8 +281,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def _admit(self, members: Members, group: Group, late: list[int]) -> None:
         """Stack the state of these parameters together with that of the ones before."""
         names = self._state_names(group)
-        members.waiting = [place for place in members.waiting if place not in late]
-        waiting = set(members.waiting)
+        waiting = set(members.waiting).difference(late)
         self._note(members)
         layouts: dict[Any, Shards | None] = {}
         owners: dict[torch.device, list[Owner]] = {}
@@ -302,6 +301,7 @@ class StiefelOptimizer(Optimizer, ABC):
             complete_state(state, names, parameter, manifold, called, layouts[key])
             together.append(owner)
         members.constrained = [Constrained(together) for together in owners.values()]
+        members.waiting = sorted(waiting)
         for constrained in members.constrained:
             for owner in constrained.owners:
                 _, count = self._missed.pop(id(owner.parameter), (None, 0))
