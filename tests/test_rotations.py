@@ -310,7 +310,7 @@ def test_noise_is_what_rounding_adds_to_many_rows_and_has_its_gradient() -> None
     start = haar(model)
     slopes: list[Tensor] = []
 
-    class Recorder(torch.optim.SGD):
+    class Recorder(so.StiefelSGD):
         def step(self, closure: Any = None) -> None:  # noqa: ARG002
             slopes.extend(p.grad.clone() for group in self.param_groups for p in group["params"])
 
