@@ -22,6 +22,7 @@ OPTIMIZERS = {
     "sgd": (so.StiefelSGD, {"lr": 0.05, "weight_decay": 0.1}),
     "sgd-nesterov": (so.StiefelSGD, {"lr": 0.05, "nesterov": True, "metric": "euclidean"}),
     "adam": (so.StiefelAdam, {"lr": 0.05}),
+    "adamw": (so.StiefelAdamW, {"lr": 0.05}),
     "adam-amsgrad": (so.StiefelAdam, {"lr": 0.05, "amsgrad": True, "metric": 0.3}),
     "rgd": (so.ProjectedRGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
     "cayley-sgd": (so.CayleySGD, {"lr": 0.05, "nesterov": True}),
