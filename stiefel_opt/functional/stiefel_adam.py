@@ -98,7 +98,7 @@ def adam_(
         setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
-    Note: 10 products of n x m by m x m, 9 if "projected", one more off the canonical metric, two
+    Note: 10 products of n x m by m x m, 8 if "projected", one more off the canonical metric, two
         with ``setting.correct``, three in a step so long that rounding would be amplified.
     Reference: Kong et al., Algorithm 2, with both moments corrected for their start at zero.
     """
@@ -152,11 +152,12 @@ def adam_(
             del carried
         direction = _precondition(normal.first, normal.divisor, step, betas, eps, out=force_normal)
     del force_normal
-    (inner,) = sums(setting.row_sum, (point, direction))
-    correct_normal_(direction, point, mending, inner)
-    del inner
+    is_normal = transport == "isometric"  # whose transport needs V itself
+    if is_normal:
+        (inner,) = sums(setting.row_sum, (point, direction))
+        correct_normal_(direction, point, mending, inner)
     moved = point, direction, normal.first, ahead, skew.first, mending, gained_lr
-    return advance_(*moved, transport, setting)
+    return advance_(*moved, transport, setting, is_normal=is_normal)
 
 
 # ---- moments -----------------------------------------------------------------------------------

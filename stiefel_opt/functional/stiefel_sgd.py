@@ -213,6 +213,8 @@ def advance_(
     transport: str,
     setting: Setting,
     steep: bool = False,
+    *,
+    is_normal: bool = True,
 ) -> Tensor:
     r"""Turn along ``ahead`` and move along V = ``direction``: return the new point, carry U and Z.
 
@@ -220,22 +222,25 @@ def advance_(
 
         isometric: T U = U + eta^2 V R (I + R)^(-1) C - eta X_new C,     projected: P U
 
-    and X_new'U = eta R C. Without ``normal`` there is no momentum to carry.
+    and X_new'U = eta R C. Without ``normal`` there is no momentum to carry. If ``direction`` is not
+    normal to X, its part along X is taken out of the turn instead, which saves a product.
     """
-    ok, reader, isometric = (
-        setting.ok,
-        setting.reader or reader_for(point),
-        transport == "isometric",
-    )
+    ok, reader = setting.ok, setting.reader or reader_for(point)
+    isometric = transport == "isometric"
     pairs = [(direction, direction)] + ([] if normal is None else [(direction, normal)])
-    own, *crosses = sums(setting.row_sum, *pairs)
+    own, *crosses = sums(setting.row_sum, *pairs, *([] if is_normal else [(point, direction)]))
+    inner = None if is_normal else mended(mending, crosses.pop())
+    if inner is not None:
+        own = torch.baddbmm(own, inner.mH, inner, alpha=-1.0)
     moves = moves_of(ahead, own, lr, reader, bend=isometric and normal is not None)
     step, again = moves.step, not reader.is_blind and (steep or moves.limit > 1)
     if normal is not None and moves.bend is not None:
         bent = torch.bmm(moves.bend, zeroed(crosses[0], ok))
         add_product_(normal, direction, bent, alpha=step * step)
-    frame = moves.frame if mending is None else after(mending, moves.frame)
-    new_point = add_product(point, point, frame)
+    frame = moves.frame
+    if inner is not None:
+        frame = frame - torch.bmm(inner, moves.inverse_root) * step
+    new_point = add_product(point, point, frame if mending is None else after(mending, frame))
     add_product_(new_point, direction, moves.inverse_root, alpha=step)
     if normal is None:
         return mend_point(new_point, setting.row_sum) if again else new_point
