@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+import figures
 import numpy as np
 import torch
 from harness import RESULTS, machine, markdown_table, write_json
@@ -36,12 +36,8 @@ from tqdm import tqdm
 
 from stiefel_opt.functional import cwy
 
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-
 TOLERANCE = 0.05  # eps of the theorem, and the fit's own error
 RESAMPLINGS = 200
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 @dataclass(frozen=True)
@@ -114,28 +110,6 @@ def slope_interval(norms: NDArray[np.float64]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def plot(found: Sequence[tuple[Case, NDArray[np.float64]]], path: Path) -> None:
-    """The mean squared norm at each step and its running minimum, beside K^-0.5."""
-    figure, axes = plt.subplots(
-        1, len(found), figsize=(4.6 * len(found), 4.2), layout="constrained", squeeze=False
-    )
-    for axis, (case, norms), colour in zip(axes[0], found, COLOURS, strict=False):
-        count = np.arange(1, len(norms) + 1)
-        shown = np.unique(np.geomspace(1, len(norms), 600).astype(int))
-        mean, lowest = norms.mean(1), running_minimum(norms)
-        axis.loglog(shown, mean[shown - 1], color=colour, alpha=0.4, linewidth=0.8)
-        axis.loglog(count, lowest, color=colour, label=f"running minimum, {slope(norms):.2f}")
-        anchor = marks(len(norms))[0]
-        line = 2 * lowest[anchor - 1] * (count / anchor) ** -0.5
-        axis.loglog(count, line, color="0.4", linestyle="--", label="slope -0.5")
-        axis.set(title=case.title, xlabel="steps K", ylabel="mean over runs of |gradient|²")
-        axis.legend()
-        axis.grid(alpha=0.3)
-    figure.suptitle("SGD on the vectors with step k^-0.5: exact squared gradient norm")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=6_000)
@@ -162,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"about {len(CASES) * options.steps / 500:.0f} seconds on one core of a CPU.",
         flush=True,
     )
-    found, rows, records, met = [], [], [], True
+    rows, records, met = [], [], True
     for case in CASES:
         norms, error = descend(
             case, options.runs, options.steps, options.noise, options.seed, device
@@ -176,7 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         record: dict[str, Any] = {"case": case.title, "slope": fitted, "slope_95": [low, high]}
         record |= {"K": at.tolist(), "running_minimum": [float(lowest[k - 1]) for k in at]}
         records.append(record | {"orthonormality_error": error})
-        found.append((case, norms))
     header = ["Case", "Slope", "95 % interval", "First", "Last", "max abs(X'X - I)"]
     verdict = f"{'PASS' if met else 'FAIL'}  slopes at most -0.5 (tolerance {TOLERANCE})"
     text = f"{markdown_table(header, rows)}\n\n{verdict}"
@@ -188,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": records,
     }
     write_json(options.output, content)
-    plot(found, options.output.with_suffix(".png"))
+    figures.convergence(options.output.with_suffix(".png"))
     print(f"Plot: {options.output.with_suffix('.png').name}")
     return 0 if met else 1
 

@@ -22,18 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+import figures
 import numpy as np
 import torch
-from flow_order import DURATION, FORMS, METRICS, SETTINGS, Order, measure_orders
+from flow_order import FORMS, SETTINGS, Order, measure_orders
 from harness import RESULTS, machine, markdown_table, write_json
 from tqdm import tqdm
 
 import stiefel_opt as so
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 MOMENTUM = 0.9
 BLOW_UP_SHAPE = (40, 7)
@@ -89,93 +85,6 @@ def measure_blow_up(rates: Sequence[float], steps: int) -> list[BlowUp]:
 def momentum_bound(kind: str) -> float:
     """max|g|/(1 - mu) for SGD; Adam averages its gradients, so max|g|."""
     return max(SIZES) / (1 - MOMENTUM) if kind == "SGD" else max(SIZES)
-
-
-COLOURS = {"1/2": "tab:blue", "0": "tab:green", "-1": "tab:red", "SGD": "tab:blue",
-           "Adam": "tab:orange"}  # fmt: skip
-
-
-def plot_errors(axis: Axes, orders: list[Order]) -> None:
-    """Global error of X against the step size, in the first setting."""
-    for curve in orders:
-        if curve.setting != SETTINGS[0].name:
-            continue
-        isometric, own = curve.form == "isometric", curve.against == "own"
-        suffix = "" if own else ", against the metric's dynamics"
-        axis.loglog(
-            curve.h, curve.position_error, color=COLOURS[curve.metric],
-            linestyle="-" if isometric else "--" if own else ":",
-            marker="o" if isometric else "s" if own else "",
-            fillstyle="full" if isometric else "none",
-            label=f"{curve.form}, a = {curve.metric}{suffix}",
-        )  # fmt: skip
-    axis.set_xlabel("step size h (units of time)")
-    axis.set_ylabel(f"error of X at T = {DURATION:g}")
-    axis.set_title(f"Error against the exact dynamics, {SETTINGS[0].name}")
-    axis.legend(fontsize=8)
-
-
-def plot_constants(axis: Axes, orders: list[Order]) -> None:
-    """Error constants of X as bars, both forms beside each other, for each setting and metric."""
-    groups = [(setting.name, metric) for setting in SETTINGS for metric in METRICS]
-    for offset, form in ((-0.2, "isometric"), (0.2, "published")):
-        heights = [
-            curve.constant(curve.position_error)
-            for group in groups
-            for curve in orders
-            if (curve.setting, curve.metric) == group
-            and (curve.form, curve.against) == (form, "own")
-        ]
-        places = [place + offset for place in range(len(groups))]
-        bars = axis.bar(places, heights, width=0.38, label=form)
-        axis.bar_label(bars, fmt="%.2f", fontsize=8)
-    axis.set_xticks(range(len(groups)), [f"{name}\na = {metric}" for name, metric in groups])
-    axis.set_ylabel("error of X over h, h -> 0")
-    axis.set_title("Error constants, each against its own dynamics")
-    axis.legend(fontsize=8)
-
-
-def plot_blow_up(axis: Axes, runs: list[BlowUp], quantity: str, ceiling: float) -> None:
-    """A quantity of every run against the learning rate; crosses where it left all bounds."""
-    for kind in ("SGD", "Adam"):
-        for form in FORMS:
-            chosen = [run for run in runs if (run.optimizer, run.form) == (kind, form)]
-            fine = [run for run in chosen if run.broke_at is None]
-            broken = [run.lr for run in chosen if run.broke_at is not None]
-            name = f"Stiefel{kind}, {form}"
-            isometric = form == "isometric"
-            axis.loglog(
-                [run.lr for run in fine], [min(getattr(run, quantity), ceiling) for run in fine],
-                linestyle="-" if isometric else "--", marker="o" if isometric else "s",
-                fillstyle="full" if isometric else "none", color=COLOURS[kind], label=name,
-            )  # fmt: skip
-            if broken:  # the crosses of the two optimizers at different heights
-                heights = [ceiling if kind == "SGD" else ceiling / 5] * len(broken)
-                label = f"{name}: not finite"
-                axis.loglog(broken, heights, "x", color=COLOURS[kind], markersize=8, label=label)
-    axis.set_xlabel("learning rate")
-
-
-def plot(orders: list[Order], runs: list[BlowUp], steps: int, path: Path) -> None:
-    """Errors and error constants above, largest |U| and largest |X'X - I| below."""
-    figure, axes = plt.subplots(2, 2, figsize=(14, 10.5), layout="constrained")
-    plot_errors(axes[0, 0], orders)
-    plot_constants(axes[0, 1], orders)
-    plot_blow_up(axes[1, 0], runs, "largest_momentum", 1e9)
-    for kind in ("SGD", "Adam"):
-        label = f"bound of Stiefel{kind}, isometric"
-        axes[1, 0].axhline(momentum_bound(kind), color=COLOURS[kind], linestyle=":", label=label)
-    axes[1, 0].set_title(f"Largest |U| in {steps:,} steps; every 7th gradient of size 1000")
-    axes[1, 0].set_ylabel("largest |U| (Frobenius norm)")
-    plot_blow_up(axes[1, 1], runs, "largest_error", 1.0)
-    axes[1, 1].set_title(f"Largest orthonormality error in {steps:,} steps, float64")
-    axes[1, 1].set_ylabel("largest entry of |X'X - I|")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.legend(fontsize=8, loc="center left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def report_orders(orders: list[Order]) -> str:
@@ -254,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     write_json(arguments.output, content)
     picture = arguments.output.with_suffix(".png")
-    plot(orders, runs, arguments.steps, picture)
+    figures.flows(picture)
     print(f"\nResults in {arguments.output.name}, plot in {picture.name}")
 
 

@@ -35,6 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import figures
 import torch
 from eigen_costs import inner_iterations, inner_table, scaling, scaling_table
 from eigen_methods import (
@@ -45,7 +46,6 @@ from eigen_methods import (
     STIEFEL_SGD,
     Method,
 )
-from eigen_plots import plot_inner, plot_runs, plot_scaling
 from eigen_problem import TARGET, Limit, Options, Problem, Run, draw_problem
 from harness import RESULTS, machine, markdown_table, write_json
 from tqdm import tqdm
@@ -229,9 +229,16 @@ def solve_group(
     content["tables"][label] = text
     tried = {method.name: tuned[method.name][1] for method in methods}
     content["results"][label] = record(settings, tried, runs)
-    first = [(method.name, method.kind, runs[method.name][0]) for method in methods]
-    path = folder.with_name(f"{folder.stem}_{group}_{n}_{m}.png")
-    plot_runs(first, f"{group}, n = {n}, m = {m}, first draw", path)
+
+
+def draw(group: str, path: Path) -> None:
+    """The picture of a group from the file of results, where it has one."""
+    if group == "methods":
+        figures.eigen_methods(path.with_suffix(".png"))
+    elif group == "scaling":
+        figures.eigen_methods_scaling(path.with_name(f"{path.stem}_scaling.png"))
+    elif group == "inner":
+        figures.eigen_methods_inner(path.with_name(f"{path.stem}_inner.png"))
 
 
 def size(text: str) -> tuple[int, int]:
@@ -280,12 +287,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = content["results"][label] = scaling()
                 content["tables"][label] = scaling_table(found)
                 print(f"\n{content['tables'][label]}\n", flush=True)
-                plot_scaling(found, path.with_name(f"{path.stem}_scaling.png"))
             elif group == "inner":
                 found = content["results"][label] = inner_iterations(draw_problem(n, m, 0)[0])
                 content["tables"][label] = inner_table(found)
                 print(f"\n{label}\n{content['tables'][label]}\n", flush=True)
-                plot_inner(found, f"n = {n}, m = {m}", path.with_name(f"{path.stem}_inner.png"))
             else:
                 draws = [
                     draw_problem(rows, columns, number, weighted=group == "weighted")
@@ -293,6 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ]
                 solve_group(group, rows, columns, draws, content, path)
             write_json(path, content)
+            draw(group, path)
     for line in content["bars"].values():
         print(line)
     return 0 if all(line.startswith("PASS") for line in content["bars"].values()) else 1

@@ -39,7 +39,7 @@ from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is chatty otherwise
 
-import matplotlib as mpl
+import figures
 import torch
 from harness import (
     RESULTS,
@@ -63,9 +63,6 @@ try:
     from torch_householder import torch_householder_orgqr
 except ImportError as error:
     raise SystemExit(f"{error}; pip install --no-deps geotorch torch_householder") from error
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 SECONDS = 0.1  # that a timing lasts at least: a rival that fills memory cools the caches
 SLOW = 1.0  # seconds of a call that is timed once
@@ -398,31 +395,6 @@ def bar_table(judged: list[Bar]) -> str:
     return markdown_table([*header, "if products were all"], lines)
 
 
-def chart(rows: list[dict[str, Any]], path: Path) -> None:
-    """Forward and backward against N, both axes logarithmic, as figure 1c of the CWY paper."""
-    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    for name in SQUARE:
-        points = [
-            (row["shape"][0], 1e3 * found["both"])
-            for row in rows
-            for found in row["results"]
-            if found["name"] == name and found["both"] is not None
-        ]
-        if points:
-            style = {"linewidth": 2.5, "color": "black"} if name == CWY else {"linewidth": 1.2}
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
-    axes.set(
-        xscale="log", yscale="log", xlabel="N", ylabel="forward and backward, ms",
-        title="one N x N orthogonal matrix from free parameters, float32",
-    )  # fmt: skip
-    axes.set_xticks(SIZES, [str(size) for size in SIZES])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
 def product_of(rows: int, columns: int) -> Callable[[], object]:
     left, right = torch.randn(rows, columns), torch.randn(columns, columns)
     return lambda: left @ right
@@ -504,8 +476,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sign = ">=" if bar.least else "<="
         most = "" if bar.bound is None else f", products alone {bar.bound:.2f}"
         print(f"  {verdict}  {bar.what}: {value} (bar {sign} {bar.limit:g}{most})")
-    if squares := of_figure(list(rows.values())):
-        chart(squares, arguments.output.with_suffix(".png"))
+    if of_figure(list(rows.values())):
+        figures.parametrizations(arguments.output.with_suffix(".png"))
     return 0 if all(bar.met for bar in judged) else 1
 
 

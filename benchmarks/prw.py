@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import figures
 import numpy as np
 import torch
 from harness import RESULTS, machine, markdown_table, version, write_json
@@ -309,49 +310,6 @@ def transport_table(content: dict[str, Any]) -> str:
     return markdown_table(["One transport", "CPU ms", "Marginal error", "Cost"], rows)
 
 
-# ---- figures ----
-
-
-def mean_curve(runs: Sequence[dict[str, Any]], best: Sequence[float], times: Any) -> Any:
-    """Mean over the pairs of objective / reference at each time, before the first point NaN."""
-    curves = []
-    for run, value in zip(runs, best, strict=True):
-        when, what = np.array(processor_curve(run)).T
-        index = np.searchsorted(when, times, side="right") - 1
-        curves.append(np.where(index >= 0, what[index.clip(0)] / value, np.nan))
-    return np.mean(curves, axis=0)
-
-
-def figure(store: Store, summaries: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels, axes = pyplot.subplots(
-        1, len(summaries), figsize=(6.4 * len(summaries), 4.6), layout="constrained", squeeze=False
-    )
-    times = np.geomspace(3e-3, 3.0, 200)
-    for axis, (dataset, found) in zip(axes[0], summaries.items(), strict=True):
-        contests, references = results(store, dataset), store.get("reference", dataset)
-        for method in found["methods"]:
-            if method == RESTARTED or "published" in method:
-                continue
-            names = [name for name in contests if method in contests[name]]
-            best = [references[name]["objective"] for name in names]
-            mean = mean_curve([contests[name][method] for name in names], best, times)
-            bold = 2.4 if method in (OURS, SAME_START) else 1.2
-            style = "-" if method.startswith("Stiefel") else "--"
-            axis.plot(times, mean, style, linewidth=bold, label=method)
-        axis.set(xscale="log", xlabel="seconds of processor time", ylim=(0.6, 1.01))
-        axis.set_title(f"{len(contests)} pairs of {TITLES[dataset]}")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("mean objective / reference")
-    axes[0][-1].legend(fontsize=8, loc="lower right")
-    panels.savefig(path, dpi=75)
-    pyplot.close(panels)
-
-
 # ---- main ----
 
 
@@ -451,7 +409,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "transport": transport_table(content),
     }
     write_json(arguments.output, content)
-    figure(store, summaries, arguments.output.with_suffix(".png"))
+    figures.prw(arguments.output.with_suffix(".png"))
+    if "shakespeare" in sets:
+        figures.prw_plays(arguments.output.with_name(f"{arguments.output.stem}_plays.png"))
     for dataset, found in summaries.items():
         print(f"\n{len(found['pairs'].split())} pairs of {TITLES[dataset]}\n\n{table(found)}")
     print("\n" + "\n".join(content["bars"]))

@@ -38,7 +38,9 @@ def drawn() -> None:
 
 
 def _save_nothing(_: object, path: Path, **__: object) -> None:
-    Path(path).write_bytes(b"\x89PNG")
+    from PIL import Image
+
+    Image.new("P", (1, 1)).save(path, format="PNG")
 
 
 @pytest.fixture

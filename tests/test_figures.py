@@ -1,104 +1,71 @@
-"""The figures of README and docs are those of the files of results.
+"""Pictures of the benchmarks: one look a method, drawn from the results that are kept."""
 
-`benchmarks/publish.py` copies tables; a list of measurements, of which each row of a table shows
-one, is looked through here:
-
-    <!-- values: benchmarks/results/NAME.json KEY -->
-"""
-
-import importlib
-import json
 import re
+import shutil
 import sys
+from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.append(str(ROOT / "benchmarks"))
 
-publish = importlib.import_module("publish")
+import figures  # noqa: E402
 
-PAGES = {page.name: page.read_text(encoding="utf-8") for page in publish.PAGES}
-VALUES = re.compile(r"^<!-- values: (\S+) (\S+) -->\n+((?:^\|.*\n?)+)", re.MULTILINE)
-
-
-def numbers(measurement: Any) -> list[Any]:
-    """Every number and string in a measurement, however deep."""
-    if isinstance(measurement, dict):
-        measurement = list(measurement.values())
-    if isinstance(measurement, list):
-        return [number for item in measurement for number in numbers(item)]
-    return [measurement]
-
-
-def shows(cell: str, value: Any) -> bool:
-    """Whether ``cell`` is ``value``, rounded to the digits of the cell."""
-    if isinstance(value, float) and re.fullmatch(r"\d+\.\d+(e[+-]\d+)?", cell):
-        digits = len(cell.split("e")[0].split(".")[1])
-        return cell == f"{value:.{digits}{'e' if 'e' in cell else 'f'}}"
-    return cell == ("never" if value is None else str(value))
+SAME = [  # one method under two names
+    {"ProjectedRGD", "ProjectedRGD, cayley"},
+    {"RGD-C-C", "RGD-C-C (Wen & Yin)"},
+    {"CayleyAdam", "Cayley Adam"},
+    {"HR", "sequential HR"},
+    {"EXPRNN", "exponential"},
+    {"SCORNN", "Cayley by solve"},
+    {"StiefelSGD, published flows", "Kong et al. as published"},
+]
 
 
-def test_every_source_is_understood() -> None:
-    for name, text in PAGES.items():
-        known = len(publish.FIGURES.findall(text)) + len(VALUES.findall(text))
-        assert len(re.findall("<!-- (?:figures|values):", text)) == known, name
+def test_no_two_methods_look_alike() -> None:
+    names = defaultdict(set)
+    for name, look in figures.STYLES.items():
+        names[look].add(name)
+    assert [alike for alike in names.values() if len(alike) > 1 and alike not in SAME] == []
 
 
-@pytest.mark.parametrize("page", [name for name in PAGES if "<!-- figures:" in PAGES[name]])
-def test_tables_show_what_their_files_hold(page: str) -> None:
-    assert publish.published(PAGES[page]) == PAGES[page], "run python benchmarks/publish.py"
+def test_what_stands_around_a_name_does_not_change_its_colour() -> None:
+    for name in ("StiefelAdam", "Tagged StiefelAdam", "StiefelAdam across heads"):
+        assert figures.style(name, 3)["color"] == figures.RED
 
 
-@pytest.mark.parametrize(
-    ("source", "key", "table"),
-    [found.groups() for text in PAGES.values() for found in VALUES.finditer(text)],
-)
-def test_rows_are_measurements(source: str, key: str, table: str) -> None:
-    measured = [numbers(item) for item in json.loads((ROOT / source).read_text("utf-8"))[key]]
-    for row in publish.rows_of(table)[1:]:
-        fitting = [all(any(shows(c, v) for v in values) for c in row) for values in measured]
-        assert any(fitting), f"{row} is not under {key} in {source}"
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("name", figures.DRAWN)
+def test_a_picture_is_drawn_from_the_results_beside_it(name: str, tmp_path: Path) -> None:
+    for file in RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    figures.main([name, "--folder", str(tmp_path)])
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.tmp*"))
 
 
-TABLE = "<!-- figures: benchmarks/results/leading_eigenvalues.json -->\n\n{}"
-ROW = "| n = 2000, m = 50 | isometric | 0.4  | {} |\n"
+@pytest.mark.usefixtures("example", "drawn")
+def test_a_saved_picture_keeps_its_colours(tmp_path: Path) -> None:
+    from PIL import Image
+
+    figure, axes = figures.start(1, (2, 2))
+    for place, colour in enumerate(figures.COLOURS):
+        axes[0][0].bar(place, 1, color=colour)
+    figures.save(figure, tmp_path / "bars.png")
+    with Image.open(tmp_path / "bars.png") as image:
+        found = {colour for _, colour in image.convert("RGB").getcolors(10_000)}
+    wanted = {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in figures.COLOURS}
+    assert wanted | {(255, 255, 255)} <= found
 
 
-def test_publishing_replaces_figures_and_nothing_else() -> None:
-    header = "| Size | Flows | Rate | Iterations |\n|---|---|---:|---|\n"
-    stale = "before\n\n" + TABLE.format(header + ROW.format("1")) + "\nafter"
-    fresh = publish.published(stale)
-    (*_, row) = publish.rows_of(fresh)
-    assert row[:3] == ["n = 2000, m = 50", "isometric", "0.4"]
-    assert re.fullmatch(r"\d+ \(\d+ - \d+\)", row[3])
-    assert fresh.startswith("before\n\n")
-    assert fresh.endswith("\nafter")
-    assert publish.published(fresh) == fresh
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("| Size | Pace |\n|---|---|\n| n = 2000, m = 50 | 1 |\n", "columns must be among"),
-        ("| Size | Rate |\n|---|---|\n| n = 9 | 1 |\n", "a row must begin like one"),
-        ("| Size | Iterations |\n|---|---|\n| n = 2000, m = 50 | 1 |\n", "a row must begin like"),
-    ],
-)
-def test_publishing_refuses_what_the_file_does_not_hold(table: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        publish.published(TABLE.format(table))
-
-
-def test_publishing_asks_which_table() -> None:
-    page = "<!-- figures: benchmarks/results/step_time.json -->\n\n| ms a step |\n|---|\n| x |\n"
-    with pytest.raises(ValueError, match="name one of them"):
-        publish.published(page)
-
-
-def test_bars_within_a_cell_are_no_borders() -> None:
-    (row,) = publish.rows_of("| one | |Q'Q - I| | |\n")
-    assert row == ["one", "|Q'Q - I|", ""]
-    assert publish.rows_of(publish.drawn("|---|---|---|", [row, row]))[1] == row
+def test_pictures_are_small_and_shown_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    shown = set(re.findall(r"results/(\w+\.png)", "".join(page.read_text() for page in pages)))
+    for file in RESULTS.glob("*.png"):
+        assert file.stat().st_size < 100_000, file.name
+        assert file.name in shown, file.name
+    assert all((RESULTS / name).exists() for name in shown)

@@ -10,15 +10,16 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-History = Sequence[Mapping[str, float]]  # one entry an epoch
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-# Colours that colour-blind readers can tell apart (Okabe & Ito).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("-", "--", "-.", ":")
+import figures as figures
+from figures import Panel as Panel
+
+History = Sequence[Mapping[str, float]]  # one entry an epoch
 
 
 def require(name: str, extra: str = "examples") -> Any:
@@ -144,48 +145,9 @@ def write_table(folder: Path, title: str, table: str, results: Mapping[str, Any]
     return text
 
 
-class Panel(NamedTuple):
-    """One diagram of ``plot_curves``: which entry of the history, its label and scale."""
-
-    key: str
-    label: str
-    title: str = ""
-    scale: str = "linear"
-    levels: Mapping[str, float] = {}  # horizontal lines with their names
-    x: str = "epoch"
-
-
 def plot_curves(
     path: Path, title: str, histories: Mapping[str, Sequence[History]], panels: Sequence[Panel]
 ) -> None:
     """Each method's mean over seeds as a line, with the range as a band; one diagram a panel."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    width = 5.5 * len(panels) + 1.5
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(width, 4.5), layout="constrained", squeeze=False
-    )
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for index, (name, runs) in enumerate(histories.items()):
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
-            points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
-            places = [entries[0][panel.x] for entries in points]
-            values = [[entry[panel.key] for entry in entries] for entries in points]
-            axis.plot(places, [statistics.fmean(v) for v in values], label=name, **style)
-            low, high = [min(v) for v in values], [max(v) for v in values]
-            axis.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        for name, level in panel.levels.items():
-            axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
-            axis.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right",
-                          va="bottom", fontsize=8, color="0.3")  # fmt: skip
-        axis.set(xlabel=panel.x, ylabel=panel.label, title=panel.title, yscale=panel.scale)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
-    names = axes[0][0].get_legend_handles_labels()
-    figure.legend(*names, loc="outside right upper", fontsize=8)
-    figure.suptitle(title)
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=110)
-    pyplot.close(figure)
+    require("matplotlib")
+    figures.plot_curves(path, title, histories, panels)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import atomic, require
+from _common import figures, require
 from _images import load_images
 from _training import Trainer
 from torch import Tensor, nn
@@ -181,6 +181,4 @@ def plot_strip(path: Path, rows: Mapping[str, Tensor]) -> None:
     for axis, place in zip(axes[0], shown, strict=True):
         axis.set_title(f"frame {place + 2}", fontsize=8)
     figure.subplots_adjust(0.18, 0.01, 0.99, 0.95, 0.05, 0.05)
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=60)
-    pyplot.close(figure)
+    figures.save(figure, path)

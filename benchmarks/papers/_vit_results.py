@@ -1,16 +1,14 @@
 """What the orthogonal vision transformer leaves behind: finished runs, tables, plots."""
 
-import math
 import statistics
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from _common import (
-    COLOURS,
     History,
     Panel,
-    atomic,
+    figures,
     machine,
     markdown_table,
     plot_curves,
@@ -19,7 +17,7 @@ from _common import (
     write_text,
 )
 from _training import Record
-from _vit_methods import PLACES, PUBLISHED
+from _vit_methods import PUBLISHED
 
 HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Orthonormality", "Images/s"]
 PUBLISHED_HEADER = ["Published CIFAR-10 %", "CIFAR-100 %"]
@@ -82,39 +80,9 @@ def final_table(histories: Mapping[str, Sequence[History]]) -> tuple[str, str]:
 
 
 def plot_table(path: Path, title: str, records: Sequence[Record]) -> None:
-    """One line a method: test error of each seed and the mean, the published ones, |W W' - I|."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    groups = by_title(records)
-    figure, axes = pyplot.subplots(
-        1, 3, figsize=(12, 1.6 + 0.3 * len(groups)), layout="constrained", sharey=True
-    )
-    for place, runs in enumerate(groups.values()):
-        colour = COLOURS[list(PLACES).index(runs[0]["constraint"])]
-        last = [run["history"][-1] for run in runs]
-        errors = [epoch["test_error"] for epoch in last]
-        axes[0].plot(errors, [place] * len(errors), "o", color=colour, alpha=0.5, markersize=5)
-        axes[0].plot(statistics.fmean(errors), place, "|", color=colour, markersize=16, mew=2)
-        for text, marker in zip(published(runs[0]), ("o", "s"), strict=True):
-            mean, _, deviation = text.partition(" ± ")
-            if deviation:
-                style = {"fmt": marker, "color": colour, "capsize": 3, "markersize": 5}
-                axes[1].errorbar(float(mean), place, xerr=float(deviation), **style)
-        worst = max(epoch["orthonormality_error"] for epoch in last)
-        if worst > 0 and math.isfinite(worst):  # a logarithm shows neither 0 nor a diverged run
-            axes[2].plot(worst, place, "D", color=colour, markersize=5)
-    axes[0].set_yticks(range(len(groups)), list(groups))
-    axes[0].set(title="This run: every seed, mean", xlabel="test error (%)")
-    axes[1].set(title="Published", xlabel="circles CIFAR-10, squares CIFAR-100 (%)")
-    axes[2].set(title="Orthonormality", xlabel="max |W W' - I|, worst seed", xscale="log")
-    axes[0].invert_yaxis()
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.suptitle(title)
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=90)
-    pyplot.close(figure)
+    """One line a method: test error of each seed, and the mean."""
+    require("matplotlib")
+    figures.errors(path, {title: records})
 
 
 def summary(record: Record) -> Record:

@@ -104,27 +104,26 @@ def plot(
     size: Size,
     path: Path,
 ) -> None:
-    """Relative gap against iterations and seconds: mean of the draws, range as a band."""
+    """Relative gap against iterations: mean of the draws, range as a band."""
     histories = {}
     for flow in FLOWS:
         lr = chosen[flow][size]
         histories[f"{flow}, lr = {lr:g}"] = [
             [
-                {"iterations": number, "seconds": seconds, "gap": max(gap, TARGET / 10)}
-                for number, (seconds, gap) in enumerate(zip(one.seconds, one.gaps, strict=True), 1)
+                {"iterations": number, "gap": max(gap, TARGET / 10)}
+                for number, gap in enumerate(one.gaps, 1)
             ]
             for one in runs[flow][size][lr]
         ]
     label, levels = "relative gap (f* - f) / f*", {"target": TARGET}
-    panels = [Panel("gap", label, "", "log", levels, x) for x in ("iterations", "seconds")]
-    plot_curves(path, f"Leading eigenvalues, {size.title}, float64", histories, panels)
+    panel = Panel("gap", label, "", "log", levels, "iterations")
+    plot_curves(path, f"Leading eigenvalues, {size.title}, float64", histories, [panel])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rates", type=float, nargs="+", default=GRID, help="the grid")
     add_flags(parser, Path("runs") / "leading_eigenvalues", seeds=5)
-    parser.set_defaults(threads=2)
     if parser.parse_known_args(argv)[0].smoke:
         parser.set_defaults(seeds=[1])
     return finish_flags(parser, parser.parse_args(argv))

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _common import COLOURS, atomic, machine, markdown_table, require, write_text
+from _common import figures, machine, markdown_table, require, write_text
 
 import stiefel_opt as so
 
@@ -108,51 +108,39 @@ def principal_angles(projection: np.ndarray, planted: np.ndarray) -> np.ndarray:
 
 def picture(left: Cloud, right: Cloud, result: so.ot.PRWResult, path: Path) -> None:
     """Both clouds in the projection, with the heaviest entries of the plan as lines."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
+    require("matplotlib")
     from matplotlib.collections import LineCollection
 
     x, y = left.points @ result.projection, right.points @ result.projection
-    figure, axis = pyplot.subplots(figsize=(7, 6.4), layout="constrained")
+    figure, axes = figures.start(1, (6.5, 4.6))
+    axis = axes[0][0]
     # Every so many-th point, or the lines hide each other; of each, its heaviest entry.
     shown = np.argsort(-left.weights, kind="stable")[:: max(1, len(x) // LINES)][:LINES]
     partners = result.plan[shown].argmax(1)
     segments = np.stack((x[shown], y[partners]), 1)
-    axis.add_collection(LineCollection(list(segments), colors="0.6", linewidths=0.6, zorder=1))
-    for cloud, points, colour in ((left, x, COLOURS[0]), (right, y, COLOURS[1])):
+    axis.add_collection(LineCollection(list(segments), colors="0.6", linewidths=0.6, zorder=3))
+    for cloud, points, colour in ((left, x, figures.BLUE), (right, y, figures.RED)):
         sizes = (12 * cloud.weights * len(points)).clip(2, 120)
         axis.scatter(*points.T, s=sizes, color=colour, label=cloud.name, alpha=0.5, linewidths=0)
     axis.set_aspect("equal", adjustable="datalim")
-    axis.set(xlabel="first direction", ylabel="second direction")
-    axis.set_title(f"{left.name} and {right.name}: cost {result.value:.4g}, heaviest plan entries")
-    axis.legend()
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=110)
-    pyplot.close(figure)
+    axis.set(xlabel="first direction, in units of the data", ylabel="second direction")
+    title = (
+        f"{left.name} and {right.name}: cost {result.value:.4g}; lines: where most of a point goes"
+    )
+    axis.set_title(title, fontsize=9)
+    figures.legend(figure, axis)
+    figures.save(figure, path)
 
 
 def heat_map(names: Sequence[str], distances: np.ndarray, path: Path) -> None:
     """All distances, with the names of the clouds."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    size = 2.5 + 0.55 * len(names)
-    figure, axis = pyplot.subplots(figsize=(size + 0.8, size), layout="constrained")
+    require("matplotlib")
+    size = 2.5 + 0.45 * len(names)
+    figure, axes = figures.start(1, (size + 0.8, size))
     shown = np.where(np.eye(len(names)) > 0, np.nan, distances)
-    image = axis.imshow(shown, cmap="viridis")
-    axis.set_xticks(range(len(names)), names, rotation=90)
-    axis.set_yticks(range(len(names)), names)
-    middle = (np.nanmin(shown) + np.nanmax(shown)) / 2
-    for row, column in combinations(range(len(names)), 2):
-        for at in ((row, column), (column, row)):
-            colour = "white" if distances[at] < middle else "black"
-            text = f"{distances[at]:.3g}"
-            axis.text(at[1], at[0], text, ha="center", va="center", color=colour, fontsize=7)
-    figure.colorbar(image, shrink=0.8, label="transport cost under the projection")
-    axis.set_title("Projection-robust Wasserstein")
-    with atomic(path) as temporary:
-        figure.savefig(temporary, dpi=100)
-    pyplot.close(figure)
+    figures.heat_map(figure, axes[0][0], names, shown)
+    axes[0][0].set_title("Projection-robust Wasserstein", fontsize=10)
+    figures.save(figure, path)
 
 
 # ---- main ----

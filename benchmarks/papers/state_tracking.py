@@ -17,7 +17,6 @@ training asks for states that lie far apart, which is what lasts beyond the trai
 """
 
 import itertools
-import statistics
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -25,10 +24,9 @@ from pathlib import Path
 
 import torch
 from _common import (
-    COLOURS,
     add_flags,
     announce,
-    atomic,
+    figures,
     finish_flags,
     markdown_table,
     require,
@@ -203,36 +201,13 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
 
 def draw_accuracies(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
     """Accuracy over the number of factors for each task, with the theory's number marked."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    count = len(options.tasks)
-    figure, axes = pyplot.subplots(
-        1, count, figsize=(3.2 * count, 3.4), sharey=True, layout="constrained", squeeze=False
-    )
-    for axis, task in zip(axes[0], options.tasks, strict=True):
-        for key, label, colour in (
-            ("accuracy", f"up to length {options.length}", COLOURS[5]),
-            ("accuracy_longer", f"at length {LONGER * options.length}", COLOURS[0]),
-        ):
-            found = [(n, records.get(f"{task} n_h={n}", [])) for n in options.factors]
-            points = [(n, final(runs, key)) for n, runs in found if runs]
-            means = [statistics.fmean(values) for _, values in points]
-            axis.plot([n for n, _ in points], means, color=colour, label=label)
-            for factors, values in points:  # every seed
-                axis.plot([factors] * len(values), values, "o", color=colour, markersize=4)
-        axis.axvline(THEORY[task], color="0.4", linestyle=":", label="theory")
-        axis.axhline(
-            100 / len(multiplication_table(THINGS[task])), color="0.7", label="guessing", zorder=0
-        )
-        axis.set(title=task, xlabel="factors per token, n_h", ylim=(-3, 103))
-        axis.set_xticks(options.factors)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("accuracy (%)")
-    axes[0][0].legend(fontsize=7)
-    with atomic(options.output / "accuracy.png") as temporary:
-        figure.savefig(temporary, dpi=110)
-    pyplot.close(figure)
+    require("matplotlib")
+    runs = [run for group in records.values() for run in group]
+    lengths = (options.length, LONGER * options.length)
+    theory = {task: THEORY[task] for task in options.tasks}
+    things = {task: len(multiplication_table(THINGS[task])) for task in options.tasks}
+    path = options.output / "accuracy.png"
+    figures.accuracies(path, runs, options.factors, lengths, theory, things)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:

@@ -1,0 +1,662 @@
+"""Every picture of `results`, drawn from the JSON beside it: one style, so that a method has the
+same colour and marker everywhere.
+
+    python benchmarks/figures.py                     # all
+    python benchmarks/figures.py copying video       # some
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DPI = 160
+GREY = "#6E6E6E"
+
+# Colours that colour-blind readers can tell apart (Okabe & Ito, and two more); one a family.
+BLUE, RED, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BROWN, BLACK = "#E69F00", "#56B4E9", "#8C564B", "#000000"
+BLUES = ("#BFDBEE", "#99C6E3", "#6CAED6", "#3D93C6", "#0072B2")  # few to many reflections
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK)
+STYLES = {
+    "StiefelSGD": (BLUE, "o"),
+    "StiefelSGD, published flows": (SKY, "v"),
+    "StiefelSGD without momentum": (SKY, "x"),
+    "StiefelAdam": (RED, "s"),
+    "ProjectedRGD": (GREEN, "^"),
+    "ProjectedRGD, cayley": (GREEN, "^"),
+    "ProjectedRGD, qr": (GREEN, "v"),
+    "RGD-C-C": (GREEN, "x"),
+    "RGD-C-C (Wen & Yin)": (GREEN, "x"),
+    "RGD-E-C": (GREEN, "+"),
+    "RGD-C-QR": (GREEN, "<"),
+    "RGD-E-QR": (GREEN, ">"),
+    "CayleySGD": (PINK, "D"),
+    "CayleyAdam": (PINK, "d"),
+    "Cayley Adam": (PINK, "d"),
+    "SGD with penalty": (BROWN, "x"),
+    "Adam with penalty": (BROWN, "+"),
+    "SGD": (GREY, "o"),
+    "Adam": (GREY, "s"),
+    "AdamW": (BLACK, "D"),
+    "geoopt SGD": (ORANGE, "o"),
+    "geoopt Adam": (ORANGE, "s"),
+    "geotorch": (ORANGE, "P"),
+    "Kong et al. as published": (SKY, "v"),
+    "Li et al. as published": (PINK, "v"),
+    "POGO": (BROWN, "P"),
+    "POT": (BROWN, "o"),
+    "RGAS": (PINK, "<"),
+    "RAGAS": (PINK, ">"),
+    "pymanopt conjugate gradient": (GREY, "<"),
+    "pymanopt trust regions": (GREY, ">"),
+    "scipy lobpcg": (BLACK, "v"),
+    "scipy eigsh": (BLACK, "*"),
+    "CWY": (BLUE, "^"),
+    "T-CWY": (SKY, "D"),
+    "HR": (SKY, "s"),
+    "sequential HR": (SKY, "s"),
+    "EXPRNN": (ORANGE, "^"),
+    "exponential": (ORANGE, "^"),
+    "DTRIV": (ORANGE, "v"),
+    "SCORNN": (PINK, "^"),
+    "Cayley by solve": (PINK, "^"),
+    "URNN": (BROWN, "^"),
+    "EURNN": (BROWN, "v"),
+    "OWN": (BROWN, "d"),
+    "LSTM": (BLACK, "o"),
+    "ConvLSTM": (BLACK, "s"),
+    "RNN": (GREY, "^"),
+    "GRU": (GREY, "v"),
+    "Glorot start": (GREY, "+"),
+    "Orthogonal start": (GREY, "x"),
+    "Zero kernel": (GREY, "d"),
+    "torch householder": (GREY, "D"),
+    "torch matrix_exp": (GREY, "P"),
+    "torch cayley": (GREY, "*"),
+    "torch_householder": (BROWN, "D"),
+}
+MARKERS = "os^vDdPX"
+
+
+class Panel(NamedTuple):
+    """One diagram of `curves`: which entry of the history, its label and scale."""
+
+    key: str
+    label: str
+    title: str = ""
+    scale: str = "linear"
+    levels: Mapping[str, float] = {}  # horizontal lines with their names
+    x: str = "epoch"
+    range: tuple[float | None, float | None] = (None, None)
+
+
+def style(name: str, index: int = 0) -> dict[str, Any]:
+    """Colour and marker of a method, whatever stands around its name; others by ``index``."""
+    plain = name.removeprefix("Tagged ")
+    for end in (" within heads", " across heads", ", default", ", published", ", tuned"):
+        plain = plain.removesuffix(end)
+    if plain.startswith("CWY L="):  # more reflections, darker
+        index = min(max(int(math.log2(int(plain[6:]))) - 2, 0), len(BLUES) - 1)
+        return {"color": BLUES[index], "marker": "^"}
+    other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    colour, marker = STYLES.get(plain, other)
+    across = {"fillstyle": "none", "linestyle": "--"} if name.endswith("across heads") else {}
+    return {"color": colour, "marker": marker, **across}
+
+
+def start(columns: int, size: tuple[float, float], rows: int = 1, **options: Any) -> Any:
+    """A figure and its axes, an array of rows and columns."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, **options
+    )
+
+
+def plain_ticks(axis: Any) -> None:
+    """Numbers as one writes them, 0.5 and 20, on a logarithmic axis of few decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    subs = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if high < 10 * low else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(figure: Any, axis: Any, **options: Any) -> None:
+    """Beside the diagrams, where it covers nothing."""
+    figure.legend(
+        *axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, **options
+    )
+
+
+def nearest(pixels: Any) -> Any:
+    """The picture in our colours, in steps to white, as edges need, and greys: none is changed."""
+    from PIL import Image
+
+    full = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (*COLOURS, *BLUES, GREY)])
+    share = np.linspace(0.0, 1.0, 17)[:, None, None]
+    palette = np.unique((full * (1 - share) + 255 * share).round().reshape(-1, 3), axis=0)
+    packed, place = np.unique(pixels @ [65536, 256, 1], return_inverse=True)
+    found = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], 1)
+    index = np.square(found[:, None] - palette).sum(2).argmin(1).astype(np.uint8)
+    few = Image.fromarray(index[place].reshape(pixels.shape[:2]), mode="P")
+    few.putpalette(palette.astype(np.uint8).tobytes())
+    return few
+
+
+def save(figure: Any, path: Path) -> None:
+    """Replace the file at once, in at most 256 colours, which are a third of the bytes."""
+    from matplotlib import pyplot
+    from matplotlib.image import AxesImage
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp.png")
+    try:
+        figure.savefig(temporary, dpi=DPI)
+        with Image.open(temporary) as image:
+            pixels = np.array(image.convert("RGB"), dtype=np.int32)
+        if figure.findobj(AxesImage):
+            few = Image.fromarray(pixels.astype(np.uint8)).quantize(dither=Image.Dither.NONE)
+        else:
+            few = nearest(pixels)
+        few.save(temporary, optimize=True)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot.close(figure)
+
+
+# ---- curves of training ----
+
+
+def plot_curves(
+    path: Path,
+    title: str,
+    histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
+    panels: Sequence[Panel],
+) -> None:
+    """Each method's mean over seeds as a line, with the range as a band; one diagram a panel."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = start(len(panels), (4.3 * len(panels) + 1.8, 3.8))
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for index, (name, runs) in enumerate(histories.items()):
+            look = style(name, index)
+            points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
+            places = [entries[0][panel.x] for entries in points]
+            values = [[entry[panel.key] for entry in entries] for entries in points]
+            means = [statistics.fmean(v) for v in values]
+            every = max(1, len(places) // 6)
+            shift = index % every  # equal curves show their markers in turn
+            axis.plot(
+                places, means, label=name, markevery=(shift, every), markersize=5,
+                linewidth=1.4, **look,
+            )  # fmt: skip
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axis.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
+        for name, level in panel.levels.items():
+            axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
+            axis.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right",
+                          va="bottom", fontsize=8, color="0.3")  # fmt: skip
+        axis.set(xlabel=panel.x, ylabel=panel.label, title=panel.title, yscale=panel.scale)
+        axis.set_ylim(*panel.range)
+        low, high = axis.get_ylim()
+        if panel.scale == "log" and high < 1000 * low:
+            plain_ticks(axis.yaxis)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    legend(figure, axes[0][0])
+    figure.suptitle(title, fontsize=10)
+    save(figure, path)
+
+
+def read(path: Path, name: str | None = None) -> dict[str, Any]:
+    """The JSON beside the picture, of its name or another."""
+    found: dict[str, Any] = json.loads(path.with_name(f"{name or path.stem}.json").read_text())
+    return found
+
+
+def histories(runs: Sequence[Mapping[str, Any]], key: str, **titles: str) -> dict[str, Any]:
+    """The histories of the runs of each method, in the order of the file."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        found.setdefault(titles.get(run[key], run[key]), []).append(run["history"])
+    return found
+
+
+CELLS = {
+    "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
+    "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN", "adam": "StiefelAdam",
+    "rgd": "ProjectedRGD", "lstm": "LSTM",
+}  # fmt: skip
+
+
+def copying(path: Path) -> None:
+    """Loss over the baseline and digits repeated."""
+    found = histories(read(path)["runs"], "cell", **CELLS)
+    for runs in found.values():
+        for history in runs:
+            for entry in history:
+                entry["right"] = 100 * entry["digits_right"]
+                entry["training step"] = entry["step"]
+    panels = [
+        Panel("of_baseline", "test loss / loss without memory", scale="log", x="training step"),
+        Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
+    ]
+    plot_curves(path, "Copying over 200 steps, 128 units, one seed", found, panels)
+
+
+def pixel_digits(path: Path) -> None:
+    """Test error in order and permuted."""
+    both = {}
+    for part in ("", "_permuted"):
+        for name, runs in histories(
+            read(path, f"pixel_digits{part}")["runs"], "cell", **CELLS
+        ).items():
+            for old, new in zip(both.setdefault(name, runs)[0], runs[0], strict=True):
+                old[f"error{part}"] = new["test_error"]
+    panels = [
+        Panel("error", "test error (%)", "pixels in order", range=(0, None)),
+        Panel("error_permuted", "test error (%)", "pixels in one shuffled order", range=(0, None)),
+    ]
+    plot_curves(path, "8 x 8 digits pixel by pixel, 64 units, one seed", both, panels)
+
+
+def translation(path: Path) -> None:
+    """Perplexity as the paper counts it, 2^loss."""
+    runs = [run for run in read(path)["runs"] if run["pairs"] is None]
+    found = histories(runs, "cell")
+    for name in found:
+        for entry in found[name][0]:
+            entry["two"] = 2 ** entry["loss"]
+    panel = Panel("two", "perplexity of a test word, 2^loss", scale="log", range=(0.98, None))
+    plot_curves(path, "3,200 generated phrases, 64 units, one seed", found, [panel])
+
+
+def video(path: Path) -> None:
+    """Validation error of every recurrent unit."""
+    content = read(path)
+    panel = Panel(
+        "valid", "summed |error| of a frame (grey levels 0 to 1)", range=(60, 115),
+        levels={"last frame again": content["last_frame"]},
+    )  # fmt: skip
+    found = histories(content["runs"], "method")
+    plot_curves(path, "Next video frame, 32 x 32 pixels, one seed", found, [panel])
+
+
+def vit_cifar10(path: Path) -> None:
+    """Test error and orthonormality over the epochs."""
+    panels = [
+        Panel("test_error", "test error (%)"),
+        Panel("orthonormality_error", "max |WW' - I| of queries and keys", scale="log"),
+    ]
+    found = histories(read(path)["runs"], "title")
+    plot_curves(path, "ViT on CIFAR-10, 4 layers, three epochs, two seeds", found, panels)
+
+
+# ---- points, one row a method ----
+
+
+def rows(axis: Any, names: Sequence[str]) -> None:
+    """One row for each name, the first on top."""
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.grid(alpha=0.3)
+
+
+def vit_table(path: Path) -> None:
+    """Test errors of all methods and seeds, on two data sets, each on its own axis."""
+    titles = {"": "8 x 8 digits, 25 epochs", "_cifar10": "CIFAR-10, 8 epochs"}
+    names = {title: f"{path.stem}{end}" for end, title in titles.items()}
+    errors(path, {title: read(path, name)["runs"] for title, name in names.items()})
+
+
+def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """One diagram a set of runs: the test errors of every seed, and their mean."""
+    count = len({run["title"] for runs in sets.values() for run in runs})
+    size = (3.2 * len(sets) + 3, 1.2 + 0.23 * count)
+    figure, axes = start(len(sets), size, sharey=True)
+    for axis, (title, runs) in zip(axes[0], sets.items(), strict=True):
+        found: dict[str, list[float]] = {}
+        for run in runs:
+            last = run["last_epoch"] if "last_epoch" in run else run["history"][-1]
+            found.setdefault(run["title"], []).append(last["test_error"])
+        for place, (method, values) in enumerate(found.items()):
+            look = style(method) | {"linestyle": ""}
+            axis.plot(values, [place] * len(values), markersize=5, **look)
+            axis.plot(statistics.fmean(values), place, "|", color=BLACK, markersize=14)
+        rows(axis, list(found))
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("test error (%); every seed, and the mean")
+    save(figure, path)
+
+
+def leading_eigenvalues(path: Path) -> None:
+    """Iterations of both flows in every draw."""
+    figure, axes = start(1, (7.5, 2.8))
+    axis, names = axes[0][0], []
+    for place, result in enumerate(read(path)["results"]):
+        isometric = result["flows"] == "isometric"
+        look = style("StiefelSGD" if isometric else "StiefelSGD, published flows")
+        values = result["iterations"]
+        axis.plot(values, [place] * len(values), linestyle="", **look)
+        axis.plot(statistics.median(values), place, "|", color=BLACK, markersize=16)
+        names.append(f"{result['n']} x {result['m']}, {result['flows']} flows")
+    rows(axis, names)
+    axis.set(
+        xscale="log", xlabel="iterations to a relative gap of 1e-8; every draw, and the median"
+    )
+    plain_ticks(axis.xaxis)
+    save(figure, path)
+
+
+def eigen_methods(path: Path) -> None:
+    """Seconds to the target of every method, the fastest included, and what did not arrive."""
+    content = read(path)
+    groups = [name for name in content["results"] if name.endswith(", methods")]
+    figure, axes = start(len(groups), (4.2 * len(groups) + 2.6, 4.6), sharey=True)
+    limit = content["settings"]["limit"][1]
+    for axis, group in zip(axes[0], groups, strict=True):
+        found = content["results"][group]
+        for place, (name, result) in enumerate(found.items()):
+            look = style(name)
+            arrived = [seconds for seconds in result["seconds"] if seconds is not None]
+            missing = len(result["seconds"]) - len(arrived)
+            axis.plot(arrived, [place] * len(arrived), linestyle="", markersize=6, **look)
+            if missing:
+                gap = max(result["final_gap"])
+                text = f"{missing} of {len(result['seconds'])} ended at {gap:.0e}"
+                axis.annotate(text, (1.5 * limit, place), va="center", fontsize=7, color="0.3")
+        rows(axis, list(found))
+        axis.axvline(limit, color="0.4", linewidth=1, linestyle=":")
+        axis.set(xscale="log", xlim=(0.015, 25 * limit), title=f"n x m = {group.split(',')[0]}")
+        axis.set_xlabel("seconds to a relative gap of 1e-8, every draw")
+        axis.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+        axis.minorticks_off()
+    save(figure, path)
+
+
+def prw(path: Path) -> None:
+    """Mean gap and processor time of every method, on both sets of pairs."""
+    sets = read(path)["sets"]
+    figure, axes = start(len(sets), (5 * len(sets) + 1.5, 4.2))
+    titles = {"mnist": "pairs of digits", "shakespeare": "pairs of plays"}
+    for axis, (name, content) in zip(axes[0], sets.items(), strict=True):
+        for method, found in content["methods"].items():
+            if method.startswith("StiefelSGD, default,") or "authors" in method:
+                continue
+            look = style(method) | ({"fillstyle": "none"} if "published" in method else {})
+            gap = max(found["mean_gap_percent"], 1e-3)
+            seconds = found["median_processor_seconds"]
+            size = 10 if method.endswith("default") else 7
+            axis.plot(seconds, gap, linestyle="", markersize=size, label=method, **look)
+        count = len(content["pairs"].split())
+        axis.set(xscale="log", yscale="log", title=f"{count} {titles[name]}")
+        axis.set_xlabel("processor time of a pair, median (s)")
+        plain_ticks(axis.xaxis)
+        plain_ticks(axis.yaxis)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("mean gap to the best value known (%)")
+    legend(figure, axes[0][0])
+    save(figure, path)
+
+
+PLAYS = {
+    "H4_1": "Henry IV, 1", "H4_2": "Henry IV, 2", "H5": "Henry V", "Ham": "Hamlet",
+    "JC": "Julius Caesar", "Lr": "King Lear", "MND": "Midsummer Night's Dream",
+    "MV": "Merchant of Venice", "Mac": "Macbeth", "Oth": "Othello", "Rom": "Romeo and Juliet",
+    "TGV": "Two Gentlemen of Verona",
+}  # fmt: skip
+
+
+def prw_plays(path: Path) -> None:
+    """The reference distances between the plays."""
+    content = read(path, "prw")["sets"]["shakespeare"]
+    names = list(PLAYS)
+    distances = np.full((len(names), len(names)), np.nan)
+    for pair, value in zip(content["pairs"].split(), content["reference"].split(), strict=True):
+        i, j = (names.index(part) for part in pair.split("-"))
+        distances[i, j] = distances[j, i] = float(value)
+    figure, axes = start(1, (7.5, 6.2))
+    heat_map(figure, axes[0][0], list(PLAYS.values()), distances)
+    axes[0][0].set_title(
+        "Word vectors of the plays, each pair under the projection that parts it most", fontsize=10
+    )
+    save(figure, path)
+
+
+def heat_map(figure: Any, axis: Any, names: Sequence[str], distances: Any) -> None:
+    """All distances, with the names of the clouds."""
+    image = axis.imshow(distances, cmap="viridis")
+    axis.set_xticks(range(len(names)), names, rotation=90)
+    axis.set_yticks(range(len(names)), names)
+    middle = (np.nanmin(distances) + np.nanmax(distances)) / 2
+    for (row, column), value in np.ndenumerate(distances):
+        if not math.isnan(value):
+            axis.text(
+                column, row, f"{value:.3g}" if value >= 1 else f"{value:.3f}".lstrip("0"),
+                ha="center", va="center", fontsize=7, color="white" if value < middle else "black",
+            )  # fmt: skip
+    figure.colorbar(image, shrink=0.8, label="transport cost (squared distance)")
+
+
+# ---- others ----
+
+
+def state_tracking(path: Path) -> None:
+    """Accuracy of every task over the number of reflections."""
+    theory = {"parity": 1, "S3": 2, "S4": 2, "S5": 4}
+    things = {"parity": 2, "S3": 6, "S4": 24, "S5": 120}
+    accuracies(path, read(path)["runs"], range(1, 5), (32, 128), theory, things)
+
+
+def accuracies(
+    path: Path,
+    runs: Sequence[Mapping[str, Any]],
+    factors: Sequence[int],
+    lengths: tuple[int, int],
+    theory: Mapping[str, int],
+    things: Mapping[str, int],
+) -> None:
+    """Accuracy over the number of reflections, the theory's number and what was not run."""
+    figure, axes = start(len(theory), (2.3 * len(theory) + 1.8, 3.2), sharey=True)
+    for axis, task in zip(axes[0], theory, strict=True):
+        for key, label, colour, marker in (
+            ("accuracy", f"up to length {lengths[0]}, as trained", SKY, "s"),
+            ("accuracy_longer", f"at length {lengths[1]}", BLUE, "o"),
+        ):
+            means = []
+            for count in factors:
+                values = [
+                    100 * run["history"][-1][key]
+                    for run in runs
+                    if (run["task"], run["factors"]) == (task, count)
+                ]
+                means.append(statistics.fmean(values) if values else math.nan)
+                axis.plot([count] * len(values), values, marker, color=colour, markersize=4)
+                if not values and key == "accuracy":
+                    axis.annotate("not run", (count, 50), rotation=90, ha="center", va="center",
+                                  fontsize=8, color="0.5")  # fmt: skip
+            axis.plot(factors, means, color=colour, marker=marker, markersize=4, label=label)
+        axis.axvline(theory[task], color="0.4", linestyle=":", label="needed, by theory")
+        axis.axhline(100 / things[task], color="0.7", label="guessing", zorder=0)
+        axis.set(
+            title=task,
+            xlabel="reflections a token",
+            ylim=(-3, 103),
+            xlim=(min(factors) - 0.3, max(factors) + 0.3),
+        )
+        axis.set_xticks(list(factors))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("accuracy (%)")
+    legend(figure, axes[0][0])
+    save(figure, path)
+
+
+def convergence(path: Path) -> None:
+    """The running minimum of the squared gradient beside the rate of the theorem."""
+    figure, axes = start(1, (6.5, 3.8))
+    axis = axes[0][0]
+    looks = ((BLUE, "^", "-"), (RED, "s", "-"), (GREEN, "D", "-"))
+    for result, (colour, marker, line) in zip(read(path)["results"], looks, strict=False):
+        steps = np.array(result["K"])
+        label = f"{result['case']}: slope {result['slope']:.2f}"
+        axis.loglog(steps, result["running_minimum"], line, color=colour, marker=marker,
+                    markersize=4, markevery=6, label=label)  # fmt: skip
+    axis.loglog(steps, 4 * steps**-0.5, "--", color="0.4", label="slope -0.5")
+    axis.set(xlabel="steps", ylabel="least squared gradient norm so far")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower left")
+    save(figure, path)
+
+
+def flows(path: Path) -> None:
+    """Error constants of both flows against their own dynamics, and the momentum at large rates."""
+    content = read(path)
+    figure, (axes,) = start(2, (11, 4))
+    names = {"isometric": ("isometric", BLUE, 1), "published": ("published", SKY, -1)}
+    places: list[str] = []
+    for order in content["orders"]:
+        group = f"{order['setting']}, a = {order['metric']}"
+        if order["against"] == "own":
+            places += [] if group in places else [group]
+            label, colour, side = names[order["form"]]
+            first = label if group == places[0] else None
+            axes[0].barh(places.index(group) - 0.2 * side, order["constant"][0], height=0.38,
+                         color=colour, label=first)  # fmt: skip
+    rows(axes[0], places)
+    axes[0].set_axisbelow(True)
+    axes[0].set(xlabel="error of the position over the step h, as h goes to 0")
+    axes[0].legend(fontsize=8)
+    for kind in ("SGD", "Adam"):
+        for form in names:
+            name = f"Stiefel{kind}" + (", published flows" if form == "published" else "")
+            look = style(name if kind == "SGD" else f"Stiefel{kind}")
+            look |= {"fillstyle": "none", "linestyle": "--"} if form == "published" else {}
+            runs = [r for r in content["blow_up"] if (r["optimizer"], r["form"]) == (kind, form)]
+            fine = [run for run in runs if run["broke_at"] is None]
+            axes[1].loglog([run["lr"] for run in fine], [run["largest_momentum"] for run in fine],
+                           markersize=5, label=name, **look)  # fmt: skip
+            broken = [run["lr"] for run in runs if run["broke_at"] is not None]
+            height = 3e6 if kind == "SGD" else 1e6
+            axes[1].loglog(broken, [height] * len(broken), "x", color=look["color"])
+    axes[1].annotate("crosses: no finite number was left", (1.2e-4, 2.5e5), fontsize=8, color="0.3")
+    axes[1].set(xlabel="learning rate", ylabel="largest momentum (Frobenius norm)", ylim=(30, 6e6))
+    axes[1].grid(alpha=0.3)
+    axes[1].legend(fontsize=8, loc="center left")
+    save(figure, path)
+
+
+def parametrizations(path: Path) -> None:
+    """Forward and backward of an N x N matrix against N."""
+    figure, axes = start(1, (8, 4.2))
+    axis = axes[0][0]
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in read(path)["rows"]:
+        shape = row["shape"]
+        if len(shape) == 2 and shape[0] == shape[1] and "L =" not in row["row"]:
+            for found in row["results"]:
+                if found["both"] is not None:
+                    points.setdefault(found["name"], []).append((shape[0], 1e3 * found["both"]))
+    for name, line in points.items():
+        axis.plot(*zip(*line, strict=True), label=name, linewidth=1.4, markersize=5, **style(name))
+    sizes = [size for size, _ in points["CWY"]]
+    axis.set(xscale="log", yscale="log", xlabel="N", ylabel="forward and backward (ms)")
+    axis.set_title("One N x N orthogonal matrix from free numbers, float32, CPU", fontsize=10)
+    axis.minorticks_off()
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.grid(alpha=0.3)
+    legend(figure, axis)
+    save(figure, path)
+
+
+def eigen_methods_scaling(path: Path) -> None:
+    """Milliseconds of a step against m and against n."""
+    figure, axes = start(2, (11, 4.2), sharey=True)
+    for axis, (letter, entries) in zip(
+        axes[0],
+        read(path, path.stem.removesuffix("_scaling"))["results"]["scaling"].items(),
+        strict=True,
+    ):
+        for index, (name, entry) in enumerate(entries.items()):
+            along = [n if letter == "n" else m for n, m in entry["sizes"]]
+            axis.loglog(
+                along, entry["ms"], label=name, linewidth=1.4, markersize=5, **style(name, index)
+            )
+        n, m = entry["sizes"][0]
+        axis.set(xlabel=letter, title=f"m = {m}" if letter == "n" else f"n = {n}")
+        axis.minorticks_off()
+        axis.set_xticks(along, [str(value) for value in along])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("one step without the gradient (ms)")
+    plain_ticks(axes[0][0].yaxis)
+    legend(figure, axes[0][0])
+    save(figure, path)
+
+
+def eigen_methods_inner(path: Path) -> None:
+    """Gap and orthonormality after 400 steps against the number of inner iterations."""
+    found = read(path, path.stem.removesuffix("_inner"))["results"]
+    found = next(result for name, result in found.items() if name.endswith(", inner"))
+    figure, axes = start(2, (11, 4))
+    kinds = {"Cayley map": style("CayleySGD"), "inverse root": style("StiefelSGD")}
+    for kind, look in kinds.items():
+        counts, gaps, errors = [], [], []
+        for name, entry in found.items():
+            parts = name.split(", ")
+            if parts[0] == kind and len(parts) == 2:
+                counts.append(int(parts[1].split()[0]))
+                gaps.append(max(abs(entry["gaps"][-1]), 1e-16))
+                errors.append(max(entry["errors"][-1], 1e-16))
+        axes[0][0].loglog(counts, gaps, label=kind, **look)
+        axes[0][1].loglog(counts, errors, label=kind, **look)
+    for axis, label in zip(axes[0], ("|relative gap|", "max |X'X - I|"), strict=True):
+        axis.set(xlabel="inner iterations", ylabel=f"{label} after 400 steps")
+        axis.minorticks_off()
+        axis.set_xticks([1, 2, 4, 8, 16, 100], ["1", "2", "4", "8", "16", "100"])
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+DRAWN: dict[str, Callable[[Path], None]] = {
+    draw.__name__: draw
+    for draw in (
+        copying, pixel_digits, translation, video, vit_cifar10, vit_table, leading_eigenvalues,
+        eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
+        convergence, flows, parametrizations,
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the pictures asked for, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(DRAWN))
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of JSON and pictures")
+    options = parser.parse_args(argv)
+    unknown = set(options.names) - set(DRAWN)
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(DRAWN)}, got {', '.join(sorted(unknown))}")
+    for name in options.names or DRAWN:
+        DRAWN[name](options.folder / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
