@@ -115,7 +115,7 @@ def constrain(
         )
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
     if keep:
-        reading = replace(reading, scale=_mean_singular_value(parameter, reading, name))
+        reading = replace(reading, scale=mean_singular_value(parameter, reading, name))
     moved = None
     if project and not parameter.is_meta:
         moved = _project(parameter, reading, name)
@@ -232,7 +232,7 @@ def _project(tensor: Tensor, reading: Stiefel, name: str) -> float:
 
 
 @torch.no_grad()
-def _mean_singular_value(parameter: Tensor, reading: Stiefel, name: str) -> float:
+def mean_singular_value(parameter: Tensor, reading: Stiefel, name: str) -> float:
     """Return the scale at which the points of a reading are nearest to the value."""
     if parameter.is_meta:
         raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -11,15 +11,16 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_dtype, fail
-from stiefel_opt.constraints import constrain
+from stiefel_opt.constraints import constrain, mean_singular_value
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
-from stiefel_opt.report import table
+from stiefel_opt.report import report, table
 
 # Attribute names of the linear layers, each with the projections it holds, side by side.
 # Layouts that mix the heads of queries, keys and values (``query_key_value``, ``qkv_proj``) are
 # missing on purpose: their order of rows differs between models of the same attribute name.
-LAYOUTS: Final[tuple[tuple[tuple[str, str], ...], ...]] = (
+Layout = tuple[tuple[str, str], ...]
+LAYOUTS: Final[tuple[Layout, ...]] = (
     (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")),  # LLaMA, CLIP, BART, GPT-J
     (("query", "q"), ("key", "k"), ("value", "v")),  # BERT, ViT
     (("query_proj", "q"), ("key_proj", "k"), ("value_proj", "v")),  # DeBERTa
@@ -27,6 +28,7 @@ LAYOUTS: Final[tuple[tuple[tuple[str, str], ...], ...]] = (
     (("q_lin", "q"), ("k_lin", "k"), ("v_lin", "v")),  # DistilBERT
     (("c_q", "q"), ("c_k", "k"), ("c_v", "v")),  # nanochat
     (("wq", "q"), ("wk", "k"), ("wv", "v")),  # LLaMA as first released
+    (("w_q", "q"), ("w_k", "k"), ("w_v", "v")),  # textbooks
     (("q", "q"), ("k", "k"), ("v", "v")),  # T5
     (("q_attn", "q"), ("c_attn", "kv")),  # GPT-2, looking at another sequence
     (("to_q", "q"), ("to_kv", "kv")),  # lucidrains, looking at another sequence
@@ -70,26 +72,32 @@ class AttentionReport:
     Attributes:
         constraint: ``"within"`` or ``"across"``.
         which: The constrained projections, a part of ``"qkv"``.
-        lines: ``(parameter, class of the module, reading in words)`` for each constrained weight.
+        lines: ``(parameter, class of the module, reading in words, how far it moved)`` for each
+            constrained weight.
         skipped: ``(module, reason)`` for what looks like attention and was left alone.
     """
 
     constraint: str
     which: str
-    lines: tuple[tuple[str, str, str], ...]
+    lines: tuple[tuple[str, str, str, str], ...]
     skipped: tuple[tuple[str, str], ...]
 
     @override
     def __str__(self) -> str:
         text = f"{self.which} constrained {self.constraint} heads\n"
-        text += table([("parameter", "module", "reading"), *self.lines])
+        text += table([("parameter", "module", "reading", "moved"), *self.lines])
         if self.skipped:
             text += "\nleft alone:\n" + _listed(self.skipped)
         return text
 
 
 def constrain_attention(
-    model: nn.Module, constraint: Literal["within", "across"] = "within", which: str = "qk"
+    model: nn.Module,
+    constraint: Literal["within", "across"] = "within",
+    which: str = "qk",
+    *,
+    scale: float | Literal["keep"] = 1.0,
+    names: Mapping[str, str] | None = None,
 ) -> AttentionReport:
     r"""Put the query and key weights of every attention module in ``model`` on the manifold.
 
@@ -102,21 +110,28 @@ def constrain_attention(
     Found by their attributes, without importing the packages: ``nn.MultiheadAttention`` of torch
     and of this package (also inside ``nn.TransformerEncoderLayer``), timm (``qkv``), transformers
     (``q_proj``/``query``/``q`` and so on, and the transposed ``c_attn`` of GPT-2), lucidrains
-    (``to_qkv``). Grouped keys have fewer heads than queries; their number follows from the shapes.
+    (``to_qkv``); others by ``names``. Grouped keys have fewer heads than queries; their number
+    follows from the shapes.
 
     Args:
         model: A model, or one attention module.
         constraint: ``"within"`` or ``"across"``. Default: ``"within"``.
         which: The projections to constrain, of ``"q"``, ``"k"`` and ``"v"``. Default: ``"qk"``.
+        scale: As in :func:`stiefel_opt.constrain`: "keep" for a trained model.
+        names: What a module calls its linear layers, ``{"q": "w_q", "k": "w_k", "v": "w_v"}`` or
+            ``{"qkv": "in_map"}``, and ``"heads"`` its attribute with their number. Default: the
+            names above.
 
     Returns: What was done, and which modules look like attention but were left alone.
     Raises:
         ValueError: for another constraint or ``which``, or if no module can be read; it lists what
             was found. Nothing is changed then.
-        TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses.
+        TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses, and ``names``
+            that are no dict of strings.
 
     Note: Values become the nearest point, as by :func:`stiefel_opt.constrain`. Where H d > E the
-        weights of "across" are tall, and their columns are orthonormal: the report says so.
+        weights of "across" are tall, and their columns are orthonormal: the report says so, and how
+        far each weight moved as a part of its length: a trained model may have to be trained on.
     Reference: Kong, Wang & Tao (ICLR 2023), table 1.
     """
     if not isinstance(model, nn.Module):
@@ -124,11 +139,12 @@ def constrain_attention(
     check_choice("constraint", constraint, ("within", "across"))
     if not isinstance(which, str) or which not in ("q", "k", "v", "qk", "qv", "kv", "qkv"):
         raise ValueError(fail("which", "be one or more of 'q', 'k', 'v', in this order", which))
+    layouts, heads = (LAYOUTS, HEADS) if names is None else _own_names(names)
     plans: list[tuple[str, nn.Module, list[tuple[str, Stiefel]]]] = []
     skipped: dict[str, str] = {}
     for path, module in model.named_modules():
         try:
-            plan = _plan(module, constraint, which)
+            plan = _plan(module, constraint, which, layouts, heads)
         except _UnreadableError as reason:
             skipped[path] = f"{type(module).__name__}: {reason}"
             continue
@@ -144,26 +160,53 @@ def constrain_attention(
                 "model",
                 "contain an attention module that can be read",
                 f"a {type(model).__name__}",
-                _remedy(model, skipped),
+                _remedy(model, skipped, layouts),
             )
         )
     for path, module, plan in plans:
-        for name, reading in plan:
-            _check(module.get_parameter(name), reading, _joined(path, name))
+        for index, (name, reading) in enumerate(plan):
+            parameter, called = module.get_parameter(name), _joined(path, name)
+            _check(parameter, reading, called)
+            if scale == "keep":
+                own = replace(reading, scale=mean_singular_value(parameter, reading, called))
+            else:
+                own = replace(reading, scale=scale)
+            plan[index] = name, own
     lines = []
     for path, module, plan in plans:
         if isinstance(module, MultiheadAttention):
             module.constraint = constraint
         for name, reading in plan:
             constrain(module, name, **reading.as_dict())
-            words = reading.describe(module.get_parameter(name).shape)
-            lines.append((_joined(path, name), type(module).__name__, words))
+        for line in report(module).lines:
+            if line.name in dict(plan):
+                moved = "-" if line.moved is None else f"{line.moved:.0%}"
+                kind = type(module).__name__
+                lines.append((_joined(path, line.name), kind, line.reading, moved))
     return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
 
 
-def _plan(module: nn.Module, constraint: str, which: str) -> list[tuple[str, Stiefel]]:
+def _own_names(names: Mapping[str, str]) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
+    """Return the layout that a user names, and what the number of heads is called."""
+    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
+        raise TypeError(fail("names", "be a dict of names", repr(names)))
+    layout = [(name, letters) for letters, name in names.items() if letters != "heads"]
+    if "".join(sorted("".join(letters for _, letters in layout))) not in ("kq", "kqv"):
+        wanted = "name q, k and perhaps v, each once, or what holds them side by side, as 'qkv'"
+        raise ValueError(fail("names", wanted, dict(names)))
+    layout.sort(key=lambda item: "qkv".index(item[1][0]))
+    return (tuple(layout),), ((names["heads"],) if "heads" in names else HEADS)
+
+
+def _plan(
+    module: nn.Module,
+    constraint: str,
+    which: str,
+    layouts: Sequence[Layout],
+    called: Sequence[str],
+) -> list[tuple[str, Stiefel]]:
     """Return (parameter, reading) for each weight of an attention module, nothing for others."""
-    weights = _torch_weights(module, which) or _linear_weights(module)
+    weights = _torch_weights(module, which) or _linear_weights(module, layouts)
     if not weights:
         return []
     wanted = [weight for weight in weights if set(weight.projections) & set(which)]
@@ -172,11 +215,11 @@ def _plan(module: nn.Module, constraint: str, which: str) -> list[tuple[str, Sti
         raise _UnreadableError(f"it has no linear layer for {sorted(missing)}")
     stated = _number(module, KEY_HEADS)
     fused = any(len(weight.projections) == 3 for weight in weights)
-    if fused and stated not in (None, _number(module, HEADS)):
+    if fused and stated not in (None, _number(module, called)):
         raise _UnreadableError(f"one weight holds queries and the keys of {stated} heads")
     heads = dict.fromkeys("qkv", 1)
     if constraint == "within":
-        heads = _heads(module, weights)
+        heads = _heads(module, weights, called)
         if stated not in (None, heads["k"]):
             raise _UnreadableError(
                 f"its keys have the width of {heads['k']} heads, but it states {stated}"
@@ -198,10 +241,10 @@ def _torch_weights(module: nn.Module, which: str) -> list[_Weight]:
     return [_Weight(f"{letter}_proj_weight", letter, (width,), False) for letter in "qkv"]
 
 
-def _linear_weights(module: nn.Module) -> list[_Weight]:
-    """Return the weights of the first of ``LAYOUTS`` that fits."""
+def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weight]:
+    """Return the weights of the first layout that fits."""
     children = dict(module.named_children())
-    for layout in LAYOUTS:
+    for layout in layouts:
         present = [(name, letters) for name, letters in layout if name in children]
         if len(present) == len(layout) or (len(layout) == 3 and len(present) == 2):
             if present[0][1][0] != "q" or "k" not in "".join(letters for _, letters in present):
@@ -241,11 +284,13 @@ def _check_fused(children: dict[str, nn.Module], weight: _Weight) -> None:
                 )
 
 
-def _heads(module: nn.Module, weights: Sequence[_Weight]) -> dict[str, int]:
+def _heads(module: nn.Module, weights: Sequence[_Weight], called: Sequence[str]) -> dict[str, int]:
     """Return the number of heads of each projection."""
-    heads = _number(module, HEADS)
+    heads = _number(module, called)
     if heads is None:
-        raise _UnreadableError(f"neither it nor its config has one of {', '.join(HEADS)}")
+        raise _UnreadableError(
+            f"neither it nor its config has one of {', '.join(called)}; say names={{'heads': ...}}"
+        )
     sizes: dict[str, int] = {}
     for weight in weights:
         sizes.update(zip(weight.projections, weight.sizes, strict=True))
@@ -301,8 +346,12 @@ def _listed(skipped: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {path or 'the model itself'}: {reason}" for path, reason in skipped)
 
 
-def _remedy(model: nn.Module, skipped: dict[str, str]) -> str:
-    advice = "name the weights yourself with so.constrain(model, name, heads=...)"
+def _remedy(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]) -> str:
+    known = "; ".join(", ".join(name for name, _ in layout) for layout in layouts)
+    advice = (
+        "say what it calls its layers, names={'q': 'w_q', 'k': 'w_k'}, or name the weights "
+        f"yourself with so.constrain(model, name, heads=...). It looked for the layers {known}"
+    )
     if skipped:
         shown = list(skipped.items())
         more = f"\n  and {len(shown) - 12} more" if len(shown) > 12 else ""
