@@ -602,3 +602,12 @@ def test_runs_where_gradients_are_off() -> None:
         assert solve(x, y, k=2, reg=0.5).objective == expected
     with torch.inference_mode():
         assert solve(x * 1, y, k=2, reg=0.5).objective == expected
+
+
+def test_a_result_is_printed_in_one_line() -> None:
+    x, y = np.random.default_rng(0).normal(size=(2, 12, 4))
+    text = repr(solve(x, y, k=2, reg=1.0))
+    assert "\n" not in text
+    assert len(text) < 160
+    assert "projection 4 x 2, plan 12 x 12" in text
+    assert "converged=" in text

@@ -38,6 +38,8 @@ class OrthogonalRNN(nn.Module):
             name of a map of :func:`stiefel_opt.orthogonal` for any optimizer; None leaves it free.
         start: ``"henaff"`` or ``"helfrich"``, random rotations of planes, or None: uniform among
             the orthogonal matrices. The other weights start as in ``nn.RNN``.
+            For memory over many steps take ``nonlinearity="modrelu", start="henaff"``: with the
+            defaults, those of ``nn.RNN``, tanh forgets.
         generator: Source of the random start of Q. Default: torch's global one.
         options: Of the transition, such as ``reflections=128`` for ``"cwy"``.
 

@@ -45,6 +45,7 @@ from stiefel_opt.optim.checks import (
     reading,
     refuse_gradient,
     refuse_nonfinite,
+    refuse_other_precision,
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
@@ -208,7 +209,11 @@ class StiefelOptimizer(Optimizer, ABC):
         for group, plain in zip(self.param_groups, prepared, strict=True):
             if plain:
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
-                self._step_plain(group, plain, grads, [self.state[p] for p in plain])
+                try:
+                    self._step_plain(group, plain, grads, [self.state[p] for p in plain])
+                except RuntimeError as error:
+                    refuse_other_precision(plain, self.state, self.param_groups, error)
+                    raise
             missed += self._step_constrained(group, group["lr"])
         if missed:  # last: it may be an error
             warn_of_skipped(names_of(missed, self.param_groups), missed)

@@ -229,3 +229,16 @@ def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:
     found = f"one of shape {tuple(parameter.shape)} that is sparse"
     remedy = "use sparse=False in the layer that produces it"
     raise TypeError(fail(f"grad of {name_of(parameter, groups)}", "be dense", found, remedy))
+
+
+def refuse_other_precision(
+    parameters: Sequence[Tensor], state: Mapping[Any, Any], groups: list[Group], error: Exception
+) -> None:
+    """Raise for state of another dtype than its parameter, at which torch's own rules stop."""
+    for parameter in parameters:
+        for name, value in state[parameter].items():
+            if name != "step" and isinstance(value, Tensor) and value.dtype != parameter.dtype:
+                called = f"{name} of {name_of(parameter, groups)}"
+                remedy = "after a change of precision call opt.load_state_dict(opt.state_dict())"
+                condition = f"have dtype {parameter.dtype}"
+                raise ValueError(fail(called, condition, value.dtype, remedy)) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stiefel_opt._checks import check_flag, check_range, fail
 from stiefel_opt._optional import ProgressBar
@@ -17,7 +18,7 @@ from stiefel_opt.ot.clouds import Clouds, check_integer, read_clouds, read_proje
 from stiefel_opt.ot.sinkhorn import EntropicTransport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PRWResult:
     r"""What :func:`projection_robust_wasserstein` found; arrays are of the kind of the clouds.
 
@@ -45,6 +46,17 @@ class PRWResult:
     marginal_error: float
     log: list[Iteration]
     objectives: list[float]
+
+    @override
+    def __repr__(self) -> str:
+        found = f"value={self.value:.6g}, objective={self.objective:.6g}"
+        ended = f"converged={self.converged}, iterations={len(self.log)}"
+        shapes = f"projection {_size(self.projection)}, plan {_size(self.plan)}"
+        return f"PRWResult({found}, {ended}, {shapes})"
+
+
+def _size(array: Any) -> str:
+    return " x ".join(map(str, array.shape))
 
 
 def projection_robust_wasserstein(
@@ -75,7 +87,8 @@ def projection_robust_wasserstein(
             and dtype of x, computed in float64 on its device.
         a, b: Their weights, ``(n,)`` and ``(m,)``, not negative, summing to one. Default: equal.
         k: Dimension of the projection, 1 to d. Default: 2.
-        reg: Regularization, in units of squared distance.
+        reg: Regularization, in units of squared distance: smaller is nearer to the distance
+            without, and slower. Compare it with ``value``.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
             ``lambda params: StiefelAdam(params, lr=0.1)``; it is given the tangent part of the
             gradient of minus the objective. Default: :class:`StiefelSGD` without momentum, its
