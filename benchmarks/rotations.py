@@ -136,7 +136,7 @@ class Text:
 
 
 class HeldOut:
-    """Perplexity, and KL from full precision, on every held-out set; exact logits are kept."""
+    """Perplexity, and KL from full precision, on a held-out set; exact logits are kept."""
 
     def __init__(self, model: Any, text: Text, bits: int) -> None:
         self.model, self.text, self.bits = model, text, bits
@@ -148,28 +148,24 @@ class HeldOut:
         return found.float().log_softmax(-1)
 
     def __call__(
-        self, found: rotations.Rotations | None, *, rounded: bool = True
-    ) -> dict[str, dict[str, float]]:
-        result = {}
-        for name, held in self.text.held_out.items():
-            if name not in self.exact:
-                self.exact[name] = [self.logits(piece) for piece in held]
-            losses, divergences = [], []
-            for piece, exact in zip(held, self.exact[name], strict=True):
-                reached = exact
-                if rounded:
-                    with rotations.quantized(
-                        self.model, rotations=found, activation_bits=self.bits
-                    ):
-                        reached = self.logits(piece)
-                losses.append(-float(reached.gather(-1, piece[0, 1:, None]).mean()))
-                divergences.append(float((exact.exp() * (exact - reached)).sum(-1).mean()))
-            result[name] = {
-                "perplexity": math.exp(statistics.fmean(losses)),
-                "kl": statistics.fmean(divergences),
-                "pieces": len(held),
-            }
-        return result
+        self, name: str, found: rotations.Rotations | None, *, rounded: bool = True
+    ) -> dict[str, float]:
+        held = self.text.held_out[name]
+        if name not in self.exact:
+            self.exact[name] = [self.logits(piece) for piece in held]
+        losses, divergences = [], []
+        for piece, exact in zip(held, self.exact[name], strict=True):
+            reached = exact
+            if rounded:
+                with rotations.quantized(self.model, rotations=found, activation_bits=self.bits):
+                    reached = self.logits(piece)
+            losses.append(-float(reached.gather(-1, piece[0, 1:, None]).mean()))
+            divergences.append(float((exact.exp() * (exact - reached)).sum(-1).mean()))
+        return {
+            "perplexity": math.exp(statistics.fmean(losses)),
+            "kl": statistics.fmean(divergences),
+            "pieces": len(held),
+        }
 
 
 @torch.no_grad()
@@ -243,30 +239,45 @@ class Bench:
         self.text = Text(tokenizer, options.data_dir, options.pieces)
         self.held_out = HeldOut(self.exact, self.text, options.bits)
 
+    def path(self, name: str, suffix: str) -> Path:
+        return self.folder / f"{name.replace(', ', '-').replace(' ', '-')}{suffix}"
+
     def stored(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The content of a row's file, worked out unless it is there."""
-        path = self.folder / f"{name.replace(', ', '-').replace(' ', '-')}.json"
+        path = self.path(name, ".json")
         if path.exists():
             return json.loads(path.read_text())
         content = {"row": name, **work(), "machine": machine()}
         harness.write_json(path, content)
-        print(name, content.get("held_out", ""), flush=True)
         return content
+
+    def measured(
+        self,
+        name: str,
+        find: Callable[[], rotations.Rotations | None],
+        *,
+        rounded: bool = True,
+        **known: Any,
+    ) -> None:
+        """A row's file with every held-out set; those that are there are not measured again."""
+        content = self.stored(name, lambda: {**known, "held_out": {}})
+        for held in self.text.held_out:
+            if held not in content["held_out"]:
+                content["held_out"][held] = self.held_out(held, find(), rounded=rounded)
+                harness.write_json(self.path(name, ".json"), content)
+                print(name, content["held_out"], flush=True)
 
     def fixed(self) -> None:
         """Rows that nothing is learned for."""
-        held = self.held_out
-        self.stored("full precision", lambda: {"held_out": held(None, rounded=False)})
-        for seed in self.options.seeds:
-            self.stored(
-                f"Hadamard, seed {seed}",
-                lambda seed=seed: {
-                    "seed": seed,
-                    "held_out": held(rotations.hadamard(self.exact, seed=seed)),
-                },
-            )
+        self.measured("full precision", lambda: None, rounded=False)
         if self.options.no_rotation:
-            self.stored("no rotation", lambda: {"held_out": held(None)})
+            self.measured("no rotation", lambda: None)
+        for seed in self.options.seeds:
+            self.measured(
+                f"Hadamard, seed {seed}",
+                lambda seed=seed: rotations.hadamard(self.exact, seed=seed),
+                seed=seed,
+            )
 
     def train(self, method: Method, rate: float, seed: int, *, measure: bool) -> dict[str, Any]:
         options = self.options
@@ -286,9 +297,9 @@ class Bench:
                 steps=options.steps,
                 loss=options.loss,
                 optimizer=watch,
-                checkpoint=self.folder / f"{name.replace(', ', '-').replace(' ', '-')}.pt",
+                checkpoint=self.path(name, ".pt"),
             )
-            found.save(self.folder / f"{name.replace(', ', '-').replace(' ', '-')}.rotations.pt")
+            found.save(self.path(name, ".rotations.pt"))
             seconds = [entry["seconds"] for entry in found.log]
             return {
                 "method": method.name,
@@ -302,16 +313,11 @@ class Bench:
             }
 
         content = self.stored(f"{name}, training", learned)
-        if not measure:
-            return content
-        path = self.folder / f"{name.replace(', ', '-').replace(' ', '-')}.rotations.pt"
-
-        def measured() -> dict[str, Any]:
-            found = rotations.Rotations.load(path)
-            held = self.held_out(found)
-            return {key: content[key] for key in ("method", "rate", "seed")} | {"held_out": held}
-
-        return self.stored(name, measured)
+        if measure:
+            known = {key: content[key] for key in ("method", "rate", "seed")}
+            path = self.path(name, ".rotations.pt")
+            self.measured(name, lambda: rotations.Rotations.load(path), **known)
+        return content
 
     def run(self) -> None:
         options = self.options
@@ -347,9 +353,11 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def groups(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Measured rows by method, the fixed ones first."""
+    """Rows that are measured on every held-out set, by method, the fixed ones first."""
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     rows = [row for row in rows if "held_out" in row]
+    sets = next(row["held_out"].keys() for row in rows if row["row"] == "full precision")
+    rows = [row for row in rows if row["held_out"].keys() == sets]
     for name in ("full precision", "no rotation", "Hadamard"):
         found = [row for row in rows if row["row"].split(", seed")[0] == name]
         if found:
@@ -376,7 +384,8 @@ def merge(options: argparse.Namespace) -> None:
     header += ["s a step", "optimizer %", "max abs(R'R - I)"]
     lines = []
     for name, rows in found.items():
-        cells = [name, str(len(rows)), "-" if "rate" not in rows[0] else f"{rows[0]['rate']:g}"]
+        seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
+        cells = [name, seeds or "-", f"{rows[0]['rate']:g}" if "rate" in rows[0] else "-"]
         for held in sets:
             reached = [row["held_out"][held]["perplexity"] for row in rows]
             cells.append(spread(reached, 2))
@@ -435,11 +444,16 @@ def plot(training: dict[Any, dict[str, Any]]) -> None:
     importlib.import_module("matplotlib").use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for (method, rate, seed), run in training.items():
+    colours = dict(zip(METHODS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    labelled = set()
+    for (method, rate, _), run in training.items():
         window = max(1, len(run["loss"]) // 10)
         smooth = torch.tensor(run["loss"]).unfold(0, window, 1).mean(-1)
         steps = range(window, len(run["loss"]) + 1)
-        left.plot(steps, smooth, label=f"{method}, {rate:g}, seed {seed}")
+        label = f"{method}, rate {rate:g}"
+        shown = "_" if label in labelled else label
+        labelled.add(label)
+        left.plot(steps, smooth, color=colours[method], label=shown)
     left.set(xlabel="step", ylabel="loss, mean of a tenth of the steps")
     left.legend(fontsize=7)
     for name, values in next(iter(training.values()))["kurtosis"].items():
@@ -457,7 +471,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/rotations"), help="for the rows")
     parser.add_argument("--data-dir", type=Path, help="with eng_spa.tsv.gz")
-    parser.add_argument("--rows", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--rows", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--steps", type=int, default=200)

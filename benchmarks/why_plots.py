@@ -13,13 +13,13 @@ from typing import Any
 import harness
 
 METHODS = {  # name, colour and marker, the same in every picture
-    "tagged": ("tagged, StiefelAdam", "#0072B2", "o"),
-    "cwy": ("CWY", "#009E73", "s"),
-    "free": ("free, same start", "#D55E00", "^"),
-    "clipped": ("free, same start, clipped", "#E69F00", "v"),
-    "lstm": ("LSTM", "#CC79A7", "D"),
+    "tagged": ("tagged, StiefelAdam", "#D55E00", "s"),
+    "cwy": ("CWY", "#0072B2", "^"),
+    "free": ("free, same start", "#6E6E6E", "X"),
+    "clipped": ("free, same start, clipped", "#CC79A7", "v"),
+    "lstm": ("LSTM", "#000000", "o"),
     "gaussian": ("free, Gaussian start", "#56B4E9", "P"),
-    "default": ("free, torch's start", "#000000", "X"),
+    "default": ("free, torch's start", "#8C564B", "d"),
 }
 SIZES = {"copying": "T", "deep": "layers", "attention": "blocks", "queries": "blocks"}
 RIGHT = "share right, %"
@@ -168,7 +168,8 @@ def picture(name: str, rates: list[float], panels: list[tuple[str, str, Any, str
         axis.set_ylabel(label)
         axis.set_yscale("linear" if key in (RIGHT, "noise over signal") else "log")
         if key == RIGHT:
-            axis.set_ylim(-3, 103)
+            lowest = min(min(map(min, kept[RIGHT])) for kept in methods.values())
+            axis.set_ylim(-3 if lowest < 60 else 60, 103 if lowest < 60 else 101)
         if key.startswith("median"):
             axis.set_ylim(1e-40, 1e1)  # what has died need not be told apart
     lines = {
