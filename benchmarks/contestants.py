@@ -46,6 +46,7 @@ class Row:
     n: int
     m: int
     heads: bool = False  # the batch is the heads of one (batch * m, n) weight
+    fused: bool = False  # half of them are queries, half keys, and plain values stand below
     sgd_to_pogo: float = 1.0
     sgd_to_products: float | None = 1.6
     adam_to_geoopt_adam: float = 1.0
@@ -58,6 +59,9 @@ class Row:
 
     @property
     def label(self) -> str:
+        if self.fused:
+            side = f"{self.batch * self.m * 3 // 2} x {self.n}"
+            return f"{self.parameters} fused q, k, v of {side}, {self.batch} heads"
         if self.heads:
             side = f"{self.batch * self.m} x {self.n}"
             return f"{self.parameters} parameters of {side}, {self.batch} heads"
@@ -99,6 +103,12 @@ def stacked_heads(values: Tensor) -> Tensor:
     return values.mT.reshape(batch * m, n)
 
 
+def fused_heads(values: Tensor) -> Tensor:
+    """Queries and keys, and below them values, which nobody constrains: any numbers."""
+    rows = stacked_heads(values)
+    return torch.cat([rows, rows[: len(rows) // 2]])
+
+
 def start(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
     """Orthonormal X and Gaussian G, (parameters, batch, n, m): the same for every contestant."""
     generator = torch.Generator().manual_seed(7)
@@ -120,6 +130,8 @@ def adam_lr(row: Row) -> float:
 def read_matrices(parameters: list[Tensor], row: Row, layout: Layout) -> Tensor:
     """The matrices of all parameters, tall, (k, n, m), in float64."""
     stack = torch.stack([parameter.detach() for parameter in parameters]).double()
+    if layout is fused_heads:
+        stack, layout = stack[:, : row.batch * row.m], stacked_heads
     if layout is wide_batch or layout is stacked_heads:
         return stack.reshape(row.matrices, row.m, row.n).mT
     return stack.reshape(row.matrices, row.n, row.m)
@@ -159,6 +171,10 @@ def enter(
 def ours(row: Row, device: torch.device) -> Iterator[Entry]:
     as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
     manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
+    if row.fused:
+        half = row.batch * row.m // 2
+        as_in_model = fused_heads
+        manifold = so.Stiefel(heads=row.batch // 2, rows=((0, half), (half, 2 * half)))
     tag = partial(so.ManifoldParameter, manifold=manifold)
     sgd = partial(so.StiefelSGD, lr=LR, momentum=MOMENTUM)
     yield enter(SGD, row, device, as_in_model, tag, sgd)

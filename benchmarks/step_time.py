@@ -71,10 +71,12 @@ from harness import (
 
 # Half of POGO's time where a model has many separate matrices; faster elsewhere, except where
 # n/m <= 8 (1.1, and 1.3 for Adam) and for the latency row (1.5, no bar against the products).
-# Heads count as "elsewhere": POGO gets the twelve of a parameter as one batch.
+# Heads count as "elsewhere": POGO gets the twelve of a parameter as one batch. Of the fused weights
+# rivals get the queries and keys only; ours moves the values too.
 ROWS = (
     Row("separate-384x32", 168, 1, 384, 32, sgd_to_pogo=0.5),
     Row("heads-384x384", 14, 12, 384, 32, heads=True),
+    Row("fused-1152x384", 14, 24, 384, 32, heads=True, fused=True),
     Row("one-4096x512", 1, 1, 4096, 512, sgd_to_pogo=1.1, adam_to_geoopt_adam=1.3),
     Row("one-2048x256", 1, 1, 2048, 256, sgd_to_pogo=1.1, adam_to_geoopt_adam=1.3),
     Row("one-30000x50", 1, 1, 30000, 50),
