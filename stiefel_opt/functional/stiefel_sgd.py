@@ -166,7 +166,9 @@ def sgd_(
     earlier, mu = B if L is None else product(B, L), momentum
     if turned is not None:
         earlier, mu, N = product(earlier, turned), 1.0, torch.bmm(N, turned)
-    pending = add_product(earlier, X, torch.sub(S, N, alpha=mu), beta=mu)
+    # B itself is still to be written, and Nesterov's direction needs it as it was
+    combine = add_product if nesterov or earlier is B else add_product_
+    pending = combine(earlier, X, torch.sub(S, N, alpha=mu), beta=mu)
     if not nesterov:
         del earlier
         subtract_(pending, G, force, B, ok)  # 2, 3  B <- B (mu L) + X (S - mu N) - G
