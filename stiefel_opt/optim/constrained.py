@@ -216,7 +216,7 @@ class Constrained:
         self._out: set[int] = set()  # places of those that do not move in this step
         self._ok: Tensor | None = None  # the same as a mask, where it is not read
         self._changed: set[int] = set()  # places of those that somebody else has written to
-        self._seen: list[Any] = [None] * len(owners)  # the parameters after our last write
+        self._seen = [-1] * len(owners), [-1] * len(owners)  # the parameters after our last write
         self._now = self._look()
         self._turns = 0
         self._is_gone = False
@@ -292,9 +292,9 @@ class Constrained:
         if list(map(torch.Tensor.data_ptr, tensors)) != self._memory:
             return False
         self._now = self._look()
-        return self._now == self._seen or all(
-            (seen and seen[1]) == now[1] or owner.is_same()
-            for seen, now, owner in zip(self._seen, self._now, self.owners, strict=True)
+        return self._now[1] == self._seen[1] or all(
+            seen == now or owner.is_same()
+            for seen, now, owner in zip(self._seen[1], self._now[1], self.owners, strict=True)
         )
 
     # ---- before anything changes ---------------------------------------------------------------
@@ -324,18 +324,23 @@ class Constrained:
         self.missed, self._ok = [], None
         self._changed = set()
         if self._now != self._seen:
-            pairs = enumerate(zip(self._now, self._seen, strict=True))
-            known = in_graph  # which writes to parameters itself
-            self._changed = {p for p, (now, seen) in pairs if now != seen and not (known and seen)}
+            now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
+            self._changed = {  # a graph writes to parameters itself
+                place
+                for place in range(len(now))
+                if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
+            }
         if nonfinite != "ignore" or shared:
             self._judge(nonfinite)
         return [self.owners[place] for place in sorted(self._changed - self._out)]
 
-    def _look(self) -> list[tuple[int, int]]:
+    def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
-        tensors = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
-        pointers = map(torch.Tensor.data_ptr, tensors)
-        return list(zip(map(_VERSION, tensors), pointers, strict=True))
+        tensors = self._local()
+        return list(map(_VERSION, tensors)), list(map(torch.Tensor.data_ptr, tensors))
+
+    def _local(self) -> list[Tensor]:
+        return list(map(local_part, self.parameters)) if self.is_shared else self.parameters
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters whose gradient is not safe: all processes that have a part agree."""
@@ -564,9 +569,11 @@ class Constrained:
         if self.missed:
             self.skipped[self.missed] += 1
         if is_written:
-            left, earlier, self._seen = self._out, self._seen, self._look()
-            for place in left:
-                self._seen[place] = earlier[place]
+            versions, earlier = list(map(_VERSION, self._local())), self._seen
+            self._seen = versions, list(self._now[1])
+            for place in self._out:
+                for now, then in zip(self._seen, earlier, strict=True):
+                    now[place] = then[place]
         self._grads, self._done = [None] * len(self.owners), None
 
     def _recover(self) -> None:
@@ -588,7 +595,8 @@ class Constrained:
         done = sorted(set(self._done or ()))
         if done and self.steps._version == self._uncounted:
             self.steps[done] += 1.0
-        self._busy, self._done, self._seen = None, None, [None] * len(self.owners)
+        self._busy, self._done = None, None
+        self._seen = [-1] * len(self.owners), [-1] * len(self.owners)
 
 
 def _start_again(state: State, new_point: Tensor) -> Tensor:
