@@ -342,11 +342,15 @@ def small_clouds(data: str, folder: Path) -> list[str]:
 @pytest.mark.usefixtures("drawn")
 def test_prw_smoke_finds_the_planted_subspace_and_draws_it(tmp_path, capsys) -> None:
     assert prw.main(["--smoke", "--output", str(tmp_path)]) == 0
-    assert f"Plot: {tmp_path / 'pair.png'}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"Plot: {tmp_path / 'pair.png'}" in printed
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "results.json").read_text())["result"]
     assert result["converged"]
-    assert max(result["principal_angles"]) < 0.2  # 200 points; 3,000 are the default
+    largest = max(result["principal_angles"])
+    assert largest < 0.2  # 200 points; 3,000 are the default
+    side = "below" if largest < prw.LARGEST_ANGLE else "not below"
+    assert f"{largest:.4f} rad, {side} {prw.LARGEST_ANGLE}." in printed
 
 
 @pytest.mark.parametrize("data", ["mnist", "shakespeare"])

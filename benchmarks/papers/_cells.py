@@ -43,6 +43,7 @@ CELLS = {
     "lstm": Cell("LSTM"),
 }
 TITLES = {cell.title: name for name, cell in CELLS.items()}
+NAMES = {title.removeprefix("Tagged "): name for title, name in TITLES.items()}  # on command lines
 
 
 class SequenceModel(nn.Module):
@@ -94,10 +95,10 @@ class SequenceModel(nn.Module):
         return self.readout(hidden)
 
     @torch.no_grad()
-    def orthonormality_error(self) -> float:
-        """|Q'Q - I| of the transition, the largest entry; 0 for an LSTM, which has none."""
+    def orthonormality_error(self) -> float | None:
+        """|Q'Q - I| of the transition, the largest entry; None for an LSTM, which has none."""
         if isinstance(self.recurrent, nn.LSTM):
-            return 0.0
+            return None
         wide = torch.complex128 if self.recurrent.weight_hh_l0.is_complex() else torch.float64
         transition = self.recurrent.weight_hh_l0.to(wide)
         return float((transition.mH @ transition - torch.eye(len(transition))).abs().max())
@@ -152,16 +153,23 @@ def build_optimizer(
 def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:
     """Add the flags of everything above."""
     add = parser.add_argument
-    add("--cells", nargs="+", choices=[*CELLS, "all"], default=["cwy", "adam", "lstm"])
+    add("--cells", nargs="+", default=["CWY", "StiefelAdam", "LSTM"], metavar="CELL",
+        help=f"of {', '.join(NAMES)}, or all")  # fmt: skip
     add("--hidden", type=int, default=hidden, help="units")
-    add("--lstm-hidden", type=int, help="units of the LSTM; None: as many")
+    add("--lstm-hidden", type=int, help="units of the LSTM; by default as many")
     add("--lr", type=float, default=1e-3, help="of RMSprop")
     add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
-    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu")
+    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu",
+        help="of the orthogonal cells")  # fmt: skip
     add("--start", choices=["henaff", "helfrich"], default=start, help="of the transition")
 
 
 def parse_cells(names: Sequence[str]) -> list[str]:
-    """The titles of cells given by name; ``all`` is every one."""
-    chosen = list(CELLS) if "all" in names else list(dict.fromkeys(names))
-    return [CELLS[name].title for name in chosen]
+    """The titles of cells given by name, as in the tables; ``all`` is every one."""
+    known = {name.lower(): cell for name, cell in NAMES.items()} | {name: name for name in CELLS}
+    if "all" in names:
+        return [cell.title for cell in CELLS.values()]
+    for name in names:
+        if name.lower() not in known:
+            raise SystemExit(f"--cells must be of {', '.join(NAMES)} or all, got {name}")
+    return [CELLS[name].title for name in dict.fromkeys(known[name.lower()] for name in names)]

@@ -24,7 +24,7 @@ class Classification:
         model: nn.Module,
         images: Images,
         settings: dict[str, Any],
-        orthonormality_error: Callable[[], Tensor],
+        orthonormality_error: Callable[[], Tensor | float | None],
         penalty: Callable[[], Tensor] | None = None,
     ) -> None:
         self.model, self.images, self.settings = model, images, settings
@@ -57,16 +57,17 @@ class Classification:
         measures = {"train_loss": loss.detach(), "train_accuracy": right}
         return (loss if self.penalty is None else loss + self.penalty()), measures
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float | None]:
         """Per cent of the test images that are classified wrongly."""
         images, labels = self.images.test_images, self.images.test_labels
         wrong = [
             (self.model(self.images.normalize(batch)).argmax(1) != answers).sum()
             for batch, answers in zip(images.split(500), labels.split(500), strict=True)
         ]
+        error = self.orthonormality_error()
         return {
             "test_error": 100 * float(torch.stack(wrong).sum()) / len(labels),
-            "orthonormality_error": float(self.orthonormality_error()),
+            "orthonormality_error": None if error is None else float(error),
         }
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +85,14 @@ def add_flags(parser: ArgumentParser, output: Path, seeds: int = 1) -> None:
     add("--resume", action="store_true", help="continue unfinished runs, skip finished ones")
 
 
+class Help(ArgumentDefaultsHelpFormatter):
+    """Adds what a flag is by default, unless that is nothing or its text says so."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        told = "default" in (action.help or "") or action.default in (None, False)
+        return action.help if told else super()._get_help_string(action)
+
+
 def finish_flags(parser: ArgumentParser, options: Namespace) -> Namespace:
     """Turn the number of seeds into the list of them and set the threads."""
     if len(options.seeds) == 1:
@@ -98,9 +106,9 @@ def finish_flags(parser: ArgumentParser, options: Namespace) -> Namespace:
 
 def announce(options: Namespace, what: str, seconds: float) -> None:
     """Say what will be done, how long it should take and where the results go."""
-    span = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+    span = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{max(5, seconds):.0f} seconds"
     print(
-        f"{what}\nAbout {span} on {options.device} with {torch.get_num_threads()} threads"
+        f"{what}\nAbout {span} on {options.device} with {plural(torch.get_num_threads(), 'thread')}"
         f"{', less what is resumed' if options.resume else ''}; results in {options.output}.",
         flush=True,
     )
@@ -134,6 +142,17 @@ def spread(values: Sequence[float], form: str = ".3g") -> str:
     """Mean over seeds, with the range where there is one."""
     mean = f"{statistics.fmean(values):{form}}"
     return mean if len(values) < 2 else f"{mean} ({min(values):{form}} - {max(values):{form}})"
+
+
+def worst(errors: Sequence[float | None]) -> str:
+    """The largest orthonormality error; "-" where nothing is orthonormal."""
+    known = [error for error in errors if error is not None]
+    return f"{max(known):.1e}" if known else "-"
+
+
+def plural(number: int, thing: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def write_table(folder: Path, title: str, table: str, results: Mapping[str, Any]) -> str:

@@ -28,7 +28,11 @@ VERBS = [
 ARTICLES = [("the", ("el", "la")), ("a", ("un", "una")), ("this", ("este", "esta"))]
 NOUNS = [("house", "casa", 1), ("table", "mesa", 1), ("door", "puerta", 1), ("flower", "flor", 1)]
 NOUNS += [("boat", "barco", 0), ("book", "libro", 0), ("hat", "sombrero", 0), ("car", "coche", 0)]
-ADJECTIVES = [("red", ("rojo", "roja")), ("new", ("nuevo", "nueva")), ("old", ("viejo", "vieja"))]
+ADJECTIVES = [
+    ("red", ("rojo", "roja")),
+    ("new", ("nuevo", "nueva")),
+    ("dark", ("oscuro", "oscura")),
+]
 ADJECTIVES += [("green", ("verde", "verde")), ("small", ("pequeno", "pequena"))]
 TIMES = [("", ""), ("today", "hoy"), ("now", "ahora"), ("here", "aqui"), ("again", "otra vez")]
 

@@ -122,7 +122,8 @@ class Trainer:
             self.history.append(record)
             self.save()
             if bar.disable:  # a log file instead of a terminal
-                text = ", ".join(f"{key} {value:.4g}" for key, value in record.items())
+                known = {key: value for key, value in record.items() if value is not None}
+                text = ", ".join(f"{key} {value:.4g}" for key, value in known.items())
                 print(f"{title}: {text}", flush=True)
         bar.close()
 

@@ -12,7 +12,7 @@ settings: Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C (N = 1
 
 import math
 import statistics
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from _cells import (
     parse_cells,
 )
 from _common import (
+    Help,
     Panel,
     add_flags,
     announce,
@@ -35,6 +36,7 @@ from _common import (
     plot_curves,
     run,
     spread,
+    worst,
     write_table,
 )
 from _training import Record, Trainer, rate_factor, train_all
@@ -128,7 +130,7 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         row += [spread([100 * entry["digits_right"] for entry in last], ".1f")]
         row += [spread(first, ".0f") if math.inf not in first else "not reached"]
         row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
-        rows.append([*row, f"{max(entry['orthonormality_error'] for entry in last):.1e}"])
+        rows.append([*row, worst([entry["orthonormality_error"] for entry in last])])
     title = (
         f"Copying task, T = {options.length}: {options.hidden} units, batch {options.batch_size}, "
         f"{options.epochs * options.every} steps, seeds {', '.join(map(str, options.seeds))}"
@@ -158,7 +160,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     parser = ArgumentParser(
         description="Repeat ten digits after a pause of T steps.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--length", type=int, default=30, help="T, the zeros between digits and question")

@@ -33,6 +33,7 @@ from _common import (
     finish_flags,
     markdown_table,
     plot_curves,
+    plural,
     run,
     write_table,
 )
@@ -93,7 +94,7 @@ def report(
         if size.bar is not None:
             passed = ratio <= size.bar
             met = met and passed
-            line = f"{'PASS' if passed else 'FAIL'}  {line} (bar {size.bar})"
+            line += f", {'at most' if passed else 'more than'} {size.bar}"
         verdicts.append(line)
     return markdown_table(header, rows) + "\n\n" + "\n".join(verdicts), records, met
 
@@ -139,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     runs, chosen = solve(sizes, options)
     text, records, met = report(runs, chosen, sizes)
-    title = f"Leading eigenvalues, float64, momentum {MOMENTUM}, {len(options.seeds)} draw(s)"
+    title = (
+        f"Leading eigenvalues, float64, momentum {MOMENTUM}, {plural(len(options.seeds), 'draw')}"
+    )
     content = {"target": TARGET, "grid": list(options.rates), "results": records}
     print("\n" + write_table(options.output, title, text, content))
     print(f"{time.perf_counter() - began:.0f} s in all")

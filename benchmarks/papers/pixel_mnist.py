@@ -15,7 +15,7 @@ and appendix C (784 steps, 170 or 512 units).
 """
 
 import statistics
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from _cells import (
 )
 from _classification import Classification, classification_trainer
 from _common import (
+    Help,
     Panel,
     add_flags,
     announce,
@@ -39,6 +40,7 @@ from _common import (
     plot_curves,
     run,
     spread,
+    worst,
     write_table,
 )
 from _images import Images, load_images
@@ -108,7 +110,7 @@ def report(options: Namespace, images: Images, records: Mapping[str, Sequence[Re
         row = [title, spread([100 - entry["test_error"] for entry in last], ".2f")]
         row += [spread([100 * entry["train_accuracy"] for entry in last], ".2f")]
         row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
-        rows.append([*row, f"{max(entry['orthonormality_error'] for entry in last):.1e}"])
+        rows.append([*row, worst([entry["orthonormality_error"] for entry in last])])
     side = images.train_images.size(-1)
     title = (
         f"{'Permuted pixels' if options.permuted else 'Pixels'} of {options.data}, "
@@ -129,14 +131,12 @@ def report(options: Namespace, images: Images, records: Mapping[str, Sequence[Re
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
-    parser = ArgumentParser(
-        description="Classify digits pixel by pixel.", formatter_class=ArgumentDefaultsHelpFormatter
-    )
+    parser = ArgumentParser(description="Classify digits pixel by pixel.", formatter_class=Help)
     add = parser.add_argument
     add("--data", choices=["digits", "mnist"], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of MNIST")
     add("--limit", type=int, help="use only the first LIMIT training images")
-    add("--side", type=int, help="pixels in each direction after averaging; None: all")
+    add("--side", type=int, help="pixels in each direction after averaging; by default all")
     add("--permuted", action="store_true", help="shuffle the order of the pixels")
     add("--epochs", type=int, default=20, help="passes over the training images")
     add("--warmup", type=float, default=0.5, help="epochs of linear warm-up before the cosine")

@@ -17,18 +17,20 @@ training asks for states that lie far apart, which is what lasts beyond the trai
 """
 
 import itertools
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from _common import (
+    Help,
     add_flags,
     announce,
     figures,
     finish_flags,
     markdown_table,
+    plural,
     require,
     run,
     spread,
@@ -191,7 +193,7 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         rows.append([task, str(elements), str(THEORY[task]), *cells])
     title = (
         f"Accuracy in % at {LONGER} times the trained length {options.length}, mean (range) over "
-        f"seeds {', '.join(map(str, options.seeds))}; {options.layers} layer(s), at most "
+        f"seeds {', '.join(map(str, options.seeds))}; {plural(options.layers, 'layer')}, at most "
         f"{options.epochs * options.every} steps"
     )
     runs = [run for group in records.values() for run in group]
@@ -214,12 +216,13 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     parser = ArgumentParser(
         description="Word problems of groups, by products of Householder factors.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
-    add("--tasks", nargs="+", choices=[*THINGS, "all"], default=["parity", "S3"])
+    add("--tasks", nargs="+", choices=[*THINGS, "all"], default=["parity", "S3"],
+        help="groups whose products are to be followed")  # fmt: skip
     add("--factors", nargs="+", type=int, default=[1, 2], help="n_h, Householder factors a token")
-    add("--layers", type=int, default=1)
+    add("--layers", type=int, default=1, help="DeltaProduct layers")
     add("--heads", type=int, help="independent states; by default 2, S4 8, S5 4")
     add("--head-dim", type=int, help="side of a state; by default 4, for S5 8")
     add("--width", type=int, default=64, help="of the embedding")

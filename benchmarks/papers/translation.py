@@ -10,7 +10,7 @@ that no source of the test was seen. Two recurrences: one reads the source; the 
 target, starts from the last state of the first, and at each word attends to all of its states
 (score h' W s as in Luong et al., 2015; the paper's context enters before the recurrence instead,
 which forbids one call for all words). Perplexity is that of a target word, end included and
-padding not: e^loss, and 2^loss because the table of the paper has that. After Likhosherstov et
+padding not: 2^loss, as in the table of the paper. After Likhosherstov et
 al. (AISTATS 2021), section 4.2 and table 3.
 """
 
@@ -18,7 +18,7 @@ import itertools
 import math
 import random
 import statistics
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from _cells import Both
 from _common import (
+    Help,
     Panel,
     add_flags,
     announce,
@@ -46,12 +47,17 @@ import stiefel_opt as so
 from stiefel_opt.nn import OrthogonalRNN
 
 FREE = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
-MAPS = {"SCORNN": "cayley", "EXPRNN": "matrix_exp", "StiefelAdam": "tagged", "RGD": "tagged"}
-RULES = {"StiefelAdam": so.StiefelAdam, "RGD": so.ProjectedRGD}
+MAPS = {
+    "SCORNN": "cayley",
+    "EXPRNN": "matrix_exp",
+    "StiefelAdam": "tagged",
+    "ProjectedRGD": "tagged",
+}
+RULES = {"StiefelAdam": so.StiefelAdam, "ProjectedRGD": so.ProjectedRGD}
 # 2^loss, minutes for 10 epochs and millions of parameters; CWY by L / N, N = 1024.
 PUBLISHED: Mapping[str | float, str] = {
     "RNN": "1.66, 148, 25", "GRU": "1.47, 173, 32", "LSTM": "1.46, 232, 37",
-    "SCORNN": "1.49, 1780, 25", "RGD": "4.03, 1780, 25", "EXPRNN": "1.51, 2960, 25",
+    "SCORNN": "1.49, 1780, 25", "ProjectedRGD": "4.03, 1780, 25", "EXPRNN": "1.51, 2960, 25",
     1.0: "1.47, 1111, 25", 1 / 2: "1.58, 338, 24", 1 / 4: "1.56, 213, 23",
     1 / 8: "1.41, 198, 23", 1 / 16: "1.52, 175, 23",
 }  # fmt: skip
@@ -191,7 +197,7 @@ class Translation:
         for start in range(0, len(self.numbers["test"]), 250):
             loss, count = self.sums(self.padded(self.numbers["test"][start : start + 250]))
             total, words = total + float(loss), words + count
-        return {"loss": total / words, "perplexity": math.exp(total / words)}
+        return {"loss": total / words, "perplexity": 2 ** (total / words)}
 
 
 def build_trainer(options: Namespace, corpus: Corpus, title: str, seed: int) -> Trainer:
@@ -219,11 +225,11 @@ def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Re
     rows = []
     for title, runs in records.items():
         loss = [run["history"][-1]["loss"] for run in runs]
-        row = [title, *(spread([base**value for value in loss], ".3f") for base in (math.e, 2))]
+        row = [title, spread([2**value for value in loss], ".3f")]
         row.append(f"{statistics.median(e['seconds'] for r in runs for e in r['history']):.1f}")
         key = title if "L=" not in title else int(title.split("=")[1]) / options.hidden
         rows.append([*row, f"{runs[0]['parameters']:,}", PUBLISHED.get(key, "-")])
-    header = ["Recurrence", "Perplexity e^loss", "2^loss", "s an epoch", "Parameters"]
+    header = ["Recurrence", "2^loss", "s an epoch", "Parameters"]
     header.append("Published, N = 1024: 2^loss, minutes, millions of parameters")
     title = (
         f"Translation: {len(corpus.train)} training and {len(corpus.test)} test pairs of "
@@ -233,7 +239,7 @@ def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Re
     runs = [run for group in records.values() for run in group]
     write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
     histories = {name: [run["history"] for run in group] for name, group in records.items()}
-    panel = Panel("perplexity", "perplexity of a test word, e^loss", scale="log")
+    panel = Panel("perplexity", "perplexity of a test word, 2^loss", scale="log")
     plot_curves(options.output / "curves.png", title.split(",")[0], histories, [panel])
 
 
@@ -255,19 +261,20 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     parser = ArgumentParser(
         description="Translate with orthogonal and other recurrences.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
     add("--pairs", help="file of lines source<TAB>target; default: generated phrases")
     add("--limit", type=int, help="pairs used; default: all, or 4000 generated")
     add("--longest", type=int, default=20, help="words of a side")
     add("--fewest", type=int, default=2, help="occurrences of a known word")
-    add("--cells", nargs="+", choices=[*FREE, "CWY", *MAPS], default=[*FREE, "CWY"])
+    add("--cells", nargs="+", choices=[*FREE, "CWY", *MAPS], default=[*FREE, "CWY"],
+        metavar="CELL", help=f"of {', '.join([*FREE, 'CWY', *MAPS])}")  # fmt: skip
     add("--reflections", nargs="+", type=int, help="L of CWY; default: N, N/2, N/4, N/8, N/16")
     add("--hidden", type=int, default=64, help="N")
-    add("--embedding", type=int, default=32)
-    add("--epochs", type=int, default=12)
-    add("--batch-size", type=int, default=64)
+    add("--embedding", type=int, default=32, help="length of a word's vector")
+    add("--epochs", type=int, default=12, help="passes over the pairs")
+    add("--batch-size", type=int, default=64, help="pairs in a step")
     add("--lr", type=float, default=3e-3, help="of Adam")
     add_flags(parser, Path("runs/translation"))
     if parser.parse_known_args(argv)[0].smoke:

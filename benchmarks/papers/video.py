@@ -23,7 +23,7 @@ Likhosherstov et al. (AISTATS 2021), section 4.3 and appendix E; there c = 32, o
 """
 
 import statistics
-from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from _cells import Both
 from _common import (
+    Help,
     Panel,
     add_flags,
     announce,
@@ -40,6 +41,7 @@ from _common import (
     plot_curves,
     run,
     spread,
+    worst,
     write_table,
 )
 from _training import Record, Trainer, train_all
@@ -134,12 +136,12 @@ class Predictor(nn.Module):
         last = self.between[-1](images.flatten(0, 1)).unflatten(0, images.shape[:2])
         return nn.functional.pixel_shuffle(last, 2).squeeze(2)
 
-    def orthonormality_error(self) -> float:
-        """Largest |q^2 K'K - I| of a recurrent kernel as a matrix; NaN for a ConvLSTM."""
+    def orthonormality_error(self) -> float | None:
+        """Largest |q^2 K'K - I| of a recurrent kernel as a matrix; None for a ConvLSTM."""
         errors = [0.0]
         for unit in self.recurrent:
             if not isinstance(unit, ConvNERU):
-                return float("nan")
+                return None
             matrix = 3 * unit.hidden_conv.weight.detach().flatten(1)
             errors.append(
                 float((matrix @ matrix.mT - torch.eye(len(matrix)).to(matrix)).abs().max())
@@ -168,8 +170,10 @@ class Prediction:
         loss, _ = self.error(batch)
         return loss / batch[0, 0].numel(), {"train_l1": loss.detach()}
 
-    def evaluate(self) -> dict[str, float]:
-        measures = {part: float(self.error(self.clips[part])[0]) for part in ("valid", "test")}
+    def evaluate(self) -> dict[str, float | None]:
+        measures: dict[str, float | None] = {
+            part: float(self.error(self.clips[part])[0]) for part in ("valid", "test")
+        }
         return measures | {"orthonormality_error": self.model.orthonormality_error()}
 
 
@@ -217,7 +221,7 @@ def report(
         row += [f"{runs[0]['parameters']:,}", f"{options.memory[title] / 2**20:.1f}"]
         seconds = [entry["seconds"] / options.steps for run in runs for entry in run["history"]]
         row.append(f"{1000 * statistics.median(seconds):.0f}")
-        rows.append([*row, f"{max(best(run)['orthonormality_error'] for run in runs):.0e}"])
+        rows.append([*row, worst([best(run)["orthonormality_error"] for run in runs])])
     rows.append(["last frame again", f"{still:.1f}", "0", "-", "-", "-"])
     header = ["Recurrent unit", "Test l1 a frame", "Parameters", "MiB a step", "ms a step"]
     title = (
@@ -254,18 +258,20 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     parser = ArgumentParser(
         description="Predict the next frame with ConvNERU and ConvLSTM.",
-        formatter_class=ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     add = parser.add_argument
-    add("--data", choices=["digits", "mnist", "kth"], default="digits")
+    add("--data", choices=["digits", "mnist", "kth"], default="digits",
+        help="digits needs no files")  # fmt: skip
     add("--data-dir", type=Path, default=Path("data"), help="of mnist or kth")
-    add("--methods", nargs="+", choices=[*METHODS, "all"], default=DEFAULT, metavar="METHOD")
+    add("--methods", nargs="+", choices=[*METHODS, "all"], default=DEFAULT, metavar="METHOD",
+        help=f"of {', '.join(METHODS)}, or all")  # fmt: skip
     add("--side", type=int, default=32, help="pixels, a multiple of 8")
     add("--frames", type=int, default=12, help="of a clip")
     add("--channels", type=int, default=8, help="c, of the first unit")
-    add("--epochs", type=int, default=8)
+    add("--epochs", type=int, default=8, help="of --steps batches, each with a test")
     add("--steps", type=int, default=50, help="batches an epoch")
-    add("--batch-size", type=int, default=8)
+    add("--batch-size", type=int, default=8, help="clips in a step")
     add("--lr", type=float, default=3e-3, help="of Adam, StiefelAdam and Cayley Adam")
     add("--sgd-lr", type=float, default=0.1, help="of StiefelSGD and RGD")
     add_flags(parser, Path("runs/video"))
