@@ -84,6 +84,10 @@ STYLES = {
     "torch matrix_exp": (GREY, "P"),
     "torch cayley": (GREY, "*"),
     "torch_householder": (BROWN, "D"),
+    "free, same start": (GREY, "X"),
+    "free, same start, clipped": (PINK, "P"),
+    "free, Gaussian start": (SKY, "P"),
+    "free, torch's start": (BROWN, "*"),
 }
 MARKERS = "os^vDdPX"
 
@@ -635,12 +639,71 @@ def eigen_methods_inner(path: Path) -> None:
     save(figure, path)
 
 
+def over_rates(axis: Any, rates: list[float], methods: Mapping[str, Any], key: str) -> None:
+    """A line a method: the mean of shares, the median of all else; bands hold all seeds."""
+    for name, kept in methods.items():
+        seeds = [[math.nan if v is None else v for v in values] for values in kept[key]]
+        centre = statistics.fmean if key == "right" else statistics.median
+        look = style(name)
+        axis.plot(rates, [centre(v) for v in seeds], label=name, markersize=4, **look)
+        low, high = [min(v) for v in seeds], [max(v) for v in seeds]
+        axis.fill_between(rates, low, high, color=look["color"], alpha=0.15, linewidth=0)
+    axis.set_xscale("log")
+    axis.set_yscale("linear" if key in ("right", "noise over signal") else "log")
+    axis.grid(alpha=0.3)
+
+
+def why(path: Path) -> None:
+    """What a free weight of the same start does: all three in one picture, and each by itself."""
+    found = read(path, "why")
+    answers, images = "digits right (%)", "test images right (%)"
+    share, part = (-3, 103), (60, 101)
+    shown: dict[str, list[tuple[str, str, str, str, str, tuple[float | None, float | None]]]] = {
+        "why": [
+            ("memory: a pause of 100 steps", answers, "copying", "100", "right", share),
+            ("depth: 50 layers", images, "deep", "50", "right", share),
+            ("attention", "largest |logit|", "queries", "2", "largest logit", (1, None)),
+        ],
+        "why_copying": [
+            (f"a pause of {size} steps", answers, "copying", size, "right", share)
+            for size in ("100", "300")
+        ],
+        "why_deep": [
+            ("20 layers", images, "deep", "20", "right", share),
+            ("50 layers", images, "deep", "50", "right", share),
+            ("50 layers, trained", "median singular value", "deep", "50", "median at the end",
+             (1e-40, 10)),  # what has died need not be told apart
+        ],
+        "why_attention": [
+            ("accuracy", images, "queries", "2", "right", part),
+            ("logits", "largest |logit|", "queries", "2", "largest logit", (1, None)),
+            ("gradient by the logits", "noise / signal", "queries", "2", "noise over signal",
+             (0, None)),
+        ],
+    }  # fmt: skip
+    for name, panels in shown.items():
+        panels = [panel for panel in panels if panel[3] in found["values"].get(panel[2], {})]
+        figure, axes = start(len(panels), (3.3 * len(panels), 3.4))
+        lines = {}
+        for axis, (title, label, kind, size, key, limits) in zip(axes[0], panels, strict=True):
+            over_rates(axis, found["setting"]["rates"], found["values"][kind][size], key)
+            swept = "learning rate of q and k" if kind == "queries" else "learning rate"
+            axis.set(xlabel=swept, ylabel=label, ylim=limits)
+            axis.set_title(title, fontsize=10)
+            handles, names = axis.get_legend_handles_labels()
+            lines |= dict(zip(names, handles, strict=True))
+        columns = min(len(lines), 2 * len(panels))
+        below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
+        figure.legend(lines.values(), lines, **below)
+        save(figure, path.with_name(f"{name}.png"))
+
+
 DRAWN: dict[str, Callable[[Path], None]] = {
     draw.__name__: draw
     for draw in (
         copying, pixel_digits, translation, video, vit_cifar10, vit_table, leading_eigenvalues,
         eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
-        convergence, flows, parametrizations,
+        convergence, flows, parametrizations, why,
     )
 }  # fmt: skip
 

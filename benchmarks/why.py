@@ -29,9 +29,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import figures
 import harness
 import torch
-import why_plots
+import why_tables
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -371,17 +372,17 @@ def work(run: Run, folder: Path, steps: int | None) -> None:
 
 def merge(folder: Path) -> None:
     """Write values, tables and pictures of every method and seed that is whole."""
-    values = why_plots.collect([json.loads(p.read_text()) for p in folder.glob("*.json")], RATES)
+    values = why_tables.collect([json.loads(p.read_text()) for p in folder.glob("*.json")], RATES)
     content = {
         "machine": harness.machine(torch.device("cpu")),
         "setting": {"rates": RATES, "rate of the rest": REST}
         | {name: picture._asdict() for name, picture in PICTURES.items()},
-        "tables": why_plots.tables(values, RATES),
+        "tables": why_tables.tables(values, RATES),
         "values": values,
     }
     harness.write_json(harness.RESULTS / "why.json", content)
     print("\n\n".join(content["tables"].values()))
-    why_plots.draw(values, RATES)
+    figures.why(harness.RESULTS / "why.png")
 
 
 def parse_arguments() -> argparse.Namespace:

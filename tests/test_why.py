@@ -78,7 +78,7 @@ def test_a_run_is_a_file_and_is_not_repeated(
 def test_tables_are_those_of_the_values(why: ModuleType) -> None:
     content = json.loads((ROOT / "benchmarks/results/why.json").read_text(encoding="utf-8"))
     assert content["setting"]["rates"] == why.RATES
-    assert why.why_plots.tables(content["values"], why.RATES) == content["tables"]
+    assert why.why_tables.tables(content["values"], why.RATES) == content["tables"]
 
 
 def test_only_whole_seeds_count(why: ModuleType) -> None:
@@ -87,17 +87,16 @@ def test_only_whole_seeds_count(why: ModuleType) -> None:
         return keys | {"seed": seed, "rate": rate}
 
     runs = [run(seed, rate) for seed, rate in itertools.product(range(3), why.RATES)][:-1]
-    values = why.why_plots.collect(runs, why.RATES)
-    assert values == {"copying": {"9": {"free": {why.why_plots.RIGHT: [[50.0, 50.0]] * 9}}}}
+    values = why.why_tables.collect(runs, why.RATES)
+    assert values == {"copying": {"9": {"free, same start": {"right": [[50.0, 50.0]] * 9}}}}
 
 
 def test_the_sentences_of_the_page_hold(why: ModuleType) -> None:
     content = json.loads((ROOT / "benchmarks/results/why.json").read_text(encoding="utf-8"))
-    values, right = content["values"], why.why_plots.RIGHT
 
-    def means(picture: str, size: str, method: str, key: str = right) -> list[float]:
-        kept = values[picture][size][method][key]
-        return [why.why_plots.centre(entries, key) for entries in kept]
+    def means(picture: str, size: str, method: str, key: str = "right") -> list[float]:
+        kept = content["values"][picture][size][why.why_tables.METHODS[method]][key]
+        return [why.why_tables.centre(entries, key) for entries in kept]
 
     def highest(picture: str, size: str, method: str) -> float:
         """The highest rate at which three of four answers are right."""
