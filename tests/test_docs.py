@@ -10,7 +10,7 @@ is one script instead, executed by that many processes, and one that begins with
     <!-- transformers: executed by make test-integrations -->
 
 is left to tests/integrations. Figures stand in tables below a comment that names their source:
-`test_figures.py` compares them.
+`test_publish.py` compares them.
 """
 
 import itertools

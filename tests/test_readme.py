@@ -1,7 +1,7 @@
 """The README is short, it runs, it shows what it prints, and its links lead somewhere.
 
 Every python block is executed, in a namespace of its own. A block of text that follows one is what
-it prints, but for the digits that rounding and the draw decide. Tables: `test_figures.py`.
+it prints, but for the digits that rounding and the draw decide. Tables: `test_publish.py`.
 """
 
 import re
