@@ -199,6 +199,9 @@ def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
         computes. The errors are those of :func:`orthonormality_error`; reading them waits for the
         device.
     """
+    if not (optimizer is None or hasattr(optimizer, "skipped_steps_of")):
+        given = type(optimizer).__name__
+        raise TypeError(fail("optimizer", "be None or an optimizer of this package", given))
     lines = []
     skipped = {} if optimizer is None else optimizer.skipped_steps_of()
     angles = {} if optimizer is None else optimizer.angles_of()

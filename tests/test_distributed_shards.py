@@ -35,6 +35,7 @@ LAYOUTS = {
     "batch with rows": ((4, 9, 5), {"rows": (2, 6)}, 0, "nothing"),
     "heads": ((12, 9), {"heads": 4}, 0, "nothing"),
     "tall heads": ((28, 3), {"heads": 4}, 0, "nothing"),
+    "filters in groups": ((8, 3, 2), {"flatten": True, "heads": 4}, 0, "nothing"),
     "heads, some without": ((9, 7), {"heads": 3}, 0, "nothing"),
     "transposed heads": ((9, 12), {"heads": 4, "transposed": True}, 1, "nothing"),
     "wide by rows": ((4, 24), {}, 0, "moves"),
@@ -81,7 +82,7 @@ def pairs(layouts, dtype, off=False):
     for layout in layouts:
         shape, reading, dim, kind = LAYOUTS[layout]
         for number in range(2 if kind == "sums" else 1):
-            whole = so.ManifoldParameter(value(shape, 100 + number).to(dtype))
+            whole = so.ManifoldParameter(value(shape, 100 + number).to(dtype), project=False)
             whole.manifold = so.Stiefel(**reading)
             if not off:
                 so.constrain(holder := torch.nn.ParameterDict({"w": whole}), "w", **reading)

@@ -40,7 +40,7 @@ def tall(tensor: Tensor) -> Tensor:
 
 def parameter(shape: tuple[int, ...], generator: torch.Generator) -> so.ManifoldParameter:
     gaussian = torch.randn(shape, generator=generator, dtype=DTYPE)
-    return so.ManifoldParameter(gaussian)  # the first step projects it
+    return so.ManifoldParameter(gaussian, project=False)  # the first step projects it
 
 
 def optimizer(method: str, params: Any, lr: float) -> torch.optim.Optimizer:

@@ -60,7 +60,7 @@ def parameters(dtype: torch.dtype, copies: int = 3) -> list[nn.Parameter]:
         manifold = so.Stiefel(**options)
         for _ in range(copies):
             value = torch.randn(shape, generator=generator, dtype=torch.float64)
-            found.append(so.ManifoldParameter(value.to(dtype), manifold))
+            found.append(so.ManifoldParameter(value.to(dtype), manifold, project=False))
     plain = torch.randn(2, 5, generator=generator, dtype=torch.float64).to(dtype)
     return [*found, nn.Parameter(plain[0].clone()), nn.Parameter(plain[1].clone())]
 

@@ -87,7 +87,9 @@ class Training:
             if options is None:
                 self.params.append(nn.Parameter(value))
             else:
-                self.params.append(so.ManifoldParameter(value, so.Stiefel(**options)))
+                self.params.append(
+                    so.ManifoldParameter(value, so.Stiefel(**options), project=False)
+                )
         self.opt = optimizer(name, self.params, weight_decay=0)
         for step in range(STEPS):
             self.fill(step)

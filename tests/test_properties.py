@@ -85,7 +85,7 @@ class Drawn:
 
     def parameter(self) -> so.ManifoldParameter:
         value = torch.randn(self.shape, generator=self.generator(), dtype=self.dtype)
-        parameter = so.ManifoldParameter(laid_out(value, self.layout), self.manifold)
+        parameter = so.ManifoldParameter(laid_out(value, self.layout), self.manifold, project=False)
         holder = torch.nn.Module()
         holder.weight = parameter
         so.constrain(holder, **self.manifold.as_dict())
@@ -235,7 +235,9 @@ def test_a_checkpoint_continues_bit_for_bit(rule, drawn, steps):
     kind, options = rule
     first = drawn.parameter()
     opt = train_alone(kind, options, drawn, first, steps)
-    second = so.ManifoldParameter(laid_out(first.detach().clone(), drawn.layout), drawn.manifold)
+    second = so.ManifoldParameter(
+        laid_out(first.detach().clone(), drawn.layout), drawn.manifold, project=False
+    )
     resumed = kind([second], **options)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     for step in range(steps, steps + 2):

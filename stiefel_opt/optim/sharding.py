@@ -108,7 +108,7 @@ def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
         if not isinstance(placement, Shard) or kind == _ROWS:
             small.append(Replicate())
         elif placement.dim == row_dim:  # whole heads
-            small.append(Shard(len(shape) - 2))
+            small.append(Shard(0 if manifold.flatten else len(shape) - 2))
             heads: int = manifold.heads  # type: ignore[assignment]
             size, place = mesh.size(index), mesh.get_local_rank(index)
             each = -(-heads // size)
