@@ -6,7 +6,9 @@ An `OptimizerCase` is one rule with one set of options.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +53,42 @@ def pairwise(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
         chosen.append(max(rows, key=lambda row: len(rows[row] & missing)))
         missing -= rows[chosen[-1]]
     return [tuple(map(list.__getitem__, values, row)) for row in chosen]
+
+
+def mixed(count: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """`count` rows: each value as often as the others of its column, who meets whom by chance."""
+    generator, found = random.Random(0), []
+    for values in map(list, columns):
+        assert len(values) <= count  # none is left out
+        repeated = (values * (count // len(values) + 1))[:count]
+        generator.shuffle(repeated)
+        found.append(repeated)
+    return list(zip(*found, strict=True))
+
+
+def in_one_test(names: tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], Any]:
+    """As `pytest.mark.parametrize`, for short rows such as errors: all of them are one test."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        def every(**fixtures: Any) -> None:
+            for row in rows:
+                values = dict(zip(names, row, strict=True))
+                try:
+                    test(**values, **fixtures)
+                except BaseException as error:
+                    raise AssertionError(f"{test.__name__} with {values}") from error
+
+        every.__name__, every.__doc__, every.__module__ = (
+            test.__name__,
+            test.__doc__,
+            test.__module__,
+        )
+        signature = inspect.signature(test)
+        left = [p for p in signature.parameters.values() if p.name not in names]
+        every.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return every
+
+    return mark
 
 
 METRICS = ("canonical", "euclidean", -1.0, 0.3)

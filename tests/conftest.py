@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from contract import OPTIMIZERS
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
@@ -56,7 +59,52 @@ def example(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+# ---- machines ------------------------------------------------------------------------------------
+
+# What of the package's inside is patched to change the machine.
+IS_ON_CPU = "stiefel_opt.device._is_on_cpu"
+OF_THE_COMPILER = (  # its words about itself
+    ".*Profiler record function",
+    ".*lru_cache",
+    "The .grad attribute of a Tensor",
+    "Dynamo",
+)
+
+
 @pytest.fixture
 def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as a device from which a number is read only by waiting for it."""
-    monkeypatch.setattr("stiefel_opt.device._is_on_cpu", lambda _: False)
+    monkeypatch.setattr(IS_ON_CPU, lambda _: False)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every step of every optimizer of the package is traced by `torch.compile`."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    for rule in {rule for rule, _ in OPTIMIZERS.values()}:
+        traced = torch.compile(rule.step, backend=counter)
+
+        def step(self: Any, closure: Any = None, traced: Any = traced) -> Any:
+            return traced(self, closure)
+
+        monkeypatch.setattr(rule, "step", step)
+    torch._dynamo.reset()
+    limits = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(**limits), warnings.catch_warnings():
+        for text in OF_THE_COMPILER:
+            warnings.filterwarnings("ignore", text)
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+    torch._dynamo.reset()
+    assert counter.frame_count  # something was traced
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest) -> str:
+    """The machine of a test: `cpu`, `as_accelerator` or `compiled`; see `contract.on_machines`."""
+    if request.param != "cpu":
+        request.getfixturevalue(request.param)
+    return str(request.param)

@@ -32,6 +32,21 @@ OPTIMIZERS = {
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
+def on_machines(**rules: str) -> Callable[[Any], Any]:
+    """Try a law of the one base class with other optimizers on each machine of `conftest.py`.
+
+    ``on_machines(cpu="sgd adam", compiled="rgd")`` runs the test with ``name="sgd"`` on the CPU...
+    """
+    rows = [(name, machine) for machine, names in rules.items() for name in names.split()]
+    assert all(name in OPTIMIZERS for name, _ in rows)
+
+    def mark(test: Any) -> Any:
+        parametrized = pytest.mark.parametrize(("name", "machine"), rows, indirect=["machine"])
+        return pytest.mark.usefixtures("machine")(parametrized(test))
+
+    return mark
+
+
 class Model(nn.Module):
     """Two equal wide weights with heads, a tall, a square and a convolution, rows, and plain ones.
 
@@ -81,6 +96,12 @@ def train(net: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> 
     for step in range(first, last):
         backward(net, step)
         opt.step()
+
+
+def step_and_tell(opt: torch.optim.Optimizer) -> None:
+    """An accelerator, for which nobody waits, tells of skipped steps no later than this."""
+    opt.step()
+    opt.state_dict()
 
 
 def constrained(net: nn.Module) -> dict[str, so.ManifoldParameter]:

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from cases import in_one_test, in_turn
 from torch import nn
 
 import stiefel_opt as so
@@ -167,7 +168,7 @@ def test_a_closure_is_called_once():
     assert not torch.equal(before, params[0])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("rule", "options", "message"),
     [
         (SGDG, {"omega": 0.1}, "`omega` must be 0, got 0.1; it was never used; add so.ortho"),
@@ -204,8 +205,7 @@ def test_a_master_follows_a_parameter_that_is_loaded():
     assert (layer.weight.float() - torch.eye(4, 8)).abs().max() < 1e-2  # not the weights of before
 
 
-@pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
-@pytest.mark.parametrize("stiefel", [None, True])
+@pytest.mark.parametrize(("rule", "stiefel"), in_turn([SGDG, AdamG, CaileySGD], [None, True]))
 def test_a_tag_decides_how_its_parameter_is_read(rule, stiefel):
     heads = so.constrain(nn.Linear(6, 12, bias=False), heads=4)
     tall = so.constrain(nn.Linear(3, 6, bias=False))

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from cases import in_turn, pairwise
+from cases import in_one_test, in_turn
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -86,7 +86,7 @@ def test_constrain_projects_to_the_nearest_point(shape, dtype, scale, generator)
 
 
 @pytest.mark.parametrize(
-    ("n", "dtype", "scale"), pairwise([3, 32, 384], [torch.float32, torch.float64], [1.0, 0.1])
+    ("n", "dtype", "scale"), in_turn([3, 32, 384], [torch.float32, torch.float64], [1.0, 0.1])
 )
 def test_a_value_already_there_stays_bit_for_bit(n, dtype, scale, generator):
     module = nn.Module()
@@ -251,7 +251,7 @@ def holder(value, requires_grad=True):
 NAN = torch.tensor([[1.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("module", "arguments", "error", "message"),
     [
         (Attention(), {"name": "q.wieght"}, ValueError, "did you mean q.weight .*parameters are:"),
@@ -405,8 +405,20 @@ KEEPS_THE_RECORD = {
 }
 
 
+def hooks(model):
+    """The forward hooks of every kind in the model."""
+    return [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
+
+
+def forwarded(model):
+    model(torch.randn(2, 8, dtype=model.q.weight.dtype))
+    return model
+
+
 @pytest.mark.parametrize("operation", KEEPS_BOTH.values(), ids=KEEPS_BOTH)
 def test_operations_that_keep_record_and_tag(operation):
+    """And arm no hook that a forward pass leaves."""
+    assert not hooks(forwarded(operation(forwarded(attention()))))
     model = operation(attention())
     assert readings(model) == READINGS
     assert model.k.weight is model.k_again.weight
@@ -444,30 +456,12 @@ def test_operations_that_keep_the_record_only(operation):
         model(x)
 
 
-def hooks(model):
-    """The forward hooks of every kind in the model."""
-    return [hook for m in model.modules() for hook in (*m._forward_hooks, *m._forward_pre_hooks)]
-
-
-def forwarded(model):
-    model(torch.randn(2, 8, dtype=model.q.weight.dtype))
-    return model
-
-
-@pytest.mark.parametrize("operation", KEEPS_BOTH.values(), ids=KEEPS_BOTH)
-def test_a_forward_pass_has_no_hook(operation):
-    model = operation(forwarded(attention()))
-    x = torch.randn(2, 8, dtype=model.q.weight.dtype)
-    model(x)
-    assert not hooks(model)
-
-
-@pytest.mark.parametrize("operation", KEEPS_THE_RECORD.values(), ids=KEEPS_THE_RECORD)
 @pytest.mark.parametrize(
-    "before", [forwarded, copy.deepcopy, through_torch, so.retag], ids=lambda f: f.__name__
+    ("operation", "before"),
+    in_turn(KEEPS_THE_RECORD, [forwarded, copy.deepcopy, through_torch, so.retag]),
 )
-def test_replacing_is_seen_after_a_forward_pass_too(before, operation):
-    model = operation(before(forwarded(attention())))
+def test_replacing_is_seen_after_a_forward_pass_too(operation, before):
+    model = KEEPS_THE_RECORD[operation](before(forwarded(attention())))
     x = torch.randn(2, 8, device=model.q.weight.device, dtype=model.q.weight.dtype)
     with pytest.warns(so.LostTagWarning):
         model(x)
@@ -735,7 +729,7 @@ def test_the_record_wins_over_a_tag():
     assert so.retag(layer).weight.manifold == Stiefel(heads=2)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "error", "message"),
     [
         ({"stiefel": {"params": []}}, ValueError, r"`stiefel` must not set 'params'"),
@@ -818,7 +812,7 @@ def test_error_does_not_touch_the_host():
     assert so.orthonormality_error(model).is_meta
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "error", "message"),
     [
         ((torch.ones(3),), ValueError, "`x` must have at least 2 dimensions"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import in_turn, pairwise
+from cases import in_turn, mixed
 from reference import canonical_geodesic, euclidean_geodesic, orthonormality_error, polar_factor
 from reference_descent import (
     CayleyAdamReference,
@@ -60,7 +60,7 @@ def along(point: np.ndarray, skew: np.ndarray, normal: np.ndarray, retraction: s
 
 
 @pytest.mark.parametrize(
-    ("shape", "retraction", "length"), in_turn(SHAPES * 2, RETRACTIONS, [0.3, 3.0])
+    ("shape", "retraction", "length"), mixed(9, SHAPES, RETRACTIONS, [0.3, 3.0])
 )
 def test_retractions_are_those_of_the_dense_formulas(shape, retraction, length, rng):
     X = start(rng, *shape)
@@ -112,7 +112,7 @@ TIMES = np.array([0.04, 0.02, 0.01, 0.005])
 
 
 @pytest.mark.parametrize(
-    ("shape", "retraction"), in_turn([(9, 4), (4, 4), (7, 1), (6, 5)] * 2, RETRACTIONS)
+    ("shape", "retraction"), in_turn([(9, 4), (4, 4), (7, 1), (6, 5)], RETRACTIONS)
 )
 def test_a_retraction_is_right_to_first_order(shape, retraction, rng):
     X = start(rng, *shape)
@@ -124,10 +124,14 @@ def test_a_retraction_is_right_to_first_order(shape, retraction, rng):
 
 
 @pytest.mark.parametrize(
-    ("retraction", "geodesic"),
-    [("polar", euclidean_geodesic), ("cayley", canonical_geodesic)],
+    ("shape", "retraction", "geodesic"),
+    [
+        ((9, 4), "polar", euclidean_geodesic),
+        ((4, 4), "polar", euclidean_geodesic),
+        ((7, 1), "cayley", canonical_geodesic),
+        ((12, 6), "cayley", canonical_geodesic),
+    ],
 )
-@pytest.mark.parametrize("shape", [(9, 4), (4, 4), (7, 1), (12, 6)], ids=str)
 def test_polar_and_cayley_are_right_to_second_order(shape, retraction, geodesic, rng):
     X = start(rng, *shape)
     T, V = tangent(rng, X)
@@ -155,8 +159,8 @@ CAYLEY_RULES: list[tuple[Any, Any, dict[str, Any]]] = [
 ]
 RULES = [
     (shape, descend_, DescentReference, {"retraction": retraction, "metric": metric, **momentum})
-    for shape, retraction, metric, momentum in pairwise(KINDS, RETRACTIONS, METRICS, MOMENTA)
-] + [(shape, *rule) for rule, shape in in_turn([*CAYLEY_RULES, *CAYLEY_RULES[-5:]], KINDS)]
+    for shape, retraction, metric, momentum in mixed(12, KINDS, RETRACTIONS, METRICS, MOMENTA)
+] + [(shape, *rule) for rule, shape in in_turn(CAYLEY_RULES, KINDS)]
 
 
 class Force:
@@ -282,7 +286,9 @@ def test_rows_may_live_on_several_processes(name, rng):
 
 @pytest.mark.parametrize(
     ("name", "shape", "size", "dtype"),
-    pairwise(ALL, [(8, 3), (5, 4), (6, 6), LARGE], [1e6, 1e3, 1.0], [torch.float32, torch.float64]),
+    mixed(
+        10, ALL, [(8, 3), (5, 4), (6, 6), LARGE], [1e6, 1e3, 1.0], [torch.float32, torch.float64]
+    ),
 )
 def test_no_gradient_is_too_large(name, shape, size, dtype, generator):
     rule, options = ALL[name]
@@ -301,9 +307,7 @@ def test_no_gradient_is_too_large(name, shape, size, dtype, generator):
         assert (point.mT @ normal).abs().max() < 1e2 * torch.finfo(dtype).eps * grad.norm()
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), in_turn([*ALL, "cayley-adam", "cayley-sgd", "cayley-adam"], [(8, 3), (4, 4)])
-)
+@pytest.mark.parametrize(("name", "shape"), in_turn([*ALL, "cayley-adam"], [(8, 3), (4, 4)]))
 def test_a_tensor_of_another_dtype_as_learning_rate_keeps_that_of_the_point(name, shape, generator):
     rule, options = ALL.get(name, (cayley_adam_, {"step": 1.0}))
     n, m = shape

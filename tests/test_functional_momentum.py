@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn, mixed, pairwise
 from torch import Tensor
 
 from stiefel_opt.functional import (
@@ -41,9 +42,6 @@ def tensors(kept: Any) -> list[Tensor]:
     if isinstance(kept, (tuple, list)):
         return [tensor for part in kept for tensor in tensors(part)]
     return [] if kept is None else [kept]
-
-
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 class State:
@@ -87,15 +85,20 @@ FLOWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "flow"),
+    ("shape", "rule", "flow"),
     [
-        *((sgd_, flow) for flow in FLOWS),
-        (adam_, {}),
-        (adam_, {"transport": "projected"}),
-        *((rule, {}) for rule in (descend_, cayley_sgd_, cayley_adam_)),
+        (shape, *rule)
+        for shape, rule in in_turn(
+            SHAPES,
+            [
+                *((sgd_, flow) for flow in FLOWS),
+                (adam_, {}),
+                (adam_, {"transport": "projected"}),
+                *((rule, {}) for rule in (descend_, cayley_sgd_, cayley_adam_)),
+            ],
+        )
     ],
 )
-@every_shape
 def test_a_known_gram_matrix_saves_measuring_it(rule, flow, shape, generator):
     state = State(shape, generator)
     state.point += 1e-7 * torch.randn(state.point.shape, generator=generator).double()
@@ -117,20 +120,24 @@ def test_a_known_gram_matrix_saves_measuring_it(rule, flow, shape, generator):
     assert error.abs().max() < 1e-12
 
 
+MASKED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    *((sgd_, flow, flow) for flow in FLOWS),
+    (sgd_, {}, {"metric": 0.3, "force": -0.5}),
+    (adam_, {}, {"step": 3.0}),
+    (adam_, {}, {"step": 3.0, "transport": "projected", "metric": 0.3, "eps": 0.0}),
+    *((descend_, {}, {"momentum": 0.9, "retraction": name}) for name in RETRACTIONS),
+    (cayley_sgd_, {}, {"nesterov": True}),
+    (cayley_adam_, {}, {"step": 3.0}),
+]
+
+
 @pytest.mark.parametrize(
-    ("rule", "flow", "options"),
+    ("shape", "bad", "rule", "flow", "options"),
     [
-        *((sgd_, flow, flow) for flow in FLOWS),
-        (sgd_, {}, {"metric": 0.3, "force": -0.5}),
-        (adam_, {}, {"step": 3.0}),
-        (adam_, {}, {"step": 3.0, "transport": "projected", "metric": 0.3, "eps": 0.0}),
-        *((descend_, {}, {"momentum": 0.9, "retraction": name}) for name in RETRACTIONS),
-        (cayley_sgd_, {}, {"nesterov": True}),
-        (cayley_adam_, {}, {"step": 3.0}),
+        (shape, bad, *rule)
+        for shape, bad, rule in mixed(24, SHAPES, [0.0, float("nan"), float("inf")], MASKED)
     ],
 )
-@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-@every_shape
 def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, rule, flow, options, generator):
     """Whatever the gradient there is; the others move as if they were alone."""
     state = State(shape, generator, k=3)
@@ -150,10 +157,10 @@ def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, rule, flow, 
             torch.testing.assert_close(own, theirs[one], rtol=0, atol=1e-12)
 
 
-@every_shape
-@pytest.mark.parametrize("eps", [1e-8, 0.0])
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    ("shape", "eps", "amsgrad", "columns"),
+    pairwise(SHAPES, [1e-8, 0.0], [False, True], [False, True]),
+)
 def test_one_pass_over_the_moments_gives_what_single_operations_give(
     shape, eps, amsgrad, columns, generator
 ):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import pairwise
+from cases import in_one_test, in_turn, mixed, pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,10 +102,7 @@ def assert_optimal(point: Tensor, grad: Tensor, direction: Tensor, multiplier: T
     assert gap.min() >= -1e-6
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "dtype"),
-    pairwise(GRADIENTS, SHAPES, DTYPES),
-)
+@pytest.mark.parametrize(("kind", "shape", "dtype"), mixed(24, GRADIENTS, SHAPES, DTYPES))
 def test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, dtype, generator):
     point, grad = problem(shape, kind, generator, dtype)
     direction, multiplier = spectral_direction(point, grad)
@@ -127,8 +124,13 @@ def test_the_direction_is_optimal_at_sizes_of_use(shape, kind, dtype, generator)
     test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, dtype, generator)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in GRADIENTS if kind not in ("zero", "tiny")])
-@pytest.mark.parametrize("shape", [(2, 30, 6), (1, 64, 4), (1, 9, 7), (2, 8, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    in_turn(
+        [kind for kind in GRADIENTS if kind not in ("zero", "tiny")] * 2,
+        [(2, 30, 6), (1, 64, 4), (1, 9, 7), (2, 8, 8), (1, 9, 7)],
+    ),
+)
 def test_a_slow_independent_iteration_finds_no_more(shape, kind, generator):
     point, grad = problem(shape, kind, generator)
     direction, _ = spectral_direction(point, grad)
@@ -193,8 +195,7 @@ def test_scale_sign_and_rotations_carry_over(steps, generator):
     torch.testing.assert_close(turned[0], frame @ direction @ columns, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 5])
-@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 8, 8)], ids=str)
+@pytest.mark.parametrize(("rank", "shape"), in_turn([0, 1, 5, 5], [(1, 30, 6), (1, 8, 8)]))
 def test_a_small_change_near_a_loss_of_rank_changes_the_direction_little(shape, rank, generator):
     """With smoothing s the direction changes by about |dM| / (s |M| / m) at the most."""
     point, gaussian = problem(shape, "gaussian", generator)
@@ -209,9 +210,10 @@ def test_a_small_change_near_a_loss_of_rank_changes_the_direction_little(shape, 
         assert moved <= 20 * change * math.sqrt(gaussian.numel()) * m / smoothing
 
 
-@pytest.mark.parametrize("steps", [None, 3])
-@pytest.mark.parametrize("shape", [(3, 30, 6), (3, 8, 8)], ids=str)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("bad", "shape", "steps"),
+    pairwise([math.nan, math.inf, -math.inf], [(3, 30, 6), (3, 8, 8)], [None, 3]),
+)
 def test_one_bad_gradient_leaves_the_rest_of_the_batch_alone(shape, bad, steps, generator):
     point, grad = problem(shape, "gaussian", generator, torch.float32)
     expected, _ = spectral_direction(point, grad, steps=steps)
@@ -327,9 +329,10 @@ def test_the_products_of_fixed_steps_are_counted(m, generator):
     assert 550 <= products.small <= 650
 
 
-@pytest.mark.parametrize("lr", [0.02, 0.5, 3.0, torch.tensor(0.1)])
-@pytest.mark.parametrize("shape", [(2, 40, 8), (1, 24, 24)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    ("lr", "dtype", "shape"),
+    mixed(8, [0.02, 0.5, 3.0, torch.tensor(0.1)], DTYPES, [(2, 40, 8), (1, 24, 24)]),
+)
 def test_every_direction_turns_by_the_arc_tangent_of_lr(shape, lr, dtype, generator):
     point, grad = problem(shape, "gaussian", generator, dtype)
     new = muon_(point, grad, torch.zeros_like(grad), point.mH @ point * 0, lr=lr)
@@ -345,10 +348,7 @@ def test_every_direction_turns_by_the_arc_tangent_of_lr(shape, lr, dtype, genera
     torch.testing.assert_close(distance, chord, rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "dtype"),
-    pairwise(GRADIENTS, [None, 2], DTYPES),
-)
+@pytest.mark.parametrize(("kind", "steps", "dtype"), mixed(10, GRADIENTS, [None, 2], DTYPES))
 def test_one_step_stays_on_the_manifold(kind, steps, dtype, generator):
     for shape in SHAPES:
         point, grad = problem(shape, kind, generator, dtype)
@@ -412,7 +412,7 @@ def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
     torch.testing.assert_close(direction, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "message"),
     [
         ({"point": torch.zeros(1, 3, 5)}, "`point` must be tall matrices"),

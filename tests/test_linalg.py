@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import in_turn, pairwise
+from cases import in_turn, mixed
 from torch._subclasses import FakeTensorMode
 
 from stiefel_opt.linalg import (
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.mark.parametrize(
     ("size", "kind", "dtype"),
-    pairwise([1, 2, 16, 64, 200], ["skew", "gram", "identity", "rank one"], DTYPES),
+    mixed(8, [1, 2, 16, 64, 200], ["skew", "gram", "identity", "rank one"], DTYPES),
 )
 def test_bounds_are_bounds(size, kind, dtype, generator):
     factor = torch.randn((5, 2 * size, size), generator=generator, dtype=dtype)
@@ -57,7 +57,7 @@ def test_rotations_agree_to_second_order_and_are_orthogonal(size, angle, generat
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"), in_turn([1, 40, 256, 300, 517, 256], [torch.float64, torch.complex128])
+    ("size", "dtype"), in_turn([1, 40, 300, 517], [torch.float64, torch.complex128])
 )
 def test_half_a_symmetric_product_gives_all_of_it(size, dtype, generator):
     tall = torch.randn(2, size + 9, size, generator=generator, dtype=dtype)
@@ -98,8 +98,9 @@ def test_transforms_leave_nothing_behind():
     torch.testing.assert_close(plus_identity(matrices), matrices + torch.eye(11))
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 100])
-@pytest.mark.parametrize("kind", ["random", "radial", "low rank"])
+@pytest.mark.parametrize(
+    ("size", "kind"), mixed(6, [1, 2, 16, 100], ["random", "radial", "low rank"])
+)
 def test_the_stretch_is_nearly_the_largest_singular_value(size, kind, generator):
     matrices = torch.randn(5, size, size, generator=generator, dtype=torch.float64)
     if kind == "radial":

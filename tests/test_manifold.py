@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from cases import in_one_test
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -73,7 +74,7 @@ def test_matrices_are_those_written_by_hand(shape, reading, by_hand):
 
 
 @cases
-def test_stacked_parameters_read_like_single_ones_and_are_stored_again(shape, reading):
+def test_stacks_read_like_single_ones_and_parts_are_views_of_every_entry_once(shape, reading):
     first, second = numbered(*shape), -numbered(*shape)
     pairs = zip(reading.parts(first), reading.parts(second), strict=True)
     for index, (one, two) in enumerate(pairs):
@@ -84,10 +85,6 @@ def test_stacked_parameters_read_like_single_ones_and_are_stored_again(shape, re
         assert torch.equal(matrices[0], alone)
         assert torch.equal(matrices[1], reading.matrices(two, index))
         assert torch.equal(reading.stored(matrices, stack.shape, index, stacked=True), stack)
-
-
-@cases
-def test_parts_are_views_that_cover_every_entry_once(shape, reading):
     tensor = torch.zeros(shape)
     for index, part in enumerate(reading.parts(tensor)):
         matrices = reading.matrices(part, index)
@@ -175,7 +172,7 @@ def test_readings_that_cannot_be():
             Stiefel(**arguments)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("shape", "reading", "message"),
     [
         ((4,), Stiefel(), r"`q.weight` must have at least 2 dimensions .* shape \(4,\); leave"),

@@ -42,16 +42,12 @@ def reflection(vector, beta=2.0):
 
 
 @pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_columns_are_orthonormal(case):
+def test_columns_are_orthonormal_and_both_derivatives_right(case):
     point = case.function(*case.free())
     if case.orthonormal:
         assert error_of(point) < 1e-14
     else:
         assert torch.linalg.matrix_norm(point, 2) <= 1 + 1e-14
-
-
-@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_gradient_and_second_derivative(case):
     assert gradcheck(case.function, case.free())
     assert gradgradcheck(case.function, case.free())
 

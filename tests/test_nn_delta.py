@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from cases import pairwise
+from cases import in_turn
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
@@ -73,7 +73,10 @@ def loop(
     return torch.stack(outputs, dim=-2), state
 
 
-@pytest.mark.parametrize(("shape", "gate", "start"), pairwise(SHAPES, [False, True], [False, True]))
+@pytest.mark.parametrize(
+    ("shape", "gate", "start"),
+    in_turn([*SHAPES, "heads"], [False, True, True, False], [True, False]),
+)
 def test_equals_the_loop_with_its_gradients(shape, gate, start, generator):
     arguments, chunk = inputs(shape, gate, start, generator)
     leaves = [tensor.requires_grad_() for tensor in arguments.values()]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract import assert_same, backward, constrained, model, optimizer, train
+from cases import in_turn
+from contract import assert_same, backward, constrained, model, optimizer, through_file, train
 from test_optim_gradient_sets import bytes_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -79,8 +80,10 @@ BARS = [
 ]
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
-@pytest.mark.parametrize(("name", "shape", "bar"), BARS)
+@pytest.mark.parametrize(
+    ("name", "shape", "bar", "nonfinite"),
+    [(*row, choice) for row, choice in in_turn(BARS, ["skip", "ignore", "skip"])],
+)
 def test_a_steady_step_needs_few_products(
     name: str, shape: tuple[int, int], bar: float, nonfinite: str
 ) -> None:
@@ -93,8 +96,7 @@ def test_a_steady_step_needs_few_products(
     assert sum(found) / len(found) <= bar
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
-@every_rule
+@pytest.mark.parametrize(("name", "nonfinite"), in_turn(FIVE, ["skip", "ignore"]))
 def test_a_steady_step_waits_for_nothing(name: str, nonfinite: str) -> None:
     """Heads, ranges of rows, squares, convolutions and plain parameters together."""
     net = model()
@@ -107,8 +109,7 @@ def test_a_steady_step_waits_for_nothing(name: str, nonfinite: str) -> None:
         assert counted.waits == []
 
 
-@pytest.mark.parametrize("fused", [None, False])
-@every_rule
+@pytest.mark.parametrize(("name", "fused"), in_turn(FIVE, [None, False]))
 def test_nothing_is_copied_to_the_host(
     name: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,8 +188,7 @@ def trained(
     return net, opt
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
-@every_rule
+@pytest.mark.parametrize(("name", "nonfinite"), in_turn(FIVE, ["skip", "ignore"]))
 def test_the_steps_are_those_of_a_cpu(name: str, nonfinite: str) -> None:
     net, _ = trained(name, torch.float64, 12, False, {}, nonfinite=nonfinite)
     twin, _ = trained(name, torch.float64, 12, True, {}, nonfinite=nonfinite)
@@ -216,8 +216,7 @@ def test_steps_that_jump_in_length_stay_on_the_manifold(name: str) -> None:
     assert opt.skipped_steps() == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_rule
+@pytest.mark.parametrize(("name", "dtype"), in_turn(FIVE, [torch.float32, torch.bfloat16]))
 def test_a_nan_leaves_the_bits_of_one_that_never_saw_it(name: str, dtype: torch.dtype) -> None:
     net, opt = trained(name, dtype, 3, False, {})
     before = copy.deepcopy({n: (p.detach(), dict(opt.state[p])) for n, p in net.named_parameters()})
@@ -269,3 +268,27 @@ def test_gradients_may_come_and_go(name: str) -> None:
     for (key, one), two in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-10, msg=key)
     assert all(so.orthonormality_error(p) < 1e-13 for p in constrained(nets[0]).values())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam-amsgrad", "rgd", "cayley-adam"])
+def test_a_checkpoint_continues_the_training(name: str) -> None:
+    """To rounding, as the bounds of the step before are not saved; bit for bit if that is asked."""
+    for is_exact in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            asked = "are_deterministic_algorithms_enabled"
+            patch.setattr(torch, asked, lambda is_exact=is_exact: is_exact)
+            net, opt = trained(name, torch.float64, 11, False, {})
+            fresh = so.retag(model(5).double())
+            fresh_opt = optimizer(name, fresh.named_parameters(), weight_decay=0)
+            fresh.load_state_dict(through_file(net.state_dict()))
+            fresh_opt.load_state_dict(through_file(opt.state_dict()))
+            for step in range(11, 20):
+                generator = torch.Generator().manual_seed(step)
+                for one, two in zip(net.parameters(), fresh.parameters(), strict=True):
+                    one.grad = torch.randn(one.shape, generator=generator, dtype=one.dtype)
+                    two.grad = one.grad
+                opt.step()
+                fresh_opt.step()
+        atol = 0.0 if is_exact else 1e-12
+        for (key, one), two in zip(net.named_parameters(), fresh.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=atol, msg=key)

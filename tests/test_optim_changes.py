@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import every_optimizer, optimizer, through_file
+from cases import in_one_test, in_turn, mixed
+from contract import OPTIMIZERS, on_machines, optimizer, through_file
 from torch import nn
 
 import stiefel_opt as so
 
 
-@every_optimizer
+@on_machines(cpu="sgd", as_accelerator="adam", compiled="rgd")
 def test_a_group_that_stops_constraining_starts_a_plain_state(name: str) -> None:
     weight = so.ManifoldParameter(torch.eye(6, 3))
     opt = optimizer(name, [weight], weight_decay=0)
@@ -26,7 +27,7 @@ def test_a_group_that_stops_constraining_starts_a_plain_state(name: str) -> None
     assert so.orthonormality_error(weight) > 1e-3
 
 
-@every_optimizer
+@on_machines(cpu="adam-amsgrad sgd", as_accelerator="cayley-sgd")
 def test_a_parameter_of_another_shape_is_named_before_anything_moves(name: str) -> None:
     plain, weight = nn.Parameter(torch.zeros(3)), so.ManifoldParameter(torch.eye(4, 2))
     opt = optimizer(name, [("bias", plain), ("weight", weight)])
@@ -40,7 +41,7 @@ def test_a_parameter_of_another_shape_is_named_before_anything_moves(name: str) 
     assert torch.equal(plain, before)
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam rgd", as_accelerator="sgd-nesterov cayley-adam")
 def test_a_model_may_change_its_precision_between_steps(name: str) -> None:
     weight = so.ManifoldParameter(torch.eye(6, 3))
     opt = optimizer(name, [weight])
@@ -55,7 +56,7 @@ def test_a_model_may_change_its_precision_between_steps(name: str) -> None:
         assert all(t.dtype == kept for key, t in opt.state[weight].items() if key != "step")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("skew", "normal", "message"),
     [
         (torch.zeros(3, 3), torch.zeros(5, 3), r"`normal` must have shape \(6, 3\), got shape"),
@@ -85,8 +86,7 @@ ORDERS = [  # of the options by which the momentum is kept in another way
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("order", "dtype"), in_turn(ORDERS, [torch.float64, torch.bfloat16]))
 def test_the_momentum_outlives_a_change_of_the_transport(
     order: tuple[str, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -128,7 +128,7 @@ def test_the_momentum_outlives_a_change_of_the_transport(
         assert kept == {key for key in fresh.state[others[0]] if key not in ("step", "master")}
 
 
-@every_optimizer
+@on_machines(cpu="cayley-adam", as_accelerator="sgd", compiled="adam")
 def test_what_a_user_keeps_in_the_state_stays(name: str) -> None:
     """Under names of their own, before and after a step, and in a checkpoint."""
     weight, plain = so.ManifoldParameter(torch.eye(6, 3)), nn.Parameter(torch.ones(3))
@@ -148,8 +148,7 @@ def test_what_a_user_keeps_in_the_state_stays(name: str) -> None:
     assert so.orthonormality_error(weight) < 1e-6
 
 
-@pytest.mark.parametrize("lr", [1e15, 1e20, 1e30, 1e200])
-@every_optimizer
+@pytest.mark.parametrize(("name", "lr"), in_turn([*OPTIMIZERS, "sgd"], [1e15, 1e20, 1e30, 1e200]))
 def test_an_absurd_rate_is_no_fault_of_the_gradient(name: str, lr: float) -> None:
     weight = so.ManifoldParameter(torch.eye(6, 3))
     opt = optimizer(name, [weight], lr=lr)
@@ -186,10 +185,16 @@ def test_unknown_words_of_a_reading_are_named() -> None:
         so.orthonormality_error(torch.eye(3), "x")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["along", "against", "alternating", "constant"])
-@pytest.mark.parametrize("shape", [(6, 3), (40, 39)])
-@every_optimizer
+@pytest.mark.parametrize(
+    ("name", "kind", "shape", "dtype"),
+    mixed(
+        14,
+        OPTIMIZERS,
+        ["along", "against", "alternating", "constant"],
+        [(6, 3), (40, 39)],
+        [torch.float32, torch.float64],
+    ),
+)
 def test_a_force_that_dwarfs_its_tangent_part_costs_no_digits(
     name: str,
     shape: tuple[int, int],

@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from cases import in_turn
+from cases import in_turn, mixed
 from contract import (
     OPTIMIZERS,
     assert_same,
     assert_same_training,
     backward,
-    every_optimizer,
     model,
+    on_machines,
     optimizer,
     train,
 )
@@ -24,7 +24,7 @@ import stiefel_opt as so
 # ---- closure, parameters, gradients -------------------------------------------------------------
 
 
-@every_optimizer
+@on_machines(cpu="sgd", as_accelerator="adam-amsgrad", compiled="cayley-sgd")
 def test_closure_is_called_once_with_grad_enabled_and_its_loss_returned(name):
     net = model()
     other = copy.deepcopy(net)
@@ -64,7 +64,7 @@ def test_every_way_to_list_parameters_gives_the_same_training(name, listed):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@every_optimizer
+@on_machines(cpu="adam cayley-sgd", as_accelerator="sgd rgd", compiled="sgd-nesterov")
 def test_gradients_keep_their_bits_and_their_objects(name):
     net = model()
     opt = optimizer(name, net.parameters(), maximize=True, weight_decay=0.1)
@@ -77,7 +77,7 @@ def test_gradients_keep_their_bits_and_their_objects(name):
         assert_same(grads, before)
 
 
-@every_optimizer
+@on_machines(cpu="rgd cayley-adam", as_accelerator="sgd-nesterov adam", compiled="sgd")
 def test_parameters_without_a_gradient_are_skipped(name):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -102,8 +102,14 @@ def freeze(net, opt, flag):
     return opt
 
 
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("name", "kind"), in_turn([*OPTIMIZERS] * 2, ["no gradient", "frozen", "added later"])
+    ("name", "kind", "machine"),
+    [
+        *mixed(7, OPTIMIZERS, ["no gradient", "frozen", "added later"], ["cpu", "as_accelerator"]),
+        ("sgd", "frozen", "compiled"),
+    ],
+    indirect=["machine"],
 )
 def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
     """It starts with its own step number, and it and the others move as if each were alone."""
@@ -133,7 +139,7 @@ def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
             torch.testing.assert_close(opt.state[params[index]][key], value, atol=1e-13, rtol=1e-13)
 
 
-@every_optimizer
+@on_machines(cpu="sgd", as_accelerator="cayley-adam", compiled="cayley-sgd")
 def test_moving_a_parameter_to_another_group_keeps_its_state(name):
     net = model()
     other = copy.deepcopy(net)
@@ -152,7 +158,7 @@ def test_moving_a_parameter_to_another_group_keeps_its_state(name):
         assert opt.state[p].get("step") == other_opt.state[q].get("step")
 
 
-@every_optimizer
+@on_machines(cpu="adam", as_accelerator="rgd", compiled="sgd")
 def test_two_optimizers_that_share_nothing_do_not_meet(name):
     nets = [model(0), model(1)]
     alone = copy.deepcopy(nets)
@@ -233,7 +239,7 @@ def test_every_scheduler_drives_the_step(kind, name):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@every_optimizer
+@on_machines(cpu="sgd cayley-sgd", as_accelerator="adam cayley-adam", compiled="rgd")
 def test_the_learning_rate_may_be_a_tensor(name):
     net = model()
     other = copy.deepcopy(net)
@@ -253,7 +259,15 @@ def test_the_learning_rate_may_be_a_tensor(name):
     assert so.orthonormality_error(net) < 1e-5
 
 
-@pytest.mark.parametrize(("name", "rate"), in_turn(OPTIMIZERS, [0.0, torch.tensor(0.0)]))
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("name", "rate", "machine"),
+    [
+        *in_turn(OPTIMIZERS, [0.0, torch.tensor(0.0)], ["cpu", "as_accelerator", "as_accelerator"]),
+        ("rgd", 0.0, "compiled"),
+    ],
+    indirect=["machine"],
+)
 def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
     net = model()
     with torch.no_grad():
@@ -272,7 +286,7 @@ def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
 # ---- hooks, profiler, scaler ---------------------------------------------------------------------
 
 
-@every_optimizer
+@on_machines(cpu="sgd", as_accelerator="adam")
 def test_hooks_fire_and_the_profiler_sees_the_step(name):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -296,7 +310,7 @@ def test_hooks_fire_and_the_profiler_sees_the_step(name):
     assert f"Optimizer.zero_grad#{kind}.zero_grad" in names
 
 
-@every_optimizer
+@on_machines(cpu="cayley-adam", as_accelerator="sgd-nesterov", compiled="adam-amsgrad")
 def test_zero_grad_may_keep_zeros(name):
     net = model()
     opt = optimizer(name, net.parameters())

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import in_turn, pairwise
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -17,9 +18,10 @@ def orthonormal(shape, generator, dtype=torch.float64):
     return torch.linalg.qr(torch.randn(shape, generator=generator, dtype=dtype))[0]
 
 
-@pytest.mark.parametrize("transport", ["isometric", "projected"])
-@pytest.mark.parametrize("lr", [1.0, 100.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("transport", "lr", "dtype"),
+    pairwise(["isometric", "projected"], [1.0, 100.0], [torch.float32, torch.float64]),
+)
 def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
     """|eta Z| is long here while U is nearly zero: each has to be saturated by itself."""
     start = orthonormal((64, 16), generator, dtype)
@@ -32,9 +34,12 @@ def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
         assert so.orthonormality_error(weight) < 100 * 64 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("count", "n", "m", "lr"), [(4, 17, 16, 0.2), (40, 9, 8, 0.2), (6, 64, 16, 0.3)]
+    ("rule", "count", "n", "m", "lr"),
+    [
+        (rule, *sizes)
+        for rule, sizes in in_turn(RULES, [(4, 17, 16, 0.2), (40, 9, 8, 0.2), (6, 64, 16, 0.3)])
+    ],
 )
 def test_a_trajectory_does_not_depend_on_batch_mates(rule, count, n, m, lr, generator):
     start = orthonormal((count, n, m), generator)
@@ -78,8 +83,7 @@ def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
     assert so.orthonormality_error(weight) < 1e-5
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("shape", [(9, 4), (3, 4, 4), (2, 30, 40)])
+@pytest.mark.parametrize(("rule", "shape"), in_turn(RULES, [(9, 4), (3, 4, 4), (2, 30, 40)]))
 def test_without_a_force_nothing_moves(rule, shape, generator):
     weight = so.ManifoldParameter(torch.randn(shape, generator=generator))
     optimizer = rule([weight], lr=0.1)
@@ -133,20 +137,20 @@ def test_a_velocity_is_a_number_not_a_graph(generator):
     assert not any(kept.requires_grad for kept in optimizer.state[weight].values())
 
 
-@pytest.mark.parametrize("rule", RULES)
+READABLE = [
+    ((12, 4), so.Stiefel()),
+    ((4, 12), so.Stiefel()),
+    ((3, 12, 4), so.Stiefel()),
+    ((12, 12), so.Stiefel(heads=3)),
+    ((12, 12), so.Stiefel(heads=3, transposed=True)),
+    ((4, 2, 3, 3), so.Stiefel(flatten=True)),
+    ((12, 8), so.Stiefel(rows=(2, 8))),
+    ((12, 4), so.Stiefel(scale=2.0)),
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "manifold"),
-    [
-        ((12, 4), so.Stiefel()),
-        ((4, 12), so.Stiefel()),
-        ((3, 12, 4), so.Stiefel()),
-        ((12, 12), so.Stiefel(heads=3)),
-        ((12, 12), so.Stiefel(heads=3, transposed=True)),
-        ((4, 2, 3, 3), so.Stiefel(flatten=True)),
-        ((12, 8), so.Stiefel(rows=(2, 8))),
-        ((12, 4), so.Stiefel(scale=2.0)),
-    ],
-    ids=str,
+    ("shape", "manifold", "rule"), [(*row, rule) for row, rule in in_turn(READABLE, RULES)], ids=str
 )
 def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, generator):
     """A gradient may be a transposed tensor, a part of another, or overlap itself."""

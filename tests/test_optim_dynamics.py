@@ -142,8 +142,14 @@ def orders(errors: Array) -> Array:
 
 
 @STEPPERS
-@pytest.mark.parametrize("transport", ["isometric", "projected", "published"])
-@pytest.mark.parametrize("metric", [0.5, 0.0, -1.0])
+@pytest.mark.parametrize(
+    ("transport", "metric"),
+    [
+        *(("isometric", metric) for metric in (0.5, -1.0)),
+        *(("projected", metric) for metric in (0.0, -1.0)),
+        ("published", 0.0),
+    ],
+)
 def test_each_transport_converges_to_its_own_dynamics_with_order_one(
     run: Stepper, transport: str, metric: float, problem: Problem
 ) -> None:

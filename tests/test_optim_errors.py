@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import in_turn, pairwise
+from cases import in_one_test, in_turn, pairwise
 from contract import OPTIMIZERS, assert_same, backward, model, optimizer, snapshot
 from torch import nn
 
@@ -129,7 +129,7 @@ def test_every_rule_checks_all_its_options(rule):
             rule([so.ManifoldParameter(torch.eye(3, 2))], **options)
 
 
-@pytest.mark.parametrize(("rule", "options", "error", "message"), OPTIONS)
+@in_one_test(("rule", "options", "error", "message"), OPTIONS)
 def test_options_are_checked_for_the_optimizer_and_for_late_groups(rule, options, error, message):
     p = so.ManifoldParameter(torch.eye(3, 2))
     with pytest.raises(error, match=message):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import optimizer
+from contract import on_machines, optimizer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -77,7 +77,7 @@ def fill_parts(weight: nn.Parameter, ranges: Ranges, parts: list[nn.Parameter]) 
         start += part.size(0)
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
 def test_fused_weights_cost_about_the_calls_of_separate_ones(name: str) -> None:
     fused = fused_weights()
     ranges = ((0, WIDTH), (WIDTH, 2 * WIDTH))
@@ -152,8 +152,8 @@ def test_unequal_ranges_move_as_parameters_of_their_own(name: str) -> None:
         assert so.orthonormality_error(weight) < 1e-13
 
 
+@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam")
 @pytest.mark.filterwarnings("ignore:.*not finite")
-@every_rule
 def test_a_bad_range_skips_its_whole_parameter_and_no_other(name: str) -> None:
     weights = fused_weights()[:4]
     opt = optimizer(name, [(f"w{i}", w) for i, w in enumerate(weights)], weight_decay=0)

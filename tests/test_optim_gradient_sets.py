@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract import OPTIMIZERS, assert_same, every_optimizer, optimizer, through_file
+from cases import in_turn, mixed
+from contract import OPTIMIZERS, assert_same, on_machines, optimizer, through_file
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -93,8 +94,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], bool]] = {
 # ---- the same steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@every_rule
+@pytest.mark.parametrize(("schedule", "name"), mixed(14, SCHEDULES, FIVE))
 def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule: str) -> None:
     chosen, together, alone = SCHEDULES[schedule], parameters(torch.float64, copies=2), []
     opt = optimizer(name, together)
@@ -124,8 +124,7 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
             assert not counts[index] or so.orthonormality_error(parameter) < 1e-13
 
 
-@pytest.mark.parametrize("schedule", ["dropped at random", "one is late"])
-@every_rule
+@pytest.mark.parametrize(("name", "schedule"), in_turn(FIVE, ["dropped at random", "one is late"]))
 def test_masters_move_as_in_an_optimizer_of_their_own(name: str, schedule: str) -> None:
     chosen, together = SCHEDULES[schedule], parameters(torch.bfloat16, copies=2)[:-2]
     opt = optimizer(name, together)
@@ -143,7 +142,7 @@ def test_masters_move_as_in_an_optimizer_of_their_own(name: str, schedule: str) 
         assert so.orthonormality_error(master, parameter.manifold) < 1e-5
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam-amsgrad", as_accelerator="rgd cayley-adam")
 def test_without_gradients_nothing_is_made_and_nothing_moves(name: str) -> None:
     params = parameters(torch.float32)
     opt = optimizer(name, params)
@@ -160,7 +159,7 @@ def test_without_gradients_nothing_is_made_and_nothing_moves(name: str) -> None:
     assert_same([(p.detach(), dict(opt.state[p])) for p in params], kept)
 
 
-@every_rule
+@on_machines(cpu="sgd adam", as_accelerator="cayley-sgd")
 def test_what_never_had_a_gradient_has_taken_no_step(name: str) -> None:
     params = parameters(torch.float32)
     opt = optimizer(name, params)
@@ -176,7 +175,7 @@ def test_what_never_had_a_gradient_has_taken_no_step(name: str) -> None:
     assert_same(through_file(opt.state_dict()), opt.state_dict())
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-adam"])
 def test_a_checkpoint_between_two_halves_goes_on_alike(name: str) -> None:
     params = parameters(torch.float64)
     opt = optimizer(name, params)
@@ -195,7 +194,7 @@ def test_a_checkpoint_between_two_halves_goes_on_alike(name: str) -> None:
         torch.testing.assert_close(left, right, rtol=0, atol=1e-13)
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam", "rgd"])
 def test_skipped_steps_are_counted_through_all_changes(name: str) -> None:
     params = parameters(torch.float32)
     opt = optimizer(name, params)
@@ -237,7 +236,7 @@ def large(count: int = 16) -> list[nn.Parameter]:
     return [so.ManifoldParameter(value.clone()) for _ in range(count)]
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-adam"])
 def test_freezing_layers_one_by_one_holds_the_state_and_no_more(name: str) -> None:
     params = large()
     opt = optimizer(name, params)
@@ -254,7 +253,7 @@ def test_freezing_layers_one_by_one_holds_the_state_and_no_more(name: str) -> No
     assert held.bytes <= 1.2 * state + bytes_of(params), held.bytes / state
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam", "rgd"])
 def test_a_set_that_changes_in_every_step_holds_nothing_that_it_has_left(name: str) -> None:
     params = large(4)
     opt = optimizer(name, params)
@@ -273,7 +272,7 @@ def test_a_set_that_changes_in_every_step_holds_nothing_that_it_has_left(name: s
     assert held.bytes <= 0.2 * state + bytes_of(params), held.bytes / state
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])
 def test_dropped_layers_leave_nothing_behind(name: str) -> None:
     """Nearly every step has a set of its own; nothing may grow with the number of sets."""
     params = [so.ManifoldParameter(torch.eye(8, 4)) for _ in range(12)]
@@ -312,7 +311,7 @@ def test_a_thousand_sets_leave_nothing_behind(name: str) -> None:
     assert sizes[1][1] <= 1.02 * sizes[0][1]
 
 
-@every_rule
+@pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_a_parameter_that_was_removed_is_not_kept_alive(name: str) -> None:
     params = parameters(torch.float32)
     opt = optimizer(name, params)
@@ -348,7 +347,7 @@ def test_an_optimizer_is_freed_without_the_cyclic_collector(name: str) -> None:
     assert held.bytes < 200_000, held.bytes  # one state alone is 524,288
 
 
-@every_rule
+@on_machines(cpu="sgd adam", as_accelerator="cayley-adam")
 def test_a_missing_gradient_moves_no_state_to_other_memory(name: str) -> None:
     params = parameters(torch.float32)
     opt = optimizer(name, params)

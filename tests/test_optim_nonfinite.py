@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from cases import in_turn, pairwise
-from contract import OPTIMIZERS, assert_same, backward, every_optimizer, model, optimizer, train
+from cases import in_turn, mixed, pairwise
+from contract import (
+    OPTIMIZERS,
+    assert_same,
+    backward,
+    model,
+    on_machines,
+    optimizer,
+    step_and_tell,
+    train,
+)
 from torch import nn
 
 import stiefel_opt as so
@@ -37,7 +46,16 @@ def everything(opt: Any, parameter: nn.Parameter) -> Any:
     return copy.deepcopy((parameter.detach(), dict(opt.state[parameter])))
 
 
-@pytest.mark.parametrize(("bad", "name"), in_turn(BAD * 2, OPTIMIZERS))
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("bad", "name", "machine"),
+    [
+        *mixed(10, BAD, OPTIMIZERS, ["cpu", "as_accelerator"]),
+        (("fused", "nan"), "sgd", "compiled"),
+        (("k", "overflow"), "adam-amsgrad", "compiled"),
+    ],
+    indirect=["machine"],
+)
 def test_skip_keeps_one_parameter_and_moves_the_others(bad: tuple[str, str], name: str) -> None:
     kind, value = bad
     net, opt = trained(name)
@@ -45,8 +63,8 @@ def test_skip_keeps_one_parameter_and_moves_the_others(bad: tuple[str, str], nam
     weight = spoil(net, kind, VALUES[value])
     before, grad = everything(opt, weight), weight.grad.clone()
     others = {n: p.detach().clone() for n, p in net.named_parameters() if p is not weight}
-    with pytest.warns(UserWarning, match=rf"gradient of {kind}\.weight of shape .* not finite"):
-        opt.step()
+    with pytest.warns(UserWarning, match=rf"gradient of {kind}\.weight .* not finite"):
+        step_and_tell(opt)
     assert_same(everything(opt, weight), before)
     assert torch.equal(weight.grad, grad) or value == "nan"  # never written to
     for other, earlier in others.items():
@@ -58,7 +76,7 @@ def test_skip_keeps_one_parameter_and_moves_the_others(bad: tuple[str, str], nam
     assert so.orthonormality_error(net) < 1e-5
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam", compiled="cayley-sgd")
 def test_the_others_move_as_if_the_bad_one_had_no_gradient(name: str) -> None:
     net, opt = trained(name)
     twin = copy.deepcopy(net)
@@ -107,7 +125,7 @@ def test_each_gradient_is_judged_by_its_own_length(equal: bool) -> None:
     assert opt.skipped_steps() == {"parameter 700 of group 0": 1}
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam")
 def test_raise_names_the_parameter_before_anything_has_moved(name: str) -> None:
     net, opt = trained(name, nonfinite="raise")
     backward(net, 3)
@@ -121,7 +139,7 @@ def test_raise_names_the_parameter_before_anything_has_moved(name: str) -> None:
     assert so.orthonormality_error(net) < 1e-5
 
 
-@every_optimizer
+@on_machines(cpu="adam rgd", as_accelerator="cayley-sgd", compiled="sgd")
 def test_ignore_looks_at_nothing(name: str) -> None:
     net, opt = trained(name, nonfinite="ignore")
     backward(net, 3)
@@ -130,7 +148,7 @@ def test_ignore_looks_at_nothing(name: str) -> None:
     assert not bad.isfinite().all()
 
 
-@every_optimizer
+@on_machines(cpu="sgd cayley-adam", as_accelerator="adam rgd")
 def test_finite_gradients_move_alike_under_every_choice(name: str) -> None:
     reference, *nets = (trained(name, nonfinite=c)[0] for c in ("skip", "raise", "ignore"))
     for net in nets:
@@ -138,7 +156,7 @@ def test_finite_gradients_move_alike_under_every_choice(name: str) -> None:
             assert torch.equal(left, right)
 
 
-@every_optimizer
+@on_machines(cpu="sgd", as_accelerator="adam", compiled="cayley-adam")
 def test_plain_parameters_keep_what_torch_does(name: str) -> None:
     net, opt = trained(name)
     backward(net, 3)
@@ -148,7 +166,7 @@ def test_plain_parameters_keep_what_torch_does(name: str) -> None:
     assert opt.skipped_steps() == {}
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "rgd", "cayley-sgd"])
+@on_machines(cpu="sgd rgd", as_accelerator="sgd-nesterov cayley-sgd", compiled="sgd")
 def test_a_step_that_overflows_leaves_the_last_finite_point(name: str) -> None:
     """X'G = 0 exactly here, so that only the new momentum shows the overflow."""
     start = torch.eye(5, 2)
@@ -157,7 +175,7 @@ def test_a_step_that_overflows_leaves_the_last_finite_point(name: str) -> None:
     weight.grad = torch.zeros(5, 2)
     weight.grad[4, 0] = 1e30
     with pytest.warns(UserWarning, match="not finite"):
-        opt.step()
+        step_and_tell(opt)
     assert torch.equal(weight, start)
     for _ in range(3):  # and trains on
         weight.grad = torch.full((5, 2), 0.1)
@@ -166,7 +184,7 @@ def test_a_step_that_overflows_leaves_the_last_finite_point(name: str) -> None:
     assert not torch.equal(weight, start)
 
 
-@every_optimizer
+@on_machines(cpu="sgd cayley-sgd", as_accelerator="adam-amsgrad rgd", compiled="sgd-nesterov")
 def test_a_bad_first_gradient_starts_nothing(name: str) -> None:
     """Not even the projection of a start off the manifold."""
     start = 3 * torch.eye(5, 2)
@@ -174,7 +192,7 @@ def test_a_bad_first_gradient_starts_nothing(name: str) -> None:
     opt = optimizer(name, [weight])
     weight.grad = torch.full((5, 2), math.nan)
     with pytest.warns(UserWarning, match="not finite"):
-        opt.step()
+        step_and_tell(opt)
     assert torch.equal(weight, start)
     assert opt.state[weight]["step"] == 0
 
@@ -194,9 +212,15 @@ def test_a_parameter_spread_over_batches_is_kept_whole(shape: tuple[int, ...]) -
     assert_same(everything(opt, weight), before)
 
 
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    in_turn(OPTIMIZERS, [torch.bfloat16, torch.float16, torch.complex64, torch.float64]),
+    ("name", "dtype", "machine"),
+    in_turn(
+        OPTIMIZERS,
+        [torch.bfloat16, torch.float16, torch.complex64, torch.float64],
+        ["cpu", "as_accelerator", "as_accelerator"],
+    ),
+    indirect=["machine"],
 )
 def test_every_dtype(name: str, dtype: torch.dtype) -> None:
     weight = so.ManifoldParameter(torch.eye(6, 3, dtype=dtype))
@@ -206,7 +230,7 @@ def test_every_dtype(name: str, dtype: torch.dtype) -> None:
     before = everything(opt, weight)
     weight.grad[2, 1] = math.inf
     with pytest.warns(UserWarning, match="not finite"):
-        opt.step()
+        step_and_tell(opt)
     assert_same(everything(opt, weight), before)
 
 
@@ -216,6 +240,9 @@ def test_the_tally_survives_regrouping_and_counts_each_parameter() -> None:
         backward(net, step)
         if step == 4:
             net.turn.weight.grad = None  # another set of active parameters
+        if step == 5:
+            state = opt.state[net.q.weight]  # a tensor of somebody else's
+            state["momentum_skew"] = state["momentum_skew"].clone()
         for kind in kinds:
             spoil(net, kind, math.nan)
         with warnings.catch_warnings():
@@ -241,14 +268,14 @@ def test_report_shows_the_steps_that_each_parameter_has_missed() -> None:
     assert "skipped" not in str(so.report(net))
 
 
-@every_optimizer
+@on_machines(cpu="rgd cayley-adam", as_accelerator="sgd adam")
 def test_a_skipped_start_is_still_projected_by_the_next_step(name: str) -> None:
     torch.manual_seed(0)
     weight = so.ManifoldParameter(3 * torch.randn(12, 4))
     opt = optimizer(name, [weight])
     weight.grad = torch.full_like(weight, math.nan)
     with pytest.warns(UserWarning, match="not finite"):
-        opt.step()
+        step_and_tell(opt)
     weight.grad = torch.randn(12, 4)
     opt.step()
     assert so.orthonormality_error(weight) < 1e-5
@@ -319,7 +346,7 @@ def test_loading_keeps_the_tally_and_refuses_an_unknown_choice() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "retraction", "momentum"),
-    pairwise([(40, 39), (60, 30), (16, 16), (300, 100)], ["cayley", "qr", "polar"], [0.0, 0.9]),
+    mixed(6, [(40, 39), (60, 30), (16, 16), (300, 100)], ["cayley", "qr", "polar"], [0.0, 0.9]),
 )
 def test_gradients_up_to_the_limit_move(
     shape: tuple[int, int], retraction: str, momentum: float, generator: torch.Generator

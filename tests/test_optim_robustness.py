@@ -89,9 +89,11 @@ def check_survival(
             assert gram_error(param, U) < tolerance * norm
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("transport", ["isometric", "projected"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "transport", "dtype"),
+    pairwise(ALGORITHMS, ["isometric", "projected"], DTYPES),
+    ids=str,
+)
 def test_no_learning_rate_blows_up(
     algorithm: str, transport: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -153,8 +155,7 @@ def adam_trajectory(
     return [param.detach() for param in params]
 
 
-@pytest.mark.parametrize("metric", ["canonical", "euclidean"])
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(("metric", "amsgrad"), [("canonical", True), ("euclidean", False)])
 def test_a_constant_factor_on_the_loss_leaves_adam_unchanged(metric: str, amsgrad: bool) -> None:
     trajectories = (adam_trajectory(factor, 1e-30, metric, 1, amsgrad) for factor in (1.0, 1000.0))
     first, *others = trajectories
@@ -348,8 +349,7 @@ def test_learning_rate_zero_gathers_momentum_as_in_torch(
     assert np.abs(U.numpy() - reference.U).max() < 1e-12
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("algorithm", "dtype"), in_turn(ALGORITHMS, DTYPES))
 def test_zero_gradients_move_nothing(
     algorithm: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import mixed
 from torch import nn
 
 import stiefel_opt as so
@@ -45,8 +46,10 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize(("rule", "torch_rule", "options"), CASES)
-@pytest.mark.parametrize("case", READINGS)
+ROWS = [(*rule, case) for rule, case in mixed(20, CASES, READINGS)]
+
+
+@pytest.mark.parametrize(("rule", "torch_rule", "options", "case"), ROWS)
 def test_plain_rows_take_the_steps_of_torch(rule, torch_rule, options, case, generator):
     manifold, plain, dim = READINGS[case]
     shape = (11, 7) if dim == 0 else (7, 11)

@@ -9,12 +9,14 @@ import sys
 
 import pytest
 import torch
+from cases import in_turn
 from contract import (
+    OPTIMIZERS,
     assert_same,
     assert_same_training,
     constrained,
-    every_optimizer,
     model,
+    on_machines,
     optimizer,
     snapshot,
     through_file,
@@ -65,8 +67,7 @@ TALL = {
 SQUARE = {name: {key for key in keys if key.endswith("skew")} for name, keys in SMALL.items()}
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("name", "steps"), in_turn(SMALL, [1, 3]))
 def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -107,7 +108,7 @@ def test_state_has_full_names_and_the_leading_shape_of_the_parameter(name, steps
         assert all(value.dtype == p.dtype for value in tensors)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@on_machines(cpu="sgd cayley-adam", as_accelerator="adam-amsgrad")
 def test_state_is_the_parameter_s_own(name):
     """Views into one stack are fine: they must not overlap, and a file holds its own bytes only."""
     params = [so.ManifoldParameter(torch.eye(64, 8)) for _ in range(40)]
@@ -129,7 +130,7 @@ def test_state_is_the_parameter_s_own(name):
         assert start + size <= after
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam", as_accelerator="cayley-sgd", compiled="rgd")
 def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
     """`optimizer.state[p]` is where the state is, not a copy of it."""
     nets = [model() for _ in range(2)]
@@ -150,21 +151,21 @@ def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
     assert not torch.equal(other.k.weight - before, nets[0].k.weight - before)
 
 
-@every_optimizer
+FORGET = {
+    "clear": lambda opt, _: opt.state.clear(),
+    "a new dict": lambda opt, _: setattr(opt, "state", type(opt.state)(dict)),
+    "pop": lambda opt, net: [opt.state.pop(p) for p in net.parameters() if p in opt.state],
+}
+
+
 @pytest.mark.parametrize(
-    "forget",
-    [
-        lambda opt, _: opt.state.clear(),
-        lambda opt, _: setattr(opt, "state", type(opt.state)(dict)),
-        lambda opt, net: [opt.state.pop(p) for p in net.parameters() if p in opt.state],
-    ],
-    ids=["clear", "a new dict", "pop"],
+    ("name", "forget"), in_turn(["sgd", "adam-amsgrad", "rgd", "cayley-adam"], FORGET)
 )
 def test_forgotten_state_starts_anew(name, forget):
     net = model()
     opt = optimizer(name, net.parameters())
     train(net, opt, 0, 3)
-    forget(opt, net)
+    FORGET[forget](opt, net)
     other = copy.deepcopy(net)
     other_opt = optimizer(name, other.parameters())
     train(net, opt, 3, 5)
@@ -181,8 +182,15 @@ def continued(net, opt, other, other_opt, first=3, last=9):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@every_optimizer
-@pytest.mark.parametrize(("steps", "names"), [(0, False), (3, True), (8, False)])
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("name", "steps", "names", "machine"),
+    [
+        *in_turn(OPTIMIZERS, [0, 3, 8], [False, True], ["cpu"]),
+        ("adam", 3, True, "compiled"),
+    ],
+    indirect=["machine"],
+)
 def test_a_saved_state_dict_continues_bit_for_bit(name, steps, names):
     listed = "named_parameters" if names else "parameters"
     net = model()
@@ -196,7 +204,7 @@ def test_a_saved_state_dict_continues_bit_for_bit(name, steps, names):
     continued(net, opt, fresh, fresh_opt, steps, steps + 6)
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam cayley-sgd")
 def test_going_back_to_a_checkpoint_repeats_the_training(name):
     net = model()
     opt = optimizer(name, net.parameters())
@@ -210,22 +218,22 @@ def test_going_back_to_a_checkpoint_repeats_the_training(name):
     assert_same(snapshot(net, opt), first)
 
 
-@every_optimizer
-@pytest.mark.parametrize(
-    "copied",
-    [
-        copy.deepcopy,
-        lambda pair: pickle.loads(pickle.dumps(pair)),
-        lambda pair: (lambda net: (net, loaded(pair[1], net)))(copy.deepcopy(pair[0])),
-    ],
-    ids=["deepcopy", "pickle", "a fresh optimizer"],
-)
-def test_copies_continue_bit_for_bit_and_share_nothing(name, copied):
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "a fresh optimizer": lambda pair: (lambda net: (net, loaded(pair[1], net)))(
+        copy.deepcopy(pair[0])
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), in_turn(OPTIMIZERS, COPIES))
+def test_copies_continue_bit_for_bit_and_share_nothing(name, way):
     net = model()
     opt = optimizer(name, net.parameters())
     opt.case = name
     train(net, opt, 0, 3)
-    other, other_opt = copied((net, opt))
+    other, other_opt = COPIES[way]((net, opt))
     held = {id(p) for group in other_opt.param_groups for p in group["params"]}
     assert held == {id(p) for p in other.parameters()}
     assert isinstance(other.q.weight, so.ManifoldParameter)
@@ -263,7 +271,7 @@ def test_a_state_dict_loads_where_we_were_never_imported(tmp_path):
     assert found.stdout.split() == [str(len(opt.state)), "2"]
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", ["sgd", "adam", "rgd", "cayley-adam"])
 def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
     rule = torch.optim.Adam if "adam" in name else torch.optim.SGD
     theirs = rule([torch.nn.Parameter(torch.ones(3))], lr=0.3)
@@ -280,9 +288,14 @@ def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
 # ---- readings in checkpoints ---------------------------------------------------------------------
 
 
-@every_optimizer
-@pytest.mark.parametrize("names", [False, True])
-@pytest.mark.parametrize("other", [{"heads": 4}, {"scale": 2.0}, {"transposed": True}, None])
+@pytest.mark.parametrize(
+    ("name", "names", "other"),
+    in_turn(
+        [*OPTIMIZERS, "adam"],
+        [False, True],
+        [{"heads": 4}, {"scale": 2.0}, {"transposed": True}, None],
+    ),
+)
 def test_a_saved_reading_that_differs_is_refused_by_name(name, names, other):
     def build(reading):
         layer = torch.nn.Linear(8, 8)
@@ -308,7 +321,7 @@ def test_a_saved_reading_that_differs_is_refused_by_name(name, names, other):
     assert_same(snapshot(target, target_opt), before)
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", ["sgd", "cayley-adam"])
 def test_the_current_key_wins_on_load(name):
     """A tag in one process and a group's key in another describe the same reading."""
     layer = so.constrain(torch.nn.Linear(8, 8, bias=False), heads=2)
@@ -324,7 +337,7 @@ def test_the_current_key_wins_on_load(name):
     assert "2 matrices" in repr(other)
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", ["sgd", "adam-amsgrad", "rgd"])
 def test_state_of_other_shapes_is_refused_by_name(name):
     opts = []
     for shape in [(8, 4), (8, 2)]:

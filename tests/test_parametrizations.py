@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from cases import in_turn, pairwise
+from cases import in_turn, mixed
 from map_cases import C128, MAPS, MapCase, gaussian, orthonormal, with_determinant
 from torch import nn
 from torch.nn.utils import parametrize
@@ -96,7 +96,7 @@ def test_training_keeps_it_orthonormal_and_moves_it(case):
     assert not torch.equal(module.weight, before)
 
 
-@over(invertible(MAPS, but=("cwy-few", "eurnn")))  # these start at random
+@over(invertible(EACH, but=("eurnn",)))  # it starts at random
 def test_registration_keeps_a_weight_that_the_map_reaches(case):
     weight = reachable(case)
     module = nn.Module()
@@ -115,7 +115,7 @@ def test_assignment_is_exact(case):
     torch.testing.assert_close(module.weight, weight, rtol=0, atol=1e-12)
 
 
-@over(invertible(EACH))
+@over({name: EACH[name] for name in ("cwy", "matrix_exp", "cayley", "own")})
 def test_assignment_in_float32(case):
     dtype = torch.complex64 if case.dtype.is_complex else torch.float32
     module = case.registered(dtype)
@@ -124,7 +124,9 @@ def test_assignment_in_float32(case):
     torch.testing.assert_close(module.weight, weight, rtol=0, atol=1e-5)
 
 
-@over(EACH)
+@over(
+    {name: EACH[name] for name in ("householder", "matrix_exp", "trivialization", "own", "eurnn")}
+)
 def test_assignment_of_what_is_not_orthonormal_is_an_error(case):
     module = case.registered()
     before = copy.deepcopy(module.state_dict())
@@ -137,7 +139,7 @@ def test_assignment_of_what_is_not_orthonormal_is_an_error(case):
     torch.testing.assert_close(module.state_dict(), before)
 
 
-@over(invertible(BOTH))
+@over(invertible(EACH))
 def test_assignment_of_another_dtype_is_an_error_and_changes_nothing(case):
     module = case.registered()
     move(module)
@@ -163,8 +165,8 @@ def test_assignment_follows_the_dtype_of_the_module():
         layer.weight = point
 
 
+@over(invertible(BOTH, but=("eurnn", "householder", "tcwy")))  # angles are real; others as cwy
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
-@over(invertible(BOTH, but=("eurnn",)))  # its angles are real
 def test_the_weight_stays_orthonormal_when_its_dtype_changes(case):
     """The base of a trivialization and the phases of complex reflections are tensors too."""
     down, up = (torch.complex64, C128) if case.dtype.is_complex else (torch.bfloat16, torch.float32)
@@ -298,7 +300,7 @@ def test_cayley_and_trivialization_reach_both_determinants(name, sign):
 
 @pytest.mark.parametrize(
     ("near", "shape", "sign"),
-    pairwise([0.0, 1e-30, 1e-16, 1e-9, 1e-4, 1.0], [(9, 4), (100, 70), (6, 6)], [-1.0, 1.0]),
+    mixed(8, [0.0, 1e-30, 1e-16, 1e-9, 1e-4, 1.0], [(9, 4), (100, 70), (6, 6)], [-1.0, 1.0]),
 )
 def test_vectors_of_any_matrix(near, shape, sign):
     """Also close to the identity, where q - e_1 would cancel, and for columns -e_j."""
@@ -330,9 +332,7 @@ def test_matrix_exp_takes_half_turns_and_repeated_angles(angles):
     torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("gap", "size"), in_turn([0.0, 1e-10, 1e-8, 3e-8, 1e-7, 1e-6, 1e-4, 1e-2], [4, 9])
-)
+@pytest.mark.parametrize(("gap", "size"), in_turn([0.0, 1e-10, 3e-8, 1e-6, 1e-2], [4, 9]))
 def test_matrix_exp_takes_angles_near_half_a_turn(gap, size):
     angles = torch.pi - gap * torch.tensor([1.0, 2.0], dtype=torch.float64)
     c, s = angles.cos(), angles.sin()
@@ -584,7 +584,7 @@ def test_reports_include_parametrized_weights():
     assert "tag lost" not in text
 
 
-@over(EACH)
+@over({name: EACH[name] for name in ("tcwy", "own", "urnn")})
 def test_a_report_reads_a_weight_as_its_map_does(case):
     module = case.registered()
     move(module)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import OPTIMIZERS, assert_same, constrained, every_optimizer, model, optimizer, train
+from contract import OPTIMIZERS, assert_same, constrained, model, on_machines, optimizer, train
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -274,7 +274,7 @@ def test_projection_is_near_idempotent_and_spares_what_is_plain(drawn):
 # ---- threads -----------------------------------------------------------------------------------
 
 
-@every_optimizer
+@on_machines(cpu="sgd adam", as_accelerator="cayley-adam")
 def test_two_optimizers_in_two_threads_do_not_meet(name):
     nets = {seed: model(seed) for seed in (0, 1)}  # in turns; building draws from the global state
     for net in nets.values():
@@ -316,7 +316,7 @@ def peak_bytes(opt: torch.optim.Optimizer) -> int:
     return max(held, default=0)
 
 
-@every_optimizer
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam-amsgrad", "rgd", "cayley-adam"])
 def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
     n, m = 4000, 10
     parameter = so.ManifoldParameter(torch.linalg.qr(torch.randn(n, m))[0])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import pairwise
+from cases import mixed
 
 from stiefel_opt.roots import roots
 
@@ -24,7 +24,7 @@ def spectrum(size: int, limit: float, generator: torch.Generator) -> tuple[torch
 
 @pytest.mark.parametrize(
     ("limit", "size", "dtype", "overwrite"),
-    pairwise(LIMITS, [1, 5, 16, 70], DTYPES, [False, True]),
+    mixed(2 * len(LIMITS), LIMITS, [1, 5, 16, 70], DTYPES, [False, True]),
 )
 def test_roots_are_exact_to_rounding(limit, size, dtype, overwrite, generator):
     vectors, values = spectrum(size, limit, generator)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_one_test, in_turn, mixed
 from tiny_decoder import HEAD, INNER, WIDTH, TinyDecoder, tokens
 from torch import Tensor, nn
 
@@ -57,7 +58,7 @@ def identity(model: nn.Module) -> Rotations:
 # ---- Hadamard matrices ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [1, 2, 4, 12, 20, 24, 28, 36, 40, 48, 60, 64, 80, 96, 256, 576])
+@pytest.mark.parametrize("order", [1, 2, 12, 20, 28, 36, 60, 576])
 def test_hadamard_matrices_have_flat_orthogonal_entries(order: int) -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     matrix = functools.reduce(torch.kron, hadamard_factors(order), one)
@@ -66,14 +67,12 @@ def test_hadamard_matrices_have_flat_orthogonal_entries(order: int) -> None:
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(order, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("size", "order"), [(3, 1), (6, 2), (30, 2), (45, 1), (92, 4), (576, 576), (11008, 11008)]
-)
+@pytest.mark.parametrize(("size", "order"), [(3, 1), (30, 2), (92, 4), (11008, 11008)])
 def test_largest_hadamard_order_that_divides(size: int, order: int) -> None:
     assert largest_hadamard(size) == order
 
 
-@pytest.mark.parametrize("size", [1, 3, 30, 45, 96, 192])
+@pytest.mark.parametrize("size", [1, 45, 96])
 def test_fixed_rotation_is_its_matrix_and_back(size: int) -> None:
     x = torch.randn(2, 3, size, dtype=torch.float64)
     matrix = functools.reduce(torch.kron, fixed_rotation(size), torch.ones(1, 1).double())
@@ -95,8 +94,13 @@ def test_start_is_random_orthogonal_and_repeats() -> None:
 # ---- the function stays --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", MODELS, ids=str)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("options", "dtype", "tolerance"),
+    [
+        (options, *precision)
+        for options, precision in in_turn(MODELS, [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+    ],
+)
 def test_preparing_and_folding_leave_the_logits(options, dtype, tolerance) -> None:
     model, (batch, *_) = TinyDecoder(**options).to(dtype), tokens()
     expected = logits(model, batch)
@@ -111,10 +115,15 @@ def test_preparing_and_folding_leave_the_logits(options, dtype, tolerance) -> No
     assert model.config.stiefel_rotations == {"state": "folded", "online": ["R4"]}
 
 
-@pytest.mark.parametrize("options", MODELS, ids=str)
-@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize(
-    "bits", [{}, {"weight_bits": 4}, {"weight_bits": 3, "activation_bits": None}]
+    ("options", "symmetric", "bits"),
+    mixed(
+        6,
+        MODELS,
+        [False, True],
+        [{}, {"weight_bits": 4}, {"weight_bits": 3, "activation_bits": None}],
+    ),
+    ids=str,
 )
 def test_quantized_is_what_folding_gives(options, symmetric, bits) -> None:
     model, (batch, *_) = prepared(torch.float64, **options), tokens()
@@ -155,8 +164,7 @@ def test_without_online_rotations_a_folded_model_is_plain() -> None:
 # ---- rounding and its gradient -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("bits", "symmetric"), in_turn([2, 4, 8, 8], [False, True]))
 def test_rounding_uses_so_many_levels_and_no_more_than_half_a_step(bits, symmetric) -> None:
     x = torch.randn(5, 400, dtype=torch.float64)
     rounded = quantizers.fake_quantize(x, bits, symmetric)
@@ -232,19 +240,19 @@ def test_gradients_are_those_of_the_surrogate_without_rounding(
 # ---- learning ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [rotations.hadamard, haar, identity])
+TRAININGS: list[dict[str, Any]] = [
+    {},
+    {"symmetric": True, "weight_bits": 4},
+    {"loss": "ce"},
+    {"loss": "kl"},
+    {"loss": "kl", "top_k": 5},
+    {"loss": "kl", "symmetric": True},
+    {"loss": "kl", "weight_bits": 4},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"symmetric": True, "weight_bits": 4},
-        {"loss": "ce"},
-        {"loss": "kl"},
-        {"loss": "kl", "top_k": 5},
-        {"loss": "kl", "symmetric": True},
-        {"loss": "kl", "weight_bits": 4},
-    ],
-    ids=str,
+    ("start", "options"), in_turn([rotations.hadamard, haar, identity], TRAININGS)
 )
 def test_every_start_trains_and_none_ends_worse(start: Callable[..., Rotations], options) -> None:
     model, data = prepared(), tokens(2)
@@ -477,7 +485,7 @@ def with_quantization_config() -> TinyDecoder:
     return model
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("make", "kind", "message"),
     [
         (
@@ -526,7 +534,7 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
         assert torch.equal(model.state_dict()[name], value)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "kind", "message"),
     [
         ({"activation_bits": 1}, ValueError, "`activation_bits` must be from 2 to 16"),

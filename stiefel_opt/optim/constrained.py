@@ -400,6 +400,8 @@ class Constrained:
             self.skipped[self.missed] += 1
             return
         values = self._values or [owner.moving() for owner in self.owners]
+        if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
+            lr = 0.0  # nobody is projected
         self._uncounted, self._done = self.steps._version, []
         with exact_products(self.steps):
             for whole, members in self.masters:
@@ -490,10 +492,10 @@ class Constrained:
             overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it
             new_point = torch.where(overflowed, stored / batch.scale, new_point)
             given.overflowed = overflowed
-        if isinstance(lr, Tensor):
-            new_point = torch.where(lr == 0, point, new_point)
         if batch.scale != 1.0:
             new_point = new_point.mul_(batch.scale)
+        if isinstance(lr, Tensor):
+            new_point = torch.where(lr == 0, stored, new_point)
         if ok is not None:
             new_point = torch.where(ok, new_point, stored)
         if (
@@ -571,7 +573,10 @@ class Constrained:
         if is_written:
             versions, earlier = list(map(_VERSION, self._local())), self._seen
             self._seen = versions, list(self._now[1])
-            for place in self._out:
+            left = self._out
+            if self._ok is not None and self._changed:  # whoever looked has waited already
+                left = left | {place for place in self._changed if not self._ok[place]}
+            for place in left:
                 for now, then in zip(self._seen, earlier, strict=True):
                     now[place] = then[place]
         self._grads, self._done = [None] * len(self.owners), None
