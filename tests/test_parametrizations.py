@@ -29,6 +29,7 @@ from stiefel_opt.parametrizations import MAPS as NAMES
 FORM = TCWY()
 # One case of each map, and one of its real and one of its complex matrices.
 EACH = {case.map: case for case in MAPS.values()}
+FIRST = {case.map: case for case in reversed(MAPS.values())}
 BOTH = {f"{case.map}-{case.dtype}": case for case in MAPS.values()}
 
 
@@ -96,7 +97,7 @@ def test_training_keeps_it_orthonormal_and_moves_it(case):
     assert not torch.equal(module.weight, before)
 
 
-@over(invertible(EACH, but=("eurnn",)))  # it starts at random
+@over(invertible(FIRST, but=("eurnn",)))  # it starts at random
 def test_registration_keeps_a_weight_that_the_map_reaches(case):
     weight = reachable(case)
     module = nn.Module()
