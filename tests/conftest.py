@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import OPTIMIZERS
+from contract import IS_ON_CPU, OPTIMIZERS
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
@@ -61,8 +61,6 @@ def example(request: pytest.FixtureRequest) -> Iterator[None]:
 
 # ---- machines ------------------------------------------------------------------------------------
 
-# What of the package's inside is patched to change the machine.
-IS_ON_CPU = "stiefel_opt.device._is_on_cpu"
 OF_THE_COMPILER = (  # its words about itself
     ".*Profiler record function",
     ".*lru_cache",

@@ -18,6 +18,9 @@ import stiefel_opt as so
 
 Step = Callable[[], None]
 
+# What of the package's inside is patched to make a CPU look like an accelerator.
+IS_ON_CPU = "stiefel_opt.device._is_on_cpu"
+
 OPTIMIZERS = {
     "sgd": (so.StiefelSGD, {"lr": 0.05, "weight_decay": 0.1}),
     "sgd-nesterov": (so.StiefelSGD, {"lr": 0.05, "nesterov": True, "metric": "euclidean"}),

@@ -13,8 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from contract import OPTIMIZERS, assert_same, constrained, model, on_machines, optimizer, train
-from hypothesis import assume, given, settings
+from contract import (
+    IS_ON_CPU,
+    OPTIMIZERS,
+    assert_same,
+    constrained,
+    model,
+    on_machines,
+    optimizer,
+    train,
+)
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -175,9 +184,7 @@ def tolerance(dtype: torch.dtype) -> float:
 BOTH = (torch.float32, torch.float64)
 
 
-@given(rules(), drawn_parameters(BOTH), st.sampled_from([1.0, 1e3]))
-def test_it_stays_on_the_manifold_and_leaves_all_else_alone(rule, drawn, faster):
-    """Also for rates far too large."""
+def check_a_training(rule: Any, drawn: Drawn, faster: float) -> None:
     kind, options = rule
     options["lr"] *= faster
     parameter = drawn.parameter()
@@ -196,6 +203,28 @@ def test_it_stays_on_the_manifold_and_leaves_all_else_alone(rule, drawn, faster)
     if drawn.grad_kind == "zero":
         for old, new in zip(drawn.matrices(start), drawn.matrices(parameter), strict=True):
             torch.testing.assert_close(new, old, rtol=0, atol=tolerance(drawn.dtype))
+
+
+@given(rules(), drawn_parameters(BOTH), st.sampled_from([1.0, 1e3]))
+def test_it_stays_on_the_manifold_and_leaves_all_else_alone(rule, drawn, faster):
+    """Also for rates far too large."""
+    check_a_training(rule, drawn, faster)
+
+
+@settings(max_examples=10)
+@given(rules(), drawn_parameters(BOTH))
+def test_an_accelerator_does_so_too(rule, drawn):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IS_ON_CPU, lambda _: False)
+        check_a_training(rule, drawn, 1.0)
+
+
+@pytest.mark.usefixtures("compiled")
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rules(), drawn_parameters(BOTH))
+def test_a_compiled_step_does_so_too(rule, drawn):
+    torch._dynamo.reset()
+    check_a_training(rule, drawn, 1.0)
 
 
 @given(rules(), drawn_parameters((torch.float64,)))
