@@ -281,6 +281,10 @@ def test_learning_rate_zero_makes_all_state_and_leaves_every_bit(name, rate):
     train(moved, other, 0, 1)
     for p, q in zip(net.parameters(), moved.parameters(), strict=True):
         assert set(opt.state[p]) == set(other.state[q])
+    for group in opt.param_groups:
+        group["lr"] = 0.05
+    train(net, opt, 3, 4)
+    assert so.orthonormality_error(net) < 1e-5
 
 
 # ---- hooks, profiler, scaler ---------------------------------------------------------------------
