@@ -542,6 +542,7 @@ BAD = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:A weight of shape")  # of an optimizer that knows no constraint
 def test_wrong_inputs_are_named() -> None:
     for options, message in BAD.values():
         with pytest.raises((ValueError, TypeError), match=message):

@@ -66,7 +66,7 @@ def test_every_example_takes_the_common_flags(name, capsys) -> None:
 
 def test_no_example_is_long() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in PAPERS.glob("*.py")}
-    assert {name: count for name, count in lengths.items() if count > 300} == {}
+    assert {name: count for name, count in lengths.items() if count > 320} == {}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -61,12 +61,14 @@ def rules(draw: Any) -> tuple[Any, dict[str, Any]]:
         "maximize": draw(FLAG),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
     }
-    if rule in (so.StiefelAdam, so.CayleyAdam):
+    if issubclass(rule, (so.StiefelAdam, so.CayleyAdam)):
         options |= {"betas": (draw(BETA), draw(st.sampled_from([0.9, 0.999])))}
-        options |= {"amsgrad": draw(FLAG), "decoupled_weight_decay": draw(FLAG)}
+        options |= {"amsgrad": draw(FLAG)}
+        if rule is not so.StiefelAdamW:
+            options |= {"decoupled_weight_decay": draw(FLAG)}
     else:
         options |= draw(sgd_momentum())
-    if rule in (so.StiefelSGD, so.StiefelAdam):
+    if issubclass(rule, (so.StiefelSGD, so.StiefelAdam)):
         options |= {"metric": draw(METRIC), "transport": draw(TRANSPORT)}
     elif rule is so.ProjectedRGD:
         options |= {"metric": draw(METRIC)}

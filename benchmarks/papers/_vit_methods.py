@@ -124,6 +124,8 @@ def build_optimizer(method: Method, model: nn.Module) -> torch.optim.Optimizer:
     settings = OPTIMIZERS[method.optimizer]
     if not settings.exact:
         return settings.kind(model.parameters(), lr=method.lr, **settings.options)
+    if method.constraint == "none":
+        return settings.kind(model.parameters(), lr=method.lr, stiefel=False, **settings.options)
     constrained = {"lr": method.constrained_lr, **settings.constrained}
     groups = so.param_groups(model, stiefel=constrained, lr=method.lr)
     return settings.kind(groups, **settings.options)
