@@ -66,7 +66,8 @@ def _is_own(thing: object) -> bool:
 
 def _tagged(optimizer: Optimizer) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in parameters if p.requires_grad and _is_own(getattr(p, "manifold", None))]
+    tagged = [p for p in parameters if p.requires_grad and _is_own(getattr(p, "manifold", None))]
+    return [p for p in tagged if not hasattr(p, "is_penalised")]
 
 
 def _name_of(parameter: Tensor) -> str:

@@ -13,7 +13,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     r"""Return :math:`\lambda \sum |X^\top X - I|_F^2` over the constrained matrices of a model.
 
     A term to be added to the loss, with gradient :math:`4 \lambda X (X^\top X - I)`; use it with an
-    optimizer of this package and ``stiefel=False``.
+    optimizer of torch, or with ``stiefel=False``.
 
     Args:
         model: A model with constrained parameters.
@@ -28,6 +28,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     check_range("weight", weight, 0.0)
     terms = []
     for _, parameter, reading, _ in constrained(model, computed=False):
+        parameter.is_penalised = True  # type: ignore[attr-defined]  # leaving the manifold is meant
         for index, part in enumerate(reading.parts(parameter)):
             point = reading.matrices(part, index) / reading.scale
             identity = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)

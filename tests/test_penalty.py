@@ -54,9 +54,9 @@ def test_its_gradient_is_4_lambda_x_times_the_error_and_spares_plain_rows():
     assert net[4].weight.grad is None
 
 
-def test_plain_steps_bring_it_to_zero():
+def test_an_optimizer_of_torch_brings_it_to_zero():
     net = model()
-    opt = so.StiefelSGD(net.parameters(), lr=0.1, momentum=0.5, stiefel=False)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     for _ in range(120):
         opt.zero_grad()
         orthonormality_penalty(net, 1.0).backward()

@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 import stiefel_opt as so
 
 
+@pytest.mark.filterwarnings("ignore:.* would not stay orthonormal")
 @pytest.mark.parametrize("rule", [so.StiefelAdam, torch.optim.Adam])
 def test_curves_in_a_file(rule, tmp_path):
     torch.manual_seed(0)
