@@ -105,6 +105,24 @@ def test_a_gradient_that_appears_later_is_trained(name: str) -> None:
 
 
 @some_rules
+def test_groups_keep_their_state_without_an_eager_step_before(name: str) -> None:
+    """Each group has momentum and a rate of its own from the first step on, which is compiled."""
+    trainings = []
+    for is_compiled in (True, False):
+        one, two, *plain = few()
+        groups = [{"params": [one, plain[0]]}, {"params": [two, plain[1]], "lr": 1e-3}]
+        opt = optimizer(name, groups, weight_decay=0)
+        call = torch.compile(opt.step, backend="eager") if is_compiled else opt.step
+        params = [one, two, *plain]
+        for step in range(4):
+            fill(params, step)
+            call()
+        trainings.append(params)
+    for mine, other in zip(*trainings, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-5)
+
+
+@some_rules
 def test_a_gradient_that_becomes_none_leaves_its_parameter(name: str) -> None:
     both = Both(name, weight_decay=0)
     both.step(0)

@@ -232,10 +232,18 @@ class StiefelOptimizer(Optimizer, ABC):
                 grads = [p.grad for p in plain]
                 self._step_plain(group, plain, grads, [self.state[p] for p in plain])
 
-    def _init_group(self, group: Group) -> None:
-        """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient."""
-        for place in self._init(self._index_of(group), group).plain:
-            self._init_plain(group, group["params"][place])
+    def _init_group(self, group: Group) -> None:  # noqa: ARG002
+        """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
+
+        Of all groups: the compiler looks at the state after the first call, and what it has not
+        seen there it would write over.
+        """
+        for index, each in enumerate(self.param_groups):
+            for place in self._init(index, each).plain:
+                parameter = each["params"][place]
+                if parameter.grad is not None:
+                    self.state[parameter]
+                    self._init_plain(each, parameter)
 
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
         """Make the state that a traced step needs of a plain parameter beforehand."""

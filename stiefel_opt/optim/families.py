@@ -45,8 +45,7 @@ class AdamLike(StiefelOptimizer):
 
     @override
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            init_adam(group, parameter, self.state[parameter])
+        init_adam(group, parameter, self.state[parameter])
 
     @override
     def _step_plain(
