@@ -44,9 +44,8 @@ def right(model: nn.Module, digits: range) -> str:
 
 def data(digits: range) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Images and labels of some digits, for training and for the test."""
-    source = load_digits()
-    images = torch.tensor(source.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(source.target) - digits.start
+    images, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images, labels = images.float().view(-1, 1, 8, 8) / 16, labels - digits.start
     chosen = (labels >= 0) & (labels < len(digits))
     images, labels = images[chosen], labels[chosen]
     return [(images[:700], labels[:700]), (images[700:], labels[700:])]
@@ -66,9 +65,11 @@ with tempfile.TemporaryDirectory() as name:
     print("pretrained, digits 0 to 4:", right(model, old))
     model.save_pretrained(folder / "pretrained")
 
-    model = ViTForImageClassification.from_pretrained(folder / "pretrained")
-    print(so.constrain_attention(model))  # what it found and did
-    print("with the nearest orthonormal queries and keys:", right(model, old))
+    for scale in ("keep", 1.0):  # of the size that the weights had; orthonormal: try both
+        model = ViTForImageClassification.from_pretrained(folder / "pretrained")
+        report = so.constrain_attention(model, scale=scale)
+        print(f"orthogonal queries and keys, scale {scale}, before training:", right(model, old))
+    print(report)  # what it found and did
     optimizer = so.StiefelAdam(so.param_groups(model, lr=RATE))
     train(model, optimizer, new, EPOCHS)
     print("fine-tuned to the digits 5 to 9:", right(model, new))

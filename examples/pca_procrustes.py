@@ -15,7 +15,7 @@ data = torch.randn(500, 40) * torch.linspace(3.0, 0.1, 40)
 covariance = data.T @ data / len(data)
 exact = torch.linalg.eigvalsh(covariance)[-5:].sum()
 
-start = torch.linalg.qr(torch.randn(40, 5)).Q  # a random point: orthonormal columns
+start = so.random_point(40, 5)
 components = so.ManifoldParameter(start)
 optimizer = so.StiefelSGD([components], lr=0.1, momentum=0.9)
 print("Principal components: 5 of 40 directions")

@@ -61,7 +61,7 @@ torch.manual_seed(0)
 model = VisionTransformer()
 print(so.constrain_attention(model, "within"), "\n")  # what it found and what it did
 groups = so.param_groups(model, plain={"weight_decay": 0.01}, lr=3e-3)
-train("StiefelAdam", model, so.StiefelAdam(groups, decoupled_weight_decay=True))
+train("StiefelAdamW", model, so.StiefelAdamW(groups))
 print(so.report(model), "\n")
 
 torch.manual_seed(0)

@@ -115,7 +115,7 @@ def test_fine_tuning(tmp_path: Path) -> None:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not here")
     text = shown("finetune_transformer", tmp_path)
-    assert min(numbers(r"([\d.]+)% right", text)) > 80
+    assert min(numbers(r"(?:pretrained|fine-tuned).*: ([\d.]+)% right", text)) > 80
     assert max(numbers(r"orthonormality error (\S+)", text)) < 1e-5
     assert "same bits: True" in text
 
