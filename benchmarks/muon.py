@@ -6,19 +6,25 @@
 
 - *dual ascent* (Bernstein, Thinking Machines, 2025): L <- L - 0.01 (1 - k/100) (X'D + D'X) with
   D = msign(M + 2 X L), up to 100 times; msign is ten polynomials (Polar Express), in float32 and in
-  bfloat16. The method's own stopping rule, |X'D + D'X|_F / m < 1e-6.
+  bfloat16. The method's own stopping rule, |X'D + D'X|_F / m < 1e-6. *module-wise* (Yoshihara,
+  2026): the same in bfloat16, 20 steps of 0.1.
 - *ADMM* (Buchanan, 2025) for the split |V|_* with V = M + 2 X L: a least squares problem for L,
   singular values of V lowered by 1/rho, and a price; the thresholding by msign, 10 and 30 steps.
-- *projected Muon* (as SPEL does): msign(X - lr msign(M)), five polynomials each, no tangent space.
+- *SPEL* (NVIDIA's Emerging-Optimizers): msign(X - lr msign(M)), Muon's five polynomials each, which
+  take singular values to between 0.7 and 1.2; no tangent space.
 - *torch.optim.Muon*, whose weights are not constrained: the floor.
 - *StiefelSGD*, another direction altogether: what a step of this package costs otherwise.
 
 **Trajectory.** A layer with orthonormal weights in a small network learns a teacher of the same
 shape from minibatches, by `muon_`; after a few steps every contestant gets the same X, momentum and
-state at each of several steps. Everybody's direction is judged in float64: made tangent and of
+state at each of several steps. Square matrices have a closed form: no loop
+runs there. Everybody's direction is judged in float64: made tangent and of
 spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F / m before that.
 
-    python benchmarks/muon.py                 # six shapes, about an hour on two cores
+**Time** is that of the processor on one thread, which other programs change little; rivals take
+turns, and ratios are of the same round.
+
+    python benchmarks/muon.py                 # six shapes, some minutes on one core
     python benchmarks/muon.py --quick         # two shapes, a minute or two
 """
 
@@ -26,17 +32,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import RESULTS, Contestant, interleave, machine, markdown_table, write_json
+from harness import RESULTS, Contestant, machine, markdown_table, write_json
 from torch import Tensor
 
 import stiefel_opt as so
 from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
 
-SHAPES = [(3072, 128), (512, 128), (2048, 256), (256, 64), (256, 256), (768, 768)]
+SHAPES = [(768, 768), (256, 256), (256, 64), (512, 128), (3072, 128), (2048, 256)]
 QUICK = [(512, 128), (128, 128)]
 LR = 0.02
 MOMENTUM = 0.95
@@ -80,18 +87,20 @@ def msign(matrix: Tensor, steps: int = 10, dtype: torch.dtype = torch.float32) -
     return (result.mT if tall else result).to(matrix.dtype)
 
 
-def dual_ascent(point: Tensor, moving: Tensor, dtype: torch.dtype) -> Tensor:
+def dual_ascent(
+    point: Tensor, moving: Tensor, dtype: torch.dtype, steps: int = 100, rate: float = 0.01
+) -> Tensor:
     """The direction of the published loop."""
     inner = point.mT @ moving
     shift = -(inner + inner.mT) / 4
     direction = moving
-    for number in range(100):
+    for number in range(steps):
         direction = msign(moving + 2 * point @ shift, dtype=dtype)
         error = point.mT @ direction
         error = error + error.mT
         if float(error.norm()) / error.size(-1) < 1e-6:
             break
-        shift = shift - 0.01 * (1 - number / 100) * error
+        shift = shift - rate * (1 - number / steps) * error
     return direction
 
 
@@ -112,9 +121,19 @@ def admm(point: Tensor, moving: Tensor, rho: float = 4.0, steps: int = 10) -> Te
     return msign(moving + 2 * point @ shift)
 
 
-def projected_muon(point: Tensor, moving: Tensor) -> Tensor:
-    """The new point of Muon's step, pulled back by another polar factor."""
-    return msign(point - LR * msign(moving, 5), 5)
+def spel(point: Tensor, moving: Tensor) -> Tensor:
+    """The new point of Muon's step, pulled back by Muon's polynomials."""
+    return five_steps(point - LR * five_steps(moving))
+
+
+def five_steps(matrix: Tensor) -> Tensor:
+    """Muon's polynomials (Jordan et al. 2024) in float32: about the polar factor."""
+    result = matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
+    result = result / result.norm().clamp(min=1e-7)
+    for _ in range(5):
+        own = result @ result.mT
+        result = 3.4445 * result + (-4.775 * own + 2.0315 * own @ own) @ result
+    return result.mT if matrix.size(-2) > matrix.size(-1) else result
 
 
 class Layer:
@@ -185,20 +204,24 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
     rivals: dict[str, Directions] = {
         "dual ascent, float32": lambda: dual_ascent(flat, flat_moving, torch.float32),
         "dual ascent, bfloat16": lambda: dual_ascent(flat, flat_moving, torch.bfloat16),
+        "module-wise": lambda: dual_ascent(flat, flat_moving, torch.bfloat16, 20, 0.1),
         "ADMM": lambda: admm(flat, flat_moving),
         "ADMM, 30 steps": lambda: admm(flat, flat_moving, steps=30),
     }
+    fixed = {FIXED: lambda: search(2)}
+    if flat.size(0) == flat.size(1):
+        rivals, fixed = {}, {}
     searches: dict[str, Directions] = {
         OURS: search,
-        FIXED: lambda: search(2),
+        **fixed,
         **rivals,
-        "projected Muon": lambda: (flat - projected_muon(flat, flat_moving)) / LR,
+        "SPEL": lambda: (flat - spel(flat, flat_moving)) / LR,
     }
     steps = [
         Contestant(OURS, ours, restore),
-        Contestant(FIXED, lambda: ours(2), restore),
+        *[Contestant(name, lambda: ours(2), restore) for name in fixed],
         *[Contestant(name, retracted(find)) for name, find in rivals.items()],
-        Contestant("projected Muon", lambda: projected_muon(flat, flat_moving)),
+        Contestant("SPEL", lambda: spel(flat, flat_moving)),
         Contestant("torch.optim.Muon", floor.step),
         Contestant("StiefelSGD", other.step),
     ]
@@ -218,9 +241,13 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
             moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
             for name, find in searches.items():
                 values.setdefault(name, []).append(judge(layer.point[0], moving[0], find()))
-            timings = interleave(steps, rounds=rounds, device=CPU, seconds=0.01)
-            for name, found in timings.seconds.items():
-                seconds.setdefault(name, []).extend(found)
+            for turn in range(rounds):
+                for contestant in steps[turn:] + steps[:turn]:
+                    contestant.prepare()
+                    start = time.process_time()
+                    contestant.call()
+                    elapsed = time.process_time() - start
+                    seconds.setdefault(contestant.name, []).append(elapsed)
         state = (layer.momentum_buffer, layer.multiplier)
         layer.point = muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM)
     return {"shape": [n, m], "rows": summary(seconds, values)}
@@ -248,31 +275,35 @@ def summary(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds, no file")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=3, help="steps of the training to stop at")
+    parser.add_argument("--samples", type=int, default=1, help="steps of the training to stop at")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     rounds, samples = (1, 1) if arguments.quick else (arguments.rounds, arguments.samples)
-    results = []
+    results: list[dict[str, Any]] = []
+    tables: dict[str, str] = {}
     for n, m in QUICK if arguments.quick else SHAPES:
-        found = measure(n, m, rounds, samples)
-        results.append(found)
-        rows = [
-            [
-                row["name"],
-                f"{row['median_ms']:.2f}",
-                f"{row['over_ours']:.2f}",
-                f"{row['worst_value']:.5f}" if "worst_value" in row else "",
-                f"{row['worst_residual']:.0e}" if "worst_residual" in row else "",
-            ]
-            for row in found["rows"]
+        results.append(measure(n, m, rounds, samples))
+        tables[f"{n} x {m}"] = table_of(results[-1]["rows"])
+        print(f"\n{n} x {m}\n\n{tables[f'{n} x {m}']}", flush=True)
+        if not arguments.quick:
+            content = {"machine": machine(CPU), "rounds": rounds, "tables": tables}
+            write_json(RESULTS / "muon.json", {**content, "shapes": results})
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """One row for each contestant."""
+    cells = [
+        [
+            row["name"],
+            f"{row['median_ms']:.2f}",
+            f"{row['over_ours']:.2f}",
+            f"{row['worst_value']:.5f}" if "worst_value" in row else "",
+            f"{row['worst_residual']:.0e}" if "worst_residual" in row else "",
         ]
-        print(f"\n{n} x {m}\n")
-        print(markdown_table(["", "ms", "over ours", "value / optimum", "residual"], rows))
-    if not arguments.quick:
-        content = {"machine": machine(CPU), "threads": arguments.threads, "shapes": results}
-        write_json(RESULTS / "muon.json", content)
+        for row in rows
+    ]
+    return markdown_table(["", "ms", "over ours", "value / optimum", "residual"], cells)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def symmetric_product(
     *,
     beta: float = 0.0,
     alpha: float = 1.0,
+    sign: int = 1,
 ) -> Tensor:
     """Return left @ right, ``(k, m, n)`` by ``(k, n, m)``, where it is known to be symmetric.
 
@@ -114,6 +115,7 @@ def symmetric_product(
     Args:
         into: Symmetric; then the result is beta into + alpha left @ right, in its memory.
         beta, alpha: Factors, for use with ``into``.
+        sign: -1 if ``into`` and the product are skew.
     """
     size = right.size(-1)
     if size < _BLOCKED:
@@ -126,7 +128,8 @@ def symmetric_product(
         stop = min(start + width, size)
         rows = result[:, start:stop, start:]
         rows.baddbmm_(left[:, start:stop], right[..., start:], beta=beta, alpha=alpha)
-        result[:, stop:, start:stop] = rows[..., stop - start :].mH
+        below = rows[..., stop - start :].mH
+        result[:, stop:, start:stop] = below if sign > 0 else -below
     return result
 
 

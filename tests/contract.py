@@ -30,6 +30,7 @@ OPTIMIZERS = {
     "rgd": (so.ProjectedRGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
     "cayley-sgd": (so.CayleySGD, {"lr": 0.05, "nesterov": True}),
     "cayley-adam": (so.CayleyAdam, {"lr": 0.05, "amsgrad": True}),
+    "muon": (so.StiefelMuon, {"lr": 0.05, "weight_decay": 0.1}),
 }
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)

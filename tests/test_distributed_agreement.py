@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 import stiefel_opt as so
 
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
 STEPS = 5
 # name: shape, reading, sharded dimension; whole matrices on every process
 WHOLE = {"batch": ((4, 6, 3), {}, 0), "heads": ((6, 7), {"heads": 2}, 0)}
@@ -218,7 +218,7 @@ def tensor_parallel_layers_move_as_alone(name, heads):
 
 
 def test_two_processes_agree():
-    calls = [(all_skip_what_one_cannot_use, name) for name in FIVE]
+    calls = [(all_skip_what_one_cannot_use, name) for name in RULES]
     calls += [(uneven_shards_move_as_alone, name) for name in ("sgd", "adam")]
     calls += [(replicas_of_shards_move_as_alone, "sgd", sizes) for sizes in ((2, 1), (1, 2))]
     run(2, *calls)
@@ -229,7 +229,7 @@ def test_two_processes_raise_together():
 
 
 def test_two_processes_share_complex_rows():
-    run(2, *((complex_rows_move_as_alone, name) for name in FIVE))
+    run(2, *((complex_rows_move_as_alone, name) for name in RULES))
 
 
 def test_two_processes_are_tensor_parallel():
@@ -249,7 +249,7 @@ def test_four_processes_agree():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rule_agrees_in_every_layout(size):
     calls = []
-    for name in FIVE:
+    for name in RULES:
         calls += [(all_skip_what_one_cannot_use, name), (complex_rows_move_as_alone, name)]
         calls += [(uneven_shards_move_as_alone, name), (all_raise_what_one_cannot_use, name)]
         if 6 % size == 0 or size == 4:

@@ -62,6 +62,7 @@ KINDS = (
 )
 # Half precision: masters move in float32, where sums over rows depend on how these are cut.
 BOUNDS = {torch.float64: 1e-10, torch.bfloat16: 2e-5}
+ROUGH = {"muon": 1e-5}  # its direction amplifies rounding where singular values vanish
 
 
 def value(shape, seed):
@@ -132,7 +133,8 @@ def compare(name, layouts, dtype=torch.float64):
                 replicated.append(own.to(torch.float64))
             assert own.shape == expected.shape, f"{name}: {layout}: {key}"
             worst = float((own - expected).abs().max()) if own.numel() else 0.0
-            assert worst < BOUNDS[dtype], f"{name}: {layout}: {key} off by {worst}"
+            bound = max(BOUNDS[dtype], ROUGH.get(name, 0.0))
+            assert worst < bound, f"{name}: {layout}: {key} off by {worst}"
     assert_equal_on_all(replicated)
 
 
@@ -198,18 +200,18 @@ def dict_of_locals(state):
 
 
 EVERY = tuple(OPTIMIZERS)
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
 HALF = ("sgd", "adam", "cayley-adam")
 
 
 def test_shards_train_as_one_process_alone():
-    run(1, *((compare, name, KINDS) for name in FIVE))
+    run(1, *((compare, name, KINDS) for name in RULES))
 
 
 def test_shards_train_as_one_process_on_two():
     """All layouts with momentum and with Adam; half precision as well."""
-    several = {"sgd": tuple(LAYOUTS), "adam": tuple(LAYOUTS)}
-    calls = [(compare, name, several.get(name, KINDS)) for name in FIVE]
+    several = {"sgd": tuple(LAYOUTS), "adam": tuple(LAYOUTS), "muon": (*KINDS, "square")}
+    calls = [(compare, name, several.get(name, KINDS)) for name in RULES]
     shared = [layout for layout, (*_, kind) in LAYOUTS.items() if kind == "sums"]
     spoilt = [(keep_what_is_spoilt, name, tuple(shared)) for name in ("sgd", "cayley-adam")]
     spoilt += [(agree_on_an_overflow, name) for name in ("sgd", "rgd", "cayley-sgd")]
@@ -217,7 +219,7 @@ def test_shards_train_as_one_process_on_two():
 
 
 def test_shards_train_as_one_process_on_four():
-    run(4, *((compare, name, KINDS) for name in FIVE))
+    run(4, *((compare, name, KINDS) for name in RULES))
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_one_bad_gradient_leaves_the_rest_of_the_batch_alone(shape, bad, steps, 
     direction, multiplier = spectral_direction(point, grad, steps=steps)
     assert not direction[1].any()
     assert not multiplier[1].any()
-    torch.testing.assert_close(direction[[0, 2]], expected[[0, 2]])
+    torch.testing.assert_close(direction[[0, 2]], expected[[0, 2]], rtol=0, atol=1e-4)
 
 
 def test_a_bad_multiplier_is_no_start(generator):
@@ -319,6 +319,40 @@ def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
         training.step(lr=0.01, steps=steps)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["gaussian", "rank-1", "rank-8-and-noise", "ill-conditioned"])
+def test_a_fixed_number_of_steps_is_never_longer_than_one(kind, steps, generator):
+    for shape in ((2, 24, 20), (1, 9, 7), (1, 40, 8)):
+        point, grad = problem(shape, kind, generator)
+        for size in (0.0, 1.0, 1e3):  # of a multiplier that is no start
+            start = size * torch.randn(*point.mT.shape[:2], shape[-1], generator=generator).double()
+            direction, _ = spectral_direction(point, grad, start, steps=steps)
+            assert_feasible(point, direction)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(DOUBLE, 1e-3), (DOUBLE, 1e-6), (torch.float32, 1e-2)], ids=str
+)
+@pytest.mark.parametrize("shape", [(2, 40, 8), (1, 9, 7), (1, 3, 2), (1, 8, 8)], ids=str)
+def test_a_small_tangent_part_counts_beside_a_large_radial_one(shape, dtype, share, generator):
+    """As near the end of a training, where X'M is symmetric and far from small."""
+    point, gaussian = problem(shape, "gaussian", generator)
+    inner = point.mT @ gaussian
+    radial = point @ (inner + inner.mT) / 2
+    tangent = gaussian - radial
+    point, grad = point.to(dtype), (radial + share * tangent).to(dtype)
+    direction, _ = spectral_direction(point, grad)
+    assert_feasible(point, direction)
+    best, multiplier = spectral_direction(point.double(), tangent)
+    assert_optimal(point.double(), tangent, best, multiplier)
+    value = value_of(tangent, direction.double()) / value_of(tangent, best)
+    assert value.min() >= 0.9995
+    new = muon_(point, grad, torch.zeros_like(grad), torch.zeros_like(inner).to(dtype), lr=0.3)
+    assert gram_error(new).max() <= 2 * orthonormality_tolerance(dtype, shape[-2])
+    radial = radial.to(dtype)  # nothing but rounding is tangent
+    assert torch.linalg.matrix_norm(spectral_direction(point, radial)[0], 2).max() < 0.9
+
+
 @pytest.mark.parametrize("m", [16, 128])
 def test_the_products_of_fixed_steps_are_counted(m, generator):
     """About 620 of m x m for two steps, whatever the gradient is; five have n rows."""
@@ -409,7 +443,7 @@ def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
     compiled = torch.compile(spectral_direction, fullgraph=True, backend="aot_eager")
     direction, _ = compiled(point, grad, **options)
     expected, _ = spectral_direction(point, grad, **options)
-    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-4)
 
 
 @in_one_test(

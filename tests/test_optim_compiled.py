@@ -14,12 +14,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import stiefel_opt as so
 
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
 QUICK = ("sgd",)
 slow = pytest.mark.slow
 # Tracing takes its time: what is alike in all rules is tried with one, the others by name.
 some_rules = pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in FIVE]
+    "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in RULES]
 )
 
 pytestmark = [
@@ -224,7 +224,7 @@ def test_a_spike_that_the_point_does_not_show_is_left_out() -> None:
 
 @pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=slow)])
 @pytest.mark.parametrize(
-    "name", ["sgd", "rgd", *(pytest.param(name, marks=slow) for name in FIVE if "a" in name)]
+    "name", ["sgd", "rgd", *(pytest.param(name, marks=slow) for name in RULES if "a" in name)]
 )
 def test_a_schedule_may_change_a_rate_that_is_a_float(name: str, fullgraph: bool) -> None:
     both = Both(name, weight_decay=0)
@@ -372,7 +372,7 @@ def test_the_precision_that_a_user_has_lowered_is_set_aside(
 
 
 @slow
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", RULES)
 def test_inductor_follows_gradients_that_come_and_go(name: str) -> None:
     both = Both(name, weight_decay=0)
     both.step(0, without=(1,))

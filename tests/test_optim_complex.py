@@ -231,6 +231,8 @@ def test_plain_rows_move_as_torch_moves_complex_parameters(name, generator):
         rule, options = torch.optim.Adam, {"amsgrad": True}
     elif name.startswith("adam"):
         rule, options = torch.optim.Adam, {"amsgrad": "amsgrad" in name}
+    elif name == "muon":
+        rule, options = torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.0}
     else:
         nesterov = name in ("sgd-nesterov", "cayley-sgd")
         rule, options = torch.optim.SGD, {"momentum": 0.9, "nesterov": nesterov}

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
-every_rule = pytest.mark.parametrize("name", FIVE)
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
+every_rule = pytest.mark.parametrize("name", RULES)
 
 LAYERS, WIDTH, HEADS = 12, 16, 4
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")

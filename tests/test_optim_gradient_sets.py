@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import stiefel_opt as so
 
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
-every_rule = pytest.mark.parametrize("name", FIVE)
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
+every_rule = pytest.mark.parametrize("name", RULES)
 
 MANIFOLDS = {
     "tall": ((9, 4), {}),
@@ -94,7 +94,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], bool]] = {
 # ---- the same steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "name"), mixed(14, SCHEDULES, FIVE))
+@pytest.mark.parametrize(("schedule", "name"), mixed(14, SCHEDULES, RULES))
 def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule: str) -> None:
     chosen, together, alone = SCHEDULES[schedule], parameters(torch.float64, copies=2), []
     opt = optimizer(name, together)
@@ -124,7 +124,7 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
             assert not counts[index] or so.orthonormality_error(parameter) < 1e-13
 
 
-@pytest.mark.parametrize(("name", "schedule"), in_turn(FIVE, ["dropped at random", "one is late"]))
+@pytest.mark.parametrize(("name", "schedule"), in_turn(RULES, ["dropped at random", "one is late"]))
 def test_masters_move_as_in_an_optimizer_of_their_own(name: str, schedule: str) -> None:
     chosen, together = SCHEDULES[schedule], parameters(torch.bfloat16, copies=2)[:-2]
     opt = optimizer(name, together)
@@ -397,5 +397,5 @@ def test_one_missing_gradient_costs_about_what_a_full_step_does(name: str) -> No
 
 
 def test_every_rule_is_tried() -> None:
-    tried = tuple(OPTIMIZERS[name][0] for name in FIVE)  # StiefelAdamW is a StiefelAdam
+    tried = tuple(OPTIMIZERS[name][0] for name in RULES)  # StiefelAdamW is a StiefelAdam
     assert all(issubclass(rule, tried) for rule, _ in OPTIMIZERS.values())

@@ -304,6 +304,7 @@ TORCH = {
     "rgd": ("SGD", {"momentum": 0.9}),
     "cayley-sgd": ("SGD", {"momentum": 0.9}),
     "cayley-adam": ("Adam", {"amsgrad": True}),
+    "muon": ("AdamW", {"betas": (0.8, 0.99), "weight_decay": 0.1}),
 }
 
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 import stiefel_opt as so
 
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
-every_rule = pytest.mark.parametrize("name", FIVE)
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
+every_rule = pytest.mark.parametrize("name", RULES)
 
 
 def pair(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -64,7 +64,7 @@ def set_storage(tensors: list[Tensor]) -> None:
 MOVES = {"data": give_other_data, "shared": share, "set_": set_storage}
 
 
-@pytest.mark.parametrize(("name", "move"), in_turn([*FIVE, "sgd"], MOVES))
+@pytest.mark.parametrize(("name", "move"), in_turn([*RULES, "sgd"], MOVES))
 def test_state_that_got_other_memory_in_place_is_what_the_step_uses(name: str, move: str) -> None:
     params, others = pair(), pair()
     opt, other_opt = optimizer(name, params), optimizer(name, others)
@@ -86,7 +86,7 @@ def test_state_that_got_other_memory_in_place_is_what_the_step_uses(name: str, m
         torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "move"), in_turn([*FIVE, "adam"], MOVES))
+@pytest.mark.parametrize(("name", "move"), in_turn([*RULES, "adam"], MOVES))
 def test_a_parameter_that_got_other_memory_trains_on(name: str, move: str) -> None:
     """The memory that it has left is not written to."""
     params, others = pair(), pair()

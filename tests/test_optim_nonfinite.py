@@ -145,7 +145,7 @@ def test_ignore_looks_at_nothing(name: str) -> None:
     backward(net, 3)
     bad = spoil(net, "turn", math.nan)
     opt.step()
-    assert not bad.isfinite().all()
+    assert bool(bad.isfinite().all()) == (name == "muon")  # which has no direction then
 
 
 @on_machines(cpu="sgd cayley-adam", as_accelerator="adam rgd")

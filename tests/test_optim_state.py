@@ -137,9 +137,10 @@ def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
     opts = [optimizer(name, net.parameters()) for net in nets]
     for net, opt in zip(nets, opts, strict=True):
         train(net, opt, 0, 2)
-    opts[0].state[nets[0].k.weight]["momentum_skew"].zero_()
+    word = "momentum_ambient" if name == "muon" else "momentum_skew"
+    opts[0].state[nets[0].k.weight][word].zero_()
     state = opts[1].state[nets[1].k.weight]
-    state["momentum_skew"] = torch.zeros_like(state["momentum_skew"])
+    state[word] = torch.zeros_like(state[word])
     before = nets[0].k.weight.detach().clone()
     for net, opt in zip(nets, opts, strict=True):
         train(net, opt, 2, 3)
@@ -273,10 +274,10 @@ def test_a_state_dict_loads_where_we_were_never_imported(tmp_path):
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "rgd", "cayley-adam"])
 def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
-    rule = torch.optim.Adam if "adam" in name else torch.optim.SGD
+    rule = torch.optim.Adam if "adam" in name or name == "muon" else torch.optim.SGD
     theirs = rule([torch.nn.Parameter(torch.ones(3))], lr=0.3)
     own = {"metric": -1.0, "transport": "published", "rotation": "cayley"}
-    own = {"rgd": {"metric": -1.0, "retraction": "qr"}}.get(name, own)
+    own = {"rgd": {"metric": -1.0, "retraction": "qr"}, "muon": {"plain": "muon"}}.get(name, own)
     own = {"steps": 7, "exact": True} if name.startswith("cayley") else own
     opt = optimizer(name, [{"params": [torch.nn.Parameter(torch.ones(3))], **own}])
     opt.load_state_dict(theirs.state_dict())

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import finest_dtype, is_free_to_read
+from stiefel_opt.functional.flows import Setting, keep_, zeroed
 from stiefel_opt.linalg import (
     add_product,
     add_product_,
@@ -53,6 +54,7 @@ from stiefel_opt.linalg import (
     product,
     skew,
     sym,
+    symmetric_product,
 )
 from stiefel_opt.roots import roots
 
@@ -68,9 +70,12 @@ _NEWTON: Final = 60  # the most decompositions; 3 to 17 are usual from a cold st
 _CONJUGATE: Final = 30  # the most iterations for one Newton step
 _LENGTH: Final = 5e-5  # by which |D'D - I| may exceed what smoothing explains
 _SOLVE: Final = 3  # iterations for a Newton step by products alone
+_RADIAL: Final = 1e-4  # share of |M|^2 below which M_T is worked out by itself
+_ROUNDING: Final = 4.0  # times eps |M|: what of M may be rounding
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
 _ILL: Final = 16.0  # mean condition of Z from which tall products in float32 lose too much
-_LONGEST: Final = 4.0  # of steps that cannot be read: atan(4) is 76 degrees
+_FEW_SMALL: Final = 0.035  # where a square matrix is cut off at first, over its mean singular value
+_LONGEST: Final = 4.0  # atan(4) is 76 degrees
 
 
 def spectral_direction(
@@ -107,10 +112,10 @@ def spectral_direction(
     Note: Two products of n x m by m x m and two symmetric halves before, two after; for square
         matrices one and one. One sum of m (2m + 1) numbers over the rows. The m x m work is in
         float64 where the device has it, as are the tall products of the sums, and on a CPU those
-        of an ill-conditioned M. A fixed number of steps is for tall matrices: with n below 2m a
-        singular value may cross zero within a step, and |D| then exceed 1 for that step; without
-        ``steps`` such shapes take up to 60 eigenvalue decompositions, those with n >= 4m 3 to 10. A
-        fixed step is about 270 products of m x m, and 50 for the roots at the end.
+        of an ill-conditioned M; where M is all but radial, one more product and the sums again.
+        Without ``steps`` matrices with n >= 4m take 3 to 10 eigenvalue decompositions, those with n
+        below 2m about 12 and up to 60. A fixed step is about 270 products of m x m, and 50 for the
+        roots at the end; where it has not converged D is shortened to norm 1.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem and its dual.
     """
     _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
@@ -118,9 +123,10 @@ def spectral_direction(
     if found.along is None:
         direction = product(point, found.within)
     else:
-        wide = _needs_double(point, found)
-        direction = product(*_same(point, found.within, wide))
-        direction = add_product_(direction, *_same(grad, found.along, wide)).to(point.dtype)
+        dtype = _tall_dtype(point, found)
+        direction = product(*_same(point, found.within, dtype))
+        direction = add_product_(direction, *_same(found.moving, found.along, dtype))
+        direction = direction.to(point.dtype)
     return torch.where(found.sound, direction, 0.0), found.multiplier.to(point.dtype)
 
 
@@ -152,7 +158,7 @@ def spectral_gap(
     if direction.shape != point.shape:
         shape = tuple(point.shape)
         raise ValueError(fail("direction", f"have the shape {shape}", tuple(direction.shape)))
-    parts = _tangent_parts(point, grad, row_sum)
+    _, parts = _tangent_parts(point, grad, row_sum)
     work = parts.skew.dtype
     tall = direction.to(work)
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
@@ -169,8 +175,8 @@ def spectral_gap(
 def muon_(
     point: Tensor,
     grad: Tensor,
-    momentum_buffer: Tensor,
-    multiplier: Tensor,
+    momentum_buffer: Tensor | None,
+    multiplier: Tensor | None,
     *,
     lr: Scalar,
     momentum: float = 0.95,
@@ -179,7 +185,7 @@ def muon_(
     steps: int | None = None,
     tolerance: float = 1e-5,
     smoothing: float = 3e-4,
-    row_sum: RowSum | None = None,
+    setting: Setting = Setting(),  # noqa: B008
 ) -> Tensor:
     r"""One step of StiefelMuon; returns the new point and updates the state in place.
 
@@ -193,13 +199,14 @@ def muon_(
     Args:
         point: X, orthonormal, ``(k, n, m)``.
         grad: G, same shape.
-        momentum_buffer: B, same shape, updated.
-        multiplier: Lambda, ``(k, m, m)``, updated; zero at the start.
-        lr: eta, a number or ``(k, 1, 1)``; a tensor acts as at most 4.
+        momentum_buffer: B, same shape, updated. None: M = G.
+        multiplier: Lambda, ``(k, m, m)``, updated; zero at the start. None: every step is a start.
+        lr: eta, a number or ``(k, 1, 1)``; acts as at most 4, an angle of 76 degrees.
         momentum: mu.
         nesterov: M is a lookahead, as above; else the buffer.
         maximize: X moves along D.
-        steps, tolerance, smoothing, row_sum: as in :func:`spectral_direction`.
+        steps, tolerance, smoothing: as in :func:`spectral_direction`.
+        setting: How the step is worked out; of it ``ok`` and ``row_sum``.
 
     Returns: The new point, ``(k, n, m)``.
     Raises:
@@ -208,28 +215,35 @@ def muon_(
         products of the longest step. Where rounding in M'M would show in X'X, as in float64 it
         does, one more sum of m^2 and two products: on a CPU only.
     """
+    row_sum = setting.row_sum
     _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
-    momentum_buffer.lerp_(grad, 1 - momentum)
-    moving = grad.lerp(momentum_buffer, momentum) if nesterov else momentum_buffer
+    buffer = moving = grad = zeroed(grad, setting.ok)
+    if momentum_buffer is not None:
+        buffer = momentum_buffer.lerp(grad, 1 - momentum)
+        moving = grad.lerp(buffer, momentum) if nesterov else buffer
     found = _solve(point, moving, multiplier, steps, tolerance, smoothing, row_sum)
+    ok = found.finite if setting.ok is None else found.finite & setting.ok
+    for state, new in ((momentum_buffer, buffer), (multiplier, found.multiplier)):
+        if state is not None:
+            keep_(state, new, ok)
     step, limit = _step_of(lr, found.length)
     shrink = roots(found.length * (step * step), limit).shrink
     step = -step if maximize else step
+    if found.along is None and setting.correct is not False:
+        found = found._replace(mending=_mending(own_gram(point)))
     # X c + (X w + M a) (-eta), times I + shrink, less X: what is added is small.
     moved = found.mending - found.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), shrink)
-    multiplier.copy_(torch.where(found.sound, found.multiplier, 0.0))
-    if found.along is None:
-        within = torch.where(found.sound, within, found.mending)
-        return add_product(point, *_same(point, within, False))
-    # 0 along whatever is not finite
     within = torch.where(found.sound, within, found.mending)
-    moving = torch.where(found.sound, moving, 0.0)
+    if found.along is None:
+        return add_product(point, *_same(point, within, point.dtype))
+    moving = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
     along = found.along * -step
     along = along.baddbmm(along, shrink)
-    wide = _needs_double(point, found)
-    new = add_product(point.to(along.dtype) if wide else point, *_same(point, within, wide))
-    new = add_product_(new, *_same(moving, along, wide)).to(point.dtype)
+    dtype = _tall_dtype(point, found)
+    tall, within = _same(point, within, dtype)
+    new = add_product_(add_product(tall, tall, within), *_same(moving, along, dtype))
+    new = new.to(point.dtype)
     if _is_rough(point, found, step):
         own = own_gram(new) if row_sum is None else row_sum(own_gram(new))
         new = add_product(new, new, _mending(own))
@@ -241,30 +255,37 @@ class _Found(NamedTuple):
 
     Attributes:
         within, along: ``(k, m, m)``; ``along`` is None for square matrices.
+        moving: M, or what is left of it.
         mending: c - I for X c nearest to X on the manifold.
         length: D'D.
         multiplier: Lambda.
+        finite: Whether M is, and its square, ``(k, 1, 1)``.
         sound: Whether D is other than 0, ``(k, 1, 1)``.
         gain: How much the sum of the two products amplifies rounding, ``(k, 1, 1)``.
     """
 
     within: Tensor
     along: Tensor | None
+    moving: Tensor
     mending: Tensor
     length: Tensor
     multiplier: Tensor
+    finite: Tensor
     sound: Tensor
     gain: Tensor
 
 
 class _Parts(NamedTuple):
-    """M = X c B + N in m x m: K = skew B, Q = N'N, and sizes; X c is X made orthonormal."""
+    """M = X c B + N in m x m: K = skew B, Q = N'N; X c is X made orthonormal.
+
+    ``noise`` is what rounding may have left in Q.
+    """
 
     inner: Tensor
     skew: Tensor
     square: Tensor
     mending: Tensor
-    size: Tensor
+    noise: Tensor
 
 
 def _solve(
@@ -278,8 +299,8 @@ def _solve(
 ) -> _Found:
     """Find the direction, in m x m matrices."""
     if row_sum is None and point.size(-2) == point.size(-1):
-        return _solve_square(point, moving, smoothing)
-    parts = _tangent_parts(point, moving, row_sum)
+        return _solve_square(point, moving, tolerance, smoothing)
+    moving, parts = _tangent_parts(point, moving, row_sum)
     m = point.size(-1)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
     sound = (scale > 0) & scale.isfinite()
@@ -287,8 +308,8 @@ def _solve(
     spread = torch.where(sound, spread, 1.0)
     turn = torch.where(sound, parts.skew * factor, 0.0)
     own = torch.where(sound, parts.square * factor.square(), 0.0)
-    noise = torch.where(sound, parts.size * factor.square(), 0.0)
-    floor = (smoothing / m * spread).square() + _NOISE * torch.finfo(own.dtype).eps * noise
+    noise = torch.where(sound, parts.noise * factor.square(), 0.0)
+    floor = (smoothing / m * spread).square() + noise
     start = None if multiplier is None else _start(multiplier, turn, factor)
     if steps is None and is_free_to_read(point):
         inverse, half, shift, length = _newton(turn, own, start, floor, tolerance)
@@ -301,33 +322,66 @@ def _solve(
     within = within.baddbmm(parts.mending, within)
     shift = torch.where(sound, shift * scale, 0.0)
     within = torch.where(sound, within, 0.0)
-    gain = (parts.size * _square_norm(along)).sqrt() / m
-    return _Found(within, along, parts.mending, length, -shift, sound, gain)
+    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * _square_norm(along)).sqrt() / m
+    finite = parts.noise.isfinite()
+    return _Found(within, along, moving, parts.mending, length, -shift, finite, sound, gain)
 
 
-def _solve_square(point: Tensor, moving: Tensor, smoothing: float) -> _Found:
-    """Find P with D = X P: the polar factor of K, by odd polynomials of K."""
-    mending = _mending(own_gram(point))
+def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: float) -> _Found:
+    """Find P with D = X P: the polar factor of K, by odd polynomials of K.
+
+    Polynomials that take [l, 1] to 1 leave a singular value s < l of K / u at d >= s / l. What that
+    costs is at most the sum of l d (1 - d) <= l (1 - d^2) (0.28 + 0.27 d^2), known from P'P. So l
+    starts near what random matrices need, and falls only where a larger part of K is small.
+    """
     inner = gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
-    sound = (largest > 0) & largest.isfinite()
+    finite = largest.isfinite()
+    sound = (largest > 0) & finite
     inner = torch.where(sound, inner / largest, 0.0)  # squares must neither over- nor underflow
-    polar = skew(inner)
-    square = own_gram(polar)
-    scale, spread = _scale_of(square)
-    sound = sound & (scale > 0)  # 0/0 where K is 0
-    inverse = torch.where(sound, scale.reciprocal(), 0.0)
-    polar, square = polar * inverse, square * inverse.square()
-    lower = smoothing / point.size(-1)
+    size = _square_norm(inner)
+    inner = skew(inner)
+    square = own_gram(inner)
+    trace = _trace(square)
+    # the skew part of what is all but symmetric is rounding
+    share = trace / (trace + size * (_ROUNDING * torch.finfo(inner.dtype).eps) ** 2)
+    share = torch.where(sound, share, 0.0)
+    fourth = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)  # u^2
+    sound = sound & (fourth > 0)  # 0/0 where K is 0
+    inner = inner * torch.where(sound, fourth.rsqrt(), 0.0)
+    square = square / torch.where(sound, fourth, 1.0)
+    # |s|_1 >= |s|_2^3 / |s|_4^2, over m
+    m = point.size(-1)
+    mean = torch.where(sound, (trace / fourth) ** 1.5 / m, math.inf)
+    low = least = smoothing / m  # of any K
     if is_free_to_read(point):
-        lower *= float(torch.where(sound, spread, math.inf).min())
-    for factor in _schedule(min(lower, 1.0), torch.finfo(polar.dtype).eps):
-        polar = torch.baddbmm(polar, polar, square, beta=1.5 * factor, alpha=-0.5 * factor**3)
-        square = own_gram(polar)
-    polar = skew(polar)  # rounding grows with the small singular values
-    square = own_gram(polar)
-    gain = torch.ones_like(scale)
-    return _Found(polar, None, mending, square, torch.zeros_like(polar), sound, gain)
+        least = min(smoothing * float(mean.min()), 1.0)
+        low = max(least, _FEW_SMALL * float(mean.min())) if least < 1.0 else 1.0
+    polar, eps = inner, torch.finfo(inner.dtype).eps
+    factors: list[float] = []
+    while True:
+        lower = low
+        for factor in factors:
+            lower *= factor * (3.0 - (factor * lower) ** 2) / 2.0
+        for factor in _schedule(lower, max(5 * tolerance, eps)):
+            polar = _odd(polar, square, factor)
+            square = own_gram(polar)
+            factors.append(factor)
+        if low <= least:
+            break
+        lost = (0.28 * m - 0.01 * _trace(square) - 0.27 * _square_norm(square)) * low
+        if bool((lost <= 0.31 * smoothing * _inner(inner, polar)).all()):
+            break
+        low = max(low / 30, least)
+    zero, polar, square = torch.zeros_like(polar), polar * share, square * share.square()
+    return _Found(polar, None, moving, zero, square, zero, finite, sound, torch.ones_like(mean))
+
+
+def _odd(matrix: Tensor, square: Tensor, factor: float) -> Tensor:
+    """Return f K (3 - f^2 K'K) / 2 for skew K and the square K'K: skew."""
+    into = matrix * (1.5 * factor)
+    # rounding that is not skew would grow with the small singular values
+    return skew(symmetric_product(matrix, square, into, beta=1.0, alpha=-0.5 * factor**3, sign=-1))
 
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
@@ -337,10 +391,30 @@ def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
     return (trace * share).sqrt(), share.reciprocal()
 
 
-def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> _Parts:
-    """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
+def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> tuple[Tensor, _Parts]:
+    """Return M and its parts; of M only M_T, in the dtype of the work, where that is all but lost.
+
+    Q = M'M - B'B is off by eps |M|^2, more than M_T if that is shorter than the root of eps |M|.
+    """
     work = finest_dtype(point)
     tall, other = point.to(work), moving.to(work)
+    parts = _parts_of(tall, other, row_sum)
+    size = parts.noise / (_NOISE * torch.finfo(work).eps)
+    if not is_free_to_read(point):
+        return moving, parts
+    is_lost = _trace(parts.square) + _square_norm(parts.skew) < _RADIAL * size
+    if not bool(is_lost.any()):
+        return moving, parts
+    normal = sym(parts.inner)
+    moving = add_product(other, tall, normal.baddbmm(parts.mending, normal), alpha=-1.0)
+    parts = _parts_of(tall, torch.where(is_lost, moving, other), row_sum)
+    lost = _ROUNDING * torch.finfo(point.dtype).eps
+    noise = torch.where(is_lost, parts.noise + lost**2 * size, parts.noise)
+    return torch.where(is_lost, moving, other), parts._replace(noise=noise)
+
+
+def _parts_of(tall: Tensor, other: Tensor, row_sum: RowSum | None) -> _Parts:
+    """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
     inner, own, point_own = gram(tall, other), own_gram(other), own_gram(tall)
     if row_sum is not None:
         diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -354,7 +428,8 @@ def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> _Pa
     mending = _mending(point_own)
     inner = inner.baddbmm(mending, inner)
     square = sym(own - own_gram(inner))
-    return _Parts(inner, skew(inner), square, mending, _trace(own))
+    noise = _trace(own) * (_NOISE * torch.finfo(own.dtype).eps)
+    return _Parts(inner, skew(inner), square, mending, noise)
 
 
 def _mending(own: Tensor) -> Tensor:
@@ -441,8 +516,9 @@ def _newton(
     less = torch.diag_embed((floor / values.square()).squeeze(-2))
     length = torch.bmm(vectors, torch.bmm(whole.excess - less, vectors.mH))
     length = add_to_diagonal_(sym(length), 1.0)
-    if bool((_square_norm(whole.excess) > _LENGTH**2).any()):  # |D| <= 1 all the same
-        most = _largest(length)[:, None, None].clamp(min=1.0)
+    long = _square_norm(whole.excess) > _LENGTH**2
+    if bool(long.any()):  # |D| <= 1 all the same
+        most = torch.where(long, _largest(length)[:, None, None].clamp(min=1.0), 1.0)
         inverse, half, length = inverse / most.sqrt(), half / most.sqrt(), length / most
     return inverse, skew(half), sym(shift), length
 
@@ -527,8 +603,11 @@ def _fixed_steps(
         shift = _fits(_improved(turn, own, root, inverse, floor, lower), turn)
         root, inverse = _roots_at(turn, own, shift, floor, lower)
     half = skew(torch.bmm(turn + shift, inverse)) / 2
-    length = own_gram(half) * 4 + torch.bmm(inverse, torch.bmm(own, inverse))
-    return inverse, half, shift, sym(length)
+    length = sym(own_gram(half) * 4 + torch.bmm(inverse, torch.bmm(own, inverse)))
+    # D'D = I - floor R^(-2) + E: what E adds is taken from the length of D
+    excess = add_to_diagonal_(length + own_gram(inverse) * floor, -1.0)
+    most = 1.0 + torch.linalg.vector_norm(own_gram(excess), dim=(-2, -1), keepdim=True).sqrt()
+    return inverse * most.rsqrt(), half * most.rsqrt(), shift, length / most
 
 
 def _improved(
@@ -662,11 +741,10 @@ def _check(
     check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
 
 
-def _needs_double(point: Tensor, found: _Found) -> bool:
-    """Say whether the last tall products need more digits than the point has."""
-    if not is_free_to_read(point):
-        return False
-    return bool((found.gain > _ILL).any())
+def _tall_dtype(point: Tensor, found: _Found) -> torch.dtype:
+    """Return the dtype of the last tall products: more digits than the point has, if they count."""
+    is_ill = is_free_to_read(point) and bool((found.gain > _ILL).any())
+    return found.within.dtype if is_ill else point.dtype
 
 
 def _is_rough(point: Tensor, found: _Found, step: Scalar) -> bool:
@@ -677,16 +755,16 @@ def _is_rough(point: Tensor, found: _Found, step: Scalar) -> bool:
     return bool((noise > torch.finfo(point.dtype).eps).any())
 
 
-def _same(tall: Tensor, small: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """Return both in one dtype: that of the small one if ``wide``, else of the tall one."""
-    return (tall.to(small.dtype), small) if wide else (tall, small.to(tall.dtype))
+def _same(tall: Tensor, small: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return both in one dtype."""
+    return tall.to(dtype), small.to(dtype)
 
 
 def _step_of(lr: Scalar, length: Tensor) -> tuple[Scalar, float]:
     """Return eta and a bound on eta^2 D'D: |2Y| and |N R^(-1)| are at most 1 each."""
     if isinstance(lr, Tensor):
-        step = lr.to(length.real.dtype).clamp(-_LONGEST, _LONGEST)
-        return step, 2 * _LONGEST**2
+        return lr.to(length.real.dtype).clamp(-_LONGEST, _LONGEST), 2 * _LONGEST**2
+    lr = max(-_LONGEST, min(lr, _LONGEST))
     return lr, 2 * lr * lr
 
 

@@ -616,8 +616,8 @@ class StiefelOptimizer(Optimizer, ABC):
         return f"{super().__repr__()}\n{header}"
 
 
-_TALL: Final = ("momentum_normal", "deferred_base")
-_MOMENTA: Final = (*_TALL, "deferred_factor", "deferred_shift")
+_TALL: Final = ("momentum_normal", "momentum_ambient", "deferred_base")
+_MOMENTA: Final = ("momentum_normal", "deferred_base", "deferred_factor", "deferred_shift")
 
 
 def _check_velocity(name: str, value: Any, shape: torch.Size) -> None:

@@ -42,8 +42,8 @@ State = dict[str, Any]
 HALF: Final = (torch.bfloat16, torch.float16)
 MASTER: Final = "master"
 ROWS: Final = "rows."
-_SMALL: Final = ("skew", "factor", "shift", "norm")
-_KEPT: Final = (*_SMALL, "normal", "base", MASTER)  # the last words of our names
+_SMALL: Final = ("skew", "factor", "shift", "norm", "multiplier")
+_KEPT: Final = (*_SMALL, "normal", "base", "ambient", MASTER)  # the last words of our names
 
 
 class StateNames(NamedTuple):
@@ -54,12 +54,14 @@ class StateNames(NamedTuple):
         small_of_tall: The same, of tall matrices only.
         tall: Of the shape of the constrained range, where its matrices are tall.
         norms: One number for each matrix.
+        ambient: Of the shape of the constrained range, square matrices too.
     """
 
     small: tuple[str, ...] = ()
     small_of_tall: tuple[str, ...] = ()
     tall: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    ambient: tuple[str, ...] = ()
 
 
 def suffix_of(index: int) -> str:
@@ -169,9 +171,8 @@ def expected_shapes(
             expected[name + suffix_of(index)] = torch.Size((*lead, m, m))
         for name in names.norms:
             expected[name + suffix_of(index)] = torch.Size((*lead, 1, 1))
-        if n > m:
-            for name in names.tall:
-                expected[name + suffix_of(index)] = part.shape
+        for name in names.ambient + (names.tall if n > m else ()):
+            expected[name + suffix_of(index)] = part.shape
     if parameter.dtype in HALF:
         expected[MASTER] = parameter.shape
     return expected

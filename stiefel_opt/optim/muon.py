@@ -1,0 +1,176 @@
+"""StiefelMuon: steepest descent under the spectral norm, AdamW or Muon for plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from stiefel_opt._checks import check_choice, check_flag, check_range
+from stiefel_opt.functional.stiefel_muon import muon_
+from stiefel_opt.linalg import skew
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.families import AdamLike, options_of
+from stiefel_opt.optim.plain import Group, init_muon, step_muon
+from stiefel_opt.optim.state import StateNames
+
+PLAIN: Final = ("adamw", "muon")
+
+
+class StiefelMuon(AdamLike):
+    r"""Muon that keeps constrained parameters orthonormal; plain ones get torch's AdamW or Muon.
+
+    The steepest tangent direction of spectral norm 1 for the mean B of the gradients,
+
+    .. math::
+        B \leftarrow \mu B + (1 - \mu) G,\quad
+        D = \arg\max \{\langle M, D\rangle : |D|_2 \le 1,\ X^\top D \text{ skew}\},\quad
+        X \leftarrow (X - \eta D)(I + \eta^2 D^\top D)^{-1/2},
+
+    with M = mu B + (1 - mu) G, or B without ``nesterov``. Where D has full rank every principal
+    angle between the old and the new point is atan eta, so that the learning rate needs no scaling
+    by shape or by the size of the gradient; see :func:`stiefel_opt.functional.muon_`.
+
+    Args:
+        params: Parameters, named parameters or groups, as in torch.
+        lr: Learning rate, a number or a tensor. Constrained parameters turn by atan(lr / scale),
+            at most by 76 degrees; plain ones usually want a rate of their own.
+        momentum, nesterov: As in ``torch.optim.Muon``, for constrained parameters and those that
+            follow Muon.
+        weight_decay: For plain parameters, decoupled. It cannot move a constrained one.
+        betas, eps: As in ``torch.optim.AdamW``, for the others.
+        plain: Rule of plain parameters: "adamw", or "muon" for those that are real and have two
+            dimensions, at the other defaults of ``torch.optim.Muon``; the others, and plain rows of
+            constrained parameters, get AdamW. Groups may differ.
+        maximize: Ascend.
+        foreach, fused, capturable: For AdamW, as in torch.
+        differentiable: Must be False.
+        nonfinite, stiefel: As in :class:`StiefelSGD`.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Five products of n x m by m x m a step, and work on m x m matrices in float64: on a CPU a
+        few eigenvalue decompositions, elsewhere about 600 products. State is one tensor like the
+        parameter and one of m x m; square matrices need no m x m state. Rows shared by several
+        processes are added up once, 2 m^2 numbers for each matrix.
+
+    Reference:
+        Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem; Jordan et al., Muon
+        (2024).
+    """
+
+    rule = "StiefelMuon"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        plain: str = "adamw",
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        nonfinite: str = "skip",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        adamw = {"amsgrad": False, "decoupled_weight_decay": True}
+        super().__init__(params, options_of(locals()) | adamw)
+
+    @override
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        check_range("momentum", group["momentum"], 0.0, 1.0)
+        check_flag("nesterov", group["nesterov"])
+        check_choice("plain", group["plain"], PLAIN)
+
+    @override
+    def _state_names(self, group: Group) -> StateNames:
+        ambient = () if group["momentum"] == 0 else ("momentum_ambient",)
+        return StateNames(small_of_tall=("multiplier",), ambient=ambient)
+
+    @override
+    def _move(self, group: Group, given: Given) -> Tensor:
+        return muon_(
+            given.point,
+            given.grad,
+            given.state.get("momentum_ambient"),
+            given.state.get("multiplier"),
+            lr=given.lr,
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            setting=given.setting,
+        )
+
+    # ---- plain parameters ----------------------------------------------------------------------
+
+    @override
+    def _init_plain(self, group: Group, parameter: Tensor) -> None:
+        if not _follows_muon(group, parameter):
+            super()._init_plain(group, parameter)
+        elif parameter.grad is not None:
+            init_muon(parameter, self.state[parameter])
+
+    @override
+    def _step_plain(
+        self,
+        group: Group,
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        states: Sequence[Group],
+        left: Tensor | None = None,
+    ) -> None:
+        kinds: tuple[list[Any], list[Any]] = ([], [])
+        for item in zip(parameters, grads, states, strict=True):
+            is_whole = item[0] in self.state  # rows of a constrained parameter are not
+            kinds[is_whole and _follows_muon(group, item[0])].append(item)
+        for chosen, moves_by_muon in zip(kinds, (False, True), strict=True):
+            if not chosen:
+                continue
+            own, forces, kept = map(list, zip(*chosen, strict=True))
+            if moves_by_muon:
+                step_muon(group, own, forces, kept)
+            else:
+                super()._step_plain(group, own, forces, kept, left)
+
+    # ---- what a user may ask -------------------------------------------------------------------
+
+    @override
+    def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
+        """Return what of -B is tangent: Z, skew, and U, normal to the point; as elsewhere."""
+        skews, normals = [], []
+        for suffix, point, state in self._blocks_of(parameter):
+            ambient = state.get("momentum_ambient" + suffix, torch.zeros_like(point))
+            inner = point.mH @ ambient
+            skews.append(-skew(inner))
+            normals.append(point @ inner - ambient)
+        return (skews[0], normals[0]) if len(skews) == 1 else (tuple(skews), tuple(normals))
+
+    @override
+    @torch.no_grad()
+    def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
+        """Set B = -(X Z + U); arguments and errors as elsewhere."""
+        super().set_velocity(parameter, skew, normal)  # U, normal to X
+        turns = skew if isinstance(skew, tuple) else (skew,)
+        for turn, (suffix, point, state) in zip(turns, self._blocks_of(parameter), strict=True):
+            if (name := "momentum_ambient" + suffix) in state:
+                state[name].add_(point @ (turn - turn.mH) / 2).neg_()
+
+
+def _follows_muon(group: Group, parameter: Tensor) -> bool:
+    """Say whether a plain parameter of this kind moves by Muon."""
+    return group["plain"] == "muon" and parameter.ndim == 2 and not parameter.is_complex()

@@ -1,0 +1,176 @@
+"""StiefelMuon: plain parameters as torch moves them, state, angles, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from contract import assert_same, backward, constrained, model, through_file
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt.functional import muon_
+from stiefel_opt.geometry import random_point
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"momentum": 0.8, "nesterov": False, "weight_decay": 0.1},
+    {"lr": torch.tensor(0.02), "eps": 1e-3, "betas": (0.8, 0.9)},
+]
+
+
+def free_copy(net: nn.Module) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+    """A copy without constraints; its matrices and the other parameters."""
+    other = copy.deepcopy(net)
+    tensors = list(other.parameters())
+    return other, [p for p in tensors if p.ndim == 2], [p for p in tensors if p.ndim != 2]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*Profiler record function", "ignore:.*lru_cache")
+@pytest.mark.parametrize(("options", "compiled"), [(o, False) for o in OPTIONS] + [({}, True)])
+def test_plain_matrices_follow_torchs_muon_and_the_others_adamw(options, compiled):
+    net = nn.Sequential(nn.Linear(8, 6), nn.Conv1d(5, 4, 1), nn.Linear(6, 3))
+    other, matrices, rest = free_copy(net)
+    options = {"lr": 0.02, "weight_decay": 0.0, **options}
+    ours = so.StiefelMuon(net.parameters(), plain="muon", stiefel=False, **options)
+    shared = ("lr", "weight_decay", "momentum", "nesterov")
+    muon = torch.optim.Muon(matrices, **{k: v for k, v in options.items() if k in shared})
+    adamw = torch.optim.AdamW(
+        rest,
+        options["lr"],
+        betas=options.get("betas", (0.9, 0.95)),
+        eps=options.get("eps", 1e-8),
+        weight_decay=options["weight_decay"],
+        foreach=False,
+    )
+    if compiled:
+        torch._dynamo.reset()
+    step = torch.compile(ours.step, backend="eager") if compiled else ours.step
+    for _ in range(4):
+        for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            mine.grad = torch.randn_like(mine)
+            theirs.grad = mine.grad.clone()
+        step()
+        muon.step()
+        adamw.step()
+        for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+            if compiled and mine.ndim != 2:  # torch's compiled Adam rounds otherwise
+                torch.testing.assert_close(mine, theirs)
+            else:
+                assert_same(mine.detach(), theirs.detach())
+    state = ours.state[net[0].weight]
+    assert_same(dict(state), dict(muon.state[matrices[0]]))
+
+
+def test_maximizing_mirrors_muon():
+    left = nn.Parameter(torch.randn(4, 3))
+    right = nn.Parameter(left.detach().clone())
+    optimizers = [
+        so.StiefelMuon([p], plain="muon", stiefel=False, maximize=p is right) for p in (left, right)
+    ]
+    for _ in range(3):
+        left.grad = torch.randn(4, 3)
+        right.grad = -left.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(left.detach(), right.detach())
+
+
+def test_each_group_has_its_own_plain_rule_and_plain_rows_follow_adamw():
+    net = model()
+    out = [net.out.weight, net.out.bias]
+    known = {id(p) for p in out}
+    rest = [p for p in net.parameters() if id(p) not in known]
+    opt = so.StiefelMuon([{"params": out, "plain": "muon"}, {"params": rest}], lr=0.01)
+    for step in range(3):
+        backward(net, step)
+        opt.step()
+    backward(twin := copy.deepcopy(net), 0)
+    mixed = so.StiefelMuon(twin.parameters(), lr=0.01, plain="muon")
+    mixed.step()
+    assert set(opt.state[net.out.weight]) == {"momentum_buffer"}
+    assert set(opt.state[net.out.bias]) == {"step", "exp_avg", "exp_avg_sq"}
+    for optimizer, owner in ((opt, net), (mixed, twin)):
+        assert "rows.exp_avg" in optimizer.state[owner.fused.weight]
+    assert so.orthonormality_error(net) < 1e-5
+
+
+@pytest.mark.parametrize("plain", ["adamw", "muon"])
+def test_a_saved_state_dict_continues_bit_for_bit(plain):
+    net = model()
+    opt = so.StiefelMuon(net.parameters(), plain=plain)
+    for step in range(3):
+        backward(net, step)
+        opt.step()
+    other = copy.deepcopy(net)
+    other_opt = so.StiefelMuon(other.parameters(), lr=1.0)
+    other_opt.load_state_dict(through_file(opt.state_dict()))
+    for each, its in ((net, opt), (other, other_opt)):
+        backward(each, 3)
+        its.step()
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        assert_same(mine.detach(), theirs.detach())
+
+
+def test_the_state_is_one_buffer_like_the_parameter_and_one_small_matrix():
+    net = model()
+    opt = so.StiefelMuon(net.parameters())
+    backward(net, 0)
+    opt.step()
+    for name, parameter in constrained(net).items():
+        state = opt.state[parameter]
+        ranges = 2 if name == "fused.weight" else 1
+        ambient = [state["momentum_ambient" + ("", ".1")[i]] for i in range(ranges)]
+        assert sum(map(Tensor.numel, ambient)) == (100 if ranges == 2 else parameter.numel())
+        assert ("multiplier" in state) == (name != "turn.weight")  # which is square
+    opt = so.StiefelMuon([net.up.weight], momentum=0.0)
+    opt.step()
+    assert set(opt.state[net.up.weight]) == {"step", "multiplier"}
+
+
+@pytest.mark.parametrize("lr", [0.02, 1.0, 100.0])
+def test_every_direction_turns_by_the_arc_tangent_of_lr(lr, generator):
+    weight = so.ManifoldParameter(random_point(30, 6, generator=generator, dtype=torch.float64))
+    before = weight.detach().clone()
+    weight.grad = torch.randn(30, 6, generator=generator, dtype=torch.float64)
+    so.StiefelMuon([weight], lr=lr).step()
+    chord = torch.linalg.svdvals(weight.detach() - before)
+    expected = 2 * math.sin(math.atan(min(lr, 4.0)) / 2)
+    torch.testing.assert_close(chord, torch.full_like(chord, expected), rtol=1e-4, atol=0)
+
+
+def test_the_step_is_that_of_the_pure_function(generator):
+    weight = so.ManifoldParameter(random_point(2, 20, 6, generator=generator, dtype=torch.float64))
+    opt = so.StiefelMuon([weight], lr=0.1, momentum=0.9)
+    point, buffer = weight.detach().clone(), torch.zeros_like(weight)
+    multiplier = torch.zeros(2, 6, 6, dtype=torch.float64)
+    for _ in range(5):
+        weight.grad = torch.randn(2, 20, 6, generator=generator, dtype=torch.float64)
+        opt.step()
+        point = muon_(point, weight.grad, buffer, multiplier, lr=0.1, momentum=0.9)
+    torch.testing.assert_close(weight.detach(), point, rtol=0, atol=1e-12)
+    torch.testing.assert_close(opt.state[weight]["momentum_ambient"], buffer)
+    skews, normals = opt.velocity(weight)
+    inner = point.mT @ buffer
+    torch.testing.assert_close(skews, (inner.mT - inner) / 2)
+    torch.testing.assert_close(normals, point @ inner - buffer)
+    opt.set_velocity(weight, -skews, 2 * normals)
+    torch.testing.assert_close(opt.velocity(weight), (-skews, 2 * normals))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plain": "sgd"}, r"`plain` must be one of \['adamw', 'muon'\], got 'sgd'"),
+        ({"momentum": 1.0}, "`momentum` must be"),
+        ({"betas": (0.9, 1.0)}, "`betas"),
+        ({"lr": -1.0}, "`lr` must be"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        so.StiefelMuon([nn.Parameter(torch.ones(3))], **options)
