@@ -99,18 +99,18 @@ def share_state(name):
                 torch.testing.assert_close(whole[index][key], value, rtol=0, atol=1e-10)
 
 
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
+FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
 
 
 def test_replicas_train_as_one_process_and_stay_equal_to_the_bit():
     """Also with accumulated gradients, and over 200 steps."""
-    calls = [(train_replicas, name, 1) for name in RULES]
+    calls = [(train_replicas, name, 1) for name in FIVE]
     calls += [(train_replicas, "sgd", 2), (train_replicas, "adam", 2)]
-    run(RANKS, *calls, *((keep_bits, name) for name in RULES))
+    run(RANKS, *calls, *((keep_bits, name) for name in FIVE))
 
 
 def test_sharing_the_state_of_the_optimizer_trains_as_one_process():
-    run(RANKS, *((share_state, name) for name in RULES))
+    run(RANKS, *((share_state, name) for name in FIVE))
 
 
 @pytest.mark.slow
