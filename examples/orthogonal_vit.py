@@ -27,7 +27,7 @@ except ImportError as error:
     sys.exit(f"{error}; run: pip install 'stiefel-opt[examples]'")
 
 WIDTH, HEADS, LAYERS, BATCH, SMOOTHING = 64, 4, 2, 32, 0.1
-METHODS = {"AdamW": "#000000", "StiefelAdam": "#0072B2", "StiefelSGD": "#D55E00"}
+METHODS = {"AdamW": "#000000", "StiefelAdam": "#D55E00", "StiefelSGD": "#0072B2"}
 Curve = list[dict[str, float]]  # one entry an epoch
 
 
