@@ -23,22 +23,6 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 
-__all__ = [
-    "Fixed",
-    "Lagged",
-    "Now",
-    "Reader",
-    "exact_products",
-    "finest_dtype",
-    "full_precision",
-    "is_compiling",
-    "is_cpu",
-    "is_free_to_read",
-    "no_autocast",
-    "readable",
-    "reader_for",
-]
-
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
 _HALF = (torch.float16, torch.bfloat16)

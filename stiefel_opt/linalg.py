@@ -17,31 +17,6 @@ from stiefel_opt.device import is_compiling, is_cpu
 
 RowSum = Callable[[Tensor], Tensor]
 
-__all__ = [
-    "FEW",
-    "MEDIUM",
-    "RowSum",
-    "absolute_square",
-    "add_product",
-    "add_product_",
-    "add_to_diagonal_",
-    "cayley",
-    "cholesky_factor",
-    "exponential",
-    "gram",
-    "identity_for",
-    "infinity_norm",
-    "largest_bound",
-    "largest_stretch",
-    "own_gram",
-    "plus_identity",
-    "polar_rotation",
-    "product",
-    "skew",
-    "sums",
-    "sym",
-    "symmetric_product",
-]
 
 # Where calls cost more than arithmetic (numbers in all), up to where sums of squares bound
 # eigenvalues best (m), and from where norms of rows should need no temporary (m).

@@ -24,8 +24,6 @@ from stiefel_opt.linalg import (
     symmetric_product,
 )
 
-__all__ = ["Roots", "roots"]
-
 # Power series of (1 + x)^(-1/2) and (1 + x)^(1/2); the first bounds the coefficients of both.
 _INVERSE_ROOT = (1.0, -1.0 / 2.0, 3.0 / 8.0, -5.0 / 16.0, 35.0 / 128.0, -63.0 / 256.0)
 _ROOT = (1.0, 1.0 / 2.0, -1.0 / 8.0, 1.0 / 16.0, -5.0 / 128.0, 7.0 / 256.0)

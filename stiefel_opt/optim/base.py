@@ -40,6 +40,7 @@ from stiefel_opt.optim.checks import (
     as_plain_data,
     check_finite,
     check_new_group,
+    check_options,
     name_of,
     names_of,
     reading,
@@ -112,9 +113,9 @@ def _tags_of(parameters: list[Tensor]) -> list[Any]:
 class StiefelOptimizer(Optimizer, ABC):
     """Base of all optimizers here: a group holds constrained and plain parameters side by side.
 
-    A subclass declares its options (:meth:`_check_options`), the state of a matrix
-    (:meth:`_state_names`), how a batch of matrices moves (:meth:`_move`), and which function of
-    torch moves plain tensors (:meth:`_step_plain`).
+    A subclass declares its options, the state of a matrix (:meth:`_state_names`), how a batch of
+    matrices moves (:meth:`_move`), and which function of torch moves plain tensors
+    (:meth:`_step_plain`).
     """
 
     rule: str = ""  # whose state a checkpoint holds
@@ -130,9 +131,9 @@ class StiefelOptimizer(Optimizer, ABC):
 
     # ---- what a subclass says ------------------------------------------------------------------
 
-    @abstractmethod
     def _check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense."""
+        check_options(group, self.defaults)
 
     @abstractmethod
     def _state_names(self, group: Group) -> StateNames:

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_flag, fail
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.constrained import Given
@@ -28,15 +27,10 @@ class CayleySGD(SGDLike):
     theirs stays zero, and leave the error of the iteration in X; here neither happens.
 
     Args:
-        params: Parameters, named parameters or groups, as in torch.
-        lr: Learning rate, a number or a tensor.
-        momentum, dampening, nesterov, maximize: As in ``torch.optim.SGD``, for both kinds.
-        weight_decay: For plain parameters. It cannot move a constrained one.
-        foreach, fused: For plain parameters, as in torch.
-        differentiable: Must be False.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
+            differentiable, nonfinite, stiefel: As in :class:`StiefelSGD`.
         steps: Iterations of the Cayley map. Default: 2.
         exact: Solve for it instead. Default: no.
-        nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -73,11 +67,6 @@ class CayleySGD(SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        _check_iteration(group)
-
-    @override
     def _state_names(self, group: Group) -> StateNames:
         return StateNames(("momentum_skew",), (), ("momentum_normal",))
 
@@ -88,13 +77,7 @@ class CayleySGD(SGDLike):
             given.grad,
             given.state["momentum_skew"],
             given.state.get("momentum_normal"),
-            lr=given.lr,
-            momentum=group["momentum"],
-            force=given.force(group),
-            nesterov=group["nesterov"],
-            steps=group["steps"],
-            exact=group["exact"],
-            setting=given.setting,
+            **given.of_sgd(group, "steps", "exact"),
         )
 
 
@@ -109,15 +92,11 @@ class CayleyAdam(AdamLike):
         W = \frac{\hat W - \hat W^\top}{c_1 \sqrt{v / c_2 + \epsilon}},\quad c_i = 1 - \beta_i^t.
 
     Args:
-        params: Parameters, named parameters or groups, as in torch.
-        lr: Learning rate, a number or a tensor.
-        betas, eps, amsgrad, maximize: As in ``torch.optim.Adam``, for both kinds; ``eps`` is under
-            the root for constrained parameters. The paper has betas of 0.9 and 0.99.
-        weight_decay, decoupled_weight_decay: For plain parameters: ``torch.optim.Adam`` or, with
-            ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
-        foreach, fused, capturable: For plain parameters, as in torch.
-        differentiable: Must be False.
-        steps, exact, stiefel: As in :class:`CayleySGD`.
+        params, lr, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused,
+            decoupled_weight_decay, nonfinite, stiefel: As in :class:`StiefelAdam`.
+        betas, eps: As in ``torch.optim.Adam``, for both kinds; ``eps`` is under the root for
+            constrained parameters. The paper has betas of 0.9 and 0.99.
+        steps, exact: As in :class:`CayleySGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -154,11 +133,6 @@ class CayleyAdam(AdamLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        _check_iteration(group)
-
-    @override
     def _state_names(self, group: Group) -> StateNames:
         norms = ("exp_avg_sq_norm", "max_exp_avg_sq_norm")[: 1 + group["amsgrad"]]
         return StateNames(("momentum_skew",), (), ("momentum_normal",), norms)
@@ -172,21 +146,5 @@ class CayleyAdam(AdamLike):
             given.state.get("momentum_normal"),
             given.state["exp_avg_sq_norm"],
             given.state.get("max_exp_avg_sq_norm"),
-            lr=given.lr,
-            step=given.step,
-            betas=group["betas"],
-            eps=group["eps"],
-            force=-1.0 if group["maximize"] else 1.0,
-            steps=group["steps"],
-            exact=group["exact"],
-            setting=given.setting,
+            **given.of_adam(group, "steps", "exact"),
         )
-
-
-def _check_iteration(group: Group) -> None:
-    steps = group["steps"]
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(fail("steps", "be an integer", repr(steps)))
-    if steps < 0:
-        raise ValueError(fail("steps", "be at least 0", steps))
-    check_flag("exact", group["exact"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -21,27 +21,14 @@ from stiefel_opt._checks import (
 from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
+from stiefel_opt.functional.published import ROTATIONS
+from stiefel_opt.geometry import RETRACTIONS
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.safety import LARGEST_SAFE
 
-__all__ = [
-    "as_plain_data",
-    "check_adam",
-    "check_finite",
-    "check_metric",
-    "check_new_group",
-    "check_sgd",
-    "label",
-    "names_of",
-    "reading",
-    "refuse_gradient",
-    "refuse_nonfinite",
-    "refuse_sparse",
-    "warn_if_nothing_is_constrained",
-]
-
 NONFINITE: Final = ("skip", "raise", "ignore")
+TRANSPORTS: Final = ("isometric", "projected", "published")
 
 
 # ---- how a group reads its parameters, and what they are called ----------------------------------
@@ -96,8 +83,15 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 # ---- options -----------------------------------------------------------------------------------
 
 
-def check_common(group: Group) -> None:
-    """Raise unless the options that all optimizers share make sense."""
+def check_options(group: Group, names: Iterable[str]) -> None:
+    """Raise unless the options of these ``names`` make sense: each means the same in all rules."""
+    _check_common(group)
+    for name in names:
+        if name in _CHECKS:
+            _CHECKS[name](group)
+
+
+def _check_common(group: Group) -> None:
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -125,17 +119,32 @@ def check_common(group: Group) -> None:
         raise ValueError(fail("fused", "not be True together with foreach", True))
 
 
-def check_metric(group: Group) -> None:
-    """Raise unless the metric is one."""
+def _check_metric(group: Group) -> None:
     if isinstance(group["metric"], str):
         check_choice("metric", group["metric"], METRICS)
     else:
         check_range("metric", group["metric"], -math.inf, 1.0, open_low=True)
 
 
-def check_sgd(group: Group) -> None:
-    """Raise unless the options of SGD make sense, the common ones included."""
-    check_common(group)
+def _check_transport(group: Group) -> None:
+    check_choice("transport", group["transport"], TRANSPORTS)
+    if group["transport"] == "published":
+        check_choice("rotation", group["rotation"] or "euler", ROTATIONS)
+    elif group["rotation"] is not None:
+        remedy = "leave it out: these flows turn by the polar rotation"
+        wanted = "be None unless transport='published'"
+        raise ValueError(fail("rotation", wanted, repr(group["rotation"]), remedy))
+
+
+def _check_steps(group: Group) -> None:
+    steps = group["steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(fail("steps", "be an integer", repr(steps)))
+    if steps < 0:
+        raise ValueError(fail("steps", "be at least 0", steps))
+
+
+def _check_sgd(group: Group) -> None:
     check_range("momentum", group["momentum"], 0.0)
     check_range("dampening", group["dampening"], -math.inf)
     check_flag("nesterov", group["nesterov"])
@@ -144,9 +153,7 @@ def check_sgd(group: Group) -> None:
         raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
 
 
-def check_adam(group: Group) -> None:
-    """Raise unless the options of Adam make sense, the common ones included."""
-    check_common(group)
+def _check_adam(group: Group) -> None:
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
@@ -159,6 +166,17 @@ def check_adam(group: Group) -> None:
         raise ValueError(
             fail("lr", "be a number with foreach=True", "a tensor", "or set capturable=True")
         )
+
+
+_CHECKS: Final[dict[str, Callable[[Group], None]]] = {
+    "dampening": _check_sgd,
+    "betas": _check_adam,
+    "metric": _check_metric,
+    "transport": _check_transport,
+    "retraction": lambda group: check_choice("retraction", group["retraction"], RETRACTIONS),
+    "steps": _check_steps,
+    "exact": lambda group: check_flag("exact", group["exact"]),
+}
 
 
 # ---- parameters and gradients --------------------------------------------------------------------

@@ -46,27 +46,29 @@ _VERSION = operator.attrgetter("_version")
 
 @dataclass
 class Given:
-    """What a step gives a rule for a batch of matrices.
+    """What a step gives a rule for a batch of matrices."""
 
-    Attributes:
-        point, grad: X and G, ``(k, n, m)``; only read.
-        state: ``(k, n, m)`` or ``(k, m, m)`` for each name; updated by the rule.
-        lr: eta for orthonormal X.
-        step: This step's number, from 1: one for all, or ``(k, 1, 1)``.
-        setting: How the step is worked out.
-        is_judged: Whether numbers that are not finite are to leave their matrix as it was.
-        overflowed: Set by a rule: which matrices left floating point, ``(k, 1, 1)``. The rule has
-            left them where they were, and started their momentum again.
-    """
-
-    point: Tensor
+    point: Tensor  # X, ``(k, n, m)``; only read
     grad: Tensor
-    state: State
-    lr: float | Tensor
-    step: float | Tensor
+    state: State  # ``(k, n, m)`` or ``(k, m, m)`` for each name; updated by the rule
+    lr: float | Tensor  # eta for orthonormal X
+    step: float | Tensor  # its number, from 1: one for all, or ``(k, 1, 1)``
     setting: Setting
-    is_judged: bool = True
+    is_judged: bool = True  # numbers that are not finite are to leave their matrix as it was
+    # Set by a rule: which matrices left floating point, ``(k, 1, 1)``. The rule has left them where
+    # they were, and started their momentum again.
     overflowed: Tensor | None = None
+
+    def of_sgd(self, group: dict[str, Any], *names: str) -> dict[str, Any]:
+        """Return what every rule of SGD takes beside tensors, and the options of these names."""
+        options = {name: group[name] for name in ("momentum", "nesterov", *names)}
+        return options | {"lr": self.lr, "force": self.force(group), "setting": self.setting}
+
+    def of_adam(self, group: dict[str, Any], *names: str) -> dict[str, Any]:
+        """The same for Adam."""
+        options = {name: group[name] for name in ("betas", "eps", *names)}
+        options |= {"lr": self.lr, "step": self.step, "setting": self.setting}
+        return options | {"force": -1.0 if group["maximize"] else 1.0}
 
     def force(self, group: dict[str, Any]) -> float | Tensor:
         """Return SGD's factor on the gradient: the sign, and dampening from the second step on."""

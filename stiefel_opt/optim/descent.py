@@ -6,10 +6,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice
-from stiefel_opt.functional.descent import RETRACTIONS, descend_
+from stiefel_opt.functional.descent import descend_
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.checks import check_metric
 from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import SGDLike, options_of
 from stiefel_opt.optim.plain import Group
@@ -28,15 +26,9 @@ class ProjectedRGD(SGDLike):
     ``retraction="cayley"`` is the curvilinear step of Wen & Yin (2013).
 
     Args:
-        params: Parameters, named parameters or groups, as in torch.
-        lr: Learning rate, a number or a tensor.
-        momentum, dampening, nesterov, maximize: As in ``torch.optim.SGD``, for both kinds.
-        weight_decay: For plain parameters. It cannot move a constrained one.
-        foreach, fused: For plain parameters, as in torch.
-        differentiable: Must be False.
-        metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
+            differentiable, metric, nonfinite, stiefel: As in :class:`StiefelSGD`.
         retraction: "cayley", "qr" or "polar".
-        nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -74,12 +66,6 @@ class ProjectedRGD(SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        check_metric(group)
-        check_choice("retraction", group["retraction"], RETRACTIONS)
-
-    @override
     def _state_names(self, group: Group) -> StateNames:
         if group["momentum"] == 0:
             return StateNames()
@@ -92,11 +78,5 @@ class ProjectedRGD(SGDLike):
             given.grad,
             given.state.get("momentum_skew"),
             given.state.get("momentum_normal"),
-            lr=given.lr,
-            momentum=group["momentum"],
-            force=given.force(group),
-            nesterov=group["nesterov"],
-            metric=group["metric"],
-            retraction=group["retraction"],
-            setting=given.setting,
+            **given.of_sgd(group, "metric", "retraction"),
         )

@@ -20,23 +20,6 @@ from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards, placed, sharded_zeros
 
-__all__ = [
-    "HALF",
-    "MASTER",
-    "ROWS",
-    "State",
-    "StateNames",
-    "complete_state",
-    "expected_shapes",
-    "follow_",
-    "forget_constrained",
-    "is_kept",
-    "is_small",
-    "point_of",
-    "state_dtype",
-    "suffix_of",
-]
-
 State = dict[str, Any]
 
 HALF: Final = (torch.bfloat16, torch.float16)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, fail
 from stiefel_opt.functional.flows import keep_, mend_point, zeroed
-from stiefel_opt.functional.published import ROTATIONS, published_adam_, published_sgd_
+from stiefel_opt.functional.published import published_adam_, published_sgd_
 from stiefel_opt.functional.stiefel_adam import Moments, adam_
 from stiefel_opt.functional.stiefel_sgd import sgd_, velocity_in
 from stiefel_opt.linalg import sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Owner
-from stiefel_opt.optim.checks import check_metric
 from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import State, StateNames, suffix_of
-
-TRANSPORTS: Final = ("isometric", "projected", "published")
 
 
 class StiefelSGD(SGDLike):
@@ -105,11 +100,6 @@ class StiefelSGD(SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        _check_flows(group)
-
-    @override
     def _state_names(self, group: Group) -> StateNames:
         if group["transport"] == "published":
             return StateNames(("momentum_skew",), (), ("momentum_normal",))
@@ -124,20 +114,11 @@ class StiefelSGD(SGDLike):
 
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
-        state = given.state
-        options: dict[str, Any] = {
-            "lr": given.lr,
-            "momentum": group["momentum"],
-            "force": given.force(group),
-            "nesterov": group["nesterov"],
-            "metric": group["metric"],
-        }
+        options = given.of_sgd(group, "metric", "transport")
         if group["transport"] == "published":
-            velocity = state["momentum_skew"], state.get("momentum_normal")
-            options["rotation"] = group["rotation"] or "euler"
-            return _published(given, partial(published_sgd_, **options), velocity)
-        options |= {"transport": group["transport"], "setting": given.setting}
-        return sgd_(given.point, given.grad, velocity_in(state), **options)
+            velocity = [given.state.get(name) for name in ("momentum_skew", "momentum_normal")]
+            return _published(group, given, published_sgd_, velocity, options)
+        return sgd_(given.point, given.grad, velocity_in(given.state), **options)
 
     @override
     def _adapt(self, owner: Owner, names: StateNames) -> None:
@@ -205,11 +186,6 @@ class StiefelAdam(AdamLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        _check_flows(group)
-
-    @override
     def _state_names(self, group: Group) -> StateNames:
         largest = ("max_",) if group["amsgrad"] else ()
         words = ("momentum_", "exp_avg_sq_", *(word + "exp_avg_sq_" for word in largest))
@@ -218,22 +194,12 @@ class StiefelAdam(AdamLike):
 
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
-        state = given.state
-        options: dict[str, Any] = {
-            "lr": given.lr,
-            "step": given.step,
-            "betas": group["betas"],
-            "eps": group["eps"],
-            "force": -1.0 if group["maximize"] else 1.0,
-            "metric": group["metric"],
-        }
+        state, options = given.state, given.of_adam(group, "metric", "transport")
         if group["transport"] == "published":
             names = self._state_names(group)
             pairs = zip(names.small, names.tall, strict=True)
             moments = [state.get(name) for pair in pairs for name in pair]
-            options["rotation"] = group["rotation"] or "euler"
-            return _published(given, partial(published_adam_, **options), moments)
-        options |= {"transport": group["transport"], "setting": given.setting}
+            return _published(group, given, published_adam_, moments, options)
         normal = _moments(state, "normal") if "momentum_normal" in state else None
         return adam_(given.point, given.grad, _moments(state, "skew"), normal, **options)
 
@@ -262,20 +228,10 @@ class StiefelAdamW(StiefelAdam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        metric: str | float = "canonical",
-        transport: str = "isometric",
-        rotation: str | None = None,
-        nonfinite: str = "skip",
-        stiefel: Stiefel | bool | None = None,
+        **options: Any,
     ) -> None:
-        options = options_of(locals()) | {"decoupled_weight_decay": True}
-        super(StiefelAdam, self).__init__(params, options)
+        options["decoupled_weight_decay"] = True
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -285,7 +241,11 @@ class StiefelAdamW(StiefelAdam):
 
 
 def _published(
-    given: Given, rule: Callable[..., Tensor], moments: Sequence[Tensor | None]
+    group: Group,
+    given: Given,
+    rule: Callable[..., Tensor],
+    moments: Sequence[Tensor | None],
+    options: dict[str, Any],
 ) -> Tensor:
     """Return the new point of the flows as printed, which know nothing of masks and corrections.
 
@@ -296,9 +256,10 @@ def _published(
     if given.setting.correct is not False:
         point = mend_point(point, row_sum)
     kept = [(t, t.clone()) for t in moments if t is not None] if ok is not None else []
-    new_point = rule(
-        point, grad, *moments, sums=lambda left, right: sums(row_sum, (left, right))[0]
-    )
+    del options["setting"], options["transport"]
+    options["rotation"] = group["rotation"] or "euler"
+    options["sums"] = lambda left, right: sums(row_sum, (left, right))[0]
+    new_point = rule(point, grad, *moments, **options)
     if not given.is_judged:
         return new_point
     (own,) = sums(row_sum, (new_point, new_point))
@@ -318,17 +279,6 @@ def _moments(state: State, part: str) -> Moments:
     """Return the moments of one part of the velocity."""
     first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
     return Moments(first, second, state.get("max_exp_avg_sq_" + part))
-
-
-def _check_flows(group: Group) -> None:
-    check_metric(group)
-    check_choice("transport", group["transport"], TRANSPORTS)
-    if group["transport"] == "published":
-        check_choice("rotation", group["rotation"] or "euler", ROTATIONS)
-    elif group["rotation"] is not None:
-        remedy = "leave it out: these flows turn by the polar rotation"
-        wanted = "be None unless transport='published'"
-        raise ValueError(fail("rotation", wanted, repr(group["rotation"]), remedy))
 
 
 @torch.no_grad()

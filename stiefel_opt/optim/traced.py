@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from stiefel_opt.optim.base import StiefelOptimizer
     from stiefel_opt.optim.constrained import Constrained
 
-__all__ = ["in_graph", "remember"]
 
 _OPTIMIZERS: weakref.WeakValueDictionary[int, StiefelOptimizer] = weakref.WeakValueDictionary()
 
