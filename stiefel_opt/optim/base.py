@@ -74,11 +74,7 @@ _KIND = operator.attrgetter("shape", "dtype", "layout")
 class Members:
     """The parameters of a group, told apart: plain ones, and constrained ones that have state.
 
-    Attributes:
-        readings: How each is read; None for plain ones.
-        plain: Places of plain parameters in the group.
-        waiting: Places of constrained ones that have never had a gradient.
-        constrained: The others, those of one device together.
+    Lists hold places in the group: of plain ones, and of those ``waiting`` for a first gradient.
     """
 
     def __init__(self, group: Group, names: StateNames, options: list[Any]) -> None:
@@ -124,7 +120,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def __init__(self, params: Any, defaults: Group) -> None:
         self._handle = remember(self)
         self._members: list[Members | None] = []
-        self._missed: dict[int, tuple[Tensor, int]] = {}  # steps, by parameters without tally
+        self._tallies: dict[Tensor, State] = {}  # windows on the steps that each has missed
         self._told = 0  # how many skipped steps a warning has told
         super().__init__(params, defaults)
         warn_if_nothing_is_constrained(self.param_groups)
@@ -272,7 +268,6 @@ class StiefelOptimizer(Optimizer, ABC):
         earlier = self._members[index]
         members = Members(group, self._state_names(group), self._options_of(group))
         self._members[index] = members
-        self._note(earlier)
         for place in members.plain:
             forget_constrained(self.state, group["params"][place])
         known = [i for i in members.waiting if self.state.get(group["params"][i])]
@@ -281,22 +276,13 @@ class StiefelOptimizer(Optimizer, ABC):
         for constrained in earlier.constrained if earlier else ():
             constrained.release()
         alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
-        self._missed = {k: item for k, item in self._missed.items() if k in alive}
+        self._tallies = {p: tally for p, tally in self._tallies.items() if id(p) in alive}
         return members
-
-    def _note(self, members: Members | None) -> None:
-        """Note which steps the parameters of a group have missed: their tally is about to go."""
-        for constrained in members.constrained if members else ():
-            counts = constrained.skipped.tolist()
-            for owner, count in zip(constrained.owners, counts, strict=True):
-                if count:
-                    self._missed[id(owner.parameter)] = owner.parameter, count
 
     def _admit(self, members: Members, group: Group, late: list[int]) -> None:
         """Stack the state of these parameters together with that of the ones before."""
         names = self._state_names(group)
         waiting = set(members.waiting).difference(late)
-        self._note(members)
         layouts: dict[Any, Shards | None] = {}
         owners: dict[torch.device, list[Owner]] = {}
         for place, manifold in enumerate(members.readings):
@@ -314,13 +300,14 @@ class StiefelOptimizer(Optimizer, ABC):
             self._adapt(owner, names)
             complete_state(state, names, parameter, manifold, called, layouts[key])
             together.append(owner)
-        members.constrained = [Constrained(together) for together in owners.values()]
+            none = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            tally = self._tallies.setdefault(parameter, {"skipped": none})
+            tally["skipped"] = tally["skipped"].to(parameter.device)
+        members.constrained = [
+            Constrained(together, [self._tallies[owner.parameter] for owner in together])
+            for together in owners.values()
+        ]
         members.waiting = sorted(waiting)
-        for constrained in members.constrained:
-            for owner in constrained.owners:
-                _, count = self._missed.pop(id(owner.parameter), (None, 0))
-                if count:
-                    constrained.skipped[owner.place] = count
 
     def _prepare(self, index: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return who is plain."""
@@ -449,13 +436,11 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for members in self.__dict__.get("_members", ()):
-            self._note(members)  # only the counts outlive what is loaded
         super().__setstate__(state)
         self._members = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle = remember(self)
-        self.__dict__.setdefault("_missed", {})
+        self.__dict__.setdefault("_tallies", {})  # counts outlive what is loaded
         self.__dict__.setdefault("_told", 0)
         for kept in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in kept and not isinstance(kept["step"], Tensor):
@@ -477,13 +462,8 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
-        found = dict(self._missed.values())
-        for constrained in self.all_constrained():
-            counts = constrained.skipped.tolist()
-            for owner, count in zip(constrained.owners, counts, strict=True):
-                if count:
-                    found[owner.parameter] = count
-        return found
+        counts = {p: int(tally["skipped"]) for p, tally in self._tallies.items()}
+        return {parameter: count for parameter, count in counts.items() if count}
 
     def angles_of(self) -> dict[Tensor, float]:
         """Return by how much, in radians, the last step has turned each constrained parameter."""
@@ -499,21 +479,15 @@ class StiefelOptimizer(Optimizer, ABC):
         """
         skews, normals = [], []
         for suffix, point, state in self._blocks_of(parameter):
-            skew = state.get("momentum_skew" + suffix)
-            m = point.size(-1)
-            skews.append(point.new_zeros(*point.shape[:-2], m, m) if skew is None else skew.clone())
-            normal = velocity_in(
-                {k: state[k + suffix] for k in _MOMENTA if k + suffix in state}
-            ).normal
-            flat = point.reshape(-1, *point.shape[-2:])
-            normals.append(torch.zeros_like(point))
+            own = {name: state[name + suffix] for name in _MOMENTA if name + suffix in state}
+            skew, normal = velocity_in(own)
+            none = torch.zeros_like(point)
+            skews.append(none[..., : point.size(-1), :].clone() if skew is None else skew.clone())
             if normal is not None:
-                parts = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in normal]
-                value = type(normal)(*parts).value(flat)  # type: ignore[arg-type]
-                normals[-1] = value.reshape(point.shape)
-        if len(skews) == 1:
-            return skews[0], normals[0]
-        return tuple(skews), tuple(normals)
+                flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in (point, *normal)]
+                none = type(normal)(*flat[1:]).value(flat[0]).reshape(point.shape)  # type: ignore[arg-type]
+            normals.append(none)
+        return (skews[0], normals[0]) if len(skews) == 1 else (tuple(skews), tuple(normals))
 
     @torch.no_grad()
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
@@ -618,7 +592,13 @@ class StiefelOptimizer(Optimizer, ABC):
 
 
 _TALL: Final = ("momentum_normal", "momentum_ambient", "deferred_base")
-_MOMENTA: Final = ("momentum_normal", "deferred_base", "deferred_factor", "deferred_shift")
+_MOMENTA: Final = (
+    "momentum_skew",
+    "momentum_normal",
+    "deferred_base",
+    "deferred_factor",
+    "deferred_shift",
+)
 
 
 def _check_velocity(name: str, value: Any, shape: torch.Size) -> None:

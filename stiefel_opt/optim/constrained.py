@@ -90,28 +90,19 @@ MoveRows = Callable[[list[Tensor], list[Tensor], list[State], Tensor | None], No
 class Batch:
     """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
 
-    Args:
-        stack: The stack.
-        start, stop: Which of its blocks.
-        share: Which matrices of the block, if it is a single one.
-
-    Attributes:
-        places: Whose blocks they are.
-        each: How many matrices of each block.
-        state: Views on the state of the stack.
-        now, lagged: Who may read, on a CPU and elsewhere.
+    They are those of the blocks from ``start`` to ``stop``, or the ``share`` of a single block.
     """
 
     def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
         self.blocks = stack.blocks[start:stop]
         self.places = [block.owner.place for block in self.blocks]
         self.row_sum, self.row_count = stack.row_sum, stack.row_count
-        self.each = share.stop - share.start
+        self.each = share.stop - share.start  # matrices of a block
         low = start * stack.each + share.start
         count = (stop - start - 1) * stack.each + self.each
-        self.state = stack.state_of(slice(low, low + count))
+        self.state = stack.state_of(slice(low, low + count))  # views
         self.scale = self.blocks[0].reading.scale
-        self.now, self.lagged = Now(), Lagged()
+        self.now, self.lagged = Now(), Lagged()  # who may read, on a CPU and elsewhere
         self._lead, self._part_shape = stack.lead, stack.part_shape
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
@@ -188,22 +179,18 @@ class Batch:
 class Constrained:
     """The constrained parameters of a group on one device that have ever had a gradient.
 
-    Args:
-        owners: The parameters, with complete state; its tensors are replaced by windows.
-
-    Attributes:
-        skipped: How many steps each has missed because of its gradient.
-        missed: Places of those that miss this step for it, where that can be read.
+    The tensors in the state of ``owners``, which is complete, and in their tallies, which count
+    the steps missed because of a gradient, are replaced by windows.
     """
 
-    def __init__(self, owners: list[Owner]) -> None:
+    def __init__(self, owners: list[Owner], tallies: list[State]) -> None:
         self.owners = owners
         self.parameters = [owner.parameter for owner in owners]
         self._states = [owner.state for owner in owners]
         self.steps = joined(self._states, "step")
         self._reads = is_cpu(self.steps)
-        self.skipped = torch.zeros(len(owners), dtype=torch.int64, device=self.steps.device)
-        self.missed: list[int] = []
+        self.skipped = joined(tallies, "skipped")
+        self.missed: list[int] = []  # places of those that miss this step, where that can be read
         self.masters = join_masters(owners)
         self.is_shared = any(owner.shards is not None for owner in owners)
         values = [owner.moving() for owner in owners]
@@ -392,11 +379,7 @@ class Constrained:
     def step(self, move: Move, move_rows: MoveRows, lr: float | Tensor, nonfinite: str) -> None:
         """Move the parameters that have a gradient, and count the step.
 
-        Args:
-            move: The rule for matrices.
-            move_rows: The rule for the plain rows of parameters that are constrained in part.
-            lr: The learning rate.
-            nonfinite: "skip" leaves out those whose gradient is not safe.
+        Matrices follow one rule, the plain rows of parameters that are constrained in part another.
         """
         if len(self._out) == len(self.owners):
             self.skipped[self.missed] += 1
@@ -410,9 +393,10 @@ class Constrained:
                 follow_(whole, torch.stack([owner.local() for owner in members]))
             self._turns += 1
             counts = self.steps.tolist() if self._reads else []
-            count = counts[0] if counts and min(counts) == max(counts) else None
+            if counts and min(counts) == max(counts):
+                counts = counts[:1]
             for batch in self.batches:
-                self._move_batch(batch, values, move, lr, nonfinite == "skip", counts, count)
+                self._move_batch(batch, values, move, lr, nonfinite == "skip", counts)
             if self._rows:
                 self._move_rows(move_rows, values)
         self._finish(values, is_written=isinstance(lr, Tensor) or lr != 0)
@@ -425,10 +409,9 @@ class Constrained:
         lr: float | Tensor,
         judges: bool,
         counts: list[float],
-        count: float | None,
     ) -> None:
         """Move the blocks of a batch that have a gradient."""
-        places, chosen, reads = batch.places, None, self._reads
+        places, chosen, is_fixed = batch.places, None, not isinstance(lr, Tensor) and lr == 0
         if self._out and not self._out.isdisjoint(places):
             chosen = [index for index, place in enumerate(places) if place not in self._out]
             places = [places[index] for index in chosen]
@@ -440,41 +423,18 @@ class Constrained:
         if grad.dtype != point.dtype:
             grad = grad.to(point.dtype)
         length = math.inf
-        if judges and reads:
-            length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
-            if not length <= most and places[0] not in self._joint:  # NaN is not either
-                blocks = grad.reshape(len(places), -1)
-                good = (torch.linalg.vector_norm(blocks, dim=1) <= most).tolist()
-                if not all(good):
-                    missed = [p for p, is_good in zip(places, good, strict=True) if not is_good]
-                    self.missed += missed
-                    self._out.update(missed)
-                    self._move_batch(batch, values, move, lr, judges, counts, count)
-                    return
-        step: float | Tensor
-        if count is not None:
-            step = count + 1.0
-            due = step % _CORRECTION_PERIOD == 0
-        elif reads:
-            each = [counts[place] + 1.0 for place in places]
-            due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
-            alike = min(each) == max(each)
-            step = each[0] if alike else batch.of_each(torch.tensor(each, device=point.device))
-        else:
-            step = batch.of_each(self.steps[places] + 1.0)
-            due = self._turns % _CORRECTION_PERIOD == 0
-        if reads:
-            reader: Reader = batch.now
-            reader.is_lost = False
-        else:
-            reader = reader_for(point, batch.lagged)
-            due = due or reader.is_blind
-        settled: bool | Tensor = due
+        if judges and self._reads:
+            length = self._judge_batch(grad, places)
+            if not self._out.isdisjoint(places):  # again, without those that are left out
+                self._move_batch(batch, values, move, lr, judges, counts)
+                return
+        step, due = self._number(batch, places, counts)
+        reader: Reader = batch.now if self._reads else reader_for(point, batch.lagged)
+        reader.is_lost, due = False, due or reader.is_blind
         if batch.scale != 1.0:
             point, lr = point / batch.scale, lr / batch.scale
-        index, state = None, batch.state
-        if chosen is not None:
-            index, state = batch.picked(chosen)
+        index, state = (None, batch.state) if chosen is None else batch.picked(chosen)
+        settled: bool | Tensor = due
         # Writes through ``.data`` show only here; rows that are shared are not added up for it.
         looks = due and batch.row_sum is None and reader.is_exact
         if looks or (self._changed and not self._changed.isdisjoint(places)):
@@ -500,9 +460,7 @@ class Constrained:
             new_point = torch.where(lr == 0, stored, new_point)
         if ok is not None:
             new_point = torch.where(ok, new_point, stored)
-        if (
-            isinstance(lr, Tensor) or lr != 0
-        ):  # else it keeps its bits, also where X C would differ in the last
+        if not is_fixed:  # else it keeps its bits, also where X C would differ in the last
             batch.write(tensors, new_point, chosen, stored)
         if index is not None:
             batch.put_back(index, state)
@@ -512,12 +470,40 @@ class Constrained:
             self._done += places
         self._busy = None
 
+    def _judge_batch(self, grad: Tensor, places: list[int]) -> float:
+        """Return the length of the gradients of a batch; leave out those that are not safe."""
+        length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
+        if not length <= most and places[0] not in self._joint:  # NaN is not either
+            lengths = torch.linalg.vector_norm(grad.reshape(len(places), -1), dim=1)
+            self._leave_out(~(lengths <= most), places)
+        return length
+
+    def _number(
+        self, batch: Batch, places: list[int], counts: list[float]
+    ) -> tuple[float | Tensor, bool]:
+        """Return the number of this step for a batch, and whether rounding is to be removed.
+
+        ``counts`` are the steps before it: one if all have taken as many, none where unknown.
+        """
+        if not counts:
+            return batch.of_each(self.steps[places] + 1.0), self._turns % _CORRECTION_PERIOD == 0
+        each = counts if len(counts) == 1 else [counts[place] for place in places]
+        each = [count + 1.0 for count in each]
+        due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
+        if min(each) == max(each):
+            return each[0], due
+        return batch.of_each(torch.tensor(each, device=self.steps.device)), due
+
+    def _leave_out(self, of_blocks: Tensor, places: list[int]) -> None:
+        """Note that some blocks of a batch miss this step."""
+        missed = [p for p, bad in zip(places, of_blocks.tolist(), strict=True) if bad]
+        self.missed += missed
+        self._out.update(missed)
+
     def _count_overflow(self, of_blocks: Tensor, places: list[int]) -> None:
         """Tally the parameters whose step left floating point."""
         if self._reads:
-            missed = [p for p, bad in zip(places, of_blocks.tolist(), strict=True) if bad]
-            self.missed += missed
-            self._out.update(missed)
+            self._leave_out(of_blocks, places)
         else:
             self.skipped[places] += of_blocks
 
