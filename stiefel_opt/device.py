@@ -57,10 +57,7 @@ def is_free_to_read(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """Return the values of ``tensor`` where looking at them is free, else None.
-
-    They are on the CPU in eager mode; on an accelerator a look would wait for it.
-    """
+    """Return the values of ``tensor`` where looking at them is free, else None."""
     if not is_free_to_read(tensor):
         return None
     return torch.func.debug_unwrap(tensor.detach(), recurse=True)
@@ -70,25 +67,17 @@ def readable(tensor: Tensor) -> Tensor | None:
 
 
 class Reader(ABC):
-    """Who may look at a number that decides how much work a step does.
+    """Who may look at a number that decides how much work a step does."""
 
-    Attributes:
-        is_exact: Whether what :meth:`number` returns is the number of this very step.
-        is_blind: Whether nothing is ever known, so that rounding is removed in every step.
-        is_lost: Whether a number that was read is not finite: nothing of the step may be used.
-    """
-
-    is_exact: bool = False
-    is_blind: bool = False
-    is_lost: bool = False
+    is_exact: bool = False  # what :meth:`number` returns is the number of this very step
+    is_blind: bool = False  # nothing is ever known, so that rounding is removed in every step
+    is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
 
     @abstractmethod
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         """Return what is known of the largest entry of ``value()``; inf if nothing is.
 
-        Args:
-            name: What the number is; each name has one place in a step.
-            value: Works out the tensor; not called where it would not be used.
+        Each ``name`` has one place in a step; ``value`` is not called where it would not be used.
         """
 
 
@@ -138,12 +127,7 @@ _FIXED: Final = Fixed()
 
 
 def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
-    """Return who may read about a step on ``tensor``.
-
-    Args:
-        tensor: What moves.
-        lagged: The memory of earlier steps. Default: there is none.
-    """
+    """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
     if is_compiling():
         return _FIXED
     if is_cpu(tensor):

@@ -85,12 +85,8 @@ def symmetric_product(
     """Return left @ right, ``(k, m, n)`` by ``(k, n, m)``, where it is known to be symmetric.
 
     If it is large only the blocks on and above the diagonal are worked out: with four blocks a side
-    5/8 of the flops.
-
-    Args:
-        into: Symmetric; then the result is beta into + alpha left @ right, in its memory.
-        beta, alpha: Factors, for use with ``into``.
-        sign: -1 if ``into`` and the product are skew.
+    5/8 of the flops. With ``into``, symmetric: beta into + alpha left @ right, in its memory; ``sign``
+    is -1 if both are skew.
     """
     size = right.size(-1)
     if size < _BLOCKED:
@@ -210,27 +206,19 @@ def identity_for(matrix: Tensor) -> Tensor:
     if found is None:
         with torch.inference_mode(mode=False):  # what is kept must serve everybody
             found = torch.eye(key[0], dtype=key[1], device=key[2])
-        if _is_ordinary(found):
+        # no fake tensor, and none that a transform made
+        if type(found) is Tensor and not torch._is_functional_tensor(found):
             if len(_IDENTITIES) >= 64:
                 _IDENTITIES.clear()
             _IDENTITIES[key] = found
     return found
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Say whether a tensor is what it seems: no fake one, and none that a transform made."""
-    return type(tensor) is Tensor and not torch._is_functional_tensor(tensor)
-
-
 def polar_rotation(matrix: Tensor, shrink: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    r"""Return rot(K) - I for rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, K skew.
+    """Return rot(K) - I for rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, K skew.
 
-    Args:
-        matrix: M = K / scale, shape ``(k, m, m)``.
-        shrink: S = (I + K'K)^(-1/2) - I, from :func:`roots`.
-        scale: Factor of K.
-
-    Returns: S + K + K S; rot(K) is orthogonal and equal to exp(K) to second order.
+    It is S + K + K S for ``matrix`` = K / scale and ``shrink`` S = (I + K'K)^(-1/2) - I, from
+    :func:`roots`; rot(K) is orthogonal and equal to exp(K) to second order.
     """
     if isinstance(scale, Tensor):
         matrix, scale = matrix * scale, 1.0
@@ -255,14 +243,10 @@ def cayley(step: Tensor) -> Tensor:
 
 
 def cholesky_factor(own: Tensor) -> Tensor:
-    """Return R^(-1), for which A R^(-1) is the Q of A = QR with a positive diagonal of R.
+    """Return R^(-1) for ``own`` = A'A: A R^(-1) is the Q of A = QR with a positive diagonal of R.
 
-    Args:
-        own: A'A, positive definite, ``(k, m, m)``.
-
-    Note: One Cholesky factorisation and one triangular solve of m x m, no host sync. A product with
-        R^(-1) takes a quarter of the time of a triangular solve with a tall A. X'X - I of the
-        result is eps times the condition of ``own``; a second pass removes it while it is below 1.
+    A product with R^(-1) takes a quarter of the time of a triangular solve with a tall A. X'X - I
+    of the result is eps times the condition of ``own``; a second pass removes it while below 1.
     """
     upper, _ = torch.linalg.cholesky_ex(own, upper=True)
     factor: Tensor = torch.linalg.solve_triangular(upper, identity_for(own), upper=True)

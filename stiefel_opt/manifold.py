@@ -57,9 +57,8 @@ class Stiefel:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
         if self.flatten and self.transposed:
-            raise ValueError(
-                fail("transposed", "be False with flatten=True", True, "use one of the two")
-            )
+            wanted = "be False with flatten=True"
+            raise ValueError(fail("transposed", wanted, True, "use one of the two"))
         if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
             raise TypeError(fail("scale", "be a positive number", repr(self.scale)))
         if not (self.scale > 0 and math.isfinite(self.scale)):
@@ -72,13 +71,7 @@ class Stiefel:
         """Return the reading as numbers, booleans and lists, for param groups and state_dicts."""
         ranges = None if self.rows is None else [list(pair) for pair in self._ranges()]
         heads = list(self.heads) if isinstance(self.heads, tuple) else self.heads
-        return {
-            "heads": heads,
-            "rows": ranges,
-            "flatten": self.flatten,
-            "transposed": self.transposed,
-            "scale": self.scale,
-        }
+        return dict(vars(self), heads=heads, rows=ranges)
 
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:
@@ -268,9 +261,8 @@ def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
     if not all(value >= 1 for value in values):
         raise ValueError(fail("heads", "be at least 1", heads))
     if len(values) != number:
-        raise ValueError(
-            fail("heads", f"have one number for each of the {number} ranges of rows", heads)
-        )
+        wanted = f"have one number for each of the {number} ranges of rows"
+        raise ValueError(fail("heads", wanted, heads))
     if len(set(values)) > 1:
         return values
     return None if values[0] == 1 else values[0]  # one head is none
@@ -282,11 +274,7 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
     if manifold is None or isinstance(manifold, Stiefel):
         return manifold
     shape = "" if parameter is None else f" of shape {tuple(parameter.shape)}"
-    raise TypeError(
-        fail(
-            f"{name or 'parameter' + shape}.manifold",
-            "be a so.Stiefel",
-            f"{type(manifold).__module__}.{type(manifold).__qualname__}",
-            "convert the model with so.from_geoopt, or delete the attribute",
-        )
-    )
+    called = f"{name or 'parameter' + shape}.manifold"
+    found = f"{type(manifold).__module__}.{type(manifold).__qualname__}"
+    remedy = "convert the model with so.from_geoopt, or delete the attribute"
+    raise TypeError(fail(called, "be a so.Stiefel", found, remedy))

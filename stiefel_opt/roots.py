@@ -61,14 +61,10 @@ def roots(
     with R = I + S sharpens them. As I + E >= I, the number of iterations follows from ``limit``.
 
     Args:
-        matrix: E / scale, shape ``(k, m, m)``.
-        limit: Upper bound of every E, a number: it sets the cost.
-        scale: Factor of E.
-        bend: Of how many of the last matrices (I + Q)^(-1) is wanted.
-        overwrite: Whether ``matrix`` may be used as memory.
+        matrix: M = E / scale, shape ``(k, m, m)``; memory to use if ``overwrite``.
         square: M^2, where somebody has it already.
+        bend: Of how many of the last matrices (I + Q)^(-1) is wanted.
 
-    Returns: :class:`Roots`.
     Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 6 to 20 beyond; no host sync.
     Reference: Higham (1997), Stable iterations for the matrix square root, eq. (2.6).
     """

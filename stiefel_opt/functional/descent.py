@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.device import reader_for
+from stiefel_opt.functional import stiefel_sgd
 from stiefel_opt.functional.flows import (
     Scalar,
     Setting,
@@ -41,6 +42,7 @@ from stiefel_opt.functional.flows import (
     metric_parameter,
     zeroed,
 )
+from stiefel_opt.functional.stiefel_sgd import Deferred
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.linalg import (
     add_product,
@@ -126,25 +128,15 @@ def measure(
 ) -> tuple[Tensor, Tensor]:
     """Return X and X'G, which is zero for the matrices that do not move.
 
-    With ``setting.correct`` X is made orthonormal, by one Newton-Schulz step X (3I - X'X)/2, which
-    is enough for rounding, and ``normal`` normal to it.
+    With ``setting.correct`` X is made orthonormal, and ``normal`` normal to it.
     """
-    correct, pairs = setting.correct, [(point, grad)]
-    if correct is False:
-        (inner,) = sums(setting.row_sum, *pairs)
-        return point, zeroed(inner, setting.ok)
-    if correct is True:
-        pairs.append((point, point))
-    if normal is not None:
-        pairs.append((point, normal))
-    inner, *others = sums(setting.row_sum, *pairs)
-    own = correct if isinstance(correct, Tensor) else others.pop(0)
-    mend = add_to_diagonal_(own * -0.5, 1.5)
-    point = product(point, mend)
-    if normal is not None:
-        overlap = torch.bmm(mend, zeroed(others[0], setting.ok))
-        add_product_(normal, point, overlap, alpha=-1.0)
-    return point, torch.bmm(mend, zeroed(inner, setting.ok))
+    kept = None if normal is None else Deferred(normal)
+    inner, mending, overlap = stiefel_sgd.measure(point, grad, kept, setting)
+    if mending is None:
+        return point, inner
+    if normal is not None and overlap is not None:
+        stiefel_sgd.correct_normal_(normal, point, mending, zeroed(overlap, setting.ok))
+    return add_product(point, point, mending), inner
 
 
 def receive_(normal: Tensor, value: Tensor, decay: float, weight: float, ok: Tensor | None) -> None:

@@ -134,25 +134,15 @@ def is_steep(inner: Tensor, lr: Scalar, setting: Setting) -> bool:
 
 
 class Moves(NamedTuple):
-    """Turn and move in m x m matrices, for a direction V with W = V'V.
+    """Turn and move in m x m matrices, for a direction V with W = V'V."""
 
-    Attributes:
-        frame: D R - I: X + X frame + eta V R is the new point, and what is added is small.
-        inverse_root: R.
-        turn: D - I.
-        bend: R (I + R)^(-1), if asked for.
-        excess: W and eta^2, or eta^2 W and 1.
-        step: eta, shortened where it saturates.
-        limit: A bound on K'K and eta^2 W.
-    """
-
-    frame: Tensor
-    inverse_root: Tensor
-    turn: Tensor
-    bend: Tensor | None
-    excess: tuple[Tensor, float]
-    step: Scalar
-    limit: float
+    frame: Tensor  # D R - I: X + X frame + eta V R is the new point, and what is added is small
+    inverse_root: Tensor  # R
+    turn: Tensor  # D - I
+    bend: Tensor | None  # R (I + R)^(-1), if asked for
+    excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
+    step: Scalar  # eta, shortened where it saturates
+    limit: float  # a bound on K'K and eta^2 W
 
     def root(self, out: Tensor | None = None) -> Tensor:
         """Return R^(-1) = (I + eta^2 W) R."""
@@ -164,17 +154,10 @@ class Moves(NamedTuple):
 def moves_of(
     skew: Tensor, gram_normal: Tensor, lr: Scalar, reader: Reader, *, bend: bool = False
 ) -> Moves:
-    """Return the turn along ``skew`` and the move along a direction V.
+    """Return the turn along ``skew`` = K / eta and the move along a direction V with W = V'V.
 
     Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Beyond
-    eta sigma = 4, or what the reader allows, a step saturates.
-
-    Args:
-        skew: K / eta, ``(k, m, m)``.
-        gram_normal: W = V'V, ``(k, m, m)``.
-        lr: eta, a number or ``(k, 1, 1)``.
-        reader: Who may read how long the step is.
-        bend: Whether R (I + R)^(-1) is wanted.
+    eta sigma = 4, or what the reader allows, a step saturates. ``bend`` asks for R (I + R)^(-1).
     """
     count = skew.size(0)
     squares, second, scale, limit, turn, step = _spectra(skew, gram_normal, lr, reader)
@@ -187,10 +170,8 @@ def moves_of(
     return Moves(frame, inverse_root, rotation, found.bend, excess, step, limit)
 
 
-def turn_of_square(
-    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
-) -> tuple[Tensor, Tensor]:
-    """Return D - I and (I + K'K)^(-1/2) - I for square matrices: X D is the whole move.
+def turn_of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader) -> Tensor:
+    """Return D - I for square matrices: X D is the whole move.
 
     For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
     not kept while the roots are worked out.
@@ -198,7 +179,7 @@ def turn_of_square(
     square, second, scale, limit, turn, _ = _spectra(compute(), None, lr, reader)
     shrink = roots(square, limit, scale=scale, overwrite=True, square=second).shrink
     del square, second
-    return polar_rotation(compute(), shrink, turn), shrink
+    return polar_rotation(compute(), shrink, turn)
 
 
 def _spectra(
@@ -216,9 +197,7 @@ def _spectra(
     scale, limit = 1.0, math.inf
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
-        limit = scale * largest_bound(squares)
-        if not limit < math.inf:
-            reader.is_lost = True
+        limit = _read(squares, scale, reader)
     # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
     is_short = size * limit <= most or (
         limit < math.inf
@@ -251,7 +230,7 @@ def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, reader: Reader
     """Return M of U <- U M, momentum rot((2a - 1) eta Z); None where it is the number."""
     if momentum == 0 or a == METRICS["canonical"]:
         return None
-    turn, _ = turn_of_square(lambda: skew, lr * (2 * a - 1), _Apart(reader))
+    turn = turn_of_square(lambda: skew, lr * (2 * a - 1), _Apart(reader))
     return add_to_diagonal_(turn, 1.0).mul_(momentum)
 
 
@@ -261,20 +240,13 @@ def after(left: Tensor, right: Tensor) -> Tensor:
 
 
 def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
-    """Return the step, shortened so that step^2 A is at most ``longest``^2, and a bound of that.
+    """Return the step, shortened so that step^2 xi'xi is at most ``longest``^2, and a bound on it.
 
-    Args:
-        step: A number or ``(k, 1, 1)``.
-        size: A = xi'xi, ``(k, m, m)``.
-        longest: Beyond it a step gains nothing.
-        reader: Who may read how long the step is.
+    Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``.
     """
-    most = longest * longest
-    bound = most
+    bound = most = longest * longest
     if isinstance(step, float) and reader.is_exact:
-        bound = step * step * largest_bound(size)
-        if not bound < math.inf:
-            reader.is_lost = True
+        bound = _read(size, step * step, reader)
         if bound <= most:
             return step, bound
     norm = infinity_norm(size)
@@ -282,6 +254,14 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
         most = _longest(step, reader, lambda: norm, most)
     shorter = (most / (norm * (step * step))).clamp(max=1.0)
     return step * shorter.sqrt(), bound if reader.is_exact and not bound < math.inf else most
+
+
+def _read(squares: Tensor, scale: float, reader: Reader) -> float:
+    """Return a bound on scale times ``squares``; without one nothing of the step may be used."""
+    bound = scale * largest_bound(squares)
+    if not bound < math.inf:
+        reader.is_lost = True
+    return bound
 
 
 class _Apart(Reader):

@@ -130,7 +130,7 @@ def adam_(
         again = partial(_precondition, skew.first, skew.divisor, step, betas, eps)
         # a single matrix cannot be cut into batches that need less memory
         made = again() if point.size(0) > 1 else None
-        turn, _ = turn_of_square(lambda: again() if made is None else made, gained_lr, reader)
+        turn = turn_of_square(lambda: again() if made is None else made, gained_lr, reader)
         new_point = add_product(point, point, turn)
         if transport == "projected":
             keep_(skew.first, project_skew(skew.first, turn), ok)

@@ -36,21 +36,13 @@ _BYTES_ALONE: Final = 2**20
 
 @dataclass(eq=False)
 class Owner:
-    """A constrained parameter.
+    """A constrained parameter."""
 
-    Attributes:
-        parameter: What the user sees.
-        manifold: How all of it is read.
-        state: ``optimizer.state[parameter]``.
-        shards: How it is shared out over processes. None: it is not.
-        place: Its number among the parameters of the group that are constrained.
-    """
-
-    parameter: Tensor
-    manifold: Stiefel
+    parameter: Tensor  # what the user sees
+    manifold: Stiefel  # how all of it is read
     state: State
-    shards: Shards | None
-    place: int
+    shards: Shards | None  # how it is shared out over processes, if it is
+    place: int  # its number among the constrained parameters of the group on its device
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
@@ -93,21 +85,13 @@ class Owner:
 
 @dataclass(eq=False)
 class Block:
-    """One constrained range of a parameter.
-
-    Attributes:
-        owner: The parameter.
-        index: Number of the range.
-        reading: How the range is read by itself.
-        wide: Whether its matrices are, which our shard of it does not tell.
-        narrow: Dimension, start and length of the range. None: it is all of the parameter.
-    """
+    """One constrained range of a parameter."""
 
     owner: Owner
-    index: int
-    reading: Stiefel
-    wide: bool
-    narrow: tuple[int, int, int] | None
+    index: int  # of the range
+    reading: Stiefel  # of the range by itself
+    wide: bool  # its matrices are, which our shard of it does not tell
+    narrow: tuple[int, int, int] | None  # dimension, start and length; None: all of the parameter
 
     def part(self, tensor: Tensor) -> Tensor:
         """Return this range of a tensor like the parameter, as it is stored."""
@@ -125,32 +109,23 @@ class Block:
 def blocks_of(owner: Owner) -> list[Block]:
     """Return the constrained ranges of a parameter."""
     value, manifold = owner.moving(), owner.local_manifold
-    dim = manifold.dimensions(value.ndim)[0]
-    ranges = manifold.rows or ()
-    blocks = []
+    dim, blocks = manifold.dimensions(value.ndim)[0], []
     for index, (part, reading) in enumerate(manifold.blocks(value)):
         wide = reading.is_wide(part.shape) if owner.shards is None else owner.shards.wide[index]
         narrow = None
-        if ranges:
-            start, stop = ranges[index]  # type: ignore[misc]
+        if manifold.rows is not None:
+            start, stop = manifold.rows[index]  # type: ignore[misc]
             narrow = dim, start, stop - start
         blocks.append(Block(owner, index, reading, wide, narrow))
     return blocks
 
 
 class Stack:
-    """Blocks of one shape, dtype, device and reading, and their state.
+    """Blocks of one shape, dtype, device and reading, and their state of these ``names``.
 
-    Args:
-        blocks: The blocks.
-        names: Names of the state of one block, of which one tensor each is made.
-
-    Attributes:
-        row_count: n of the whole matrices.
-        whole: The state of all blocks by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``,
-            tall or as the matrices are stored; None once a window is gone.
-        cuts: What one call of a rule works on: the first of its blocks, the one behind its last,
-            and which of the matrices of each.
+    ``whole`` is the state by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as
+    the matrices are stored; None once a window is gone. Each of ``cuts`` is what one call of a rule
+    works on: the first of its blocks, the one behind its last, and which of the matrices of each.
     """
 
     def __init__(self, blocks: list[Block], names: Sequence[str]) -> None:
@@ -159,12 +134,11 @@ class Stack:
         if is_cpu(value):
             _settle_allocator()
         self.blocks = blocks
-        self.places = [block.owner.place for block in blocks]
         self.row_sum = None if first.owner.shards is None else first.owner.shards.row_sum
         self.part_shape = first.part(value).shape
         self.lead = first.matrices(first.part(value)).shape[:-2]
         model = torch.empty(first.owner.parameter.shape, device="meta")
-        self.row_count = first.matrices(first.part(model)).size(-2)
+        self.row_count = first.matrices(first.part(model)).size(-2)  # of the whole matrices
         self.whole: dict[str, Tensor] | None = {name: self._stacked(name) for name in names}
         self.each = self.lead.numel()  # matrices of a block
         self.cuts = self._cut(value)

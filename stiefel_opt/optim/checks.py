@@ -104,14 +104,8 @@ def _check_common(group: Group) -> None:
     check_range("weight_decay", group["weight_decay"], 0.0)
     check_flag("maximize", group["maximize"])
     if group["differentiable"] is not False:
-        raise ValueError(
-            fail(
-                "differentiable",
-                "be False",
-                group["differentiable"],
-                "differentiate through a parametrization, stiefel_opt.orthogonal, instead",
-            )
-        )
+        remedy = "differentiate through a parametrization, stiefel_opt.orthogonal, instead"
+        raise ValueError(fail("differentiable", "be False", group["differentiable"], remedy))
     for name in ("foreach", "fused"):
         if group[name] is not None:
             check_flag(name, group[name])
@@ -163,9 +157,8 @@ def _check_adam(group: Group) -> None:
     for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
         check_flag(name, group[name])
     if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
-        raise ValueError(
-            fail("lr", "be a number with foreach=True", "a tensor", "or set capturable=True")
-        )
+        wanted = "be a number with foreach=True"
+        raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
 
 
 _CHECKS: Final[dict[str, Callable[[Group], None]]] = {
@@ -191,18 +184,16 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
             continue  # refused by torch
         called = label(name, index, len(groups))
         if id(parameter) in seen:
-            raise ValueError(
-                fail(called, "appear once", "it twice", "list every parameter in one group only")
-            )
+            remedy = "list every parameter in one group only"
+            raise ValueError(fail(called, "appear once", "it twice", remedy))
         seen.add(id(parameter))
         manifold = reading(parameter, group)
         if manifold is not None:
             manifold.check(parameter.shape, called)
             check_dtype(called, parameter.dtype)
             if not (parameter.is_meta or bool(torch.isfinite(local_part(parameter)).all())):
-                raise ValueError(
-                    fail(called, "be finite", "NaN or inf", "initialise it before optimizing")
-                )
+                remedy = "initialise it before optimizing"
+                raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
 
 
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:

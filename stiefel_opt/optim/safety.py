@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -37,14 +38,8 @@ def lengths_of(grads: Sequence[Tensor]) -> Tensor:
 def settle(
     point: Tensor, state: State, row_sum: RowSums | None, n: int, due: bool
 ) -> tuple[Tensor, bool | Tensor]:
-    """Project matrices that are off the manifold; return what is to be corrected, or X'X.
-
-    Args:
-        point: X, ``(k, n, m)``, or our rows of it; only read.
-        state: The state of a batch.
-        row_sum: Sum over the processes that share the rows.
-        n: How many rows there are in all.
-        due: Whether rounding is to be removed in any case.
+    """Project matrices X, of n rows in all, that are off the manifold: return X and what is to be
+    corrected, or X'X; rounding in any case if that is ``due``.
     """
     (own,) = sums(row_sum, (point, point))
     error = identity_error(own)
@@ -62,12 +57,9 @@ def settle(
 
 def _projected(point: Tensor, off: Tensor, row_sum: RowSums | None) -> Tensor:
     """Return the matrices with those that are ``off`` replaced by their polar factors."""
+    project = polar_factor if row_sum is None else partial(row_sum.with_all_rows, polar_factor)
     point = point.clone()
-    found = point[off]
-    if row_sum is None:
-        point[off] = polar_factor(found)
-    else:
-        point[off] = row_sum.with_all_rows(polar_factor, found)
+    point[off] = project(point[off])
     return point
 
 

@@ -30,21 +30,13 @@ _KEPT: Final = (*_SMALL, "normal", "base", "ambient", MASTER)  # the last words 
 
 
 class StateNames(NamedTuple):
-    """What a rule keeps beside ``step``.
+    """What a rule keeps beside ``step``."""
 
-    Attributes:
-        small: m x m for each matrix.
-        small_of_tall: The same, of tall matrices only.
-        tall: Of the shape of the constrained range, where its matrices are tall.
-        norms: One number for each matrix.
-        ambient: Of the shape of the constrained range, square matrices too.
-    """
-
-    small: tuple[str, ...] = ()
-    small_of_tall: tuple[str, ...] = ()
-    tall: tuple[str, ...] = ()
-    norms: tuple[str, ...] = ()
-    ambient: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()  # m x m for each matrix
+    small_of_tall: tuple[str, ...] = ()  # the same, of tall matrices only
+    tall: tuple[str, ...] = ()  # like the constrained range, where its matrices are tall
+    norms: tuple[str, ...] = ()  # one number for each matrix
+    ambient: tuple[str, ...] = ()  # like the constrained range, square matrices too
 
 
 def suffix_of(index: int) -> str:
@@ -80,20 +72,10 @@ def complete_state(
     called: Callable[[], str],
     shards: Shards | None = None,
 ) -> State:
-    """Make in ``state`` what is missing, and drop what the rule does not keep.
+    """Make in ``state`` what is missing, and drop what the rule does not keep; raise for a shape.
 
-    What a user has put there under a name of their own stays.
-
-    Args:
-        state: State of one parameter; that of a plain one is started anew.
-        names: What the rule keeps.
-        parameter: The parameter.
-        manifold: How it is read.
-        called: Gives what a message calls it.
-        shards: How it is shared out; its state is shared out alike.
-
-    Raises:
-        ValueError: for state of another shape.
+    What a user has put there under a name of their own stays; the state of a plain parameter is
+    started anew. ``called`` gives what a message calls the parameter.
     """
     expected = expected_shapes(names, parameter, manifold)
     for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
@@ -110,20 +92,13 @@ def complete_state(
             if name.startswith("deferred_factor"):
                 local_part(state[name]).diagonal(dim1=-2, dim2=-1).fill_(1.0)
         elif state[name].shape != shape:
-            raise ValueError(
-                fail(
-                    f"{name} of {called()}",
-                    f"have shape {tuple(shape)}",
-                    f"shape {tuple(state[name].shape)}",
-                    "load the state of a parameter of the same shape and reading",
-                )
-            )
+            remedy = "load the state of a parameter of the same shape and reading"
+            wanted, found = f"have shape {tuple(shape)}", f"shape {tuple(state[name].shape)}"
+            raise ValueError(fail(f"{name} of {called()}", wanted, found, remedy))
         if state[name].dtype != dtype:  # the model is in another precision now
             state[name] = state[name].to(dtype)
-        if shards is not None:
-            placements = shards.small if is_small(name) else shards.working
-            if placements is not None:
-                state[name] = placed(state[name], shards.mesh, placements)
+        if shards is not None and (layout := _placements(name, shards)) is not None:
+            state[name] = placed(state[name], shards.mesh, layout)
     for name in [name for name in state if is_kept(name) and name not in expected]:
         if not name.startswith(ROWS):
             del state[name]
@@ -145,9 +120,8 @@ def expected_shapes(
     No tall state where every matrix is square: nothing is normal to the point then.
     """
     expected: dict[str, torch.Size] = {}
-    for index, (part, reading) in enumerate(
-        manifold.blocks(torch.empty(parameter.shape, device="meta"))
-    ):
+    model = torch.empty(parameter.shape, device="meta")
+    for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
         small = names.small + names.small_of_tall if n > m else names.small
         for name in small:
@@ -164,13 +138,14 @@ def expected_shapes(
 def _zeros(
     name: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
 ) -> Tensor:
-    """Return state of zeros; m x m sums over rows are no DTensor, the same everywhere."""
-    placements = None
-    if shards is not None:
-        placements = shards.small if is_small(name) else shards.working
-    if shards is None or placements is None:
+    if shards is None or (layout := _placements(name, shards)) is None:
         return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return sharded_zeros(shape, dtype, shards.mesh, placements)
+    return sharded_zeros(shape, dtype, shards.mesh, layout)
+
+
+def _placements(name: str, shards: Shards) -> Any:
+    """Return how state of this name is shared out; m x m sums over rows are not."""
+    return shards.small if is_small(name) else shards.working
 
 
 # ---- masters -----------------------------------------------------------------------------------
