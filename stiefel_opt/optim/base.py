@@ -222,8 +222,8 @@ class StiefelOptimizer(Optimizer, ABC):
             self._init_group(group)
         lrs = [group["lr"] for group in self.param_groups]
         in_graph(self._handle, self.all_constrained(), lrs)
-        for index, group in enumerate(self.param_groups):
-            places, params = self._plain_of(index), group["params"]
+        for group, members in zip(self.param_groups, self._members, strict=True):
+            params, places = group["params"], members.plain if members else ()
             plain = [params[place] for place in places if params[place].grad is not None]
             if plain:
                 grads = [p.grad for p in plain]
@@ -343,9 +343,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
         """Do what :func:`in_graph` stands for: the step of all constrained parameters.
 
-        Args:
-            grads: One for each of them, in the order of :meth:`all_constrained`.
-            lrs: The rates that are tensors, in the order of the groups.
+        They are in the order of :meth:`all_constrained`, rates that are tensors in that of groups.
         """
         first, rates = 0, iter(lrs)
         for group in self.param_groups:
@@ -537,23 +535,19 @@ class StiefelOptimizer(Optimizer, ABC):
             if manifold is not None and any(parameter is other for other in group["params"]):
                 break
         else:
-            raise ValueError(
-                fail("parameter", "be constrained in this optimizer", "one that is not")
-            )
+            wanted = "be constrained in this optimizer"
+            raise ValueError(fail("parameter", wanted, "one that is not"))
         state = self.state.get(parameter, {})
         if make:
             names, called = self._state_names(group), partial(name_of, parameter, self.param_groups)
             state = complete_state(self.state[parameter], names, parameter, manifold, called)
         state = {n: whole(t) for n, t in state.items() if isinstance(t, Tensor)}
         found = []
-        for index, (part, own) in enumerate(
-            manifold.blocks(point_of(whole(parameter.detach()), state))
-        ):
+        value = point_of(whole(parameter.detach()), state)
+        for index, (part, own) in enumerate(manifold.blocks(value)):
             suffix = suffix_of(index)
-            read = dict(state)
-            for name in _TALL:
-                if name + suffix in state:
-                    read[name + suffix] = own.matrices(state[name + suffix])
+            tall = {name + suffix for name in _TALL}.intersection(state)
+            read = state | {name: own.matrices(state[name]) for name in tall}
             found.append((suffix, own.matrices(part) / own.scale, read))
         return found
 
@@ -565,30 +559,18 @@ class StiefelOptimizer(Optimizer, ABC):
         members = self._members[self._index_of(group)]
         return [] if members is None else members.constrained
 
-    def _plain_of(self, index: int) -> list[int]:
-        members = self._members[index]
-        return [] if members is None else members.plain
-
     def _index_of(self, group: Group) -> int:
         return next(i for i, other in enumerate(self.param_groups) if other is group)
 
     @override
     def __repr__(self) -> str:
-        tensors, matrices, plain = 0, 0, 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                manifold = reading(parameter, group)
-                if manifold is None:
-                    plain += 1
-                else:
-                    tensors += 1
-                    matrices += manifold.count(parameter.shape)
-        constrained = f"{_counted(matrices, 'matrix', 'matrices')} in {_counted(tensors)}"
-        header = (
-            f"Constrained: {constrained}; weight decay does not touch them. "
-            f"Plain: {_counted(plain)}."
+        pairs = [(p, reading(p, group)) for group in self.param_groups for p in group["params"]]
+        counts = [manifold.count(p.shape) for p, manifold in pairs if manifold is not None]
+        matrices = _counted(sum(counts), "matrix", "matrices")
+        return (
+            f"{super().__repr__()}\nConstrained: {matrices} in {_counted(len(counts))}; "
+            f"weight decay does not touch them. Plain: {_counted(len(pairs) - len(counts))}."
         )
-        return f"{super().__repr__()}\n{header}"
 
 
 _TALL: Final = ("momentum_normal", "momentum_ambient", "deferred_base")

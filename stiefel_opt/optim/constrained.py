@@ -35,7 +35,8 @@ from stiefel_opt.optim.blocks import (
     stacks_of,
 )
 from stiefel_opt.optim.safety import LARGEST_SAFE, lengths_of, settle
-from stiefel_opt.optim.state import ROWS, State, follow_, is_kept
+from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.optim.state import ROWS, State, follow_, is_kept, suffix_of
 
 # Rounding in X'X and X'U is measured and removed every so many steps; in every step where nothing
 # is known of how long steps are.
@@ -291,18 +292,14 @@ class Constrained:
     def take(
         self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
     ) -> list[Owner]:
-        """Set the gradients of this step; return the parameters that others have written to.
+        """Set the gradients of this step, one for each parameter and already checked; judge them.
 
-        Args:
-            grads: One for each parameter, already checked.
-            nonfinite: "skip" and "raise" judge them, "ignore" does not.
-            in_graph: Whether a compiled graph calls, which writes to parameters itself.
+        Return the parameters that others have written to, as a compiled graph does by itself.
         """
         if self._done is not None:
             self._recover()
-        shared = self.is_shared
         self._grads = grads
-        if shared:
+        if self.is_shared:
             self._grads = [
                 grad if grad is None or owner.shards is None else owner.shards.local(grad)
                 for owner, grad in zip(self.owners, grads, strict=True)
@@ -319,7 +316,7 @@ class Constrained:
                 for place in range(len(now))
                 if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
-        if nonfinite != "ignore" or shared:
+        if nonfinite != "ignore" or self.is_shared:
             self._judge(nonfinite)
         return [self.owners[place] for place in sorted(self._changed - self._out)]
 
@@ -357,21 +354,14 @@ class Constrained:
 
     def _agreed(self, ok: Tensor) -> Tensor:
         """Let processes agree on who moves, and on whose point somebody else has written to."""
-        layouts: dict[int, list[Owner]] = {}
+        layouts: dict[int, tuple[Shards, list[int]]] = {}
         for owner in self.owners:
             if owner.shards is not None and owner.place not in self._out:
-                layouts.setdefault(id(owner.shards), []).append(owner)
-        for members in layouts.values():
-            places = [owner.place for owner in members]
-            alone = torch.tensor([place not in self._changed for place in places])
-            shards = members[0].shards
-            if shards is None:
-                continue
-            both = shards.agree(torch.cat([ok[places], alone.to(ok.device)]))
-            ok[places] = both[: len(places)]
-            for place, is_untouched in zip(places, both[len(places) :].tolist(), strict=True):
-                if not is_untouched:
-                    self._changed.add(place)
+                layouts.setdefault(id(owner.shards), (owner.shards, []))[1].append(owner.place)
+        for shards, places in layouts.values():
+            alone = torch.tensor([place not in self._changed for place in places], device=ok.device)
+            ok[places], alone = shards.agree(torch.cat([ok[places], alone])).tensor_split(2)
+            self._changed.update(itertools.compress(places, (~alone).tolist()))
         return ok
 
     # ---- the step ------------------------------------------------------------------------------
@@ -514,9 +504,9 @@ class Constrained:
         states: list[State] = []
         owners: list[tuple[Owner, list[State]]] = []
         for owner, own in self._rows:
-            grad = self._grads[owner.place]
-            if grad is None or owner.place in self._out:
+            if owner.place in self._out:
                 continue
+            grad: Tensor = self._grads[owner.place]  # type: ignore[assignment]
             split, value = owner.local_manifold.plain_parts, values[owner.place]
             parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
             if not self._reads:  # its kernels take a verdict, but only one
@@ -533,7 +523,7 @@ class Constrained:
         for owner, own in owners:
             for index, state in enumerate(own):
                 for word, tensor in state.items():
-                    name = ROWS + word + (f".{index}" if index else "")
+                    name = ROWS + word + suffix_of(index)
                     if name not in owner.state:
                         owner.state[name] = owner.shown_rows(tensor, index)
 

@@ -37,10 +37,7 @@ def remember(optimizer: StiefelOptimizer) -> int:
 def in_graph(handle: int, everyone: list[Constrained], lrs: list[float | Tensor]) -> None:
     """Put the step of all constrained parameters into the graph that is being traced.
 
-    Args:
-        handle: From :func:`remember`.
-        everyone: The constrained parameters of all groups.
-        lrs: The rate of each group; those that are tensors are read where the graph has them.
+    Rates of groups, ``lrs``, that are tensors are read where the graph has them.
     """
     parameters: list[Tensor] = []
     state: list[Tensor] = []
@@ -71,8 +68,7 @@ def _step(
     optimizer = _OPTIMIZERS[handle]
     everyone = optimizer.all_constrained()
     real = [owner.parameter.detach() for each in everyone for owner in each.owners]
-    for constrained in everyone:
-        real += constrained.tensors()
+    real += [tensor for each in everyone for tensor in each.tensors()]
     copies = [
         (own, given)
         for own, given in zip(real, [*parameters, *state], strict=False)
