@@ -1,7 +1,6 @@
 """From a model to its constraints and on to an optimizer: constrain, retag, param_groups.
 
-The record on the module, a plain dict from parameter name to reading, is the source of truth;
-the tag on the parameter is what optimizers see and can be restored from the record at any time.
+The record on the module, see :mod:`stiefel_opt.watching`, restores the tag at any time.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from stiefel_opt._checks import (
     NOTHING_CONSTRAINED,
     check_dtype,
     check_flag,
+    check_module,
     fail,
     find_parameter,
 )
@@ -110,15 +110,11 @@ def constrain(
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
     if (project or keep) and is_sharded(parameter):
-        remedy = (
-            "call so.constrain before fully_shard, or let the first step project: project=False"
-        )
+        remedy = "call so.constrain before fully_shard, or project=False: the first step projects"
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
     if keep:
         reading = replace(reading, scale=mean_singular_value(parameter, reading, name))
-    moved = None
-    if project and not parameter.is_meta:
-        moved = _project(parameter, reading, name)
+    moved = _project(parameter, reading, name) if project and not parameter.is_meta else None
     _warn_if_grouped(owner, leaf, reading)
     record(owner, leaf, reading)
     owner.__dict__.setdefault(MOVED, {})[leaf] = moved
@@ -143,8 +139,7 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
     Note: An optimizer of ``model.parameters()`` follows from its next step on; one that was built
         from :func:`param_groups` keeps to what these wrote down: build it anew.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(fail("module", "be a torch.nn.Module", type(module).__name__))
+    check_module("module", module)
     path, _, leaf = str(name).rpartition(".")
     for prefix, owner in module.named_modules():
         if prefix == path and parametrize.is_parametrized(owner, leaf):
@@ -254,32 +249,21 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
 
     A record wins over a tag; a tag without record counts.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    check_module("model", model)
     recorded: dict[int, tuple[str, Stiefel]] = {}
     for prefix, module in model.named_modules():
         for leaf, reading in records_of(module).items():
             name = f"{prefix}.{leaf}" if prefix else leaf
             parameter = module._parameters.get(leaf)
             if parameter is None:
-                raise ValueError(
-                    fail(
-                        name,
-                        "still be a parameter: it is constrained",
-                        "none of that name",
-                        "undo what replaced it (a parametrization, pruning) and use only one",
-                    )
-                )
+                wanted = "still be a parameter: it is constrained"
+                remedy = "undo what replaced it (a parametrization, pruning) and use only one"
+                raise ValueError(fail(name, wanted, "none of that name", remedy))
             reading.check(parameter.shape, name)
             other, known = recorded.setdefault(id(parameter), (name, reading))
             if known != reading:
-                raise ValueError(
-                    fail(
-                        f"{other} and {name}",
-                        "be constrained alike: they are one tied parameter",
-                        f"{known} and {reading}",
-                    )
-                )
+                wanted = "be constrained alike: they are one tied parameter"
+                raise ValueError(fail(f"{other} and {name}", wanted, f"{known} and {reading}"))
     found: dict[str, tuple[nn.Parameter, Stiefel | None]] = {}
     for name, parameter in model.named_parameters():
         record = recorded.get(id(parameter))

@@ -50,13 +50,10 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
 
 def _keeps_tags(optimizer: Optimizer) -> bool:
     """Say whether an optimizer is of this package, derived from one, or wraps one."""
-    if _is_own(optimizer):
-        return True
+    inner: list[Any] = [optimizer]
     for value in vars(optimizer).values():
-        inner = value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(each, Optimizer) and _is_own(each) for each in inner):
-            return True
-    return False
+        inner += value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(each, Optimizer) and _is_own(each) for each in inner)
 
 
 def _is_own(thing: object) -> bool:

@@ -51,17 +51,7 @@ def identity_error(matrix: Tensor) -> Tensor:
 
 
 def project_tangent(point: Tensor, vector: Tensor) -> Tensor:
-    r"""Return the tangent vector at ``point`` nearest to ``vector``.
-
-    :math:`\xi = D - X \, \mathrm{sym}(X^\top D)`, orthogonal in the Euclidean inner product.
-
-    Args:
-        point: Orthonormal matrices ``(..., n, m)``.
-        vector: Any matrices of the same shape.
-
-    Note:
-        Two products of size n x m by m x m.
-    """
+    """Return the tangent vector at X = ``point`` nearest to D = ``vector``, D - X sym(X'D)."""
     return vector - point @ sym(point.mH @ vector)
 
 
@@ -69,18 +59,9 @@ def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tenso
     r"""Return the gradient for the metric :math:`\mathrm{tr}(\xi^\top (I - a X X^\top) \zeta)`.
 
     :math:`X f + g` with :math:`f = (X^\top G - G^\top X) / (2 (1 - a))` and
-    :math:`g = (I - X X^\top) G`.
+    :math:`g = (I - X X^\top) G`; a = 1/2 is the canonical metric, 0 the Euclidean one.
 
-    Args:
-        point: Orthonormal matrices ``(..., n, m)``.
-        grad: Euclidean gradient G, same shape.
-        a: Metric parameter below 1: 1/2 is the canonical metric, 0 the Euclidean one.
-
-    Note:
-        Two products of size n x m by m x m.
-
-    Reference:
-        Kong, Wang & Tao (ICLR 2023), section 2.
+    Reference: Kong, Wang & Tao (ICLR 2023), section 2.
     """
     if not a < 1:
         raise ValueError(fail("a", "be below 1", a))
@@ -91,17 +72,10 @@ def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tenso
 def polar_factor(matrices: Tensor) -> Tensor:
     r"""Return the orthonormal matrices nearest to ``matrices`` in every unitarily invariant norm.
 
-    For :math:`A = P \Sigma Q^\top` it is :math:`P Q^\top`, the polar factor. Where A has not full
+    For :math:`A = P \Sigma Q^\top`, tall and finite, it is :math:`P Q^\top`. Where A has not full
     rank the nearest matrix is not unique and one of them is returned.
 
-    Args:
-        matrices: Finite tall matrices ``(..., n, m)``.
-
-    Raises:
-        ValueError: for wide matrices.
-
-    Note:
-        One LAPACK singular value decomposition, about 6 n m^2 + 20 m^3 flops, which waits for the
+    Note: One LAPACK singular value decomposition, about 6 n m^2 + 20 m^3 flops, which waits for the
         device: meant for starting values, not for steps. One Newton-Schulz pass at the end takes
         the rounding of the decomposition out of X'X - I.
     """
@@ -119,23 +93,10 @@ def random_point(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return uniformly (Haar) distributed orthonormal matrices of ``shape``.
+    """Return uniformly (Haar) distributed orthonormal matrices, as ``stiefel_opt.random_point``.
 
-    The last two dimensions are a matrix: tall ones get orthonormal columns, wide ones orthonormal
-    rows. The Q factor of a Gaussian matrix is uniform once the diagonal of R is positive. Complex
-    ones are uniform among the complex matrices with X'X = I, X' the conjugate transpose.
-
-    Args:
-        shape: At least two positive sizes.
-        generator: Source of the random numbers. Default: torch's global one.
-        dtype: Default: torch's default dtype.
-        device: Default: torch's default device.
-
-    Raises:
-        ValueError: for fewer than two sizes, or a size of zero.
-
-    Reference:
-        Mezzadri, How to generate random matrices from the classical compact groups (2007).
+    The Q factor of a Gaussian matrix is uniform once the diagonal of R is positive. Complex ones
+    are uniform among the complex matrices with X'X = I, X' the conjugate transpose.
     """
     if len(shape) < 2 or min(shape) < 1:
         raise ValueError(fail("shape", "be at least two positive sizes", shape))

@@ -191,12 +191,11 @@ class Stiefel:
         lead = 1 if self.flatten else math.prod(tuple(shape)[:-2])
         words = []
         for (start, stop), heads in zip(self._spans(row_count), self._heads(), strict=True):
-            count = lead * heads
             height = (stop - start) // heads
             kind = "rows" if height < column_count else "columns"
             kind = "square" if height == column_count else kind
             span = "" if self.rows is None else f" of {start}:{stop}"
-            words.append(f"{count} x ({height} x {column_count}), {kind}{span}")
+            words.append(f"{lead * heads} x ({height} x {column_count}), {kind}{span}")
         return "; ".join(words) + (f", scale {self.scale:g}" if self.scale != 1.0 else "")
 
     def count(self, shape: torch.Size | tuple[int, ...]) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_dtype, fail
+from stiefel_opt._checks import check_choice, check_dtype, check_module, fail
 from stiefel_opt.constraints import constrain, mean_singular_value
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
@@ -134,8 +134,7 @@ def constrain_attention(
         far each weight moved as a part of its length: a trained model may have to be trained on.
     Reference: Kong, Wang & Tao (ICLR 2023), table 1.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(fail("model", "be a torch.nn.Module", type(model).__name__))
+    check_module("model", model)
     check_choice("constraint", constraint, ("within", "across"))
     if not isinstance(which, str) or which not in ("q", "k", "v", "qk", "qv", "kv", "qkv"):
         raise ValueError(fail("which", "be one or more of 'q', 'k', 'v', in this order", which))
@@ -155,23 +154,15 @@ def constrain_attention(
         if any(_below(other, path) or _below(path, other) for other in found):
             del skipped[path]
     if not plans:
-        raise ValueError(
-            fail(
-                "model",
-                "contain an attention module that can be read",
-                f"a {type(model).__name__}",
-                _remedy(model, skipped, layouts),
-            )
-        )
+        wanted = "contain an attention module that can be read"
+        remedy = _remedy(model, skipped, layouts)
+        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
     for path, module, plan in plans:
         for index, (name, reading) in enumerate(plan):
             parameter, called = module.get_parameter(name), _joined(path, name)
             _check(parameter, reading, called)
-            if scale == "keep":
-                own = replace(reading, scale=mean_singular_value(parameter, reading, called))
-            else:
-                own = replace(reading, scale=scale)
-            plan[index] = name, own
+            own = mean_singular_value(parameter, reading, called) if scale == "keep" else scale
+            plan[index] = name, replace(reading, scale=own)
     lines = []
     for path, module, plan in plans:
         if isinstance(module, MultiheadAttention):
@@ -221,9 +212,8 @@ def _plan(
     if constraint == "within":
         heads = _heads(module, weights, called)
         if stated not in (None, heads["k"]):
-            raise _UnreadableError(
-                f"its keys have the width of {heads['k']} heads, but it states {stated}"
-            )
+            found = f"its keys have the width of {heads['k']} heads"
+            raise _UnreadableError(f"{found}, but it states {stated}")
     return [(weight.name, _reading(weight, heads, which)) for weight in wanted]
 
 
@@ -278,10 +268,8 @@ def _check_fused(children: dict[str, nn.Module], weight: _Weight) -> None:
     for name in OUTPUTS:
         for layer in children[name].modules() if name in children else ():
             if isinstance(layer, nn.Linear) and layer.in_features != weight.sizes[0]:
-                raise _UnreadableError(
-                    f"{weight.name} is not three parts of {weight.sizes[0]} rows if {name} takes "
-                    f"{layer.in_features} inputs"
-                )
+                parts = f"{weight.name} is not three parts of {weight.sizes[0]} rows"
+                raise _UnreadableError(f"{parts} if {name} takes {layer.in_features} inputs")
 
 
 def _heads(module: nn.Module, weights: Sequence[_Weight], called: Sequence[str]) -> dict[str, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, fail
+from stiefel_opt._checks import check_choice, check_count, fail
 from stiefel_opt.constraints import constrain
 from stiefel_opt.nn._transition import keep_on_load
 
@@ -66,23 +66,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         if constraint is not None:
             check_choice("constraint", constraint, ("within", "across"))
         for name, value in {"embed_dim": embed_dim, "num_heads": num_heads}.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(fail(name, "be a positive integer", repr(value)))
+            check_count(name, value)
         if embed_dim % num_heads:
             raise ValueError(fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads))
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
+        others = add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        super().__init__(embed_dim, num_heads, dropout, bias, *others)
         self.constraint = constraint
         self._constrain()
         keep_on_load(self)
@@ -98,8 +86,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return
         heads = self.num_heads if self.constraint == "within" else 1
         if self.in_proj_weight is not None:
-            width = self.embed_dim
-            rows = ((0, width), (width, 2 * width))
+            rows = ((0, self.embed_dim), (self.embed_dim, 2 * self.embed_dim))
             constrain(self, "in_proj_weight", rows=rows, heads=heads)
         else:
             constrain(self, "q_proj_weight", heads=heads)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_flag, check_range, fail
+from stiefel_opt._checks import check_choice, check_count, check_flag, check_range, fail
 from stiefel_opt.device import no_autocast
 from stiefel_opt.functional.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
 from stiefel_opt.nn._transition import (
@@ -82,8 +82,7 @@ class OrthogonalRNN(nn.Module):
         super().__init__()
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
         for name, value in sizes.items():
-            if type(value) is not int or value < 1:
-                raise ValueError(fail(name, "be a positive integer", repr(value)))
+            check_count(name, value)
         flags = {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}
         for name, flag in flags.items():
             check_flag(name, flag)
@@ -91,10 +90,8 @@ class OrthogonalRNN(nn.Module):
         check_transition(transition)
         is_complex = (dtype or torch.get_default_dtype()).is_complex
         if is_complex and nonlinearity not in COMPLEX_NONLINEARITIES:
-            names = " or ".join(COMPLEX_NONLINEARITIES)
-            raise ValueError(
-                fail("nonlinearity", f"be {names} for complex numbers", repr(nonlinearity))
-            )
+            wanted = f"be {' or '.join(COMPLEX_NONLINEARITIES)} for complex numbers"
+            raise ValueError(fail("nonlinearity", wanted, repr(nonlinearity)))
         check_range("dropout", dropout, 0.0, math.nextafter(1.0, 2.0))
         if dropout and num_layers == 1:
             warnings.warn("dropout acts between layers, and there is only one", stacklevel=2)
@@ -107,9 +104,8 @@ class OrthogonalRNN(nn.Module):
         self.dropout = float(dropout)
         self.bidirectional = bidirectional
         self.transition = transition
-        directions = 2 if bidirectional else 1
         for layer in range(num_layers):
-            width = input_size if layer == 0 else directions * hidden_size
+            width = hidden_size * (1 + bidirectional) if layer else input_size
             for suffix in self._suffixes(layer):
                 self._build(width, suffix, device, dtype, generator)
                 name = f"weight_hh{suffix}"
