@@ -77,17 +77,12 @@ def descend_(
     r"""One step of ProjectedRGD; returns the new point and updates the momentum in place.
 
     Args:
-        point: X, orthonormal, ``(k, n, m)``.
-        grad: G, same shape.
+        point, grad, lr, momentum, force, metric, setting: as in
+            :func:`stiefel_opt.functional.sgd_`.
         skew: T of the momentum, ``(k, m, m)``, updated. None: there is no momentum.
         normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
-        lr: eta, a number or ``(k, 1, 1)``.
-        momentum: mu.
-        force: Factor on the gradient, a number or ``(k, 1, 1)``, negative to maximise.
         nesterov: X moves along mu M - grad.
-        metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         retraction: "cayley", "qr" or "polar".
-        setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with

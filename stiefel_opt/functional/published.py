@@ -96,15 +96,10 @@ def published_sgd_(
     """One step of Algorithm 1, or 4 for square matrices; returns the new point.
 
     Args:
-        point: X, orthonormal, ``(k, n, m)``.
-        grad: G, same shape.
+        point, grad, lr, momentum, force, metric: as in :func:`stiefel_opt.functional.sgd_`.
         skew: Z, ``(k, m, m)``, updated.
         normal: U, ``(k, n, m)``, updated; None for square matrices, which have no normal part.
-        lr: eta, a number or ``(k, 1, 1)``.
-        momentum: mu.
-        force: Factor on f and g: 1 - dampening, negative to maximise; a number or ``(k, 1, 1)``.
         nesterov: X moves along mu U - g and mu Z - f. Not published.
-        metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         rotation: phi_1: "euler", "cayley" or "expm".
         sums: left' right summed over all rows, of which some may be on other processes.
 
@@ -207,7 +202,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
     """
     wide = _wide(tall.dtype)
     shift = 8.0 * tall.size(-1) * torch.finfo(tall.dtype).eps
-    small = identity_for(tall).to(wide)
+    small, length = identity_for(tall).to(wide), torch.linalg.matrix_norm
     for _ in range(_PASSES):
         own = sums(tall, tall).to(wide)
         length = own.diagonal(dim1=-2, dim2=-1).real.sqrt().unsqueeze(-2)  # of the columns
@@ -217,7 +212,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
         small = upper @ small
     for _ in range(_ITERATIONS):
         inverse = torch.linalg.solve_ex(small, identity_for(small)).result.mH
-        scale = (_length(inverse) / _length(small)).sqrt()
+        scale = (length(inverse, keepdim=True) / length(small, keepdim=True)).sqrt()
         small = (small * scale + inverse / scale) / 2
     point = product(tall, small.to(tall.dtype))
     return add_product(point, point, sums(point, point), beta=1.5, alpha=-0.5)
@@ -303,8 +298,3 @@ def _metric_parameter(metric: str | float, rotation: str) -> float:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float64)
-
-
-def _length(matrix: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.matrix_norm(matrix, keepdim=True)
-    return length

@@ -84,18 +84,14 @@ def adam_(
     r"""One step of StiefelAdam; returns the new point and updates the moments in place.
 
     Args:
-        point: X, orthonormal, ``(k, n, m)``.
-        grad: G, same shape.
+        point, grad, lr, metric, setting: as in :func:`stiefel_opt.functional.sgd_`.
         skew: Z and p, ``(k, m, m)``.
         normal: U and q, ``(k, n, m)``; None for square matrices, which have no normal part.
-        lr: eta, a number or ``(k, 1, 1)``.
         step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
         betas: b1 and b2.
         eps: Added to the denominator; with 0, 0/0 counts as 0.
         force: Sign of the gradient: 1, or -1 to maximise.
-        metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         transport: "isometric", or "projected": P U for T U.
-        setting: How the step is worked out.
 
     Returns: The new point, ``(k, n, m)``.
     Note: 10 products of n x m by m x m, 8 if "projected", one more off the canonical metric, two

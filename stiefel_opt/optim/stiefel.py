@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import State, StateNames, suffix_of
+
+_NORMAL: Final = ("momentum_normal", "deferred_base", "deferred_factor", "deferred_shift")
 
 
 class StiefelSGD(SGDLike):
@@ -285,27 +287,21 @@ def _moments(state: State, part: str) -> Moments:
 def _undefer(owner: Owner, names: StateNames) -> None:
     """Turn a momentum that other options have left behind into what ``names`` says is kept."""
     state, kept = owner.state, {*names.tall, *names.small_of_tall}
-    blocks = owner.manifold.blocks(owner.parameter)
-    if owner.shards is not None:
+    name = "deferred_base" if "deferred_base" in kept else "momentum_normal"
+    if owner.shards is not None or not kept:
         return
-    for index, (part, reading) in enumerate(blocks):
+    for index, (part, reading) in enumerate(owner.manifold.blocks(owner.parameter)):
         suffix = suffix_of(index)
-        if "deferred_base" in kept and "momentum_normal" + suffix in state:
-            state["deferred_base" + suffix] = state.pop("momentum_normal" + suffix)
-        if "deferred_base" + suffix not in state or not kept:
+        known = {word: state[word + suffix] for word in _NORMAL if word + suffix in state}
+        base, gone = known.get("deferred_base", known.get("momentum_normal")), known.keys() - kept
+        if base is None or not gone:
             continue
-        base = state["deferred_base" + suffix]
-        factor, shift = (state.get(f"deferred_{word}{suffix}") for word in ("factor", "shift"))
-        gone = "deferred_base" not in kept
         value = reading.matrices(base)
-        if factor is not None and "deferred_factor" not in kept:
-            value = value @ factor
-            del state["deferred_factor" + suffix]
-            gone = True
-        if shift is not None and "deferred_shift" not in kept:
+        if "deferred_factor" in gone:
+            value = value @ known["deferred_factor"]
+        if "deferred_shift" in gone:
             point = reading.matrices(part).to(value.dtype) / reading.scale
-            value = value - point @ shift
-        if gone:
-            name = "deferred_base" if "deferred_base" in kept else "momentum_normal"
-            state.pop("deferred_base" + suffix)
-            state[name + suffix] = reading.stored(value, base.shape).contiguous()
+            value = value - point @ known["deferred_shift"]
+        state[name + suffix] = reading.stored(value, base.shape).contiguous()
+        for word in gone:
+            del state[word + suffix]
