@@ -197,7 +197,8 @@ def _spectra(
     scale, limit = 1.0, math.inf
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
-        limit = _read(squares, scale, reader)
+        limit = scale * largest_bound(squares)
+        reader.is_lost |= not limit < math.inf
     # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
     is_short = size * limit <= most or (
         limit < math.inf
@@ -246,7 +247,8 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
     """
     bound = most = longest * longest
     if isinstance(step, float) and reader.is_exact:
-        bound = _read(size, step * step, reader)
+        bound = step * step * largest_bound(size)
+        reader.is_lost |= not bound < math.inf
         if bound <= most:
             return step, bound
     norm = infinity_norm(size)
@@ -254,14 +256,6 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
         most = _longest(step, reader, lambda: norm, most)
     shorter = (most / (norm * (step * step))).clamp(max=1.0)
     return step * shorter.sqrt(), bound if reader.is_exact and not bound < math.inf else most
-
-
-def _read(squares: Tensor, scale: float, reader: Reader) -> float:
-    """Return a bound on scale times ``squares``; without one nothing of the step may be used."""
-    bound = scale * largest_bound(squares)
-    if not bound < math.inf:
-        reader.is_lost = True
-    return bound
 
 
 class _Apart(Reader):
