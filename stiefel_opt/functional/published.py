@@ -202,7 +202,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
     """
     wide = _wide(tall.dtype)
     shift = 8.0 * tall.size(-1) * torch.finfo(tall.dtype).eps
-    small, length = identity_for(tall).to(wide), torch.linalg.matrix_norm
+    small, norm = identity_for(tall).to(wide), torch.linalg.matrix_norm
     for _ in range(_PASSES):
         own = sums(tall, tall).to(wide)
         length = own.diagonal(dim1=-2, dim2=-1).real.sqrt().unsqueeze(-2)  # of the columns
@@ -212,7 +212,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
         small = upper @ small
     for _ in range(_ITERATIONS):
         inverse = torch.linalg.solve_ex(small, identity_for(small)).result.mH
-        scale = (length(inverse, keepdim=True) / length(small, keepdim=True)).sqrt()
+        scale = (norm(inverse, keepdim=True) / norm(small, keepdim=True)).sqrt()
         small = (small * scale + inverse / scale) / 2
     point = product(tall, small.to(tall.dtype))
     return add_product(point, point, sums(point, point), beta=1.5, alpha=-0.5)
