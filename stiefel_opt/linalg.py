@@ -85,8 +85,8 @@ def symmetric_product(
     """Return left @ right, ``(k, m, n)`` by ``(k, n, m)``, where it is known to be symmetric.
 
     If it is large only the blocks on and above the diagonal are worked out: with four blocks a side
-    5/8 of the flops. With ``into``, symmetric: beta into + alpha left @ right, in its memory; ``sign``
-    is -1 if both are skew.
+    5/8 of the flops. With ``into``, symmetric: beta into + alpha left @ right, in its memory;
+    ``sign`` is -1 if both are skew.
     """
     size = right.size(-1)
     if size < _BLOCKED:
