@@ -1,8 +1,9 @@
 """Textbook loops that have what the optimizers of the package leave out on purpose.
 
 Inner iterations that stop early with their error left in X (figure 5 of Kong, Wang & Tao, 2023),
-and phi_2 by the matrix exponential and by the Cayley map (their appendix M.2). One tall matrix a
-parameter; signs and coefficients as corrected in `stiefel_opt.functional.momentum`.
+phi_2 by the matrix exponential and by the Cayley map (their appendix M.2), and a momentum that is
+left where it was when X moves on (their figure 6). One tall matrix a parameter; the sign is that of
+`stiefel_opt.functional.published`.
 """
 
 from __future__ import annotations
@@ -126,3 +127,28 @@ class CayleyLoop(Loop):
             factor = torch.linalg.qr(Y)
             Y = factor.Q * factor.R.diagonal().sign()
         return Y
+
+
+class PolarLoop(Loop):
+    """Heavy ball with the polar factor as retraction; the momentum M stays as X moves on.
+
+    ``tangent``: what is projected onto the tangent space of X. "gradient": M collects projected
+    gradients; "direction": M collects plain ones, the step is along its projection; "nothing".
+    """
+
+    def __init__(
+        self, params: list[Tensor], lr: float, momentum: float = 0.9, tangent: str = "direction"
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "tangent": tangent})
+
+    def move(self, X: Tensor, G: Tensor, state: dict[Any, Any], group: dict[str, Any]) -> Tensor:
+        def projected(matrix: Tensor) -> Tensor:
+            inner = X.T @ matrix
+            return matrix - X @ (inner + inner.T) / 2
+
+        if group["tangent"] == "gradient":
+            G = projected(G)
+        M = state["M"] = group["momentum"] * state.get("M", torch.zeros_like(X)) - G
+        step = projected(M) if group["tangent"] == "direction" else M
+        left, _, right = torch.linalg.svd(X + group["lr"] * step, full_matrices=False)
+        return left @ right

@@ -13,7 +13,7 @@ import geoopt
 import pogo
 import pogo.base
 import torch
-from eigen_loops import PublishedLoop
+from eigen_loops import PolarLoop, PublishedLoop
 from eigen_problem import Limit, Options, Problem, Run, eigensolver_run, optimize, pymanopt_run
 from torch import Tensor
 
@@ -135,22 +135,21 @@ VARIANTS = tuple(
     )
 )
 
-# Figure 6: the polar retraction inside Cayley SGD. Its momentum is that of ProjectedRGD with the
-# Euclidean metric: the orthogonal projection of mu M - G.
+# Figure 6: the polar retraction inside Cayley SGD, "no extra handling for momentum". What is made
+# tangent in its place is not said, so there is a row for each reading. With the momentum made
+# tangent it is ProjectedRGD in the Euclidean metric: the orthogonal projection of mu M - G.
+PROJECTED = {"metric": "euclidean"}
 RETRACTIONS = tuple(
-    Method(name, run, PUBLISHED_FAMILY, PUBLISHED_RATE)
+    Method(name, run, PUBLISHED_FAMILY)
     for name, run in (
         (STIEFEL_SGD.name, ours(so.StiefelSGD)),
         ("CayleySGD", ours(so.CayleySGD)),
         ("CayleySGD, exact", ours(so.CayleySGD, exact=True)),
-        (
-            "CayleySGD with polar retraction",
-            ours(so.ProjectedRGD, metric="euclidean", retraction="polar"),
-        ),
-        (
-            "CayleySGD with QR retraction",
-            ours(so.ProjectedRGD, metric="euclidean", retraction="qr"),
-        ),
+        ("QR, momentum projected", ours(so.ProjectedRGD, retraction="qr", **PROJECTED)),
+        ("polar, momentum projected", ours(so.ProjectedRGD, retraction="polar", **PROJECTED)),
+        ("polar, gradient projected", loop(PolarLoop, tangent="gradient")),
+        ("polar, direction projected", loop(PolarLoop, tangent="direction")),
+        ("polar, nothing projected", loop(PolarLoop, tangent="nothing")),
     )
 )
 

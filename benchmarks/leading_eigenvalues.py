@@ -14,7 +14,7 @@ those of the processor. Groups of methods:
                  for this problem, as the limit                                        (figure 3)
     variants     metrics, rotations, friction 3/t, published flows, at the published rate (figure 4)
     weighted     the same on tr(X'AXN), N = diag(1/m ... 1), where the metrics differ
-    retractions  the momentum of Cayley SGD with other retractions                     (figure 6)
+    retractions  Cayley SGD with other retractions, its momentum made tangent or not   (figure 6)
     inner        iterations of the Cayley map and of the inverse root, QR now and then (figure 5)
     scaling      milliseconds of a step against m and against n, with fitted exponents (figure 3)
 
@@ -52,8 +52,8 @@ from tqdm import tqdm
 
 SIZES = ((1000, 10), (2000, 50))
 VARIANT_SIZE = (300, 5)
-AT_PUBLISHED_RATE = ("variants", "weighted", "retractions")  # 0.1, momentum 0.9, no tuning
-ONCE = (*AT_PUBLISHED_RATE, "inner", "scaling")  # not for every size
+SMALL = ("variants", "weighted", "retractions")  # the first two at rate 0.1, momentum 0.9
+ONCE = (*SMALL, "inner", "scaling")  # not for every size
 DRAWS, REPEATS = 5, 3
 CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     for n, m in arguments.sizes:
         for group in arguments.groups:
-            rows, columns = VARIANT_SIZE if group in AT_PUBLISHED_RATE else (n, m)
+            rows, columns = VARIANT_SIZE if group in SMALL else (n, m)
             label = group if group == "scaling" else f"{rows} x {columns}, {group}"
             if group in ONCE and (n, m) != arguments.sizes[0]:
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import pickle
 import signal
@@ -24,6 +25,7 @@ from cases import in_turn, mixed
 PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
 sys.path.insert(0, str(PAPERS))
 
+import _augment  # noqa: E402
 import _common  # noqa: E402
 import _images  # noqa: E402
 import _training  # noqa: E402
@@ -233,7 +235,7 @@ def test_the_whole_table_by_one_command(tmp_path, capsys) -> None:
 
 def test_a_table_resumes_run_by_run_without_being_asked_to(tmp_path, monkeypatch) -> None:
     flags = ["--smoke", "--table", "--limit", "64", "--epochs", "2", "--methods"]
-    flags += ["stiefel-sgd", "cayley-adam", "penalty-sgd:across", "--output"]
+    flags += ["stiefel-sgd", "cayley-adam", "regularizer-sgd:across", "--output"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     orthogonal_vit.main([*flags, str(whole)])
     save, epochs = _training.Trainer.save, iter(range(100))
@@ -284,8 +286,8 @@ def test_start_again_without_resume(tmp_path) -> None:
         ("rgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.9}),
         ("stiefel-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
         ("cayley-adam", {"lr": 1e-2, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
-        ("penalty-sgd", {"lr": 0.1, "momentum": 0.9}, None),
-        ("penalty-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, None),
+        ("regularizer-sgd", {"lr": 0.1, "momentum": 0.9}, None),
+        ("regularizer-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, None),
         ("adamw", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.2}, None),
     ],
 )
@@ -312,8 +314,31 @@ def test_one_rate_keeps_the_ratio_and_two_replace_it() -> None:
     assert parsed("cayley-sgd:within:0.2:0.3") == (0.2, 0.3, title)
 
 
-def test_the_penalty_pulls_towards_the_manifold(tmp_path) -> None:
-    flags = ["--smoke", "--optimizer", "penalty-sgd", "--constraint", "within", "--output"]
+def test_the_regularizer_is_a_step_of_its_own() -> None:
+    options = orthogonal_vit.parse_arguments(["--preset", "smoke", "--patch", "8"])
+    model = orthogonal_vit.VisionTransformer(options, cifar_like()).double()
+    orthogonal_vit.constrain_attention(model, "within")
+    method = orthogonal_vit.parse_method("regularizer-sgd:within:0")
+    optimizer = orthogonal_vit.build_optimizer(method, model, weight=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+            parameter.grad = torch.ones_like(parameter)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        expected = before[name]
+        if name.endswith(("q.weight", "k.weight")):
+            heads = expected.unflatten(0, (options.heads, -1))
+            gram = heads @ heads.mT - torch.eye(heads.size(1), dtype=torch.float64)
+            expected = (heads - 0.1 * gram @ heads).flatten(0, 1)
+            assert not torch.allclose(expected, before[name])
+        torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("name", ["penalty-sgd", "regularizer-sgd"])
+def test_the_penalty_pulls_towards_the_manifold(name, tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", name, "--constraint", "within", "--output"]
     errors = {}
     for weight in ("1e-6", "0.1"):
         orthogonal_vit.main([*flags, str(tmp_path / weight), "--penalty", weight])
@@ -429,6 +454,58 @@ def test_schedule_warms_up_and_ends_at_one_per_cent() -> None:
     assert factors[100] == pytest.approx(0.01)
     assert factors[:11] == sorted(factors[:11])
     assert factors[10:] == sorted(factors[10:], reverse=True)
+
+
+def test_auto_augment_is_the_policy_of_cifar() -> None:
+    images = torch.randint(20, 200, (300, 3, 32, 32), dtype=torch.uint8)
+
+    def augmented(seed: int) -> torch.Tensor:
+        return _augment.auto_augment(images, torch.Generator().manual_seed(seed))
+
+    assert augmented(3).dtype == torch.uint8
+    assert torch.equal(augmented(3), augmented(3))
+    # Each pair leaves an image alone where neither of its operations is drawn, or has no size.
+    alone = [
+        math.prod(
+            1 - chance * (size > 0 or name not in _augment.DULL) for name, chance, size in pair
+        )
+        for pair in _augment.POLICY
+    ]
+    same = sum((augmented(seed) == images).flatten(1).all(1).float().mean() for seed in range(4))
+    assert float(same) / 4 == pytest.approx(sum(alone) / 25, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "name", ["rotate", "translate x", "translate y", "shear y", *_augment.DULL]
+)
+def test_an_operation_of_no_size_changes_nothing(name) -> None:
+    images = torch.randint(0, 256, (4, 3, 8, 8)).float()
+    assert torch.equal(_augment.operate(name, images, 0.0, torch.ones(4)), images)
+
+
+@pytest.mark.parametrize("name", ["autocontrast", "equalize"])
+def test_a_channel_of_one_level_stays(name) -> None:
+    images = torch.full((2, 3, 8, 8), 7.0)
+    assert torch.equal(_augment.operate(name, images, 1.0, torch.ones(2)), images)
+
+
+def test_operations_do_what_their_names_say() -> None:
+    images = torch.randint(0, 256, (2, 3, 32, 32)).float()
+    signs = torch.tensor([1.0, -1.0])
+    shifted = _augment.operate("translate x", images, 1.0, signs)
+    fourteen = round(150 / 331 * 32)
+    assert torch.equal(shifted[0, :, :, :-fourteen], images[0, :, :, fourteen:])
+    assert (shifted[0, :, :, 1 - fourteen :] == _augment.GREY).all()
+    assert torch.equal(_augment.operate("posterize", images, 1.0, signs) % 16, images * 0)
+    dull = _augment.operate("color", images, 1.0, signs)[1]
+    assert float(dull.std(0).mean()) < 0.2 * float(images[1].std(0).mean())
+    assert float(_augment.operate("brightness", images, 1.0, signs)[1].max()) <= 26
+    narrow = (images / 4).floor() + 60
+    wide = _augment.operate("autocontrast", narrow, 1.0, signs)
+    assert (float(wide.min()), float(wide.max())) == (0.0, 255.0)
+    dark = torch.randint(0, 256, (2, 3, 128, 128)).float().square() / 255 // 1
+    level = _augment.operate("equalize", dark, 1.0, signs)
+    assert float(level.mean()) == pytest.approx(127.5, abs=4)
 
 
 def test_crop_flip_shifts_and_mirrors_each_image() -> None:

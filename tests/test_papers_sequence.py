@@ -6,7 +6,6 @@ import gzip
 import json
 import math
 import sys
-from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 
@@ -188,24 +187,49 @@ def test_the_zero_kernel_sees_one_frame_and_every_other_stays_on_the_manifold() 
             assert error < 1e-5, title
 
 
-def test_kth_is_split_by_person(tmp_path) -> None:
-    for person in range(1, 26):
-        frames = np.full((6, 16, 16), person, dtype=np.uint8)
-        np.savez(tmp_path / f"person{person:02}_walking_d1.npz", frames=frames)
-    options = Namespace(data="kth", data_dir=tmp_path, side=16, frames=4)
+def test_kth_is_whole_sequences_of_one_action_split_by_person(tmp_path) -> None:
+    lengths = {person: 3 + person % 4 for person in range(1, 26)}
+    for person, length in lengths.items():
+        for action in ("walking", "boxing"):
+            level = person if action == "walking" else 99
+            frames = np.full((length, 16, 16), level, dtype=np.uint8)
+            np.savez(tmp_path / f"person{person:02}_{action}_d1_1.npz", frames=frames)
+    flags = ["--preset", "paper", "--data-dir", str(tmp_path), "--side", "16", "--channels", "2"]
+    options = video.parse_arguments(flags)
     clips = _video.load_clips(options)
-    drawn = {
-        "train": clips["train"](50, torch.Generator().manual_seed(0)),
-        "valid": clips["valid"],
-        "test": clips["test"],
-    }
-    for part, clip in drawn.items():
-        persons = set((255 * clip).round().long().unique().tolist())
-        assert persons <= set(_video.PERSONS[part])
-        assert clip.shape[0] == 4
-    options.side = 32
+    assert options.steps == 4  # twelve persons, three at a time
+    drawn = {**clips, "train": list(clips["train"](options, torch.Generator().manual_seed(0)))}
+    for part, batches in drawn.items():
+        assert [batch.size(1) for batch in batches][:-1] == [3] * (len(batches) - 1)
+        seen = {}
+        for sequence in (one for batch in batches for one in batch.unbind(1)):
+            real = sequence[:, 0, 0] >= 0
+            (level,) = (255 * sequence[real]).round().unique().tolist()
+            seen[int(level)] = int(real.sum())
+        assert seen == {person: lengths[person] for person in _video.PERSONS[part]}
     with pytest.raises(SystemExit, match=r"must be uint8 of shape \(T, 32, 32\)"):
-        _video.load_clips(options)
+        _video.load_clips(video.parse_arguments([*flags, "--side", "32"]))
+
+
+def test_what_follows_a_shorter_sequence_counts_for_nothing() -> None:
+    options = video.parse_arguments(["--preset", "paper", "--side", "16", "--channels", "2"])
+    model = video.Predictor(video.METHODS["T-CWY"], 2, first_stride=2)
+    task = video.Prediction(model, {}, options)
+    long, short = torch.rand(9, 1, 16, 16), torch.rand(5, 1, 16, 16)
+    both = torch.cat([long, torch.cat([short, torch.full((4, 1, 16, 16), -1.0)])], dim=1)
+    apart = torch.cat([task.errors(long)[0], task.errors(short)[0]])
+    torch.testing.assert_close(task.errors(both)[0].sort()[0], apart.sort()[0])
+    torch.testing.assert_close(task.loss(both)[0], apart.mean())
+
+
+def test_the_paper_preset_has_units_of_the_papers_sizes() -> None:
+    options = video.parse_arguments(["--preset", "paper"])
+    model = video.Predictor(video.METHODS["T-CWY"], options.channels, options.first_stride)
+    sizes = []
+    for unit in model.recurrent:
+        unit.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape[2:])))
+    assert model(torch.rand(2, 1, 128, 128)).shape == (2, 1, 128, 128)
+    assert sizes == [(32, 32, 32), (64, 16, 16), (128, 8, 8), (64, 16, 16), (32, 32, 32)]
 
 
 # -------------------------------------------------------------------------------------- translation
@@ -235,12 +259,14 @@ def test_pairs_are_read_from_tab_separated_text(tmp_path) -> None:
     assert _phrases.words("Él está aquí.") == ["el", "esta", "aqui", "."]
 
 
-@pytest.mark.parametrize("title", ["RNN", "LSTM", "CWY L=4", "StiefelAdam"])
-def test_padding_and_company_change_no_translation(title) -> None:
+@pytest.mark.parametrize("attention", ["luong", "additive"])
+@pytest.mark.parametrize("title", ["RNN", "LSTM", "CWY L=4", "SCORNN", "StiefelAdam"])
+def test_padding_and_company_change_no_translation(title, attention) -> None:
     options = translation.parse_arguments(["--smoke"])
     corpus = translation.load_corpus(options)
     torch.manual_seed(0)
-    model = translation.Translator(title, corpus, options)
+    words = len(corpus.sources), len(corpus.targets)
+    model = translation.Translator(title, *words, options.embedding, options.hidden, attention)
     task = translation.Translation(model, corpus, options)
     pairs = sorted(task.numbers["train"], key=lambda pair: len(pair[0]))
     short, long = pairs[0], pairs[-1]

@@ -19,6 +19,7 @@ from stiefel_opt.parametrizations import (
     GeneralizedHouseholder,
     Householder,
     MatrixExp,
+    ScaledCayley,
     Trivialization,
     helfrich,
     henaff,
@@ -721,6 +722,12 @@ WRONG = [
         "`weight` must have values",
     ),
     (lambda: Trivialization(every=0), ValueError, "`every` must be a positive integer or None"),
+    (lambda: ScaledCayley(-1), ValueError, "`negative` must be a non-negative integer or None"),
+    (
+        lambda: so.orthogonal(nn.Linear(4, 4), map="cayley", negative=5),
+        ValueError,
+        "`negative` must be at most 4, the columns, got 5",
+    ),
     (lambda: EURNN(layers=0), ValueError, "`layers` must be a positive integer"),
     (lambda: TCWY(manifold=3), TypeError, "`manifold` must be a Stiefel"),
     (
@@ -737,3 +744,25 @@ def test_wrong_input_is_named():
     for call, error, message in WRONG:
         with pytest.raises(error, match=message):
             call()
+
+
+@pytest.mark.parametrize("negative", [0, 3])
+def test_the_signs_of_a_cayley_map_can_be_given(negative):
+    generator = torch.Generator().manual_seed(5)
+    signs = torch.tensor([1.0] * (6 - negative) + [-1.0] * negative, dtype=torch.float64)
+    for shape in ((6, 6), (9, 6)):
+        for _ in range(4):
+            layer = nn.Linear(*reversed(shape), bias=False, dtype=torch.float64)
+            nn.init.orthogonal_(layer.weight, generator=generator)
+            drawn = layer.weight.detach().clone()
+            so.orthogonal(layer, map="cayley", negative=negative)
+            (parametrization,) = layer.parametrizations.weight
+            assert torch.equal(parametrization.signs, signs)
+            begun = layer.weight.detach()
+            if shape[0] == shape[1]:
+                assert float(torch.linalg.det(begun)) == pytest.approx((-1) ** negative)
+                torch.testing.assert_close(begun[:-1], drawn[:-1])
+                with pytest.raises(ValueError, match="must be D times one without eigenvalue -1"):
+                    layer.weight = torch.cat([-begun[:1], begun[1:]])
+            else:
+                torch.testing.assert_close(begun, drawn)

@@ -1,8 +1,10 @@
 """The recurrent cells that the examples compare, and the optimizers that train them.
 
-Settings of the papers: Helfrich, Willmott & Ye (2018), Lezcano-Casado & Martinez-Rubio (2019) and
-Likhosherstov et al. (AISTATS 2021): RMSprop, with a tenth of the rate for the free tensors of an
-orthogonal transition; modReLU.
+After Helfrich, Willmott & Ye (2018), Lezcano-Casado & Martinez-Rubio (2019) and Likhosherstov et
+al. (AISTATS 2021), who run the code of the second unchanged: RMSprop, with a tenth of the rate for
+the free tensors of an orthogonal transition; modReLU. The default rates are higher and fall by a
+cosine, as training is short; with `--preset paper` they are theirs and constant. SCORNN is fixed at
+D = I, as there.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -28,20 +30,22 @@ class Cell(NamedTuple):
     rate: float = 1.0  # of the transition, times the rate asked for
 
 
-CELL_SETTINGS = ["hidden", "lstm_hidden", "lr", "transition_lr", "nonlinearity", "start"]
+CELL_SETTINGS = ["hidden", "lstm_hidden", "lr", "transition_lr", "decay", "nonlinearity", "start"]
 CELLS = {
     "cwy": Cell("CWY", "cwy"),
     "tcwy": Cell("T-CWY", "tcwy"),
     "hr": Cell("HR", "householder"),
     "expm": Cell("EXPRNN", "matrix_exp"),
     "dtriv": Cell("DTRIV", "trivialization", {"every": 100}),
-    "cayley": Cell("SCORNN", "cayley", start="helfrich"),
+    "dtriv-inf": Cell("DTRIV-inf", "trivialization", {"every": None}),
+    "cayley": Cell("SCORNN", "cayley", {"negative": 0}, start="helfrich"),
     "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
     "adam": Cell("Tagged StiefelAdam", "tagged", rule=so.StiefelAdam, rate=10.0),
     "rgd": Cell("Tagged ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
     "lstm": Cell("LSTM"),
 }
+PAPER_CELLS = ["cwy", "expm", "dtriv-inf", "cayley", "lstm"]  # figures 1 and 4
 TITLES = {cell.title: name for name, cell in CELLS.items()}
 NAMES = {title.removeprefix("Tagged "): name for title, name in TITLES.items()}  # on command lines
 
@@ -159,6 +163,7 @@ def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:
     add("--lstm-hidden", type=int, help="units of the LSTM; by default as many")
     add("--lr", type=float, default=1e-3, help="of RMSprop")
     add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
+    add("--decay", choices=["cosine", "none"], default="cosine", help="of all rates")
     add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu",
         help="of the orthogonal cells")  # fmt: skip
     add("--start", choices=["henaff", "helfrich"], default=start, help="of the transition")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _augment import auto_augment
 from _images import Images, crop_flip
 from _training import Trainer, rate_factor
 from torch import Tensor, nn
@@ -43,8 +44,10 @@ class Classification:
         order = order[: self.steps * self.batch_size].to(self.images.mean.device)
         for picked in order.split(self.batch_size):
             batch = self.images.train_images[picked]
-            if self.settings["augment"] == "crop-flip":
+            if self.settings["augment"] != "none":
                 batch = crop_flip(batch, generator)
+            if self.settings["augment"] == "auto":
+                batch = auto_augment(batch, generator)
             yield batch, self.images.train_labels[picked]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,12 +80,16 @@ def classification_trainer(
     configuration: dict[str, Any],
     path: Path,
 ) -> Trainer:
-    """A trainer with warm-up and cosine over ``epochs``, ``warmup`` of them rising."""
+    """A trainer with warm-up and cosine over ``epochs``, ``warmup`` of them rising.
+
+    With a ``decay`` of "none" the rates stay as they are.
+    """
     factor = partial(
         rate_factor,
         warmup_steps=round(configuration["warmup"] * task.steps),
         total_steps=configuration["epochs"] * task.steps,
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    constant = configuration.get("decay") == "none"
+    scheduler = None if constant else torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     counted = ("images", task.batch_size)
     return Trainer(task.model, optimizer, task, configuration, path, scheduler, counted)

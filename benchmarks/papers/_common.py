@@ -93,6 +93,15 @@ class Help(ArgumentDefaultsHelpFormatter):
         return action.help if told else super()._get_help_string(action)
 
 
+def add_preset(
+    parser: ArgumentParser, presets: Mapping[str, Mapping[str, Any]], argv: Sequence[str] | None
+) -> None:
+    """Add ``--preset``, the first by default; what it sets become the defaults of other flags."""
+    usual = next(iter(presets))
+    parser.add_argument("--preset", choices=presets, default=usual, help="other flags override it")
+    parser.set_defaults(**presets[parser.parse_known_args(argv)[0].preset])
+
+
 def finish_flags(parser: ArgumentParser, options: Namespace) -> Namespace:
     """Turn the number of seeds into the list of them and set the threads."""
     if len(options.seeds) == 1:

@@ -1,10 +1,9 @@
-"""For the video example: moving digits, KTH, a ConvLSTM, memory of a step, strip of frames."""
+"""For the video example: moving digits, KTH, the network, memory of a step, strip of frames."""
 
-import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +12,11 @@ from _images import load_images
 from _training import Trainer
 from torch import Tensor, nn
 
+from stiefel_opt.nn import ConvNERU
+
 HELD_OUT = {"valid": 24, "test": 64}  # clips
 SHOWN = 8  # frames in the strip, the last ones
+ACTIONS = ["walking", "jogging", "running", "boxing", "handwaving", "handclapping"]
 PERSONS = {"train": range(1, 13), "valid": range(13, 17), "test": range(17, 26)}  # of KTH
 
 
@@ -50,8 +52,83 @@ class ConvLSTM(nn.Module):
         return torch.stack(outputs), hidden
 
 
+class Method(NamedTuple):
+    """How one row keeps the recurrent kernel, and what trains it if tagged."""
+
+    transition: str | None = None
+    rule: Callable[..., torch.optim.Optimizer] | None = None
+    start: str = ""  # of a free kernel
+
+
+class Predictor(nn.Module):
+    """Frames ``(T, batch, side, side)`` to predictions of the next ones, of the same shape."""
+
+    def __init__(self, method: Method, channels: int, first_stride: int = 1) -> None:
+        super().__init__()
+        c = channels
+        first = (3, 1, 1) if first_stride == 1 else (4, 2, 1)
+        widths = (c, 2 * c, 4 * c, 2 * c, c)
+        conv, turned = nn.Conv2d, nn.ConvTranspose2d
+        self.between = nn.ModuleList(
+            [
+                conv(4, c, 3, first_stride, 1),
+                conv(c, 2 * c, 3, 2, 1),
+                conv(2 * c, 4 * c, 3, 2, 1),
+                turned(4 * c, 2 * c, 4, 2, 1),
+                turned(4 * c, c, 4, 2, 1),  # from a unit and its skip
+                (conv if first_stride == 1 else turned)(2 * c, 4, *first),
+            ]
+        )
+        self.recurrent = nn.ModuleList(self.unit(method, width) for width in widths)
+        # ConvLSTM as in the paper, where it needed instance normalization and the others not.
+        self.normalize = nn.functional.instance_norm if method.start == "lstm" else nn.Identity()
+
+    @staticmethod
+    def unit(method: Method, width: int) -> nn.Module:
+        """One recurrent unit with as many channels in as out."""
+        if method.start == "lstm":
+            return ConvLSTM(width, width)
+        unit = ConvNERU(width, width, transition=method.transition)
+        if method.start == "glorot":
+            nn.init.xavier_uniform_(unit.hidden_conv.weight)
+        if method.start == "zero":
+            unit.hidden_conv.weight.requires_grad_(False).zero_()
+        return unit
+
+    def turn(self, level: int, images: Tensor) -> Tensor:
+        """The convolution before a unit, at every time."""
+        flat = self.normalize(self.between[level](images.flatten(0, 1)))
+        return torch.relu(flat).unflatten(0, images.shape[:2])
+
+    def forward(self, frames: Tensor) -> Tensor:
+        images, skips = nn.functional.pixel_unshuffle(frames.unsqueeze(2), 2), []
+        for level, unit in enumerate(self.recurrent):
+            images, _ = unit(self.turn(level, images))
+            if level < 2:
+                skips.append(images)
+            elif level > 2:
+                images = torch.cat([images, skips.pop()], dim=2)
+        last = self.between[-1](images.flatten(0, 1)).unflatten(0, images.shape[:2])
+        return nn.functional.pixel_shuffle(last, 2).squeeze(2)
+
+    def orthonormality_error(self) -> float | None:
+        """Largest |q^2 K'K - I| of a recurrent kernel as a matrix; None for a ConvLSTM."""
+        errors = [0.0]
+        for unit in self.recurrent:
+            if not isinstance(unit, ConvNERU):
+                return None
+            matrix = 3 * unit.hidden_conv.weight.detach().flatten(1)
+            errors.append(
+                float((matrix @ matrix.mT - torch.eye(len(matrix)).to(matrix)).abs().max())
+            )
+        return max(errors)
+
+
 def load_clips(options: Namespace) -> Mapping[str, Any]:
-    """ "train": a function of count and generator; "valid" and "test": (T, clips, side, side)."""
+    """ "train": the batches of an epoch, drawn by a generator; "valid", "test": lists of clips.
+
+    Clips are (T, count, side, side).
+    """
     if options.data == "kth":
         return kth_clips(options)
     images = load_images(options.data, options.data_dir)
@@ -65,9 +142,12 @@ def load_clips(options: Namespace) -> Mapping[str, Any]:
     def draw(count: int, generator: torch.Generator, pool: Tensor = train) -> Tensor:
         return moving_digits(pool, count, options.frames, options.side, generator)
 
+    def epoch(options: Namespace, generator: torch.Generator) -> Iterator[Tensor]:
+        return (draw(options.batch_size, generator) for _ in range(options.steps))
+
     held_out = torch.Generator().manual_seed(2**31)
     valid = draw(HELD_OUT["valid"], held_out)
-    return {"train": draw, "valid": valid, "test": draw(HELD_OUT["test"], held_out, test)}
+    return {"train": epoch, "valid": [valid], "test": [draw(HELD_OUT["test"], held_out, test)]}
 
 
 def moving_digits(
@@ -93,10 +173,9 @@ def moving_digits(
 
 
 def kth_clips(options: Namespace) -> Mapping[str, Any]:
-    """Windows of the videos, split by person as published."""
-    videos: dict[str, list[np.ndarray]] = {part: [] for part in PERSONS}
-    for path in sorted(options.data_dir.glob("person*.npz")):
-        found = re.match(r"person(\d+)", path.name)
+    """Whole sequences of one action, split by person as in appendix E; sets ``options.steps``."""
+    found: dict[str, list[Tensor]] = {part: [] for part in PERSONS}
+    for path in sorted(options.data_dir.glob(f"person*_{options.action}_*.npz")):
         with np.load(path, allow_pickle=False) as file:
             frames = file["frames"]
         if frames.shape[1:] != (options.side, options.side) or frames.dtype != np.uint8:
@@ -105,27 +184,31 @@ def kth_clips(options: Namespace) -> Mapping[str, Any]:
                 f"{frames.dtype} of {frames.shape} in {path.name}; set --side or convert again"
             )
         for part, persons in PERSONS.items():
-            if found and int(found[1]) in persons and len(frames) >= options.frames:
-                videos[part].append(frames)
-    if not all(videos.values()):
+            if int(path.name[6:8]) in persons and len(frames) > 1:
+                found[part].append(torch.from_numpy(frames))
+    if not all(found.values()):
         raise SystemExit(
-            f"--data-dir must hold person01_....npz to person25_....npz with at least "
-            f"{options.frames} frames, got {options.data_dir}; "
-            f"see the top of benchmarks/papers/video.py"
+            f"--data-dir must hold person01_{options.action}_....npz to person25_....npz, got "
+            f"{options.data_dir}; see the top of benchmarks/papers/video.py"
         )
+    size = options.batch_size
+    options.steps = -(-len(found["train"]) // size)
 
-    def draw(count: int, generator: torch.Generator, part: str = "train") -> Tensor:
-        clips = []
-        for which in torch.randint(len(videos[part]), (count,), generator=generator).tolist():
-            video = videos[part][which]
-            last = len(video) - options.frames + 1
-            start = int(torch.randint(last, (), generator=generator))
-            clips.append(torch.from_numpy(video[start : start + options.frames]))
-        return torch.stack(clips, dim=1).float() / 255
+    def padded(sequences: list[Tensor]) -> Tensor:
+        """The model sees zeros after a shorter sequence; -1 says that no frame is counted there."""
+        floats = [sequence.float() / 255 for sequence in sequences]
+        return torch.nn.utils.rnn.pad_sequence(floats, padding_value=-1.0)
 
-    held_out = torch.Generator().manual_seed(2**31)
-    fixed = {part: draw(count, held_out, part) for part, count in HELD_OUT.items()}
-    return {"train": draw, **fixed}
+    def epoch(_: Namespace, generator: torch.Generator) -> Iterator[Tensor]:
+        order = torch.randperm(len(found["train"]), generator=generator).tolist()
+        for start in range(0, len(order), size):
+            yield padded([found["train"][index] for index in order[start : start + size]])
+
+    held_out = {
+        part: [padded(found[part][at : at + size]) for at in range(0, len(found[part]), size)]
+        for part in ("valid", "test")
+    }
+    return {"train": epoch, **held_out}
 
 
 def live_bytes(build: Callable[[], Trainer]) -> int:
@@ -135,7 +218,7 @@ def live_bytes(build: Callable[[], Trainer]) -> int:
     buffers inside one operation are not seen.
     """
     trainer = build()
-    (batch, *_) = trainer.task.batches(torch.Generator().manual_seed(0))
+    batch = next(iter(trainer.task.batches(torch.Generator().manual_seed(0))))
     trainer.step(batch)
     storages: dict[int, int] = {}
 

@@ -2,12 +2,16 @@
 
 Settings: Kong, Wang & Tao (ICLR 2023), table 4; results: their table 1, mean and deviation of five
 runs. The package's names for its rows: Projected Stiefel SGD and Adam are ``CayleySGD`` and
-``CayleyAdam`` (with the momentum that the released implementations lose), Regularizer is the
-penalty in the loss, Momentumless is ``StiefelSGD`` with momentum for the plain weights only.
-``ProjectedRGD`` is not in their tables; it takes the settings of SGD.
+``CayleyAdam`` (with the momentum that the released implementations lose); Momentumless, the method
+of Wen & Yin, is ``ProjectedRGD`` with the canonical metric and the Cayley map, and momentum for the
+plain weights only; Regularizer is X <- X - w X (X'X - I) before the step, the form of their code.
+Not in the paper: ``penalty-sgd`` and ``penalty-adam``, the penalty as a term of the loss, which
+Adam rescales, and ``rgd``, ``ProjectedRGD`` with momentum. They take the settings of their
+neighbours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,31 +28,37 @@ class Settings(NamedTuple):
     """How one optimizer is called; ``ratio`` is the constrained weights' rate over the others'."""
 
     title: str
-    kind: type[torch.optim.Optimizer]
+    kind: Callable[..., torch.optim.Optimizer]
     lr: float
     options: Mapping[str, Any]
     ratio: float = 1.0
     constrained: Mapping[str, Any] = {}  # options of the constrained weights only
-    penalty: bool = False
+    soft: str = ""  # "loss": the penalty is a term of the loss; "step": a step before the step
 
     @property
     def exact(self) -> bool:
-        """Whether the optimizer is one of the package, which keeps constrained weights so."""
-        return not self.kind.__module__.startswith("torch.")
+        """Whether the optimizer is one of the package that keeps constrained weights so."""
+        return not self.soft and self.kind not in vars(torch.optim).values()
 
 
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),
     "momentumless": Settings(
-        "StiefelSGD without momentum", so.StiefelSGD, 0.1, SGD, constrained={"momentum": 0.0}
+        "Wen & Yin without momentum",
+        partial(so.ProjectedRGD, metric="canonical", retraction="cayley"),
+        0.1,
+        SGD,
+        constrained={"momentum": 0.0},
     ),
     "rgd": Settings("ProjectedRGD", so.ProjectedRGD, 0.1, SGD),
     "cayley-sgd": Settings("CayleySGD", so.CayleySGD, 0.1, SGD, ratio=10),
-    "penalty-sgd": Settings("SGD with penalty", torch.optim.SGD, 0.1, SGD, penalty=True),
+    "regularizer-sgd": Settings("SGD, regularized", so.StiefelSGD, 0.1, SGD, soft="step"),
+    "penalty-sgd": Settings("SGD with penalty", so.StiefelSGD, 0.1, SGD, soft="loss"),
     "stiefel-adam": Settings("StiefelAdam", so.StiefelAdam, 1e-3, ADAM),
     "cayley-adam": Settings("CayleyAdam", so.CayleyAdam, 1e-2, ADAM, ratio=0.1),
-    "penalty-adam": Settings("Adam with penalty", torch.optim.Adam, 1e-3, ADAM, penalty=True),
+    "regularizer-adam": Settings("Adam, regularized", so.StiefelAdam, 1e-3, ADAM, soft="step"),
+    "penalty-adam": Settings("Adam with penalty", so.StiefelAdam, 1e-3, ADAM, soft="loss"),
     "sgd": Settings("SGD", torch.optim.SGD, 0.1, SGD),
     "adam": Settings("Adam", torch.optim.Adam, 1e-3, ADAM),
     "adamw": Settings("AdamW", torch.optim.AdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
@@ -57,17 +67,17 @@ OPTIMIZERS = {
 PUBLISHED = {
     "stiefel-sgd:within": ("8.32 ± 0.39", "30.20 ± 0.55"),
     "cayley-sgd:within": ("8.90 ± 0.18", "31.71 ± 0.26"),
-    "penalty-sgd:within": ("9.78 ± 0.14", "33.08 ± 0.42"),
+    "regularizer-sgd:within": ("9.78 ± 0.14", "33.08 ± 0.42"),
     "momentumless:within": ("12.90 ± 0.22", "34.84 ± 0.24"),
     "stiefel-adam:within": ("8.46 ± 0.20", "31.04 ± 0.35"),
     "cayley-adam:within": ("10.77 ± 0.30", "33.73 ± 0.54"),
-    "penalty-adam:within": ("11.53 ± 0.28", "34.72 ± 0.67"),
+    "regularizer-adam:within": ("11.53 ± 0.28", "34.72 ± 0.67"),
     "stiefel-sgd:across": ("8.85 ± 0.35", "31.51 ± 0.39"),
     "cayley-sgd:across": ("9.65 ± 0.23", "32.14 ± 0.48"),
-    "penalty-sgd:across": ("9.58 ± 0.21", "32.77 ± 0.23"),
+    "regularizer-sgd:across": ("9.58 ± 0.21", "32.77 ± 0.23"),
     "stiefel-adam:across": ("8.81 ± 0.22", "32.48 ± 0.24"),
     "cayley-adam:across": ("11.58 ± 0.24", "33.98 ± 0.12"),
-    "penalty-adam:across": ("11.09 ± 0.26", "33.90 ± 0.24"),
+    "regularizer-adam:across": ("11.09 ± 0.26", "33.90 ± 0.24"),
     "sgd:none": ("9.75 ± 0.37", "32.61 ± 0.30"),
     "adam:none": ("9.52 ± 0.32", "33.15 ± 0.50"),
     "adamw:none": ("9.05 ± 0.43", "33.11 ± 0.47"),
@@ -97,14 +107,14 @@ def parse_method(text: str, rate: float | None = None, batch_size: int = 128) ->
             f"{text!r}; optimizers: {', '.join(OPTIMIZERS)}; constraints: {', '.join(PLACES)}"
         )
     settings = OPTIMIZERS[optimizer]
-    needs = settings.exact or settings.penalty
+    needs = settings.exact or settings.soft
     constraint = constraint or ("within" if needs else "none")
     if constraint != "none" and not needs:
         raise ValueError(
             f"{optimizer} must have the constraint none, got {constraint!r}: it would leave the "
-            "manifold; use stiefel-sgd or stiefel-adam, or penalty-sgd or penalty-adam"
+            "manifold; use stiefel-sgd or stiefel-adam, or regularizer-sgd or regularizer-adam"
         )
-    if constraint == "none" and settings.penalty:
+    if constraint == "none" and settings.soft:
         raise ValueError(
             f"{optimizer} must have a constraint to penalise, got 'none'; use within or across"
         )
@@ -119,13 +129,33 @@ def parse_method(text: str, rate: float | None = None, batch_size: int = 128) ->
     return Method(optimizer, constraint, lr, constrained_lr, title)
 
 
-def build_optimizer(method: Method, model: nn.Module) -> torch.optim.Optimizer:
-    """One optimizer for the whole model; those of the package find the constrained weights."""
+def build_optimizer(
+    method: Method, model: nn.Module, weight: float = 1e-6
+) -> torch.optim.Optimizer:
+    """One optimizer for the whole model; those of the package find the constrained weights.
+
+    ``weight``: of the regularizer, if it is a step of its own.
+    """
     settings = OPTIMIZERS[method.optimizer]
-    if not settings.exact:
-        return settings.kind(model.parameters(), lr=method.lr, **settings.options)
-    if method.constraint == "none":
-        return settings.kind(model.parameters(), lr=method.lr, stiefel=False, **settings.options)
-    constrained = {"lr": method.constrained_lr, **settings.constrained}
-    groups = so.param_groups(model, stiefel=constrained, lr=method.lr)
-    return settings.kind(groups, **settings.options)
+    if settings.exact and method.constraint != "none":
+        constrained = {"lr": method.constrained_lr, **settings.constrained}
+        groups = so.param_groups(model, stiefel=constrained, lr=method.lr)
+        return settings.kind(groups, **settings.options)
+    own = settings.exact or settings.soft
+    free = {"stiefel": False} if own else {}  # then as torch's: every weight is plain
+    optimizer = settings.kind(model.parameters(), lr=method.lr, **settings.options, **free)
+    if settings.soft == "step":
+        optimizer.register_step_pre_hook(lambda *_: regularize(model, weight))
+    return optimizer
+
+
+def regularize(model: nn.Module, weight: float) -> None:
+    """X <- X - w X (X'X - I) for every constrained X: a step down a quarter of the penalty."""
+    parameters = list(model.parameters())
+    with torch.enable_grad():
+        penalty = so.orthonormality_penalty(model, weight / 4)
+        steps = torch.autograd.grad(penalty, parameters, allow_unused=True)
+    with torch.no_grad():
+        for parameter, step in zip(parameters, steps, strict=True):
+            if step is not None:
+                parameter.sub_(step)

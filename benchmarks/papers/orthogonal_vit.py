@@ -2,8 +2,9 @@
 
     python benchmarks/papers/orthogonal_vit.py  # the demo: digits, three methods, two seeds
     python benchmarks/papers/orthogonal_vit.py --preset cpu --data-dir DIR --resume  # without a GPU
-    python benchmarks/papers/orthogonal_vit.py --preset paper --data-dir DIR --device cuda --resume
     python benchmarks/papers/orthogonal_vit.py --table  # all 16 rows of the paper, on digits
+    python benchmarks/papers/orthogonal_vit.py --preset paper --table --seeds 5 --data-dir DIR \\
+        --device cuda  # the paper's experiment
 
 Model, constraints and rates: Kong, Wang & Tao (ICLR 2023), section 3.2 and table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
@@ -11,7 +12,6 @@ together do. One optimizer keeps them so and moves everything else as torch's SG
 ``--table`` takes every flag and preset, finished runs are kept as files and never trained again.
 """
 
-import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -36,7 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {"data": "cifar10", "layers": 4, "width": 192, "heads": 6, "feed_forward": 192}
     | {"epochs": 15, "batch_size": 64},
     "paper": {"data": "cifar10", "layers": 7, "width": 384, "heads": 12, "feed_forward": 384}
-    | {"epochs": 200, "batch_size": 128, "warmup": 5, "augment": "crop-flip"},
+    | {"epochs": 200, "batch_size": 128, "warmup": 5, "augment": "auto"},
 }
 DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
 ALL = [*DEMO, "stiefel-sgd:across"]
@@ -137,15 +137,13 @@ def orthonormality_error(model: VisionTransformer, constraint: str) -> Tensor:
 def build_trainer(options: Namespace, images: Images, method: Method, seed: int) -> Trainer:
     """Everything one run needs; runs of one seed share initial weights and order of the images.
 
-    With a penalty the run starts from the same orthonormal weights as one that is constrained.
+    A soft constraint starts from the same orthonormal weights as a hard one.
     """
     torch.manual_seed(seed)  # initial weights; all later draws come from the trainer's generator
     model = VisionTransformer(options, images)
     constrain_attention(model, method.constraint)
     model.to(options.device)
-    soft = OPTIMIZERS[method.optimizer].penalty
-    if soft:  # torch's optimizer and a penalty are what is measured
-        warnings.filterwarnings("ignore", ".*would not stay orthonormal")
+    soft = OPTIMIZERS[method.optimizer].soft == "loss"
     settings = configuration(options, method, seed)
     task = Classification(
         model,
@@ -155,13 +153,14 @@ def build_trainer(options: Namespace, images: Images, method: Method, seed: int)
         partial(so.orthonormality_penalty, model, options.penalty) if soft else None,
     )
     path = options.output / "checkpoints" / f"{file_stem(method, seed)}.pt"
-    return classification_trainer(task, build_optimizer(method, model), settings, path)
+    optimizer = build_optimizer(method, model, options.penalty)
+    return classification_trainer(task, optimizer, settings, path)
 
 
 def configuration(options: Namespace, method: Method, seed: int) -> dict[str, Any]:
     """Whatever the result of a run depends on."""
     settings = {key: getattr(options, key) for key in SETTINGS}
-    settings["penalty"] = options.penalty if OPTIMIZERS[method.optimizer].penalty else None
+    settings["penalty"] = options.penalty if OPTIMIZERS[method.optimizer].soft else None
     return settings | method._asdict() | {"seed": seed}
 
 
@@ -188,12 +187,13 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
     add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="of all methods; by default as published, SGD's times batch / 128")
-    add("--penalty", type=float, default=1e-6, help="weight for penalty-sgd and penalty-adam")
+    add("--penalty", type=float, default=1e-6, help="weight of a soft constraint")
     add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
     add("--smoothing", type=float, default=0.1, help="label smoothing")
-    add("--augment", choices=["none", "crop-flip"], default="none", help="crop-flip: photographs")
+    ways = ["none", "crop-flip", "auto"]
+    add("--augment", choices=ways, default="none", help="of photographs; auto: AutoAugment as well")
     add("--layers", type=int, default=2, help="transformer blocks")
     add("--width", type=int, default=64, help="length of a token")
     add("--heads", type=int, default=4, help="attention heads of WIDTH / HEADS rows")

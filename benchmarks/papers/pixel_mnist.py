@@ -5,13 +5,13 @@
         --resume  # 196 steps
     python benchmarks/papers/pixel_mnist.py --data mnist --data-dir DIR --side 14 --permuted \\
         --resume
-    python benchmarks/papers/pixel_mnist.py --data mnist --data-dir DIR --hidden 170 \\
-        --epochs 70 --cells all
+    python benchmarks/papers/pixel_mnist.py --preset paper --data-dir DIR --device cuda  # 784 steps
 
 DIR holds the four idx files of MNIST (packed or not) or mnist.npz. ``--side`` averages squares of
 pixels; ``--permuted`` shuffles the order of the pixels, the same for all images, so that what
-belongs together is far apart. Task and settings: Likhosherstov et al. (AISTATS 2021), section 4.1
-and appendix C (784 steps, 170 or 512 units).
+belongs together is far apart. Task: Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C
+(784 steps, Helfrich's start). They give neither units nor rates nor epochs; those of the preset are
+of the code that they run.
 """
 
 import statistics
@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from _cells import (
     CELL_SETTINGS,
+    PAPER_CELLS,
     TITLES,
     SequenceModel,
     add_cell_flags,
@@ -34,6 +35,7 @@ from _common import (
     Help,
     Panel,
     add_flags,
+    add_preset,
     announce,
     finish_flags,
     markdown_table,
@@ -50,6 +52,11 @@ from torch import Tensor, nn
 INPUT_DEVIATION = 0.14  # a sum over hundreds of steps begins near one
 SETTINGS = ["data", "limit", "side", "permuted", "epochs", "warmup", "batch_size", "smoothing"]
 SETTINGS += ["augment", *CELL_SETTINGS]
+PRESETS = {
+    "demo": {},
+    "paper": {"data": "mnist", "hidden": 170, "batch_size": 128, "epochs": 70, "warmup": 0.0}
+    | {"lr": 7e-4, "transition_lr": 7e-5, "decay": "none", "cells": PAPER_CELLS},
+}
 SMOKE = {"hidden": 12, "epochs": 2, "limit": 64, "side": 4, "cells": ["cwy", "adam", "lstm"]}
 PERMUTATION_SEED = 92916  # any; one for all seeds, so that all runs have one task
 
@@ -144,6 +151,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     parser.set_defaults(smoothing=0.0, augment="none")
     add_cell_flags(parser, hidden=64, start="helfrich")
     add_flags(parser, Path("runs/pixel_mnist"), seeds=2)
+    add_preset(parser, PRESETS, argv)
     if parser.parse_known_args(argv)[0].smoke:
         parser.set_defaults(seeds=[1], **SMOKE)
     options = parser.parse_args(argv)

@@ -2,20 +2,19 @@
 
     python benchmarks/papers/translation.py  # generated phrases, minutes
     python benchmarks/papers/translation.py --pairs eng_spa.tsv.gz --limit 20000 --resume
-    python benchmarks/papers/translation.py --pairs eng_spa.tsv.gz --hidden 1024 --embedding 256 \\
-        --batch-size 64 --lr 1e-2 --epochs 10 --device cuda --resume              (as published)
+    python benchmarks/papers/translation.py --preset paper --pairs eng_spa.tsv.gz --device cuda \\
+        --resume
 
 Pairs are lines source<TAB>target; sentences are split into training and test by their source, so
 that no source of the test was seen. Two recurrences: one reads the source; the other writes the
-target, starts from the last state of the first, and at each word attends to all of its states
-(score h' W s as in Luong et al., 2015; the paper's context enters before the recurrence instead,
-which forbids one call for all words). Perplexity is that of a target word, end included and
-padding not: 2^loss, as in the table of the paper. After Likhosherstov et
-al. (AISTATS 2021), section 4.2 and table 3.
+target, starts from the last state of the first, and at each word attends to all of its states: by
+default with the score of Luong et al. (2015) after the recurrence and gradients clipped at 1, in
+the preset with the paper's additive score before it and no clipping, of which the paper says
+nothing. Perplexity is that of a target word, end included and padding not: 2^loss, as in the
+table of the paper. After Likhosherstov et al. (AISTATS 2021), section 4.2, appendix D and table 3.
 """
 
 import itertools
-import math
 import random
 import statistics
 from argparse import ArgumentParser, Namespace
@@ -30,6 +29,7 @@ from _common import (
     Help,
     Panel,
     add_flags,
+    add_preset,
     announce,
     finish_flags,
     markdown_table,
@@ -38,22 +38,16 @@ from _common import (
     spread,
     write_table,
 )
-from _phrases import END, PAD, START, Pair, encode, generated_pairs, read_pairs, split, vocabulary
+from _phrases import PAD, START, Pair, encode, generated_pairs, read_pairs, split, vocabulary
 from _training import Record, Trainer, train_all
+from _translator import FREE, MAPS, Translator
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+from torch.nn.utils.rnn import pad_sequence
 
 import stiefel_opt as so
-from stiefel_opt.nn import OrthogonalRNN
 
-FREE = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
-MAPS = {
-    "SCORNN": "cayley",
-    "EXPRNN": "matrix_exp",
-    "StiefelAdam": "tagged",
-    "ProjectedRGD": "tagged",
-}
 RULES = {"StiefelAdam": so.StiefelAdam, "ProjectedRGD": so.ProjectedRGD}
+ROWS = [*FREE, "SCORNN", "ProjectedRGD", "EXPRNN", "CWY"]  # of the paper's table 3
 # 2^loss, minutes for 10 epochs and millions of parameters; CWY by L / N, N = 1024.
 PUBLISHED: Mapping[str | float, str] = {
     "RNN": "1.66, 148, 25", "GRU": "1.47, 173, 32", "LSTM": "1.46, 232, 37",
@@ -62,7 +56,12 @@ PUBLISHED: Mapping[str | float, str] = {
     1 / 8: "1.41, 198, 23", 1 / 16: "1.52, 175, 23",
 }  # fmt: skip
 SETTINGS = ["pairs", "limit", "longest", "fewest", "hidden", "embedding", "epochs", "batch_size"]
-SETTINGS += ["lr"]
+SETTINGS += ["lr", "attention", "clip"]
+PRESETS = {
+    "demo": {},
+    "paper": {"hidden": 1024, "embedding": 256, "batch_size": 64, "lr": 1e-2, "epochs": 10}
+    | {"seeds": [3], "attention": "additive", "clip": 0.0, "cells": ROWS},
+}
 SMOKE = {"limit": 60, "hidden": 16, "embedding": 8, "epochs": 1, "batch_size": 16}
 Batch = tuple[Tensor, Tensor]
 
@@ -87,65 +86,6 @@ def load_corpus(options: Namespace) -> Corpus:
     train, test = split(pairs)
     sides = [vocabulary(side, options.fewest) for side in zip(*train, strict=True)]
     return Corpus(train, test, *sides)
-
-
-def recurrence(title: str, inputs: int, hidden: int) -> nn.Module:
-    """The recurrence of one row: words first, then sentences."""
-    if title in FREE:
-        return FREE[title](inputs, hidden)
-    if title in MAPS:
-        return OrthogonalRNN(inputs, hidden, nonlinearity="abs", transition=MAPS[title])
-    reflections = int(title.removeprefix("CWY L="))
-    return OrthogonalRNN(
-        inputs, hidden, nonlinearity="abs", transition="cwy", reflections=reflections
-    )
-
-
-class Translator(nn.Module):
-    """Source words (S, count) with their numbers and target words (T, count) to logits."""
-
-    def __init__(self, title: str, corpus: Corpus, options: Namespace) -> None:
-        super().__init__()
-        size, hidden = options.embedding, options.hidden
-        self.read = nn.Embedding(len(corpus.sources), size, PAD)
-        self.write = nn.Embedding(len(corpus.targets), size, PAD)
-        self.encoder = recurrence(title, size, hidden)
-        self.decoder = recurrence(title, size, hidden)
-        self.score = nn.Linear(hidden, hidden, bias=False)
-        self.join = nn.Linear(2 * hidden, hidden)
-        self.answer = nn.Linear(hidden, len(corpus.targets))
-
-    def encode(self, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """States of all source words, which of them are padding, and the last state."""
-        lengths = (source != PAD).sum(0).cpu()
-        packed = pack_padded_sequence(self.read(source), lengths, enforce_sorted=False)
-        states, last = self.encoder(packed)
-        return pad_packed_sequence(states)[0], source == PAD, last
-
-    def decode(
-        self, target: Tensor, states: Tensor, padding: Tensor, last: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Logits after each target word, and the last state."""
-        hidden, last = self.decoder(self.write(target), last)
-        scores = torch.einsum("tbh,sbh->bts", self.score(hidden), states)
-        scores = scores.masked_fill(padding.T.unsqueeze(1), -math.inf)
-        context = torch.einsum("bts,sbh->tbh", scores.softmax(-1), states)
-        joined = torch.tanh(self.join(torch.cat([hidden, context], dim=-1)))
-        return self.answer(joined), last
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        return self.decode(target, *self.encode(source))[0]
-
-    @torch.no_grad()
-    def translate(self, source: Tensor, longest: int) -> list[int]:
-        """The likeliest next word again and again, for one sentence (S, 1)."""
-        states, padding, last = self.encode(source)
-        found = [START]
-        while found[-1] != END and len(found) <= longest:
-            word = torch.tensor([[found[-1]]], device=source.device)
-            logits, last = self.decode(word, states, padding, last)
-            found.append(int(logits.argmax()))
-        return [number for number in found[1:] if number != END]
 
 
 class Translation:
@@ -203,7 +143,9 @@ class Translation:
 def build_trainer(options: Namespace, corpus: Corpus, title: str, seed: int) -> Trainer:
     """Everything one run needs; runs of one seed see the pairs in the same order."""
     torch.manual_seed(seed)
-    model = Translator(title, corpus, options).to(options.device)
+    words = len(corpus.sources), len(corpus.targets)
+    model = Translator(title, *words, options.embedding, options.hidden, options.attention)
+    model.to(options.device)
     optimizer: torch.optim.Optimizer
     if title in RULES:
         tagged = [model.encoder.weight_hh_l0, model.decoder.weight_hh_l0]
@@ -217,7 +159,8 @@ def build_trainer(options: Namespace, corpus: Corpus, title: str, seed: int) -> 
     path = options.output / "checkpoints" / f"{title}-{seed}.pt".replace(" ", "-")
     counted = ("pairs", options.batch_size)
     task = Translation(model, corpus, options)
-    return Trainer(model, optimizer, task, settings, path, counted=counted, clip=1.0)
+    clip = options.clip or None
+    return Trainer(model, optimizer, task, settings, path, counted=counted, clip=clip)
 
 
 def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Record]]) -> None:
@@ -276,7 +219,10 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--epochs", type=int, default=12, help="passes over the pairs")
     add("--batch-size", type=int, default=64, help="pairs in a step")
     add("--lr", type=float, default=3e-3, help="of Adam")
+    add("--attention", choices=["luong", "additive"], default="luong", help="additive: the paper's")
+    add("--clip", type=float, default=1.0, help="norm of the gradients; 0: as it is")
     add_flags(parser, Path("runs/translation"))
+    add_preset(parser, PRESETS, argv)
     if parser.parse_known_args(argv)[0].smoke:
         parser.set_defaults(**SMOKE, cells=["LSTM", "CWY", "StiefelAdam"], reflections=[16, 4])
     options = parser.parse_args(argv)

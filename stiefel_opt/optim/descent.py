@@ -40,7 +40,7 @@ class ProjectedRGD(SGDLike):
 
     Reference:
         Wen & Yin, A feasible method for optimization with orthogonality constraints (2013), and
-        Likhosherstov et al. (AISTATS 2021), section 2.3, where they are RGD-{C,E}-{C,QR}.
+        Likhosherstov et al. (AISTATS 2021), section 2.2.2; their table 2 names RGD-{C,E}-{C,QR}.
     """
 
     rule = "ProjectedRGD"

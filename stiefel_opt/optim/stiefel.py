@@ -138,7 +138,7 @@ class StiefelAdam(AdamLike):
         V = (I - XX^\top) \frac{U/c_1}{\sqrt{q/c_2} + \epsilon},\quad c_i = 1 - \beta_i^t,
 
     and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam_`. A
-    constant factor on the loss changes nothing.
+    constant factor on the loss changes nothing (it does with published transport).
 
     Args:
         params: Parameters, named parameters or groups, as in torch.

@@ -67,7 +67,8 @@ def orthogonal(
         module: Owner of the weight, or one of its ancestors.
         name: The parameter, dotted below an ancestor: ``"encoder.weight_hh_l0"``.
         map: "tcwy", "cwy" (``reflections=``), "householder" (``reflections=``), "matrix_exp",
-            "cayley", "trivialization" (``every=``), "own", "urnn" or "eurnn" (``layers=``).
+            "cayley" (``negative=``), "trivialization" (``every=``), "own", "urnn" or "eurnn"
+            (``layers=``).
         heads, transposed, scale: The reading, see :class:`stiefel_opt.Stiefel`; heads by default
             those that the module stacks, as for :func:`stiefel_opt.constrain`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True

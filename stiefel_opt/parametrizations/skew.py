@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import check_count
+from stiefel_opt._checks import check_count, fail
 from stiefel_opt.device import is_compiling
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
@@ -183,13 +183,47 @@ class ScaledCayley(Parametrization):
     of I. Every matrix is reached: the signs D, a buffer, are chosen on registration and assignment.
 
     Args:
+        negative: How many of the signs are -1, the last ones, for good: 0 is D = I. Then a matrix
+            is reached if X D has no eigenvalue -1, so a square one if its determinant is (-1) to
+            that power; registration negates the last row otherwise. Default: None, all are chosen.
         manifold, generator: as in :class:`Parametrization`.
+    Raises:
+        ValueError: for a negative ``negative``, or one above the number of columns.
     Note: one LU solve, N x N, or 2m x 2m for tall matrices.
     Reference: Helfrich, Willmott & Ye (ICML 2018).
     """
 
     signs: Tensor | None
     _kept = ("signs",)
+
+    def __init__(
+        self,
+        negative: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
+        if negative is not None and (type(negative) is not int or negative < 0):
+            condition = "be a non-negative integer or None"
+            raise ValueError(fail("negative", condition, repr(negative)))
+        self.negative = negative
+
+    @override
+    def check(self, n: int, m: int, dtype: torch.dtype) -> None:
+        if self.negative is not None and self.negative > m:
+            raise ValueError(fail("negative", f"be at most {m}, the columns", self.negative))
+
+    @override
+    def reach(self) -> str:
+        return "orthonormal" if self.negative is None else "D times one without eigenvalue -1"
+
+    @override
+    def start(self, point: Tensor) -> Free:
+        real_square = point.size(-2) == point.size(-1) and not point.is_complex()
+        if self.negative is not None and real_square:
+            point = with_determinant(point, (-1) ** self.negative)
+        return self.free(point)
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -200,14 +234,19 @@ class ScaledCayley(Parametrization):
     @override
     def free(self, point: Tensor) -> Free:
         m = point.size(-1)
-        signs = cayley_signs(point[..., :m, :])
+        if self.negative is None:
+            signs = cayley_signs(point[..., :m, :])
+        else:
+            signs = torch.ones_like(point[..., 0, :].real)
+            signs[..., m - self.negative :] = -1
         signed = point * signs.unsqueeze(-2)
         eye = torch.eye(m, dtype=point.dtype, device=point.device)
         top, below = signed[..., :m, :], signed[..., m:, :]
         # X - E = B/2 (X + E) for X = cayley(B) E, B = -A, with B = [[B11, -B21'], [B21, 0]]
-        lower: Tensor = 2 * torch.linalg.solve(top + eye, below, left=False)
-        upper: Tensor = 2 * torch.linalg.solve(
-            top + eye, top - eye + lower.mH @ below / 2, left=False
+        lower: Tensor = 2 * torch.linalg.solve_ex(top + eye, below, left=False).result
+        upper: Tensor = (
+            2
+            * torch.linalg.solve_ex(top + eye, top - eye + lower.mH @ below / 2, left=False).result
         )
         self._keep("signs", signs)
         return torch.cat([-(upper - upper.mH) / 4, -lower], dim=-2)
