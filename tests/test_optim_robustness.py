@@ -414,3 +414,14 @@ def test_rotations_reach_a_target_in_their_component() -> None:
         errors.append(float((param.detach() - target).norm()))
     assert errors[0] < 1e-6
     assert errors[1] > 1.0
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "rgd", "cayley-sgd"])
+def test_a_gradient_along_the_point_costs_no_digits(name: str) -> None:
+    """Ten thousand times what would turn the point by a radian, and nothing of it tangent."""
+    point = so.ManifoldParameter(torch.tensor([[0.98, -0.19]]))
+    opt = optimizer(name, [point], lr=100.0, weight_decay=0)
+    for size in (464.0, 84.0, 489.0, 1e3):
+        point.grad = size * point.detach()
+        opt.step()
+        assert so.orthonormality_error(point) < 1e-6

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stiefel_opt.device import reader_for
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, receive_, subtract
-from stiefel_opt.functional.flows import Scalar, Setting, is_steep, keep_, mend_point, zeroed
+from stiefel_opt.functional.flows import Scalar, Setting, keep_, mend_point, passes_after, zeroed
 from stiefel_opt.functional.stiefel_adam import bias_correction
 from stiefel_opt.linalg import (
     absolute_square,
@@ -70,7 +70,7 @@ def cayley_sgd_(
     """
     ok = setting.ok
     point, inner = measure(point, grad, normal, setting)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov), setting)
+    passes = passes_after(inner, lr * (1 + momentum * nesterov), setting)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / 2
@@ -81,8 +81,7 @@ def cayley_sgd_(
         receive_(normal, own, momentum, 1.0, ok)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
     new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, setting)
-    if steep:
-        new_point = mend_point(new_point, setting.row_sum)
+    new_point = mend_point(new_point, setting.row_sum, passes)
     carry_(point, new_point, skew, normal, setting)
     return new_point
 

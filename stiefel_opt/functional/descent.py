@@ -36,10 +36,10 @@ from stiefel_opt.functional.flows import (
     Scalar,
     Setting,
     cut,
-    is_steep,
     keep_,
     mend_point,
     metric_parameter,
+    passes_after,
     zeroed,
 )
 from stiefel_opt.functional.stiefel_sgd import Deferred
@@ -93,7 +93,7 @@ def descend_(
     """
     ok = setting.ok
     point, inner = measure(point, grad, normal, setting)
-    steep = is_steep(inner, lr * (1 + momentum * nesterov), setting)
+    passes = passes_after(inner, lr * (1 + momentum * nesterov), setting)
     force = -force
     inner = inner * force
     turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
@@ -102,7 +102,7 @@ def descend_(
         # V for the Cayley map, XT + V for the others: one product either way.
         inside = inner if retraction == "cayley" else inner - turn
         direction = None if square else zeroed(subtract(grad, point, inside, force), ok)
-        return _retract(point, turn, direction, lr, retraction, setting, steep)
+        return _retract(point, turn, direction, lr, retraction, setting, passes)
 
     keep_(skew, torch.add(turn, skew, alpha=momentum), ok)
     ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
@@ -113,7 +113,7 @@ def descend_(
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
             direction = add_product(direction, point, ahead)
-    new_point = _retract(point, ahead, direction, lr, retraction, setting, steep)
+    new_point = _retract(point, ahead, direction, lr, retraction, setting, passes)
     carry_(point, new_point, skew, normal, setting)
     return new_point
 
@@ -187,7 +187,7 @@ def _retract(
     step: Scalar,
     retraction: str,
     setting: Setting,
-    steep: bool,
+    passes: int,
 ) -> Tensor:
     """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
     reader = setting.reader or reader_for(point)
@@ -208,10 +208,9 @@ def _retract(
             else:
                 factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
             new_point = product(_forward(point, direction, step), factor)
-    if not reader.is_blind and (steep or limit > 1):
-        # A long step amplifies rounding. Where that cannot be seen every step begins with this.
-        return mend_point(new_point, setting.row_sum)
-    return new_point
+    # A long step amplifies rounding. Where that cannot be seen every step begins with this.
+    passes = 0 if reader.is_blind else max(passes, limit > 1)
+    return mend_point(new_point, setting.row_sum, passes)
 
 
 def _forward(point: Tensor, direction: Tensor, step: Scalar) -> Tensor:

@@ -45,6 +45,7 @@ _MARGIN: Final = 4.0
 _LARGE: Final = 2.0**60
 # Beyond this step times gradient the rounding in X'X is taken out after every step.
 _STEEP: Final = 0.26
+_VERY_STEEP: Final = 100.0
 
 
 class Setting(NamedTuple):
@@ -100,34 +101,42 @@ def mended(mending: Tensor | None, small: Tensor) -> Tensor:
     return small if mending is None else torch.baddbmm(small, mending, small)
 
 
-def mend_point(point: Tensor, row_sum: RowSum | None) -> Tensor:
+def mend_point(point: Tensor, row_sum: RowSum | None, passes: int = 1) -> Tensor:
     """Return X made orthonormal again."""
-    (own,) = sums(row_sum, (point, point))
-    return add_product(point, point, mend(own))
+    for _ in range(passes):
+        (own,) = sums(row_sum, (point, point))
+        point = add_product(point, point, mend(own))
+    return point
 
 
-def mend_after(new_point: Tensor, normal: Tensor, row_sum: RowSum | None) -> tuple[Tensor, Tensor]:
+def mend_after(
+    new_point: Tensor, normal: Tensor, row_sum: RowSum | None, passes: int
+) -> tuple[Tensor, Tensor]:
     """Return X made orthonormal again, and X'B for it: a long step amplifies rounding."""
+    new_point = mend_point(new_point, row_sum, passes - 1)
     own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
     mending = mend(own)
     return add_product(new_point, new_point, mending), mended(mending, overlap)
 
 
-def is_steep(inner: Tensor, lr: Scalar, setting: Setting) -> bool:
-    """Say whether a step amplifies the rounding in X'X, if that can be known.
+def passes_after(inner: Tensor, lr: Scalar, setting: Setting) -> int:
+    """Return how often rounding is to be taken out of X'X after a step, if that can be known.
 
     For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
-    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the limit eight
-    steps cost two digits at the most.
+    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
+    eight steps cost two digits at the most; beyond the second an error may grow to 1.
     """
     if isinstance(lr, Tensor) or lr * setting.length <= _STEEP:  # |X'G| <= |G|
-        return False
+        return 0
     reader = setting.reader or reader_for(inner)
     if reader.is_blind:
-        return False
+        return 0
     if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
-        return False
-    return lr * reader.number("stretch", lambda: largest_stretch(inner)) > _STEEP
+        return 0
+    stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
+    if stretch <= _STEEP:
+        return 0
+    return 1 if stretch <= _VERY_STEEP else 5
 
 
 # ---- moves -------------------------------------------------------------------------------------

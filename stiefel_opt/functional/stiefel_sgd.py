@@ -43,13 +43,13 @@ from stiefel_opt.functional.flows import (
     Setting,
     after,
     coupling,
-    is_steep,
     keep_,
     mend,
     mend_after,
     mend_point,
     mended,
     moves_of,
+    passes_after,
     turn_of_square,
     zeroed,
 )
@@ -148,7 +148,7 @@ def sgd_(
         ahead = torch.add(torque, Z, alpha=momentum) if nesterov else Z
     if U is None or U.shift is None:
         force_normal = normal_force(X, S, G, force, ok)
-        steep = is_steep(S, lr * (1 + momentum * nesterov), setting)
+        passes = passes_after(S, lr * (1 + momentum * nesterov), setting)
         if U is None:
             V = force_normal
         else:
@@ -158,7 +158,7 @@ def sgd_(
             _add_(force_normal, earlier, mu, U.base, ok)
             V = force_normal.add_(U.base, alpha=momentum) if nesterov else U.base.clone()
         base = None if U is None else U.base
-        return advance_(X, V, base, ahead, Z, M, lr, transport, setting, steep)
+        return advance_(X, V, base, ahead, Z, M, lr, transport, setting, passes)
 
     B, L, N = U.base, U.factor, U.shift
     if overlap is not None and M is not None:  # X'U = 0 again
@@ -182,7 +182,7 @@ def sgd_(
         W, C = sums(setting.row_sum, (V, V), (V, B))
         W = torch.baddbmm(W, across.mH, across, alpha=-1.0)
     del pending
-    steep = is_steep(S, lr * (1 + momentum * nesterov), setting)
+    passes = passes_after(S, lr * (1 + momentum * nesterov), setting)
     moves = moves_of(ahead, W, lr, reader)
     R, eta, frame = moves.inverse_root, moves.step, moves.frame  # frame = D R - I
     if across is not None:
@@ -193,8 +193,9 @@ def sgd_(
     add_product_(new_point, V, R, alpha=eta)  # 5, 6  X <- X (D R) + B (eta R)
     root = None if L is None else moves.root(out=L if ok is None else None)
     shift = torch.bmm(R, C) * eta if root is None else W * eta  # L = R^(-1), N = eta W
-    if not reader.is_blind and (steep or moves.limit > 1):
-        new_point, shift = mend_after(new_point, B, setting.row_sum)
+    passes = 0 if reader.is_blind else max(passes, moves.limit > 1)
+    if passes:
+        new_point, shift = mend_after(new_point, B, setting.row_sum, passes)
         shift = shift if root is None else torch.bmm(shift, root)
     if L is not None and root is not None and ok is not None:
         keep_(L, root, ok)
@@ -214,7 +215,7 @@ def advance_(
     lr: Scalar,
     transport: str,
     setting: Setting,
-    steep: bool = False,
+    passes: int = 0,
     *,
     is_normal: bool = True,
 ) -> Tensor:
@@ -235,7 +236,7 @@ def advance_(
     if inner is not None:
         own = torch.baddbmm(own, inner.mH, inner, alpha=-1.0)
     moves = moves_of(ahead, own, lr, reader, bend=isometric and normal is not None)
-    step, again = moves.step, not reader.is_blind and (steep or moves.limit > 1)
+    step, passes = moves.step, 0 if reader.is_blind else max(passes, moves.limit > 1)
     if normal is not None and moves.bend is not None:
         bent = torch.bmm(moves.bend, zeroed(crosses[0], ok))
         add_product_(normal, direction, bent, alpha=step * step)
@@ -245,15 +246,15 @@ def advance_(
     new_point = add_product(point, point, frame if mending is None else after(mending, frame))
     add_product_(new_point, direction, moves.inverse_root, alpha=step)
     if normal is None:
-        return mend_point(new_point, setting.row_sum) if again else new_point
+        return mend_point(new_point, setting.row_sum, passes)
     cross = zeroed(crosses[0], ok)
     if not isometric:
         cross = torch.bmm(moves.inverse_root, cross)
         if skew is not None:
             keep_(skew, project_skew(skew, moves.turn), ok)
     add_product_(normal, new_point, cross, alpha=-step)
-    if again:
-        new_point, overlap = mend_after(new_point, normal, setting.row_sum)
+    if passes:
+        new_point, overlap = mend_after(new_point, normal, setting.row_sum, passes)
         add_product_(normal, new_point, zeroed(overlap, ok), alpha=-1.0)
     return new_point
 
