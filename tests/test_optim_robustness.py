@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import PUBLISHED, READINGS, Array, OptimizerCase, in_turn, pairwise
+from contract import optimizer
 from reference import polar_factor
 from torch import Tensor
 
