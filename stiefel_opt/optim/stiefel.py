@@ -230,10 +230,19 @@ class StiefelAdamW(StiefelAdam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        metric: str | float = "canonical",
+        transport: str = "isometric",
+        rotation: str | None = None,
+        nonfinite: str = "skip",
+        stiefel: Stiefel | bool | None = None,
     ) -> None:
-        options["decoupled_weight_decay"] = True
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        super().__init__(**options_of(locals()), params=params, decoupled_weight_decay=True)
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
