@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -282,11 +283,25 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` readably and in one move, so that a stopped run leaves no half file."""
+    """Write ``content`` readably and in one move, so that a stopped run leaves no half file.
+
+    Six digits of a number are kept, and a list of numbers stands in one line.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(path.suffix + ".part")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(_shortened(content), indent=1)
+    numbers = re.compile(r"\[\s+((?:-?[\d.e+-]+,?\s+)+)\]")
+    text = numbers.sub(lambda found: "[" + " ".join(found.group(1).split()) + "]", text)
+    unfinished.write_text(text + "\n")
     unfinished.replace(path)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shortened(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

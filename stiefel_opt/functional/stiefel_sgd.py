@@ -359,6 +359,7 @@ def _sgd_of_square(
     else:  # mu Z - f, as Z itself is skew
         half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
         ahead = torch.sub(half, half.mH, out=skew)
+        del half
     turn = turn_of_square(lambda: ahead, lr, setting.reader or reader_for(point))
     new_point = add_product(point, point, turn)
     if transport == "projected" and skew is not None:
