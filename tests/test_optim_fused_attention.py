@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -172,3 +173,25 @@ def test_a_bad_range_skips_its_whole_parameter_and_no_other(name: str) -> None:
             for low in (0, WIDTH, 2 * WIDTH)
         ]
         assert len(set(stayed)) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, 1e15])
+def test_a_bad_gradient_beside_fused_weights_leaves_its_parameter(bad: float) -> None:
+    """Queries and keys of one weight and another weight are one batch; each is judged."""
+    fused = so.constrain(torch.nn.Linear(8, 24, bias=False), rows=[(0, 8), (8, 16)])
+    other = so.constrain(torch.nn.Linear(8, 8, bias=False))
+    opt = so.StiefelSGD([fused.weight, other.weight], lr=0.1)
+    for step in range(3):
+        for weight in (fused.weight, other.weight):
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+        if step == 2:
+            kept = other.weight.detach().clone()
+            momentum = opt.state[other.weight]["momentum_skew"].clone()
+            other.weight.grad[0, 0] = bad
+            with pytest.warns(UserWarning, match="not finite"):
+                opt.step()
+        else:
+            opt.step()
+    assert torch.equal(other.weight, kept)
+    assert torch.equal(opt.state[other.weight]["momentum_skew"], momentum)
+    assert so.orthonormality_error(fused) < 1e-5

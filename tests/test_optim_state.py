@@ -350,3 +350,17 @@ def test_state_of_other_shapes_is_refused_by_name(name):
     with pytest.raises(ValueError, match=r"of basis` must have shape \(.*, got shape"):
         opts[1].load_state_dict(opts[0].state_dict())
     assert_same(opts[1].state_dict(), before)
+
+
+def test_what_a_user_keeps_under_a_like_name_stays() -> None:
+    layer = so.constrain(torch.nn.Linear(4, 6))
+    opt = so.StiefelAdam(layer.parameters())
+    for _ in range(2):
+        layer(torch.ones(2, 4)).square().sum().backward()
+        opt.step()
+        for parameter in layer.parameters():
+            opt.state[parameter]["grad_norm"] = torch.tensor(1.0)
+    opt.load_state_dict(opt.state_dict())
+    opt.step()
+    assert all("grad_norm" in opt.state[parameter] for parameter in layer.parameters())
+    assert opt.state[layer.bias]["step"] == 3

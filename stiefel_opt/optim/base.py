@@ -266,6 +266,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def _renew(self, index: int, group: Group) -> Members:
         """Tell the parameters of a group apart anew; those that have state are admitted."""
         earlier = self._members[index]
+        for constrained in earlier.constrained if earlier else ():
+            constrained.recover()
         members = Members(group, self._state_names(group), self._options_of(group))
         self._members[index] = members
         for place in members.plain:
@@ -282,6 +284,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def _admit(self, members: Members, group: Group, late: list[int]) -> None:
         """Stack the state of these parameters together with that of the ones before."""
         names = self._state_names(group)
+        for constrained in members.constrained:
+            constrained.recover()
         waiting = set(members.waiting).difference(late)
         layouts: dict[Any, Shards | None] = {}
         owners: dict[torch.device, list[Owner]] = {}
@@ -380,6 +384,9 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
+        with torch.no_grad():
+            for constrained in self.all_constrained():
+                constrained.recover()
         packed = super().state_dict()
         if any(not is_free_to_read(found.skipped) for found in self.all_constrained()):
             self._told = warn_of_tallies(self.skipped_steps(), self._told)

@@ -211,6 +211,7 @@ class Constrained:
         self._turns = 0
         self._is_gone = False
         self._uncounted = 0  # the version of the counts before a step
+        self._begun: list[int] = []  # versions of the parameters before a step
         self._busy: tuple[Batch, list[int] | None, int] | None = None
         self._done: list[int] | None = None  # places that have moved in a step under way
         self._remember()
@@ -296,8 +297,7 @@ class Constrained:
 
         Return the parameters that others have written to, as a compiled graph does by itself.
         """
-        if self._done is not None:
-            self._recover()
+        self.recover()
         self._grads = grads
         if self.is_shared:
             self._grads = [
@@ -373,11 +373,12 @@ class Constrained:
         """
         if len(self._out) == len(self.owners):
             self.skipped[self.missed] += 1
+            self._grads = [None] * len(self.owners)
             return
         values = self._values or [owner.moving() for owner in self.owners]
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
             lr = 0.0  # nobody is projected
-        self._uncounted, self._done = self.steps._version, []
+        self._uncounted, self._done, self._begun = self.steps._version, [], self._now[0]
         with exact_products(self.steps):
             for whole, members in self.masters:
                 follow_(whole, torch.stack([owner.local() for owner in members]))
@@ -463,7 +464,7 @@ class Constrained:
     def _judge_batch(self, grad: Tensor, places: list[int]) -> float:
         """Return the length of the gradients of a batch; leave out those that are not safe."""
         length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
-        if not length <= most and places[0] not in self._joint:  # NaN is not either
+        if not length <= most:  # NaN is not either
             lengths = torch.linalg.vector_norm(grad.reshape(len(places), -1), dim=1)
             self._leave_out(~(lengths <= most), places)
         return length
@@ -495,7 +496,9 @@ class Constrained:
         if self._reads:
             self._leave_out(of_blocks, places)
         else:
-            self.skipped[places] += of_blocks
+            self.skipped.index_add_(
+                0, torch.tensor(places, device=of_blocks.device), of_blocks.to(torch.int64)
+            )
 
     def _move_rows(self, move_rows: MoveRows, values: list[Tensor]) -> None:
         """Move the plain rows of parameters that are constrained in part, by torch's own rule."""
@@ -559,12 +562,20 @@ class Constrained:
                     now[place] = then[place]
         self._grads, self._done = [None] * len(self.owners), None
 
-    def _recover(self) -> None:
-        """Put the books in order after a step that an exception has ended halfway.
+    def recover(self) -> None:
+        """Put the books in order if an exception has ended the last step halfway.
 
         Blocks that had moved count their step. That under way has its momentum at the point where
         it was: a base that was written since holds it all. Nobody's point is taken for granted.
         """
+        if self._done is None:
+            return
+        written = {*self._done, *(self._busy[0].places if self._busy else ())}
+        for whole, members in self.masters:  # as long as nobody else has written to them since
+            for master, owner in zip(whole, members, strict=True):
+                untouched = owner.parameter._version == self._begun[owner.place]
+                if owner.place in written and owner.shards is None and untouched:
+                    owner.parameter.copy_(master)
         if self._busy is not None:
             batch, chosen, version = self._busy
             base, shift = batch.state.get("deferred_base"), batch.state.get("deferred_shift")
@@ -575,7 +586,7 @@ class Constrained:
                 if factor is not None:
                     identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
                     factor.unflatten(0, (-1, batch.each))[blocks] = identity
-        done = sorted(set(self._done or ()))
+        done = sorted(set(self._done))
         if done and self.steps._version == self._uncounted:
             self.steps[done] += 1.0
         self._busy, self._done = None, None

@@ -27,6 +27,7 @@ MASTER: Final = "master"
 ROWS: Final = "rows."
 _SMALL: Final = ("skew", "factor", "shift", "norm", "multiplier")
 _KEPT: Final = (*_SMALL, "normal", "base", "ambient", MASTER)  # the last words of our names
+_PREFIXES: Final = ("momentum_", "exp_avg_sq_", "max_exp_avg_sq_", "deferred_")
 
 
 class StateNames(NamedTuple):
@@ -46,7 +47,9 @@ def suffix_of(index: int) -> str:
 
 def is_kept(name: str) -> bool:
     """Say whether a name is one of ours, not torch's or a user's."""
-    return name.startswith(ROWS) or name.partition(".")[0].endswith(_KEPT)
+    word = name.partition(".")[0]
+    ours = word.startswith(_PREFIXES) and word.endswith(_KEPT)
+    return ours or word in ("multiplier", MASTER) or name.startswith(ROWS)
 
 
 def is_small(name: str) -> bool:
