@@ -89,12 +89,13 @@ class Velocity(NamedTuple):
     normal: Deferred | None = None
 
 
-def velocity_in(state: Mapping[str, Tensor]) -> Velocity:
-    """Return the velocity in the state of a batch, whichever of its forms a rule keeps."""
-    skew, base = state.get("momentum_skew"), state.get("deferred_base")
+def velocity_in(state: Mapping[str, Tensor], suffix: str = "") -> Velocity:
+    """Return the velocity in the state of a batch, or of a range, in any form that a rule keeps."""
+    skew, base = state.get("momentum_skew" + suffix), state.get("deferred_base" + suffix)
     if base is not None:
-        return Velocity(skew, Deferred(base, state.get("deferred_factor"), state["deferred_shift"]))
-    base = state.get("momentum_normal")
+        factor, shift = state.get("deferred_factor" + suffix), state["deferred_shift" + suffix]
+        return Velocity(skew, Deferred(base, factor, shift))
+    base = state.get("momentum_normal" + suffix)
     return Velocity(skew, None if base is None else Deferred(base))
 
 

@@ -467,7 +467,13 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
-        counts = {p: int(tally["skipped"]) for p, tally in self._tallies.items()}
+        devices: dict[torch.device, list[Tensor]] = {}
+        for parameter, tally in self._tallies.items():
+            devices.setdefault(tally["skipped"].device, []).append(parameter)
+        counts: dict[Tensor, int] = {}
+        for parameters in devices.values():  # one read of each device
+            tallies = torch.stack([self._tallies[parameter]["skipped"] for parameter in parameters])
+            counts |= zip(parameters, tallies.tolist(), strict=True)
         return {parameter: count for parameter, count in counts.items() if count}
 
     def angles_of(self) -> dict[Tensor, float]:
@@ -484,8 +490,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """
         skews, normals = [], []
         for suffix, point, state in self._blocks_of(parameter):
-            own = {name: state[name + suffix] for name in _MOMENTA if name + suffix in state}
-            skew, normal = velocity_in(own)
+            skew, normal = velocity_in(state, suffix)
             none = torch.zeros_like(point)
             skews.append(none[..., : point.size(-1), :].clone() if skew is None else skew.clone())
             if normal is not None:
@@ -581,13 +586,6 @@ class StiefelOptimizer(Optimizer, ABC):
 
 
 _TALL: Final = ("momentum_normal", "momentum_ambient", "deferred_base")
-_MOMENTA: Final = (
-    "momentum_skew",
-    "momentum_normal",
-    "deferred_base",
-    "deferred_factor",
-    "deferred_shift",
-)
 
 
 def _check_velocity(name: str, value: Any, shape: torch.Size) -> None:
