@@ -53,6 +53,8 @@ STYLES = {
     "geotorch": (ORANGE, "P"),
     "Kong et al. as published": (SKY, "v"),
     "Li et al. as published": (PINK, "v"),
+    "SGDG": (PINK, "v"),
+    "SGDG(1.5), published": (PINK, "X"),
     "POGO": (BROWN, "P"),
     "POT": (BROWN, "o"),
     "RGAS": (PINK, "<"),
@@ -135,7 +137,11 @@ def plain_ticks(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
-    subs = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if high < 10 * low else (1.0, 2.0, 5.0)
+    subs: tuple[float, ...] = (1.0, 2.0, 5.0)
+    if high < 10 * low:
+        subs = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+    elif high > 1000 * low:
+        subs = (1.0,)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
@@ -585,6 +591,7 @@ def parametrizations(path: Path) -> None:
     axis.set_title("One N x N orthogonal matrix from free numbers, float32, CPU", fontsize=10)
     axis.minorticks_off()
     axis.set_xticks(sizes, [str(size) for size in sizes])
+    plain_ticks(axis.yaxis)
     axis.grid(alpha=0.3)
     legend(figure, axis)
     save(figure, path)
@@ -698,12 +705,44 @@ def why(path: Path) -> None:
         save(figure, path.with_name(f"{name}.png"))
 
 
+def rotations(path: Path) -> None:
+    """Loss over the steps, every training; kurtosis by layer, with and without rotation."""
+    trained = read(path)["training"]
+    figure, (axes,) = start(2, (11.5, 4))
+    for run in trained:
+        window = max(1, len(run["loss"]) // 10)
+        smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
+        label = f"{run['method']}, rate {run['rate']:g}"
+        first = label not in axes[0].get_legend_handles_labels()[1]
+        axes[0].plot(
+            range(window, len(run["loss"]) + 1), smooth, label=label if first else None,
+            markevery=max(1, len(smooth) // 6), markersize=5, **style(run["method"]),
+        )  # fmt: skip
+    axes[0].set(xlabel="step", ylabel="loss, mean over a tenth of the steps")
+    looks = {"stream": (BLUE, "o"), "values": (ORANGE, "s")}
+    for name, values in trained[0]["kurtosis"].items() if trained else ():
+        colour, marker = looks[name.split(",")[0]]
+        turned = "," in name
+        axes[1].plot(
+            values, label=name.replace(", ", ", turned by "), color=colour, marker=marker,
+            fillstyle="full" if turned else "none", linestyle="-" if turned else "--", markersize=4,
+        )  # fmt: skip
+    axes[1].axhline(3, color="0.4", linewidth=1, linestyle=":", label="a Gaussian's")
+    axes[1].set(xlabel="layer", ylabel="kurtosis", yscale="log")
+    plain_ticks(axes[1].yaxis)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    legend(figure, axes[1])
+    save(figure, path)
+
+
 DRAWN: dict[str, Callable[[Path], None]] = {
     draw.__name__: draw
     for draw in (
         copying, pixel_digits, translation, video, vit_cifar10, vit_table, leading_eigenvalues,
         eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
-        convergence, flows, parametrizations, why,
+        convergence, flows, parametrizations, rotations, why,
     )
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import figures
 import harness
 import torch
 
@@ -436,33 +437,7 @@ def merge(options: argparse.Namespace) -> None:
     }
     harness.write_json(harness.RESULTS / "rotations.json", content)
     print(content["tables"]["rows"], content["tables"]["rates"], sep="\n\n")
-    plot(training)
-
-
-def plot(training: dict[Any, dict[str, Any]]) -> None:
-    """KL against steps, and kurtosis by layer for the first training."""
-    importlib.import_module("matplotlib").use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    colours = dict(zip(METHODS, pyplot.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    labelled = set()
-    for (method, rate, _), run in training.items():
-        window = max(1, len(run["loss"]) // 10)
-        smooth = torch.tensor(run["loss"]).unfold(0, window, 1).mean(-1)
-        steps = range(window, len(run["loss"]) + 1)
-        label = f"{method}, rate {rate:g}"
-        shown = "_" if label in labelled else label
-        labelled.add(label)
-        left.plot(steps, smooth, color=colours[method], label=shown)
-    left.set(xlabel="step", ylabel="loss, mean of a tenth of the steps")
-    left.legend(fontsize=7)
-    for name, values in next(iter(training.values()))["kurtosis"].items():
-        right.plot(values, label=name)
-    right.axhline(3, color="0.7", linewidth=0.8)
-    right.set(xlabel="layer", ylabel="kurtosis", yscale="log")
-    right.legend(fontsize=7)
-    figure.savefig(harness.RESULTS / "rotations.png", dpi=110)
-    pyplot.close(figure)
+    figures.rotations(harness.RESULTS / "rotations.png")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -23,6 +23,7 @@ SAME = [  # one method under two names
     {"EXPRNN", "exponential"},
     {"SCORNN", "Cayley by solve"},
     {"StiefelSGD, published flows", "Kong et al. as published"},
+    {"SGDG", "Li et al. as published"},
 ]
 
 
