@@ -125,8 +125,9 @@ def test_another_value_written_through_data_counts_at_once(name: str) -> None:
 OFFLOADED = """
 import resource, torch, stiefel_opt as so
 
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+def resident():  # without pages of files, which Linux takes and gives when it likes
+    pages = open("/proc/self/statm").read().split()
+    return (int(pages[1]) - int(pages[2])) * resource.getpagesize()
 
 def freed(tensors, free):
     size, before = sum(tensor.nbytes for tensor in tensors), resident()
