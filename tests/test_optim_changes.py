@@ -159,14 +159,17 @@ def test_an_absurd_rate_is_no_fault_of_the_gradient(name: str, lr: float) -> Non
     assert opt.skipped_steps() == {}
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("lr", [math.nan, math.inf])
-def test_a_rate_that_is_no_number_is_named(lr: float) -> None:
-    weight = so.ManifoldParameter(torch.eye(6, 3))
-    opt = so.StiefelSGD([weight], lr=0.1)
-    opt.param_groups[0]["lr"] = lr
-    weight.grad = torch.ones_like(weight)
-    with pytest.raises(ValueError, match="`lr` must be finite, got"):
+def test_a_rate_that_is_no_number_is_named_before_anything_moves(lr: float, kind: Any) -> None:
+    weight, plain = so.ManifoldParameter(torch.eye(6, 3)), nn.Parameter(torch.ones(3))
+    opt = so.StiefelSGD([{"params": [plain]}, {"params": [weight]}], lr=kind(0.1))
+    opt.param_groups[1]["lr"] = kind(lr)
+    weight.grad, plain.grad = torch.ones_like(weight), torch.ones_like(plain)
+    with pytest.raises(ValueError, match=f"`lr` must be finite, got {lr}; look at its schedule"):
         opt.step()
+    assert torch.equal(plain, torch.ones(3))
+    assert torch.equal(weight, torch.eye(6, 3))
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:

@@ -282,27 +282,143 @@ def test_a_skipped_start_is_still_projected_by_the_next_step(name: str) -> None:
     assert so.orthonormality_error(weight) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["sgd", "rgd", "cayley-sgd"])
-def test_an_overflow_restarts_nobody_else(name: str) -> None:
-    """X'G = 0 for the one that overflows: only the new momenta show it, once all have changed."""
+def fused_beside_others(name: str, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    """A square and two tall ranges and plain rows, a weight equal to the tall ones, a plain one."""
     torch.manual_seed(0)
-    bad = so.ManifoldParameter(torch.eye(12, 4))
-    good = so.ManifoldParameter(torch.linalg.qr(torch.randn(12, 4)).Q)
-    opt = optimizer(name, [bad, good])
-    for _ in range(3):
-        bad.grad, good.grad = torch.zeros(12, 4), torch.randn(12, 4)
+    layer = so.constrain(nn.Linear(6, 27, bias=False), rows=((0, 6), (6, 15), (15, 24)))
+    weights = [so.ManifoldParameter(torch.randn(9, 6)), layer.weight, nn.Parameter(torch.ones(3))]
+    opt = optimizer(name, weights, weight_decay=0, **options)
+    for step in range(3):
+        fill(weights, step)
         opt.step()
-    bad.grad[6, 0] = 1e25
-    with pytest.warns(UserWarning, match="parameter 0 .* not finite"):
+    return weights, opt
+
+
+def fill(weights: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+
+
+ROWS = ((0, 6), (6, 15), (15, 24), (24, 27))
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("name", "bad", "at", "choice", "machine"),
+    mixed(
+        12,
+        ["sgd", "adam", "muon"],
+        [math.nan, math.inf, 3e13, 3e38],
+        range(-1, len(ROWS)),
+        ["skip", "raise"],
+        ["cpu", "as_accelerator"],
+    ),
+    indirect=["machine"],
+)
+def test_a_bad_range_of_a_fused_weight_is_that_of_its_parameter(
+    name: str, bad: float, at: int, choice: str
+) -> None:
+    """Whichever range or, for -1, the separate weight has it: all or nothing of it moves."""
+    weights, opt = fused_beside_others(name, nonfinite=choice)
+    before = [everything(opt, weight) for weight in weights]
+    fill(weights, 3)
+    spoilt = weights[0] if at < 0 else weights[1]
+    spoilt.grad[0 if at < 0 else ROWS[at][1] - 1, 2] = bad
+    if choice == "raise":
+        with pytest.raises(ValueError, match=f"`grad of parameter {int(at >= 0)} of group 0`"):
+            opt.step()
+    else:
+        with pytest.warns(UserWarning, match=f"parameter {int(at >= 0)} .* not finite"):
+            step_and_tell(opt)
+        assert opt.skipped_steps() == {f"parameter {int(at >= 0)} of group 0": 1}
+    for weight, earlier in zip(weights, before, strict=True):
+        if choice == "raise" or weight is spoilt:
+            assert_same(everything(opt, weight), earlier)
+        else:
+            assert not torch.equal(weight, earlier[0])
+    limit = 1e-4 if name == "muon" else 1e-5  # a fixed number of steps of its search
+    assert max(map(so.orthonormality_error, weights[:2])) < limit
+
+
+@pytest.mark.parametrize("choice", ["skip", "raise"])
+@pytest.mark.parametrize(
+    ("name", "at"), [("sgd", 0), ("sgd", 2), ("adam", 1), ("rgd", 1), ("cayley-sgd", 2)]
+)
+def test_an_overflow_of_a_step_restarts_its_matrix_and_no_other(
+    name: str, at: int, choice: str
+) -> None:
+    """No gradient shows it: a momentum of 1e20 whose square is not a number of float32."""
+    weights, opt = fused_beside_others(name, nonfinite=choice)
+    twins, other = fused_beside_others(name)
+    kept = twins[1].detach()[slice(*ROWS[at])].clone()
+    velocity = [list(parts) for parts in opt.velocity(weights[1])]
+    for parts in velocity:
+        parts[at] *= 1e20
+    opt.set_velocity(weights[1], *map(tuple, velocity))
+    fill(weights, 3)
+    fill(twins, 3)
+    other.step()
+    if choice == "raise":
+        with pytest.raises(ValueError, match="`step of parameter 1 of group 0` must be finite"):
+            opt.step()
+    else:
+        with pytest.warns(UserWarning, match="parameter 1 of .* not finite"):
+            opt.step()
+    assert torch.equal(weights[1][slice(*ROWS[at])], kept)
+    with torch.no_grad():  # and the others move as ever
+        twins[1][slice(*ROWS[at])] = kept
+    for weight, twin in zip(weights, twins, strict=True):
+        torch.testing.assert_close(weight, twin, rtol=0, atol=1e-5)
+    pairs = zip(opt.velocity(weights[1]), other.velocity(twins[1]), strict=True)
+    for parts, expected in pairs:
+        for index, (part, twin) in enumerate(zip(parts, expected, strict=True)):
+            torch.testing.assert_close(part, twin * (index != at), rtol=0, atol=1e-5)
+    assert opt.skipped_steps() == {"parameter 1 of group 0": 1}
+    for step in range(4, 8):
+        fill(weights, step)
         opt.step()
-    assert opt.skipped_steps() == {"parameter 0 of group 0": 1}
-    assert opt.state[good]["step"] == 4
-    assert all(part.abs().max() > 0 for part in opt.velocity(good) if part.numel() > 1)
-    for _ in range(3):
-        bad.grad, good.grad = torch.randn(12, 4), torch.randn(12, 4)
-        opt.step()
-    for weight in (bad, good):
-        assert so.orthonormality_error(weight) < 1e-5
+    assert max(map(so.orthonormality_error, weights[:2])) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "choice"),
+    [
+        *mixed(18, OPTIMIZERS, [torch.float32, torch.float64], ["skip", "raise"]),
+        ("published", torch.float32, "raise"),
+        ("published", torch.float64, "skip"),
+    ],
+)
+def test_gradients_of_any_size_leave_points_and_state_sound(
+    name: str, dtype: torch.dtype, choice: str, generator: torch.Generator
+) -> None:
+    rule = "sgd" if name == "published" else name
+    options = {"transport": "published"} if name == "published" else {}
+    exponents = (10, 13, 20, 30, 38) if dtype == torch.float32 else (30, 147, 150, 230, 307)
+    for exponent in exponents:
+        shapes = ((12, 4), (4, 20), (6, 6), (40, 39))
+        starts = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+        weights = [so.ManifoldParameter(start) for start in starts]
+        opt = optimizer(rule, weights, weight_decay=0, nonfinite=choice, **options)
+        refused = 0
+        for step in range(8):
+            size = 10.0**exponent if 2 < step < 6 else 1.0
+            for weight in weights:
+                grad = torch.randn(weight.shape, generator=generator, dtype=dtype)
+                weight.grad = grad * (size / grad.norm())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    opt.step()
+                except ValueError:
+                    refused += 1
+        for weight in weights:
+            assert so.orthonormality_error(weight) < 1e3 * torch.finfo(dtype).eps, exponent
+            assert all(tensor.isfinite().all() for tensor in opt.state[weight].values()), exponent
+        if name != "published":  # which overflow by themselves
+            unsafe = 3 * (exponent > exponents[1])
+            assert refused == unsafe * (choice == "raise"), exponent
+            assert sum(opt.skipped_steps().values()) == 4 * unsafe * (choice == "skip"), exponent
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,8 @@ def _transform(
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
     reader = setting.reader or reader_for(point)
     reach = float((alpha * norm).max()) if reader.is_exact else 1.0
-    reader.is_lost |= not reach < math.inf
+    if not reach < math.inf:
+        reader.is_lost, reach = True, 1.0
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(turn, own, step / 2, steps)
     square = torch.bmm(turned.mH, turned)

@@ -207,7 +207,8 @@ def _spectra(
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(squares)
-        reader.is_lost |= not limit < math.inf
+        if not limit < math.inf:
+            limit = scale * _bound_of_finite(squares, reader)
     # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
     is_short = size * limit <= most or (
         limit < math.inf
@@ -221,11 +222,10 @@ def _spectra(
     turn, step, second = _shortened(infinity_norm(skew), lr), lr, None
     squares[:count] *= turn * turn
     if normal is not None:
-        shorter = (most / (infinity_norm(normal) * (lr * lr))).clamp(max=1.0)
-        squares[count:] *= shorter * (lr * lr)
-        step = lr * shorter.sqrt()
+        step = _shortened(infinity_norm(normal).sqrt(), lr)
+        squares[count:] *= step * step
     if reader.is_exact:
-        return squares, None, 1.0, min(largest_bound(squares), most), turn, step
+        return squares, None, 1.0, min(_bound_of_finite(squares, reader), most), turn, step
     second = symmetric_product(squares, squares)
     bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
     limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
@@ -234,6 +234,16 @@ def _spectra(
     if normal is not None:
         step = step * shorter[count:]
     return squares, second, 1.0, limit, turn * shorter[:count], step
+
+
+def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
+    """Return a bound on the eigenvalues of the matrices of a batch that are finite."""
+    bound = largest_bound(matrices)
+    if not bound < math.inf:
+        reader.is_lost = True
+        sound = matrices[matrices.isfinite().all(dim=-1).all(dim=-1)]
+        bound = largest_bound(sound) if sound.numel() else 0.0
+    return bound
 
 
 def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, reader: Reader) -> Tensor | None:
@@ -256,15 +266,14 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
     """
     bound = most = longest * longest
     if isinstance(step, float) and reader.is_exact:
-        bound = step * step * largest_bound(size)
-        reader.is_lost |= not bound < math.inf
+        bound = step * step * _bound_of_finite(size, reader)
         if bound <= most:
             return step, bound
     norm = infinity_norm(size)
     if not reader.is_exact:
         most = _longest(step, reader, lambda: norm, most)
     shorter = (most / (norm * (step * step))).clamp(max=1.0)
-    return step * shorter.sqrt(), bound if reader.is_exact and not bound < math.inf else most
+    return step * shorter.sqrt(), most
 
 
 class _Apart(Reader):

@@ -47,6 +47,7 @@ from stiefel_opt.optim.checks import (
     refuse_gradient,
     refuse_nonfinite,
     refuse_other_precision,
+    refuse_overflow,
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
@@ -201,7 +202,7 @@ class StiefelOptimizer(Optimizer, ABC):
         if is_compiling():
             self._step_traced()
             return loss
-        missed: list[Tensor] = []
+        missed: tuple[list[Tensor], list[Tensor]] = [], []
         prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
         for group, plain in zip(self.param_groups, prepared, strict=True):
             if plain:
@@ -211,9 +212,9 @@ class StiefelOptimizer(Optimizer, ABC):
                 except RuntimeError as error:
                     refuse_other_precision(plain, self.state, self.param_groups, error)
                     raise
-            missed += self._step_constrained(group, group["lr"])
-        if missed:  # last: it may be an error
-            warn_of_skipped(names_of(missed, self.param_groups), missed)
+            missed[group["nonfinite"] == "raise"].extend(self._step_constrained(group, group["lr"]))
+        if any(missed):  # last: it may be an error
+            self._tell(*missed)
         return loss
 
     def _step_traced(self) -> None:
@@ -316,8 +317,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def _prepare(self, index: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return who is plain."""
         lr, groups, members = group["lr"], self.param_groups, self._init(index, group)
-        if isinstance(lr, float) and not math.isfinite(lr):
-            raise ValueError(fail("lr", "be finite", lr, "look at its schedule"))
+        if not ((isinstance(lr, Tensor) and not is_free_to_read(lr)) or math.isfinite(lr)):
+            raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
         params, plain = group["params"], []
         for place in members.plain:
             grad = params[place].grad
@@ -356,11 +357,11 @@ class StiefelOptimizer(Optimizer, ABC):
                 ours, first = grads[first:last], last
                 changed = constrained.take(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, constrained, changed)
-        missed: list[Tensor] = []
+        missed: tuple[list[Tensor], list[Tensor]] = [], []
         for group in self.param_groups:
             lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
-            missed += self._step_constrained(group, lr)
-        warn_of_skipped(names_of(missed, self.param_groups), missed)
+            missed[group["nonfinite"] == "raise"].extend(self._step_constrained(group, lr))
+        self._tell(*missed)
 
     def _refuse(self, group: Group, constrained: Constrained, changed: list[Owner]) -> None:
         """Raise for gradients and points that no step could use."""
@@ -376,8 +377,16 @@ class StiefelOptimizer(Optimizer, ABC):
         move_rows = partial(step_rows, self._step_plain, group)
         for constrained in self._constrained_of(group):
             constrained.step(move, move_rows, lr, group["nonfinite"])
-            missed += [constrained.owners[place].parameter for place in constrained.missed]
+            places = [*constrained.missed, *constrained.overflowed]
+            missed += [constrained.owners[place].parameter for place in places]
         return missed
+
+    def _tell(self, skipped: list[Tensor], overflowed: list[Tensor]) -> None:
+        """Warn of steps that were missed; raise for those that were to raise."""
+        if skipped:
+            warn_of_skipped(names_of(skipped, self.param_groups), skipped)
+        if overflowed:
+            refuse_overflow(overflowed[0], self.param_groups)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 

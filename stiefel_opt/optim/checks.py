@@ -233,6 +233,13 @@ def refuse_nonfinite(parameter: Tensor, groups: list[Group]) -> NoReturn:
     raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, found, remedy))
 
 
+def refuse_overflow(parameter: Tensor, groups: list[Group]) -> NoReturn:
+    """Raise for a step that left floating point although its gradient was safe."""
+    found = f"an overflow in a tensor of shape {tuple(parameter.shape)}"
+    remedy = "lower lr or momentum; its point stays as it was, and its momentum starts again"
+    raise ValueError(fail(f"step of {name_of(parameter, groups)}", "be finite", found, remedy))
+
+
 def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a sparse gradient."""
     found = f"one of shape {tuple(parameter.shape)} that is sparse"

@@ -191,7 +191,11 @@ class Constrained:
         self.steps = joined(self._states, "step")
         self._reads = is_cpu(self.steps)
         self.skipped = joined(tallies, "skipped")
-        self.missed: list[int] = []  # places of those that miss this step, where that can be read
+        # places, where that is read, of those that miss this step, and of those of which a matrix
+        # left floating point in it; how many matrices of each did, where any could
+        self.missed: list[int] = []
+        self.overflowed: list[int] = []
+        self._overflows: Tensor | None = None
         self.masters = join_masters(owners)
         self.is_shared = any(owner.shards is not None for owner in owners)
         values = [owner.moving() for owner in owners]
@@ -307,7 +311,7 @@ class Constrained:
         self._out = set()
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             self._out = {place for place, grad in enumerate(grads) if grad is None}
-        self.missed, self._ok = [], None
+        self.missed, self.overflowed, self._overflows, self._ok = [], [], None, None
         self._changed = set()
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
@@ -387,9 +391,13 @@ class Constrained:
             if counts and min(counts) == max(counts):
                 counts = counts[:1]
             for batch in self.batches:
-                self._move_batch(batch, values, move, lr, nonfinite == "skip", counts)
+                self._move_batch(batch, values, move, lr, nonfinite, counts)
             if self._rows:
                 self._move_rows(move_rows, values)
+        if self._overflows is not None:
+            self.skipped += self._overflows > 0
+            if self._reads or nonfinite == "raise":
+                self.overflowed = self._overflows.nonzero().flatten().tolist()
         self._finish(values, is_written=isinstance(lr, Tensor) or lr != 0)
 
     def _move_batch(
@@ -398,7 +406,7 @@ class Constrained:
         values: list[Tensor],
         move: Move,
         lr: float | Tensor,
-        judges: bool,
+        nonfinite: str,
         counts: list[float],
     ) -> None:
         """Move the blocks of a batch that have a gradient."""
@@ -413,11 +421,11 @@ class Constrained:
         grad = batch.read([self._grads[place] for place in places], chosen)  # type: ignore[misc]
         if grad.dtype != point.dtype:
             grad = grad.to(point.dtype)
-        length = math.inf
-        if judges and self._reads:
+        length, judges = math.inf, nonfinite != "ignore"
+        if nonfinite == "skip" and self._reads:
             length = self._judge_batch(grad, places)
             if not self._out.isdisjoint(places):  # again, without those that are left out
-                self._move_batch(batch, values, move, lr, judges, counts)
+                self._move_batch(batch, values, move, lr, nonfinite, counts)
                 return
         step, due = self._number(batch, places, counts)
         reader: Reader = batch.now if self._reads else reader_for(point, batch.lagged)
@@ -430,7 +438,8 @@ class Constrained:
         looks = due and batch.row_sum is None and reader.is_exact
         if looks or (self._changed and not self._changed.isdisjoint(places)):
             # without a force nothing moves, not even by a correction
-            if looks and (length if judges else float(torch.linalg.vector_norm(grad))) == 0.0:
+            size = length if length < math.inf or not looks else torch.linalg.vector_norm(grad)
+            if looks and float(size) == 0.0:
                 due = False
             point, settled = settle(point, state, batch.row_sum, batch.row_count, due)
         if batch.row_sum is not None:  # our rows only: all processes must decide alike
@@ -456,17 +465,22 @@ class Constrained:
         if index is not None:
             batch.put_back(index, state)
         if given.overflowed is not None:
-            self._count_overflow(given.overflowed.view(len(places), -1).any(dim=1), places)
+            self._count(given.overflowed, places)
         if self._done is not None:
             self._done += places
         self._busy = None
 
     def _judge_batch(self, grad: Tensor, places: list[int]) -> float:
-        """Return the length of the gradients of a batch; leave out those that are not safe."""
+        """Return the length of the gradients of a batch; leave out those that are not safe.
+
+        Not of parameters that are judged as a whole: something of them may have moved already.
+        """
         length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
         if not length <= most:  # NaN is not either
             lengths = torch.linalg.vector_norm(grad.reshape(len(places), -1), dim=1)
-            self._leave_out(~(lengths <= most), places)
+            unsafe = set(itertools.compress(places, (~(lengths <= most)).tolist()))
+            self.missed += sorted(unsafe.difference(self._joint))
+            self._out.update(self.missed)
         return length
 
     def _number(
@@ -485,20 +499,12 @@ class Constrained:
             return each[0], due
         return batch.of_each(torch.tensor(each, device=self.steps.device)), due
 
-    def _leave_out(self, of_blocks: Tensor, places: list[int]) -> None:
-        """Note that some blocks of a batch miss this step."""
-        missed = [p for p, bad in zip(places, of_blocks.tolist(), strict=True) if bad]
-        self.missed += missed
-        self._out.update(missed)
-
-    def _count_overflow(self, of_blocks: Tensor, places: list[int]) -> None:
-        """Tally the parameters whose step left floating point."""
-        if self._reads:
-            self._leave_out(of_blocks, places)
-        else:
-            self.skipped.index_add_(
-                0, torch.tensor(places, device=of_blocks.device), of_blocks.to(torch.int64)
-            )
+    def _count(self, overflowed: Tensor, places: list[int]) -> None:
+        """Count the matrices of each parameter that left floating point."""
+        if self._overflows is None:
+            self._overflows = torch.zeros_like(self.skipped)
+        index = torch.tensor(places, device=overflowed.device)
+        self._overflows.index_add_(0, index, overflowed.view(len(places), -1).sum(dim=1))
 
     def _move_rows(self, move_rows: MoveRows, values: list[Tensor]) -> None:
         """Move the plain rows of parameters that are constrained in part, by torch's own rule."""

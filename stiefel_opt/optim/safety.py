@@ -86,10 +86,9 @@ def _is_stale(point: Tensor, normal: Deferred | None, row_sum: RowSums | None) -
 
 def warn_of_skipped(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
     """Say which parameters were left as they were."""
-    if names:
-        pairs = zip(names[:8], parameters, strict=False)
-        shown = ", ".join(f"{name} of shape {tuple(parameter.shape)}" for name, parameter in pairs)
-        _warn(shown + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
+    pairs = zip(names[:8], parameters, strict=False)
+    shown = ", ".join(f"{name} of shape {tuple(parameter.shape)}" for name, parameter in pairs)
+    _warn(shown + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
 
 
 def warn_of_tallies(tallies: Mapping[str, int], told: int) -> int:

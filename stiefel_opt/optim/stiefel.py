@@ -42,7 +42,7 @@ class StiefelSGD(SGDLike):
 
     Args:
         params: Parameters, named parameters or groups, as in torch.
-        lr: Learning rate, a number or a tensor.
+        lr: Learning rate, a number or a tensor, which on an accelerator is never read: NaN passes.
         momentum, dampening, nesterov, maximize: As in ``torch.optim.SGD``, for both kinds.
         weight_decay: For plain parameters. It cannot move a constrained one: X is normal to the
             manifold at X.
@@ -59,7 +59,10 @@ class StiefelSGD(SGDLike):
             that its square would not be (2e13 in float32): "skip" keeps its point, momentum and
             step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
             before anything has moved, and waits for the device; "ignore" looks at nothing. On an
-            accelerator the warning of "skip" waits for :meth:`state_dict`.
+            accelerator the warning of "skip" waits for :meth:`state_dict`. A matrix whose step
+            overflows although its gradient is safe, as with a momentum of 1 or more, stays and
+            starts its momentum again while the others move; then "skip" warns and "raise" raises.
+            Unless published, that is seen on a CPU only.
         stiefel: Default of the groups: None reads the tags, True constrains every parameter, False
             none, a :class:`Stiefel` reads every parameter so. A group's own key overrides it.
 
