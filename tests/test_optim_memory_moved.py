@@ -136,7 +136,7 @@ def freed(tensors, free):
     assert before - resident() > 0.9 * size, (before - resident(), size)
 
 def offload(rule):
-    params = [so.ManifoldParameter(torch.eye(2**18, 64)) for _ in range(2)]
+    params = [so.ManifoldParameter(torch.eye(2**20, 16)) for _ in range(2)]
     opt = rule(params, lr=0.01)
     for _ in range(2):
         for parameter in params:
