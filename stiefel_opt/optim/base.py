@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling, is_free_to_read
-from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.functional.stiefel_sgd import velocity_in
+from stiefel_opt.distributed import is_sharded
 from stiefel_opt.optim.angles import angles_of
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checkpoint import (
@@ -60,10 +59,9 @@ from stiefel_opt.optim.state import (
     StateNames,
     complete_state,
     forget_constrained,
-    point_of,
-    suffix_of,
 )
 from stiefel_opt.optim.traced import in_graph, remember
+from stiefel_opt.optim.velocity import set_velocity_, velocity_of
 
 # A turn is complete long before; the square of the rate must be a number of float32.
 _LONGEST_RATE: Final = 2.0**50
@@ -497,18 +495,8 @@ class StiefelOptimizer(Optimizer, ABC):
         with several ranges of rows each of the two is a tuple, one tensor for each range. Before
         the first step both are zero. A sharded parameter is gathered: every process must call.
         """
-        skews, normals = [], []
-        for suffix, point, state in self._blocks_of(parameter):
-            skew, normal = velocity_in(state, suffix)
-            none = torch.zeros_like(point)
-            skews.append(none[..., : point.size(-1), :].clone() if skew is None else skew.clone())
-            if normal is not None:
-                flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in (point, *normal)]
-                none = type(normal)(*flat[1:]).value(flat[0]).reshape(point.shape)  # type: ignore[arg-type]
-            normals.append(none)
-        return (skews[0], normals[0]) if len(skews) == 1 else (tuple(skews), tuple(normals))
+        return velocity_of(self, parameter)
 
-    @torch.no_grad()
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
 
@@ -520,57 +508,7 @@ class StiefelOptimizer(Optimizer, ABC):
             ValueError: for tensors of another shape, and values that are not finite. Nothing has
                 changed then.
         """
-        if is_sharded(parameter):
-            raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
-        values = [(skew, normal)]
-        if isinstance(skew, tuple) and isinstance(normal, tuple):
-            values = list(zip(skew, normal, strict=False))
-        blocks = self._blocks_of(parameter, make=True)
-        if len(values) != len(blocks):
-            wanted = f"be tuples of {len(blocks)} tensors each"
-            raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
-        for (suffix, point, state), (new_skew, new_normal) in zip(blocks, values, strict=True):
-            small = torch.Size((*point.shape[:-2], point.size(-1), point.size(-1)))
-            _check_velocity("skew", new_skew, small)
-            if any(name + suffix in state for name in _TALL):  # square matrices have no normal part
-                _check_velocity("normal", new_normal, point.shape)
-        for (suffix, point, state), (new_skew, new_normal) in zip(blocks, values, strict=True):
-            if "momentum_skew" + suffix in state:
-                state["momentum_skew" + suffix].copy_((new_skew - new_skew.mH) / 2)
-            for name in _TALL:
-                if name + suffix in state:
-                    state[name + suffix].copy_(new_normal - point @ (point.mH @ new_normal))
-            if "deferred_shift" + suffix in state:
-                state["deferred_shift" + suffix].zero_()
-            if "deferred_factor" + suffix in state:
-                factor = state["deferred_factor" + suffix]
-                factor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
-
-    @torch.no_grad()
-    def _blocks_of(
-        self, parameter: Tensor, make: bool = False
-    ) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Return, for each constrained range, its suffix, the point and all state, read so too."""
-        for group in self.param_groups:
-            manifold = reading(parameter, group)
-            if manifold is not None and any(parameter is other for other in group["params"]):
-                break
-        else:
-            wanted = "be constrained in this optimizer"
-            raise ValueError(fail("parameter", wanted, "one that is not"))
-        state = self.state.get(parameter, {})
-        if make:
-            names, called = self._state_names(group), partial(name_of, parameter, self.param_groups)
-            state = complete_state(self.state[parameter], names, parameter, manifold, called)
-        state = {n: whole(t) for n, t in state.items() if isinstance(t, Tensor)}
-        found = []
-        value = point_of(whole(parameter.detach()), state)
-        for index, (part, own) in enumerate(manifold.blocks(value)):
-            suffix = suffix_of(index)
-            tall = {name + suffix for name in _TALL}.intersection(state)
-            read = state | {name: own.matrices(state[name]) for name in tall}
-            found.append((suffix, own.matrices(part) / own.scale, read))
-        return found
+        set_velocity_(self, parameter, skew, normal)
 
     def all_constrained(self) -> list[Constrained]:
         """Return the constrained parameters of all groups that have state, by group and device."""
@@ -592,18 +530,6 @@ class StiefelOptimizer(Optimizer, ABC):
             f"{super().__repr__()}\nConstrained: {matrices} in {_counted(len(counts))}; "
             f"weight decay does not touch them. Plain: {_counted(len(pairs) - len(counts))}."
         )
-
-
-_TALL: Final = ("momentum_normal", "momentum_ambient", "deferred_base")
-
-
-def _check_velocity(name: str, value: Any, shape: torch.Size) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(fail(name, f"be a tensor of shape {tuple(shape)}", type(value).__name__))
-    if value.shape != shape:
-        raise ValueError(fail(name, f"have shape {tuple(shape)}", f"shape {tuple(value.shape)}"))
-    if not bool(value.isfinite().all()):
-        raise ValueError(fail(name, "be finite", f"NaN or inf in shape {tuple(shape)}"))
 
 
 def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:

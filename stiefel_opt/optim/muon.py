@@ -18,6 +18,7 @@ from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import AdamLike, options_of
 from stiefel_opt.optim.plain import Group, init_muon, step_muon
 from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.velocity import ranges_of
 
 PLAIN: Final = ("adamw", "muon")
 
@@ -153,7 +154,7 @@ class StiefelMuon(AdamLike):
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return what of -B is tangent: Z, skew, and U, normal to the point; as elsewhere."""
         skews, normals = [], []
-        for suffix, point, state in self._blocks_of(parameter):
+        for suffix, point, state in ranges_of(self, parameter):
             ambient = state.get("momentum_ambient" + suffix, torch.zeros_like(point))
             inner = point.mH @ ambient
             skews.append(-skew(inner))
@@ -166,7 +167,7 @@ class StiefelMuon(AdamLike):
         """Set B = -(X Z + U); arguments and errors as elsewhere."""
         super().set_velocity(parameter, skew, normal)  # U, normal to X
         turns = skew if isinstance(skew, tuple) else (skew,)
-        for turn, (suffix, point, state) in zip(turns, self._blocks_of(parameter), strict=True):
+        for turn, (suffix, point, state) in zip(turns, ranges_of(self, parameter), strict=True):
             if (name := "momentum_ambient" + suffix) in state:
                 state[name].add_(point @ (turn - turn.mH) / 2).neg_()
 
