@@ -1,5 +1,4 @@
-"""Every picture of `results`, drawn from the JSON beside it: one style, so that a method has the
-same colour and marker everywhere.
+"""Every picture of `results`, drawn from the JSON beside it; a method looks the same in all.
 
     python benchmarks/figures.py                     # all
     python benchmarks/figures.py copying video       # some

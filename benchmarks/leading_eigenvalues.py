@@ -37,18 +37,22 @@ from typing import Any
 
 import figures
 import torch
-from eigen_costs import inner_iterations, inner_table, scaling, scaling_table
-from eigen_methods import (
-    ADAM_RATES,
-    GROUPS,
-    MOMENTA,
-    SGD_RATES,
-    STIEFEL_SGD,
-    Method,
-)
-from eigen_problem import TARGET, Limit, Options, Problem, Run, draw_problem
 from harness import RESULTS, machine, markdown_table, write_json
-from tqdm import tqdm
+
+try:
+    from eigen_costs import inner_iterations, inner_table, scaling, scaling_table
+    from eigen_methods import (
+        ADAM_RATES,
+        GROUPS,
+        MOMENTA,
+        SGD_RATES,
+        STIEFEL_SGD,
+        Method,
+    )
+    from eigen_problem import TARGET, Limit, Options, Problem, Run, draw_problem
+    from tqdm import tqdm
+except ImportError as error:
+    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
 
 SIZES = ((1000, 10), (2000, 50))
 VARIANT_SIZE = (300, 5)

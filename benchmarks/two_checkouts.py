@@ -22,7 +22,7 @@ from typing import Any
 ROWS = {  # name: parameters, leading shape, n, m
     "separate-384x32": (168, (), 384, 32),
     "heads-384x384": (14, "heads", 384, 32),
-    "fused-384x1152": (14, "fused", 384, 32),
+    "fused-1152x384": (14, "fused", 384, 32),
     "one-4096x512": (1, (), 4096, 512),
     "one-2048x256": (1, (), 2048, 256),
     "one-30000x50": (1, (), 30000, 50),

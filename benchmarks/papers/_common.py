@@ -90,6 +90,8 @@ class Help(ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: Action) -> str | None:
         told = "default" in (action.help or "") or action.default in (None, False)
+        if isinstance(action.default, list) and not told:
+            return f"{action.help} (default: {', '.join(map(str, action.default))})"
         return action.help if told else super()._get_help_string(action)
 
 
@@ -162,6 +164,11 @@ def worst(errors: Sequence[float | None]) -> str:
 def plural(number: int, thing: str) -> str:
     """1 thread, 2 threads."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def listed(seeds: Sequence[int], thing: str = "seed") -> str:
+    """Seed 0; seeds 0, 1, 2."""
+    return f"{thing}{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"
 
 
 def write_table(folder: Path, title: str, table: str, results: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ from _common import (
     add_preset,
     announce,
     finish_flags,
+    listed,
     markdown_table,
     plot_curves,
     run,
@@ -196,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     announce(
         options,
         f"Copying ten digits over T = {options.length} steps: {', '.join(options.methods)}; "
-        f"{options.epochs * options.every} steps each, seeds {options.seeds}.",
+        f"{options.epochs * options.every} steps each, {listed(options.seeds)}.",
         once * len(options.seeds),
     )
     train_all(options, options.methods, build, partial(report, options))

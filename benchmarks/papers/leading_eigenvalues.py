@@ -31,6 +31,7 @@ from _common import (
     add_flags,
     announce,
     finish_flags,
+    listed,
     markdown_table,
     plot_curves,
     plural,
@@ -135,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     sizes = SMOKE_SIZES if options.smoke else SIZES
     rates = " ".join(f"{rate:g}" for rate in options.rates)
-    what = f"StiefelSGD with isometric and published flows, draws {options.seeds}, rates {rates}"
+    draws = listed(options.seeds, "draw")
+    what = f"StiefelSGD with isometric and published flows, {draws}, rates {rates}"
     announce(options, what, 5 if options.smoke else 60 * len(options.seeds))
     began = time.perf_counter()
     runs, chosen = solve(sizes, options)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from _classification import Classification, classification_trainer
-from _common import Help, add_flags, announce, finish_flags, run
+from _common import Help, add_flags, announce, finish_flags, listed, run
 from _images import WANTED, Images, load_images
 from _training import Trainer, finished_run, train_one
 from _vit_methods import OPTIMIZERS, PLACES, PUBLISHED, Method, build_optimizer, parse_method
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{options.data}, {len(images.train_images)} training and {len(images.test_images)} test "
         f"images, ViT of {sum(p.numel() for p in trial.model.parameters()):,} parameters.\n"
         f"{len(runs)} runs of {options.epochs} epochs: "
-        f"{', '.join(m.title for m in options.methods)}; seeds {options.seeds}.",
+        f"{', '.join(m.title for m in options.methods)}; {listed(options.seeds)}.",
         len(runs) * trial.expected_seconds(),
     )
     records: list[dict[str, Any]] = []

@@ -38,6 +38,7 @@ from _common import (
     add_preset,
     announce,
     finish_flags,
+    listed,
     markdown_table,
     plot_curves,
     run,
@@ -175,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     announce(
         options,
         f"{len(images.train_images):,} images of {options.data} in {steps} pixels, one a step: "
-        f"{', '.join(options.methods)}; {options.epochs} epochs each, seeds {options.seeds}.",
+        f"{', '.join(options.methods)}; {options.epochs} epochs each, {listed(options.seeds)}.",
         once * len(options.seeds),
     )
     train_all(options, options.methods, build, partial(report, options, images))

@@ -29,6 +29,7 @@ from _common import (
     announce,
     figures,
     finish_flags,
+    listed,
     markdown_table,
     plural,
     require,
@@ -261,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     announce(
         options,
         f"Word problems of {', '.join(options.tasks)} with {options.factors} factors: at most "
-        f"{options.epochs * options.every} steps each, fewer once solved, seeds {options.seeds}.",
+        f"{options.epochs * options.every} steps each, fewer once solved, {listed(options.seeds)}.",
         once * len(options.seeds),
     )
     train_all(options, titles, build, partial(report, options))
