@@ -81,6 +81,7 @@ clean:
 	rm -rf $(VENV) $(INTEGRATIONS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY_FOR_DEMO): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with torch and matplotlib: some minutes, this time only."
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -c constraints.txt -e ".[examples]"
 	touch $@

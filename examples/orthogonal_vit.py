@@ -179,14 +179,18 @@ def main(epochs: int = 25, seeds: int = 2, path: Path = Path("runs/demo.png")) -
     """Train all, print the table and what it says, draw the curves."""
     torch.set_num_threads(1)
     data = load_data()
-    print(f"{len(data[0])} training images; {seeds} seeds of {epochs} epochs for each method.")
+    print(
+        f"A vision transformer learns {len(data[0])} small digits in {epochs} epochs, from {seeds} "
+        "seeds each:\nAdamW on free weights; StiefelAdam and StiefelSGD with orthonormal queries "
+        "and keys."
+    )
     curves: dict[str, list[Curve]] = {method: [] for method in METHODS}
     for seed in range(seeds):
         for method, runs in curves.items():
             runs.append(train(method, seed, epochs, data))
     print(f"\n{table(curves)}\n\n{conclusion(curves, len(data[2]))}")
     plot(curves, path)
-    print(f"Plot: {path}")
+    print(f"Plot: {path}, test error and singular values over the epochs")
 
 
 if __name__ == "__main__":

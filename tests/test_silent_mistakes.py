@@ -465,6 +465,27 @@ def turned(weight: Any, before: torch.Tensor) -> float:
     return float(2 * torch.asin(torch.stack(chords).amax() / 2))
 
 
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam, so.ProjectedRGD, so.CayleySGD])
+def test_a_square_weight_keeps_the_sign_of_its_determinant(rule: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = so.ManifoldParameter(so.random_point(4, 4, generator=generator).double())
+    sign = torch.linalg.det(weight.detach())
+    target = so.random_point(4, 4, generator=generator).double()
+    target[0] *= -sign * torch.linalg.det(target)  # of the other sign
+    optimizer = rule([weight], lr=0.1)
+    for _ in range(50):
+        weight.grad = weight.detach() - target
+        optimizer.step()
+    torch.testing.assert_close(torch.linalg.det(weight.detach()), sign)
+    assert (weight.detach() - target).norm() > 1.9  # the nearest point of that sign is 2 away
+
+
+def test_momentum_is_a_default_where_torch_has_none() -> None:
+    weight = so.ManifoldParameter(torch.eye(3))
+    assert so.StiefelSGD([weight], lr=0.1).defaults["momentum"] == 0.9
+    assert torch.optim.SGD([weight], lr=0.1).defaults["momentum"] == 0.0
+
+
 def test_a_parameter_is_printed_once() -> None:
     text = repr(so.constrain(nn.Linear(2, 2), heads=2).weight)
     assert text.count("arameter") == 1
@@ -519,6 +540,16 @@ def test_layers_of_any_name_are_constrained() -> None:
 def test_wrong_names_are_told(names: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         so.constrain_attention(Attention("ask give", "heads"), names=names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_attention_of_every_precision_is_constrained(dtype: torch.dtype) -> None:
+    net = nn.MultiheadAttention(8, 2).to(dtype)
+    so.constrain_attention(net)
+    assert net.in_proj_weight.dtype is dtype
+    assert so.orthonormality_error(net) < 20 * torch.finfo(dtype).eps
+    with pytest.raises(TypeError, match="`in_proj_weight` must be one of float32"):
+        so.constrain_attention(nn.MultiheadAttention(8, 2).to(torch.float8_e4m3fn))
 
 
 def test_trained_attention_keeps_its_scale_and_says_how_far_it_moved() -> None:
