@@ -1,4 +1,6 @@
-"""Every picture of `results`, drawn from the JSON beside it; a method looks the same in all.
+"""Every picture of `results`, drawn from the JSON beside it.
+
+A method looks the same in all of them.
 
     python benchmarks/figures.py                     # all
     python benchmarks/figures.py copying video       # some
