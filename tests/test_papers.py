@@ -496,6 +496,15 @@ def test_operations_do_what_their_names_say() -> None:
     fourteen = round(150 / 331 * 32)
     assert torch.equal(shifted[0, :, :, :-fourteen], images[0, :, :, fourteen:])
     assert (shifted[0, :, :, 1 - fourteen :] == _augment.GREY).all()
+    rows, columns = torch.arange(32.0)[:, None], torch.arange(32.0)
+    slope = (20 + 4 * rows).expand(2, 3, 32, 32)
+    for sheared, sign in zip(_augment.operate("shear y", slope, 1.0, signs), signs, strict=True):
+        wanted = 20 + 4 * (rows + 0.3 * sign * (columns + 0.5))  # the upper left corner stays
+        torch.testing.assert_close(
+            sheared[:, 12:20], wanted.round().expand(3, 32, 32)[:, 12:20], atol=1.0, rtol=0
+        )
+    left = _augment.operate("rotate", images, 1.0, signs)
+    assert torch.equal(left, _augment.operate("rotate", images, 1.0, -signs))
     assert torch.equal(_augment.operate("posterize", images, 1.0, signs) % 16, images * 0)
     dull = _augment.operate("color", images, 1.0, signs)[1]
     assert float(dull.std(0).mean()) < 0.2 * float(images[1].std(0).mean())

@@ -1,8 +1,9 @@
 """AutoAugment's policy for CIFAR-10 (Cubuk et al., 2019) on batches of uint8 images, in torch.
 
 Each image gets one of 25 pairs of operations, each operation with its own probability and
-magnitude. Ranges and the grey that comes in are those of the implementation that Kong, Wang & Tao
-name; the sign of a shift, turn or change of colour is random.
+magnitude. Table, ranges and the grey that comes in are those of the implementation that Kong, Wang
+& Tao name (DeepVoltaire/AutoAugment; torchvision has the same table): the sign of a shift, shear or
+change of colour is random, a turn is always to the left.
 """
 
 import math
@@ -63,7 +64,8 @@ def auto_augment(images: Tensor, generator: torch.Generator) -> Tensor:
 def operate(name: str, images: Tensor, amount: float, signs: Tensor) -> Tensor:
     """One operation, ``amount`` in [0, 1], on whole numbers of 0 to 255 kept as floats."""
     if name in MOVES:
-        return moved(images, MOVES[name](amount * signs))
+        sizes = amount * (torch.ones_like(signs) if name == "rotate" else signs)
+        return moved(images, MOVES[name](sizes), "bicubic" if name == "shear y" else "nearest")
     if name in DULL:
         factor = (1 + 0.9 * amount * signs)[:, None, None, None]
         dull = DULL[name](images)
@@ -78,14 +80,17 @@ def operate(name: str, images: Tensor, amount: float, signs: Tensor) -> Tensor:
     return stretched(images) if name == "autocontrast" else equalized(images)
 
 
-def moved(images: Tensor, entries: tuple[Tensor | float, ...]) -> Tensor:
+def moved(images: Tensor, entries: tuple[Tensor | float, ...], mode: str) -> Tensor:
     """Look up each pixel at an affine image of its place, both in [-1, 1]; grey comes in."""
     columns = [torch.as_tensor(entry).to(images).expand(len(images)) for entry in entries]
     grid = torch.nn.functional.affine_grid(
         torch.stack(columns, 1).unflatten(1, (2, 3)), list(images.shape), align_corners=False
     )
-    sample = torch.nn.functional.grid_sample
-    return GREY + sample(images - GREY, grid, mode="nearest", align_corners=False).round()
+    found = torch.nn.functional.grid_sample(
+        images, grid, mode=mode, padding_mode="border", align_corners=False
+    )
+    inside = (grid.abs() < 1).all(-1)[:, None]
+    return torch.where(inside, found.round().clamp(0, 255), GREY)
 
 
 def turn(amounts: Tensor) -> tuple[Tensor | float, ...]:
@@ -95,7 +100,7 @@ def turn(amounts: Tensor) -> tuple[Tensor | float, ...]:
 
 SHIFT = 2 * 150 / 331  # the largest, in a picture that is 2 wide
 MOVES: dict[str, Callable[[Tensor], tuple[Tensor | float, ...]]] = {
-    "shear y": lambda amounts: (1, 0, 0, 0.3 * amounts, 1, 0),
+    "shear y": lambda amounts: (1, 0, 0, 0.3 * amounts, 1, 0.3 * amounts),  # about the corner
     "translate x": lambda amounts: (1, 0, SHIFT * amounts, 0, 1, 0),
     "translate y": lambda amounts: (1, 0, 0, 0, 1, SHIFT * amounts),
     "rotate": turn,
