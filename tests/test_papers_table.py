@@ -210,6 +210,14 @@ def test_every_row_of_the_page_has_a_place_and_a_verdict() -> None:
         for program in re.findall(r"`([SB]/\w+\.py|pytest [\w/.]+)", command):
             path = program.replace("S/", "benchmarks/papers/").replace("B/", "benchmarks/")
             assert (ROOT / path.removeprefix("pytest ")).exists(), program
+        for program, flags in re.findall(r"`([SB]/\w+\.py)([^`]*)`", command):
+            path = program.replace("S/", "benchmarks/papers/").replace("B/", "benchmarks/")
+            known = " ".join(
+                file.read_text(encoding="utf-8")
+                for file in (ROOT / path, *(ROOT / "benchmarks" / "papers").glob("_*.py"))
+            )
+            for flag in re.findall(r"--[\w-]+", flags):
+                assert f'"{flag}"' in known, (program, flag)
     for paper, contents in CONTENTS.items():
         experiments = {name for name in contents if name.split()[0] in ("table", "figure")}
         missing = experiments - found[paper] - {"table 2", "figure 5"}
