@@ -214,15 +214,15 @@ def identity_for(matrix: Tensor) -> Tensor:
     return found
 
 
-def polar_rotation(matrix: Tensor, shrink: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+def polar_rotation(matrix: Tensor, difference: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Return rot(K) - I for rot(K) = (I + K)(I - K^2)^(-1/2), the polar factor of I + K, K skew.
 
-    It is S + K + K S for ``matrix`` = K / scale and ``shrink`` S = (I + K'K)^(-1/2) - I, from
+    It is S + K + K S for ``matrix`` = K / scale and ``difference`` S = (I + K'K)^(-1/2) - I, from
     :func:`roots`; rot(K) is orthogonal and equal to exp(K) to second order.
     """
     if isinstance(scale, Tensor):
         matrix, scale = matrix * scale, 1.0
-    return torch.baddbmm(matrix, matrix, shrink, beta=scale, alpha=scale).add_(shrink)
+    return torch.baddbmm(matrix, matrix, difference, beta=scale, alpha=scale).add_(difference)
 
 
 def exponential(step: Tensor) -> Tensor:

@@ -33,13 +33,13 @@ _DEGREE = 3
 class Roots(NamedTuple):
     """Functions of A = I + E: S = A^(-1/2) - I, and (I + A^(1/2))^(-1)."""
 
-    shrink: Tensor
-    bend: Tensor | None
+    difference: Tensor
+    companion: Tensor | None
 
     @property
     def inverse_root(self) -> Tensor:
         """R = I + S."""
-        return plus_identity(self.shrink)
+        return plus_identity(self.difference)
 
 
 def roots(
@@ -47,7 +47,7 @@ def roots(
     limit: float,
     *,
     scale: float = 1.0,
-    bend: int = 0,
+    companions: int = 0,
     overwrite: bool = False,
     square: Tensor | None = None,
 ) -> Roots:
@@ -63,7 +63,7 @@ def roots(
     Args:
         matrix: M = E / scale, shape ``(k, m, m)``; memory to use if ``overwrite``.
         square: M^2, where somebody has it already.
-        bend: Of how many of the last matrices (I + Q)^(-1) is wanted.
+        companions: Of how many of the last matrices (I + Q)^(-1) is wanted.
 
     Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 6 to 20 beyond; no host sync.
     Reference: Higham (1997), Stable iterations for the matrix square root, eq. (2.6).
@@ -79,29 +79,33 @@ def roots(
             limit = min(limit, scale * largest_bound(powers[1]) ** 0.5)
             plan = _plan(limit, matrix)
     if plan.iterations == 0:
-        bent = None
-        if bend:
-            bent = _polynomial([power[-bend:] for power in powers], plan.bend, scale)
+        companion = None
+        if companions:
+            companion = _polynomial(
+                [power[-companions:] for power in powers], plan.companion, scale
+            )
         out = matrix if overwrite and not few else None
-        return Roots(_polynomial(powers, plan.shrink, scale, out=out), bent)
-    shrink = _polynomial(powers, plan.shrink, scale)
+        return Roots(_polynomial(powers, plan.difference, scale, out=out), companion)
+    difference = _polynomial(powers, plan.difference, scale)
     powers.clear()
     # P = Q - I for Q = A^(1/2), and Q must be exactly A R, or the iteration drifts.
-    grow = symmetric_product(matrix, shrink, into=shrink.clone(), beta=1.0, alpha=scale)
+    grow = symmetric_product(matrix, difference, into=difference.clone(), beta=1.0, alpha=scale)
     grow.add_(matrix, alpha=scale)
     for left in reversed(range(plan.iterations)):
-        residual = symmetric_product(shrink, grow, into=grow.clone(), beta=1.0).add_(shrink)
-        shrink = symmetric_product(residual, shrink, into=shrink.clone(), beta=1.0, alpha=-0.5)
-        shrink.add_(residual, alpha=-0.5)  # residual is R Q - I
+        residual = symmetric_product(difference, grow, into=grow.clone(), beta=1.0).add_(difference)
+        difference = symmetric_product(
+            residual, difference, into=difference.clone(), beta=1.0, alpha=-0.5
+        )
+        difference.add_(residual, alpha=-0.5)  # residual is R Q - I
         if left:
             grow = symmetric_product(grow, residual, into=grow.clone(), beta=1.0, alpha=-0.5)
             grow.add_(residual, alpha=-0.5)
-    if not bend:
-        return Roots(shrink, None)
+    if not companions:
+        return Roots(difference, None)
     # r / (1 + r) = 1 - 1 / (1 + r)
-    inverse_root = plus_identity(shrink[-bend:])
-    bent = _inverse_of_one_plus(inverse_root, limit).neg_()
-    return Roots(shrink, add_to_diagonal_(bent, 1.0))
+    inverse_root = plus_identity(difference[-companions:])
+    companion = _inverse_of_one_plus(inverse_root, limit).neg_()
+    return Roots(difference, add_to_diagonal_(companion, 1.0))
 
 
 def _polynomial(
@@ -138,8 +142,8 @@ class _Plan(NamedTuple):
 
     degree: int
     iterations: int
-    shrink: list[float]
-    bend: list[float]
+    difference: list[float]
+    companion: list[float]
 
 
 def _plan(limit: float, matrix: Tensor) -> _Plan:
@@ -161,18 +165,18 @@ def _plan_for(limit: float, dtype: torch.dtype, size: int, least: int) -> _Plan:
     while degree < _DEGREE and _remainder(radius, degree) > tolerance:
         degree += 1
     inverse_root = _economized(_INVERSE_ROOT, degree, radius)
-    shrink = _shifted(inverse_root, centre, centre**-0.5)
+    difference = _shifted(inverse_root, centre, centre**-0.5)
     shift = 1.0 / centre - 1.0
     total = sum(c * shift**k for k, c in enumerate(inverse_root[1:], start=1))
     total += inverse_root[0] - 1.0
     less = math.expm1(-0.5 * math.log1p(limit / 2.0))  # centre^(-1/2) - 1
-    shrink[0] = less * (1.0 + total) + total  # what is left without the 1, to all its digits
+    difference[0] = less * (1.0 + total) + total  # what is left without the 1, to all its digits
     divisor = [centre**0.5 * c for c in _ROOT]
     divisor[0] += 1.0
     return _Plan(
         degree,
         _iterations(inverse_root, radius, degree, tolerance),
-        shrink,
+        difference,
         _shifted(_economized(_reciprocal(divisor), degree, radius), centre, 1.0),
     )
 

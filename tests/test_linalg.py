@@ -48,7 +48,7 @@ def test_rotations_agree_to_second_order_and_are_orthogonal(size, angle, generat
     skew *= angle / torch.linalg.matrix_norm(skew, ord=2, keepdim=True)
     square = skew.mT @ skew
     identity = torch.eye(size, dtype=torch.float64)
-    polar = identity + polar_rotation(skew, roots(square, largest_bound(square)).shrink)
+    polar = identity + polar_rotation(skew, roots(square, largest_bound(square)).difference)
     for rotation in (polar, cayley(skew), exponential(skew)):
         torch.testing.assert_close(
             rotation.mT @ rotation, identity.expand_as(rotation), rtol=0, atol=1e-14 * size
@@ -85,7 +85,7 @@ def test_what_is_kept_between_calls_serves_autograd_and_inference(generator):
     with torch.inference_mode():
         roots(square.to(torch.float64), 1.0)
     leaf = square.double().requires_grad_()
-    roots(leaf, 1.0).shrink.sum().backward()
+    roots(leaf, 1.0).difference.sum().backward()
     assert bool(leaf.grad.isfinite().all())
 
 

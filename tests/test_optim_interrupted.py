@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import optimizer
+from contract import optimizer, through_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -79,11 +79,11 @@ def interrupted_line(at: int) -> Iterator[list[int]]:
 class Training:
     """A few parameters, their optimizer, and the gradients of each step."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(0)
         self.params: list[nn.Parameter] = []
         for shape, options in SHAPES:
-            value = torch.randn(shape, generator=generator, dtype=torch.float64)
+            value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
             if options is None:
                 self.params.append(nn.Parameter(value))
             else:
@@ -99,7 +99,7 @@ class Training:
         generator = torch.Generator().manual_seed(100 + step)
         for parameter in self.params:
             grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.grad = grad
+            parameter.grad = grad.to(parameter.dtype)
 
     def constrained(self) -> list[nn.Parameter]:
         return [p for p in self.params if isinstance(p, so.ManifoldParameter)]
@@ -312,6 +312,109 @@ def test_training_reaches_the_same_optimum(name: str) -> None:
     for share in (0.4, 0.8):
         reached, _ = run(int(share * calls))
         assert float((reached - optimum).abs().max()) < bound, share
+
+
+@pytest.mark.parametrize("transport", ["isometric", "projected"])
+def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None:
+    """Deferred, it is spread over three tensors, of which an interruption lets some be new."""
+
+    def begun() -> tuple[nn.Parameter, Any]:
+        generator = torch.Generator().manual_seed(0)
+        weight = so.ManifoldParameter(torch.randn(7, 3, generator=generator).double())
+        opt = so.StiefelSGD([weight], lr=0.3, transport=transport)
+        for _ in range(STEPS):
+            weight.grad = torch.randn(7, 3, generator=generator).double()
+            opt.step()
+        weight.grad = torch.randn(7, 3, generator=generator).double()
+        return weight, opt
+
+    weight, opt = begun()
+    point, grad, earlier = weight.detach().clone(), weight.grad, opt.velocity(weight)[1]
+    received = 0.9 * earlier - (grad - point @ (point.mT @ grad))
+    with Interrupt() as mode:
+        opt.step()
+    ends = (earlier, received, opt.velocity(weight)[1])
+    reached = set()
+    for at in range(1, mode.calls + 1):
+        weight, opt = begun()
+        stopped_by(Interrupt(at))(opt.step)
+        opt.state_dict()
+        away = [float((opt.velocity(weight)[1] - end).abs().max()) for end in ends]
+        assert min(away) < 1e-13, at
+        reached.add(away.index(min(away)))
+    assert reached == {0, 1, 2}
+
+
+# ---- what is saved afterwards -----------------------------------------------------------------
+
+
+@every_rule
+def test_a_checkpoint_after_an_interrupted_step_continues_alike(name: str) -> None:
+    """Written at once, before any other step has put anything in order, and read elsewhere."""
+    calls = calls_of(name)
+    for number, at in enumerate(range(3, calls, max(1, calls // 6))):
+        training, fresh = Training(name), Training(name)
+        training.fill(STEPS)
+        stopped_by(Interrupt(at, KeyboardInterrupt, after=number % 2 > 0))(training.opt.step)
+        saved = through_file(training.opt.state_dict())
+        with torch.no_grad():
+            for own, found in zip(fresh.params, values(training.params), strict=True):
+                own.copy_(found)
+        fresh.opt.load_state_dict(saved)
+        assert set(fresh.steps()) <= {STEPS, STEPS + 1.0}
+        for step in range(STEPS + 1, STEPS + 1 + AFTER):
+            for each in (training, fresh):
+                each.fill(step)
+                each.opt.step()
+            for one, two in zip(training.params, fresh.params, strict=True):
+                torch.testing.assert_close(one, two, rtol=0, atol=1e-12)
+            assert max(map(so.orthonormality_error, fresh.constrained())) < 1e-13
+
+
+@pytest.mark.parametrize("by_saving", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adam", "muon"])
+def test_half_precision_follows_its_master_through_an_interruption(
+    name: str, by_saving: bool
+) -> None:
+    """By the next step, or by a checkpoint, what is seen is the master rounded, bit for bit."""
+
+    def masters(training: Training) -> list[Tensor]:
+        return [training.opt.state[p]["master"] for p in training.constrained()]
+
+    half = Training(name, torch.bfloat16)
+    old = [master.clone() for master in masters(half)]
+    half.fill(STEPS)
+    with Interrupt() as mode:
+        half.opt.step()
+    new = masters(half)
+    for at in range(3, mode.calls, max(1, mode.calls // 10)):
+        training = Training(name, torch.bfloat16)
+        training.fill(STEPS)
+        stopped_by(Interrupt(at, KeyboardInterrupt))(training.opt.step)
+        if by_saving:
+            training.opt.state_dict()
+        else:
+            for parameter in training.params:
+                parameter.grad = torch.zeros_like(parameter)
+            for group in training.opt.param_groups:
+                group["lr"] = 0.0
+            training.opt.step()
+        for parameter, master, *ends in zip(
+            training.constrained(), masters(training), old, new, strict=True
+        ):
+            assert torch.equal(parameter, master.to(torch.bfloat16)), at
+            tags = [matrices_of(parameter, value) for value in (master, *ends)]
+            for found, stayed, moved in zip(*tags, strict=True):
+                away = [(found - end).abs().amax((-2, -1)) for end in (stayed, moved)]
+                assert float(torch.minimum(*away).max()) < 1e-5, at
+        for group in training.opt.param_groups:
+            group["lr"] = 0.05
+        for step in range(STEPS + 1, STEPS + 1 + AFTER):
+            training.fill(step)
+            training.opt.step()
+        for parameter, master in zip(training.constrained(), masters(training), strict=True):
+            assert torch.equal(parameter, master.to(torch.bfloat16)), at
+            assert so.orthonormality_error(master, parameter.manifold) < 1e-4
 
 
 # ---- a warning turned into an error --------------------------------------------------------------

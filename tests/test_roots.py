@@ -32,10 +32,10 @@ def test_roots_are_exact_to_rounding(limit, size, dtype, overwrite, generator):
     matrix = (matrix + matrix.mT) / 2
     expected = (vectors * ((1 + values) ** -0.5 - 1).unsqueeze(-2)) @ vectors.mT
     bent = (vectors * (1 / (1 + (1 + values).sqrt())).unsqueeze(-2)) @ vectors.mT
-    found = roots(matrix, limit, scale=2.0, bend=4, overwrite=overwrite)
+    found = roots(matrix, limit, scale=2.0, companions=4, overwrite=overwrite)
     tolerance = 10 * math.sqrt(size) * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.shrink.double(), expected, rtol=0, atol=tolerance)
-    torch.testing.assert_close(found.bend.double(), bent[-4:], rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.difference.double(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(found.companion.double(), bent[-4:], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("limit", [1e-9, 1e-6])
@@ -43,14 +43,14 @@ def test_small_shrinkage_keeps_its_digits(limit, generator):
     vectors, values = spectrum(4, limit, generator)
     matrix = ((vectors * values.unsqueeze(-2)) @ vectors.mT).float()
     expected = (vectors * torch.expm1(-0.5 * torch.log1p(values)).unsqueeze(-2)) @ vectors.mT
-    error = (roots(matrix, limit).shrink.double() - expected).abs().max()
+    error = (roots(matrix, limit).difference.double() - expected).abs().max()
     assert error < 1e-3 * limit  # 1e-7 times less than the rounding of 1
 
 
 @pytest.mark.parametrize("limit", [1e131, 1e200])
 def test_an_enormous_bound_gives_no_error(limit):
     """The published flows get there before they leave floating point."""
-    found = roots(torch.eye(2, dtype=torch.float64).unsqueeze(0) * limit, limit).shrink
+    found = roots(torch.eye(2, dtype=torch.float64).unsqueeze(0) * limit, limit).difference
     torch.testing.assert_close(found[0].diagonal(), -torch.ones(2, dtype=torch.float64))
 
 

@@ -227,7 +227,7 @@ def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: st
     if retraction == "cayley":
         return cayley(turn * step)
     if retraction == "polar":
-        shrink = roots(size, limit, scale=step * step).shrink
-        return add_to_diagonal_(polar_rotation(turn, shrink, step), 1.0)
+        difference = roots(size, limit, scale=step * step).difference
+        return add_to_diagonal_(polar_rotation(turn, difference, step), 1.0)
     moved = add_to_diagonal_(turn * step, 1.0)
     return torch.bmm(moved, cholesky_factor(add_to_diagonal_(size * (step * step), 1.0)))

@@ -145,10 +145,10 @@ def passes_after(inner: Tensor, lr: Scalar, setting: Setting) -> int:
 class Moves(NamedTuple):
     """Turn and move in m x m matrices, for a direction V with W = V'V."""
 
-    frame: Tensor  # D R - I: X + X frame + eta V R is the new point, and what is added is small
+    within: Tensor  # D R - I: X + X within + eta V R is the new point, and what is added is small
     inverse_root: Tensor  # R
-    turn: Tensor  # D - I
-    bend: Tensor | None  # R (I + R)^(-1), if asked for
+    rotation: Tensor  # D - I
+    companion: Tensor | None  # R (I + R)^(-1), if asked for
     excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
     step: Scalar  # eta, shortened where it saturates
     limit: float  # a bound on K'K and eta^2 W
@@ -161,34 +161,34 @@ class Moves(NamedTuple):
 
 
 def moves_of(
-    skew: Tensor, gram_normal: Tensor, lr: Scalar, reader: Reader, *, bend: bool = False
+    skew: Tensor, gram_normal: Tensor, lr: Scalar, reader: Reader, *, companion: bool = False
 ) -> Moves:
     """Return the turn along ``skew`` = K / eta and the move along a direction V with W = V'V.
 
     Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Beyond
-    eta sigma = 4, or what the reader allows, a step saturates. ``bend`` asks for R (I + R)^(-1).
+    eta sigma = 4, or what the reader allows, a step saturates. ``companion``: also R (I + R)^(-1).
     """
     count = skew.size(0)
-    squares, second, scale, limit, turn, step = _spectra(skew, gram_normal, lr, reader)
-    found = roots(squares, limit, scale=scale, bend=count if bend else 0, square=second)
-    turn_shrink, shrink = found.shrink.unsafe_chunk(2)
-    rotation = polar_rotation(skew, turn_shrink, turn)
-    inverse_root = plus_identity(shrink)
-    frame = torch.baddbmm(shrink, rotation, inverse_root)  # D R - I, without forming D
-    excess = squares[count:], scale
-    return Moves(frame, inverse_root, rotation, found.bend, excess, step, limit)
+    squares, second, scale, limit, turn_step, step = _spectra(skew, gram_normal, lr, reader)
+    found = roots(squares, limit, scale=scale, companions=count if companion else 0, square=second)
+    of_turn, of_move = found.difference.unsafe_chunk(2)
+    rotation = polar_rotation(skew, of_turn, turn_step)
+    inverse_root = plus_identity(of_move)
+    within = torch.baddbmm(of_move, rotation, inverse_root)  # D R - I, without forming D
+    excess = (squares[count:], scale) if scale == 1.0 else (gram_normal, scale)
+    return Moves(within, inverse_root, rotation, found.companion, excess, step, limit)
 
 
-def turn_of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader) -> Tensor:
+def rotation_of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader) -> Tensor:
     """Return D - I for square matrices: X D is the whole move.
 
     For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
     not kept while the roots are worked out.
     """
-    square, second, scale, limit, turn, _ = _spectra(compute(), None, lr, reader)
-    shrink = roots(square, limit, scale=scale, overwrite=True, square=second).shrink
+    square, second, scale, limit, turn_step, _ = _spectra(compute(), None, lr, reader)
+    difference = roots(square, limit, scale=scale, overwrite=True, square=second).difference
     del square, second
-    return polar_rotation(compute(), shrink, turn)
+    return polar_rotation(compute(), difference, turn_step)
 
 
 def _spectra(
@@ -207,8 +207,6 @@ def _spectra(
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(squares)
-        if not limit < math.inf:
-            limit = scale * _bound_of_finite(squares, reader)
     # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
     is_short = size * limit <= most or (
         limit < math.inf
@@ -219,13 +217,13 @@ def _spectra(
         if limit > _LARGE * scale:  # their squares would overflow
             squares, scale = squares * scale, 1.0
         return squares, None, scale, limit, lr, lr
-    turn, step, second = _shortened(infinity_norm(skew), lr), lr, None
-    squares[:count] *= turn * turn
+    turn_step, step, second = _shortened(infinity_norm(skew), lr), lr, None
+    squares[:count] *= turn_step * turn_step
     if normal is not None:
         step = _shortened(infinity_norm(normal).sqrt(), lr)
         squares[count:] *= step * step
     if reader.is_exact:
-        return squares, None, 1.0, min(_bound_of_finite(squares, reader), most), turn, step
+        return squares, None, 1.0, min(_bound_of_finite(squares, reader), most), turn_step, step
     second = symmetric_product(squares, squares)
     bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
     limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
@@ -233,7 +231,7 @@ def _spectra(
     squares, second, shorter = squares * shorter, second * shorter.square(), shorter.sqrt()
     if normal is not None:
         step = step * shorter[count:]
-    return squares, second, 1.0, limit, turn * shorter[:count], step
+    return squares, second, 1.0, limit, turn_step * shorter[:count], step
 
 
 def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
@@ -250,8 +248,8 @@ def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, reader: Reader
     """Return M of U <- U M, momentum rot((2a - 1) eta Z); None where it is the number."""
     if momentum == 0 or a == METRICS["canonical"]:
         return None
-    turn = turn_of_square(lambda: skew, lr * (2 * a - 1), _Apart(reader))
-    return add_to_diagonal_(turn, 1.0).mul_(momentum)
+    rotation = rotation_of_square(lambda: skew, lr * (2 * a - 1), _Apart(reader))
+    return add_to_diagonal_(rotation, 1.0).mul_(momentum)
 
 
 def after(left: Tensor, right: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from stiefel_opt.functional.flows import (
     keep_,
     mend_point,
     mended,
-    turn_of_square,
+    rotation_of_square,
     zeroed,
 )
 from stiefel_opt.functional.stiefel_sgd import (
@@ -110,14 +110,14 @@ def adam_(
     kept = None if normal is None else Deferred(normal.first)
     inner, mending, overlap = measure(point, grad, kept, setting)
     torque = torque_of(inner, a, force)
-    matrix = None
+    coupled = None
     if normal is not None and a != METRICS["canonical"]:
         # the preconditioned Z of the step before; 0 at the first
         before = step - 1.0
         counted = before.clamp(min=1.0) if isinstance(before, Tensor) else max(before, 1.0)
         earlier = _precondition(skew.first, skew.divisor, counted, betas, eps)
         earlier_lr = lr * _gain(betas, counted, skew.second.dtype) * (before > 0)
-        matrix = coupling(earlier, betas[0], earlier_lr, a, reader)
+        coupled = coupling(earlier, betas[0], earlier_lr, a, reader)
     skew.first.lerp_(torque, weight)
     _second_moment_(skew, torque, decay, betas[1])
     gained_lr = lr * _gain(betas, step, skew.second.dtype)
@@ -126,32 +126,31 @@ def adam_(
         again = partial(_precondition, skew.first, skew.divisor, step, betas, eps)
         # a single matrix cannot be cut into batches that need less memory
         made = again() if point.size(0) > 1 else None
-        turn = turn_of_square(lambda: again() if made is None else made, gained_lr, reader)
-        new_point = add_product(point, point, turn)
+        rotation = rotation_of_square(lambda: again() if made is None else made, gained_lr, reader)
+        new_point = add_product(point, point, rotation)
         if transport == "projected":
-            keep_(skew.first, project_skew(skew.first, turn), ok)
+            keep_(skew.first, project_skew(skew.first, rotation), ok)
         return new_point if setting.correct is False else mend_point(new_point, setting.row_sum)
     ahead = _precondition(skew.first, skew.divisor, step, betas, eps, out=torque)
     inner = mended(mending, inner * force)
     force_normal = normal_force(point, inner, grad, force, ok)  # -g
     if overlap is not None:
         correct_normal_(normal.first, point, mending, zeroed(overlap, ok))
-    if ok is None and matrix is None and _may_fuse(normal, force_normal, step, eps):
+    if ok is None and coupled is None and _may_fuse(normal, force_normal, step, eps):
         direction = _fused_moments_(normal, force_normal, float(step), betas, eps)
     else:
         _second_moment_(normal, force_normal, decay, betas[1])
-        if matrix is None:
+        if coupled is None:
             normal.first.lerp_(force_normal, weight)
         else:
-            carried = product(normal.first, matrix).add_(force_normal, alpha=1 - betas[0])
+            carried = product(normal.first, coupled).add_(force_normal, alpha=1 - betas[0])
             keep_(normal.first, carried, ok)
             del carried
         direction = _precondition(normal.first, normal.divisor, step, betas, eps, out=force_normal)
-    del force_normal
+    del force_normal, inner
     is_normal = transport == "isometric"  # whose transport needs V itself
     if is_normal:
-        (inner,) = sums(setting.row_sum, (point, direction))
-        correct_normal_(direction, point, mending, inner)
+        correct_normal_(direction, point, mending, *sums(setting.row_sum, (point, direction)))
     moved = point, direction, normal.first, ahead, skew.first, mending, gained_lr
     return advance_(*moved, transport, setting, is_normal=is_normal)
 

@@ -227,19 +227,19 @@ def muon_(
         if state is not None:
             keep_(state, new, ok)
     step, limit = _step_of(lr, found.length)
-    shrink = roots(found.length * (step * step), limit).shrink
+    difference = roots(found.length * (step * step), limit).difference
     step = -step if maximize else step
     if found.along is None and setting.correct is not False:
         found = found._replace(mending=_mending(own_gram(point)))
-    # X c + (X w + M a) (-eta), times I + shrink, less X: what is added is small.
+    # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
     moved = found.mending - found.within * step
-    within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), shrink)
+    within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
     within = torch.where(found.sound, within, found.mending)
     if found.along is None:
         return add_product(point, *_same(point, within, point.dtype))
     moving = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
     along = found.along * -step
-    along = along.baddbmm(along, shrink)
+    along = along.baddbmm(along, difference)
     dtype = _tall_dtype(point, found)
     tall, within = _same(point, within, dtype)
     new = add_product_(add_product(tall, tall, within), *_same(moving, along, dtype))

@@ -50,7 +50,7 @@ from stiefel_opt.functional.flows import (
     mended,
     moves_of,
     passes_after,
-    turn_of_square,
+    rotation_of_square,
     zeroed,
 )
 from stiefel_opt.linalg import add_product, add_product_, product, sums
@@ -142,7 +142,7 @@ def sgd_(
     torque = torque_of(S, a, force)  # -f
     S = S if isinstance(force, float) and force == 1.0 else S * force
     S = S if M is None else mended(M, S)
-    turned = None if Z is None or a == 0.5 else coupling(Z, momentum, lr, a, reader)
+    coupled = None if Z is None or a == 0.5 else coupling(Z, momentum, lr, a, reader)
     ahead = torque  # along which X turns
     if Z is not None:  # Z <- mu Z - f
         _add_(torque, Z, momentum, Z, ok)
@@ -155,7 +155,7 @@ def sgd_(
         else:
             if overlap is not None:
                 correct_normal_(U.base, X, M, zeroed(overlap, ok))
-            earlier, mu = (U.base, momentum) if turned is None else (product(U.base, turned), 1.0)
+            earlier, mu = (U.base, momentum) if coupled is None else (product(U.base, coupled), 1.0)
             _add_(force_normal, earlier, mu, U.base, ok)
             V = force_normal.add_(U.base, alpha=momentum) if nesterov else U.base.clone()
         base = None if U is None else U.base
@@ -165,8 +165,8 @@ def sgd_(
     if overlap is not None and M is not None:  # X'U = 0 again
         N = mended(M, mended(M, overlap if L is None else torch.bmm(overlap, L)))
     earlier, mu = B if L is None else product(B, L), momentum
-    if turned is not None:
-        earlier, mu, N = product(earlier, turned), 1.0, torch.bmm(N, turned)
+    if coupled is not None:
+        earlier, mu, N = product(earlier, coupled), 1.0, torch.bmm(N, coupled)
     # B itself is still to be written, and Nesterov's direction needs it as it was
     combine = add_product if nesterov or earlier is B else add_product_
     pending = combine(earlier, X, torch.sub(S, N, alpha=mu), beta=mu)
@@ -182,15 +182,15 @@ def sgd_(
         across = zeroed(N * mu, ok)
         W, C = sums(setting.row_sum, (V, V), (V, B))
         W = torch.baddbmm(W, across.mH, across, alpha=-1.0)
-    del pending
     passes = passes_after(S, lr * (1 + momentum * nesterov), setting)
+    del pending, S, torque  # whatever is of no more use gives its memory back
     moves = moves_of(ahead, W, lr, reader)
-    R, eta, frame = moves.inverse_root, moves.step, moves.frame  # frame = D R - I
+    R, eta, within = moves.inverse_root, moves.step, moves.within  # within = D R - I
     if across is not None:
-        frame = frame + torch.bmm(across, R) * eta
+        within = within + torch.bmm(across, R) * eta
     if M is not None:
-        frame = after(M, frame)
-    new_point = add_product(X, X, frame)
+        within = after(M, within)
+    new_point = add_product(X, X, within)
     add_product_(new_point, V, R, alpha=eta)  # 5, 6  X <- X (D R) + B (eta R)
     root = None if L is None else moves.root(out=L if ok is None else None)
     shift = torch.bmm(R, C) * eta if root is None else W * eta  # L = R^(-1), N = eta W
@@ -202,7 +202,7 @@ def sgd_(
         keep_(L, root, ok)
     keep_(U.shift, shift, ok)
     if L is None and Z is not None:
-        keep_(Z, project_skew(Z, moves.turn), ok)
+        keep_(Z, project_skew(Z, moves.rotation), ok)
     return new_point
 
 
@@ -236,23 +236,26 @@ def advance_(
     inner = None if is_normal else mended(mending, crosses.pop())
     if inner is not None:
         own = torch.baddbmm(own, inner.mH, inner, alpha=-1.0)
-    moves = moves_of(ahead, own, lr, reader, bend=isometric and normal is not None)
-    step, passes = moves.step, 0 if reader.is_blind else max(passes, moves.limit > 1)
-    if normal is not None and moves.bend is not None:
-        bent = torch.bmm(moves.bend, zeroed(crosses[0], ok))
+    within, R, rotation, companion, excess, step, limit = moves_of(
+        ahead, own, lr, reader, companion=isometric and normal is not None
+    )
+    passes = 0 if reader.is_blind else max(passes, limit > 1)
+    if normal is not None and companion is not None:
+        bent = torch.bmm(companion, zeroed(crosses[0], ok))
         add_product_(normal, direction, bent, alpha=step * step)
-    frame = moves.frame
+        del bent
+    del own, companion, excess
     if inner is not None:
-        frame = frame - torch.bmm(inner, moves.inverse_root) * step
-    new_point = add_product(point, point, frame if mending is None else after(mending, frame))
-    add_product_(new_point, direction, moves.inverse_root, alpha=step)
+        within = within - torch.bmm(inner, R) * step
+    new_point = add_product(point, point, within if mending is None else after(mending, within))
+    add_product_(new_point, direction, R, alpha=step)
     if normal is None:
         return mend_point(new_point, setting.row_sum, passes)
     cross = zeroed(crosses[0], ok)
     if not isometric:
-        cross = torch.bmm(moves.inverse_root, cross)
+        cross = torch.bmm(R, cross)
         if skew is not None:
-            keep_(skew, project_skew(skew, moves.turn), ok)
+            keep_(skew, project_skew(skew, rotation), ok)
     add_product_(normal, new_point, cross, alpha=-step)
     if passes:
         new_point, overlap = mend_after(new_point, normal, setting.row_sum, passes)
@@ -313,9 +316,9 @@ def subtract_(
         torch.where(ok, pending, target, out=target)
 
 
-def project_skew(skew: Tensor, turn: Tensor) -> Tensor:
+def project_skew(skew: Tensor, rotation: Tensor) -> Tensor:
     """Return the skew part of D'Z: what projection onto the tangent space at X D leaves of X Z."""
-    carried = torch.baddbmm(skew, turn.mH, skew)
+    carried = torch.baddbmm(skew, rotation.mH, skew)
     return (carried - carried.mH) / 2
 
 
@@ -361,8 +364,8 @@ def _sgd_of_square(
         half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
         ahead = torch.sub(half, half.mH, out=skew)
         del half
-    turn = turn_of_square(lambda: ahead, lr, setting.reader or reader_for(point))
-    new_point = add_product(point, point, turn)
+    rotation = rotation_of_square(lambda: ahead, lr, setting.reader or reader_for(point))
+    new_point = add_product(point, point, rotation)
     if transport == "projected" and skew is not None:
-        keep_(skew, project_skew(skew, turn), ok)
+        keep_(skew, project_skew(skew, rotation), ok)
     return new_point if setting.correct is False else mend_point(new_point, setting.row_sum)

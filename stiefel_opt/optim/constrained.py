@@ -212,7 +212,7 @@ class Constrained:
         self._changed: set[int] = set()  # places of those that somebody else has written to
         self._seen = [-1] * len(owners), [-1] * len(owners)  # the parameters after our last write
         self._now = self._look()
-        self._turns = 0
+        self._steps_begun = 0
         self._is_gone = False
         self._uncounted = 0  # the version of the counts before a step
         self._begun: list[int] = []  # versions of the parameters before a step
@@ -386,7 +386,7 @@ class Constrained:
         with exact_products(self.steps):
             for whole, members in self.masters:
                 follow_(whole, torch.stack([owner.local() for owner in members]))
-            self._turns += 1
+            self._steps_begun += 1
             counts = self.steps.tolist() if self._reads else []
             if counts and min(counts) == max(counts):
                 counts = counts[:1]
@@ -491,7 +491,9 @@ class Constrained:
         ``counts`` are the steps before it: one if all have taken as many, none where unknown.
         """
         if not counts:
-            return batch.of_each(self.steps[places] + 1.0), self._turns % _CORRECTION_PERIOD == 0
+            return batch.of_each(
+                self.steps[places] + 1.0
+            ), self._steps_begun % _CORRECTION_PERIOD == 0
         each = counts if len(counts) == 1 else [counts[place] for place in places]
         each = [count + 1.0 for count in each]
         due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
