@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn
-from contract import assert_same, backward, constrained, model, optimizer, through_file, train
+from contract import (
+    IS_ON_CPU,
+    assert_same,
+    backward,
+    constrained,
+    model,
+    optimizer,
+    through_file,
+    train,
+)
 from test_optim_gradient_sets import bytes_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -140,12 +149,34 @@ def test_nothing_is_copied_to_the_host(
     assert copies == 0
 
 
-@pytest.mark.parametrize(("name", "bar"), [("sgd", 1.5), ("adam", 2.0)])
+MANY, ALONE = [(1024, 128)] * 32, [(512, 64)]  # those of one matrix live at the same time
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "bar", "machine"),
+    [
+        ("sgd", MANY, 1.5, "as_accelerator"),
+        ("adam", MANY, 2.0, "as_accelerator"),
+        ("sgd", ALONE, 2.3, "as_accelerator"),
+        ("adam", ALONE, 3.0, "as_accelerator"),
+        ("sgd", ALONE, 1.7, "cpu"),
+        ("adam", ALONE, 2.7, "cpu"),
+    ],
+)
 @pytest.mark.parametrize("nonfinite", ["skip", pytest.param("ignore", marks=pytest.mark.slow)])
-def test_temporaries_stay_below_the_parameters(name: str, bar: float, nonfinite: str) -> None:
+def test_temporaries_stay_below_the_parameters(
+    name: str,
+    shapes: list[tuple[int, int]],
+    bar: float,
+    machine: str,
+    nonfinite: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if machine == "cpu":
+        monkeypatch.setattr(IS_ON_CPU, lambda _: True)
     generator = torch.Generator().manual_seed(0)
-    start = torch.linalg.qr(torch.randn(1024, 128, generator=generator)).Q
-    weights = [so.ManifoldParameter(start.clone()) for _ in range(32)]
+    start = torch.linalg.qr(torch.randn(shapes[0], generator=generator)).Q
+    weights = [so.ManifoldParameter(start.clone()) for _ in shapes]
     rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[name]
     opt = rule(weights, lr=1e-3, nonfinite=nonfinite)
     for weight in weights:
@@ -172,7 +203,7 @@ def trained(
     """Train with gradients that depend on the step only; in `spoil` those of a layer are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         if host:
-            patch.setattr("stiefel_opt.device.is_cpu", lambda tensor: tensor.device.type == "cpu")
+            patch.setattr(IS_ON_CPU, lambda tensor: tensor.device.type == "cpu")
         net = so.retag(model().to(dtype))
         opt = optimizer(name, net.named_parameters(), **{"weight_decay": 0, **options})
         for step in range(steps):
@@ -262,7 +293,7 @@ def test_gradients_may_come_and_go(name: str) -> None:
                     parameter.grad = None
             with pytest.MonkeyPatch.context() as patch:
                 if index:
-                    patch.setattr("stiefel_opt.device.is_cpu", lambda _: True)
+                    patch.setattr(IS_ON_CPU, lambda _: True)
                 with Counted(opt) as counted:
                     opt.step()
             assert index or step < 10 or counted.waits == []
