@@ -73,8 +73,11 @@ class Decoder:
         yield "model.norm", self.norm, (self.head,)
 
 
-def read_decoder(model: object) -> Decoder:
-    """Find the modules of a Llama-like decoder; raise for what is none, naming what is missing."""
+def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
+    """Find the modules of a Llama-like decoder; raise for what is none, naming what is missing.
+
+    With ``quantised`` linear layers may be those of a quantiser, and no weight is looked at.
+    """
     given = model.module if isinstance(model, DistributedDataParallel) else model
     model = check_module("model", given)
     known = dict(model.named_modules(remove_duplicate=False))
@@ -96,12 +99,13 @@ def read_decoder(model: object) -> Decoder:
             remedy = "only Llama, Mistral, Qwen2, Qwen3 and what is built like them can be rotated"
             raise ValueError(fail(name, wanted, ", ".join(more), remedy))
 
-    embedding, head = find("model.embed_tokens", nn.Embedding), find("lm_head", nn.Linear)
+    linear: Any = nn.Module if quantised else nn.Linear
+    embedding, head = find("model.embed_tokens", nn.Embedding), find("lm_head", linear)
     norm, blocks = find("model.norm", nn.Module), find("model.layers", nn.ModuleList)
     layers = []
     for number in range(len(blocks)):
         name = f"model.layers.{number}"
-        q, k, v, o, gate, up, down = (find(f"{name}.{leaf}", nn.Linear) for leaf in LINEARS)
+        q, k, v, o, gate, up, down = (find(f"{name}.{leaf}", linear) for leaf in LINEARS)
         norms = [find(f"{name}.{leaf}", nn.Module) for leaf in NORMS]
         attention = known[f"{name}.self_attn"]
         only(name, {*NORMS, *PROJECTIONS})
@@ -112,18 +116,28 @@ def read_decoder(model: object) -> Decoder:
         )
     if not layers:
         raise ValueError(fail("model.layers", "hold at least one layer", "none"))
-    linears = [pair for layer in layers for pair in layer.linears()]
-    for name, linear in [("lm_head", head), *linears]:
-        _check_weight(name, linear.weight)
     config = getattr(model, "config", None)
-    if quantization_of(model) not in (None, "gguf"):  # transformers unpacks gguf into plain tensors
-        remedy = "load the checkpoint before it was quantised"
-        found = f"config.quantization_config of {quantization_of(model)}"
-        raise TypeError(fail("model", "not be quantised", found, remedy))
     heads = getattr(config, "num_attention_heads", None)
-    inner = layers[0].output.in_features
+    inner = getattr(layers[0].output, "in_features", 0)
     size = getattr(layers[0].attention, "head_dim", None) or (inner // heads if heads else 0)
-    for layer in layers:
+    found = Decoder(model, embedding, tuple(layers), norm, head, embedding.embedding_dim, size)
+    if not quantised:
+        _check_weights(found)
+    return found
+
+
+def _check_weights(decoder: Decoder) -> None:
+    """Raise where weights are quantised, or are not those of heads."""
+    linears = [pair for layer in decoder.layers for pair in layer.linears()]
+    for name, linear in [("lm_head", decoder.head), *linears]:
+        _check_weight(name, linear.weight)
+    method, size = quantization_of(decoder.model), decoder.head_size
+    if method not in (None, "gguf"):  # transformers unpacks gguf into plain tensors
+        remedy = "load the checkpoint before it was quantised"
+        raise TypeError(
+            fail("model", "not be quantised", f"config.quantization_config of {method}", remedy)
+        )
+    for layer in decoder.layers:
         for leaf, features in (
             ("q_proj", layer.query.out_features),
             ("v_proj", layer.value.out_features),
@@ -132,7 +146,6 @@ def read_decoder(model: object) -> Decoder:
             if not size or features % size:
                 wanted = f"have features that are heads of {size}"
                 raise ValueError(fail(f"{layer.name}.self_attn.{leaf}", wanted, features))
-    return Decoder(model, embedding, tuple(layers), norm, head, embedding.embedding_dim, size)
 
 
 def quantization_of(model: nn.Module) -> str | None:

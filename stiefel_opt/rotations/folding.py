@@ -75,13 +75,14 @@ def load_online_(model: ModelT) -> ModelT:
     """Install the fixed rotations that a folded model was saved with; needed after loading it.
 
     Args:
-        model: From ``from_pretrained``; its ``config.stiefel_rotations`` names what is online.
+        model: From ``from_pretrained``; its ``config.stiefel_rotations`` names what is online. It
+            may have been quantised after folding.
 
     Returns: The model. Calling this twice changes nothing.
     Raises:
         ValueError: for a model that was not folded, and for names that are not known.
     """
-    decoder = read_decoder(model)
+    decoder = read_decoder(model, quantised=True)
     state = state_of(decoder.model)
     if state.get("state") != "folded":
         found = state.get("state", "without config.stiefel_rotations")
