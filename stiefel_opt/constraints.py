@@ -5,6 +5,7 @@ The record on the module, see :mod:`stiefel_opt.watching`, restores the tag at a
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -74,8 +75,8 @@ def constrain(
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
             read as the convolution whose adjoint it is, one row for each input channel.
-        scale: As in :class:`Stiefel`. "keep" takes the mean singular value of the weight, which
-            moves a trained weight least.
+        scale: As in :class:`Stiefel`. "keep" takes the root mean square of the singular values, so
+            that a trained weight keeps its norm.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -113,7 +114,7 @@ def constrain(
         remedy = "call so.constrain before fully_shard, or project=False: the first step projects"
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
     if keep:
-        reading = replace(reading, scale=mean_singular_value(parameter, reading, name))
+        reading = replace(reading, scale=kept_scale(parameter, reading, name))
     moved = _project(parameter, reading, name) if project and not parameter.is_meta else None
     _warn_if_grouped(owner, leaf, reading)
     record(owner, leaf, reading)
@@ -227,15 +228,14 @@ def _project(tensor: Tensor, reading: Stiefel, name: str) -> float:
 
 
 @torch.no_grad()
-def mean_singular_value(parameter: Tensor, reading: Stiefel, name: str) -> float:
-    """Return the scale at which the points of a reading are nearest to the value."""
+def kept_scale(parameter: Tensor, reading: Stiefel, name: str) -> float:
+    """Return the root mean square of the singular values: points of that scale have its norm."""
     if parameter.is_meta:
         raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
-    values = [
-        torch.linalg.svdvals(widened(reading.matrices(part, index))).flatten()
-        for index, part in enumerate(reading.parts(parameter))
-    ]
-    mean = float(torch.cat(values).mean())
+    matrices = [reading.matrices(p, index) for index, p in enumerate(reading.parts(parameter))]
+    norms = torch.stack([torch.linalg.vector_norm(widened(matrix)) for matrix in matrices])
+    count = sum(matrix.numel() // matrix.size(-2) for matrix in matrices)  # of singular values
+    mean = float(torch.linalg.vector_norm(norms)) / math.sqrt(count)
     if not 0 < mean < float("inf"):
         raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
     return mean

@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_dtype, check_module, fail
-from stiefel_opt.constraints import constrain, mean_singular_value
+from stiefel_opt.constraints import constrain, kept_scale
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
 from stiefel_opt.report import report, table
@@ -161,7 +161,7 @@ def constrain_attention(
         for index, (name, reading) in enumerate(plan):
             parameter, called = module.get_parameter(name), _joined(path, name)
             _check(parameter, reading, called)
-            own = mean_singular_value(parameter, reading, called) if scale == "keep" else scale
+            own = kept_scale(parameter, reading, called) if scale == "keep" else scale
             plan[index] = name, replace(reading, scale=own)
     lines = []
     for path, module, plan in plans:
