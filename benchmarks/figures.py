@@ -700,7 +700,7 @@ def why(path: Path) -> None:
             axis.set_title(title, fontsize=10)
             handles, names = axis.get_legend_handles_labels()
             lines |= dict(zip(names, handles, strict=True))
-        columns = min(len(lines), 2 * len(panels))
+        columns = math.ceil(len(lines) / math.ceil(len(lines) / (2 * len(panels))))
         below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
         figure.legend(lines.values(), lines, **below)
         save(figure, path.with_name(f"{name}.png"))
