@@ -127,7 +127,9 @@ class Reading:
 
     def parameter(self, value: Array, dtype: torch.dtype = torch.float64) -> torch.nn.Parameter:
         manifold = so.Stiefel(**self.manifold)
-        return so.ManifoldParameter(torch.tensor(value, dtype=dtype), manifold=manifold)
+        return so.ManifoldParameter(
+            torch.tensor(value, dtype=dtype), manifold=manifold, project=False
+        )
 
 
 READINGS = {
