@@ -24,13 +24,12 @@ M_T of M, as M_T / |M_T|_2 is feasible. With u >= |M_T|_2, u^4 the sum of the fo
 singular values, delta = smoothing |M_T|_F^2 / (m u) leaves at least 1 - 0.31 smoothing of the
 optimum, whatever M is.
 
-**Where values can be read** g is minimised by Newton's method in the geometry of positive definite
-matrices, R <- R^(1/2) (I + U/2)^2 R^(1/2), where a step is not shortened by singular values of
-different size: one eigenvalue decomposition a step, and U by conjugate gradients, three products an
-iteration. **Elsewhere** the same steps, a fixed number, without the eigenbasis: R and R^(-1) by
-polynomials, and the equations R Y + Y R = K by doubling. What is kept between steps is
-T = -Lambda, of L = sym B + Lambda: R is the root of Q + (T + K)'(T + K). **Square matrices** have
-Lambda = 0: D is X times the polar factor of K, by polynomials.
+**Where values can be read** the search is over the dual variable, one eigenvalue decomposition of
+m x m an iteration, until a bound says that D is good enough: see
+:mod:`stiefel_opt.functional.spectral_search`. **Elsewhere** a fixed number of Newton steps for g,
+by products: R and R^(-1) by polynomials, and the equations R Y + Y R = K by doubling. What is kept
+between steps is T = -Lambda, of L = sym B + Lambda: R is the root of Q + (T + K)'(T + K). **Square
+matrices** have Lambda = 0: D is X times the polar factor of K, by polynomials.
 """
 
 from __future__ import annotations
@@ -45,6 +44,15 @@ from torch import Tensor
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import finest_dtype, is_free_to_read
 from stiefel_opt.functional.flows import Setting, keep_, zeroed
+from stiefel_opt.functional.spectral_search import (
+    fits,
+    fixed_steps,
+    inner_product,
+    schedule,
+    search,
+    square_norm,
+    trace_of,
+)
 from stiefel_opt.linalg import (
     add_product,
     add_product_,
@@ -66,10 +74,6 @@ Scalar = float | Tensor
 # Dual steps where nothing can be read: from a multiplier, and without one.
 _WARM: Final = 2
 _COLD: Final = 6
-_NEWTON: Final = 60  # the most decompositions; 3 to 17 are usual from a cold start
-_CONJUGATE: Final = 30  # the most iterations for one Newton step
-_LENGTH: Final = 5e-5  # by which |D'D - I| may exceed what smoothing explains
-_SOLVE: Final = 3  # iterations for a Newton step by products alone
 _RADIAL: Final = 1e-4  # share of |M|^2 below which M_T is worked out by itself
 _ROUNDING: Final = 4.0  # times eps |M|: what of M may be rounding
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
@@ -84,8 +88,8 @@ def spectral_direction(
     multiplier: Tensor | None = None,
     *,
     steps: int | None = None,
-    tolerance: float = 1e-5,
-    smoothing: float = 3e-4,
+    tolerance: float = 5e-5,
+    smoothing: float = 1e-4,
     row_sum: RowSum | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return the steepest tangent direction of spectral norm 1, and its multiplier.
@@ -99,9 +103,8 @@ def spectral_direction(
         grad: M, the gradient or the momentum, same shape.
         multiplier: Lambda of a similar problem, ``(k, m, m)``, as a start; zero is no start.
         steps: Dual steps, a fixed number, by products alone. Default: where values can be read as
-            many Newton steps as ``tolerance`` asks for, elsewhere 2 with a multiplier and 6
-            without.
-        tolerance: Relative residual at which Newton's method stops.
+            many iterations as ``tolerance`` asks for, elsewhere 2 with a multiplier and 6 without.
+        tolerance: What the value may lack of an upper bound, relative to it, beside smoothing.
         smoothing: The value is at least 1 - 0.31 smoothing times the optimum.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
@@ -113,8 +116,8 @@ def spectral_direction(
         matrices one and one. One sum of m (2m + 1) numbers over the rows. The m x m work is in
         float64 where the device has it, as are the tall products of the sums, and on a CPU those
         of an ill-conditioned M; where M is all but radial, one more product and the sums again.
-        Without ``steps`` matrices with n >= 4m take 3 to 10 eigenvalue decompositions, those with n
-        below 2m about 12 and up to 60. A fixed step is about 270 products of m x m, and 50 for the
+        Without ``steps`` matrices with n >= 4m take 5 to 12 eigenvalue decompositions, those with n
+        below 2m about 20 and up to 110. A fixed step is about 270 products of m x m, and 50 for the
         roots at the end; where it has not converged D is shortened to norm 1.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem and its dual.
     """
@@ -164,7 +167,7 @@ def spectral_gap(
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
     packed = torch.cat([own_gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
     packed = packed if row_sum is None else row_sum(packed)
-    length = _largest(packed[..., :-1]).clamp(min=1.0).sqrt()
+    length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
     inner = parts.skew - sym(multiplier.to(work))
     own = parts.square + own_gram(inner)
     bound = torch.linalg.eigvalsh(sym(own)).clamp(min=0.0).sqrt().sum(dim=-1)
@@ -183,8 +186,8 @@ def muon_(
     nesterov: bool = True,
     maximize: bool = False,
     steps: int | None = None,
-    tolerance: float = 1e-5,
-    smoothing: float = 3e-4,
+    tolerance: float = 5e-5,
+    smoothing: float = 1e-4,
     setting: Setting = Setting(),  # noqa: B008
 ) -> Tensor:
     r"""One step of StiefelMuon; returns the new point and updates the state in place.
@@ -312,17 +315,17 @@ def _solve(
     floor = (smoothing / m * spread).square() + noise
     start = None if multiplier is None else _start(multiplier, turn, factor)
     if steps is None and is_free_to_read(point):
-        inverse, half, shift, length = _newton(turn, own, start, floor, tolerance)
+        inverse, half, shift, length = search(turn, own, start, floor, tolerance)
     else:
         count = (_COLD if multiplier is None else _WARM) if steps is None else steps
-        inverse, half, shift, length = _fixed_steps(turn, own, start, floor, count, smoothing / m)
+        inverse, half, shift, length = fixed_steps(turn, own, start, floor, count, smoothing / m)
     along = inverse * factor
     # N = M - X c B
     within = torch.baddbmm(half, parts.inner, along, beta=2.0, alpha=-1.0)
     within = within.baddbmm(parts.mending, within)
     shift = torch.where(sound, shift * scale, 0.0)
     within = torch.where(sound, within, 0.0)
-    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * _square_norm(along)).sqrt() / m
+    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * square_norm(along)).sqrt() / m
     finite = parts.noise.isfinite()
     return _Found(within, along, moving, parts.mending, length, -shift, finite, sound, gain)
 
@@ -339,10 +342,10 @@ def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: fl
     finite = largest.isfinite()
     sound = (largest > 0) & finite
     inner = torch.where(sound, inner / largest, 0.0)  # squares must neither over- nor underflow
-    size = _square_norm(inner)
+    size = square_norm(inner)
     inner = skew(inner)
     square = own_gram(inner)
-    trace = _trace(square)
+    trace = trace_of(square)
     # the skew part of what is all but symmetric is rounding
     share = trace / (trace + size * (_ROUNDING * torch.finfo(inner.dtype).eps) ** 2)
     share = torch.where(sound, share, 0.0)
@@ -363,14 +366,14 @@ def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: fl
         lower = low
         for factor in factors:
             lower *= factor * (3.0 - (factor * lower) ** 2) / 2.0
-        for factor in _schedule(lower, max(5 * tolerance, eps)):
+        for factor in schedule(lower, max(tolerance, eps)):
             polar = _odd(polar, square, factor)
             square = own_gram(polar)
             factors.append(factor)
         if low <= least:
             break
-        lost = (0.28 * m - 0.01 * _trace(square) - 0.27 * _square_norm(square)) * low
-        if bool((lost <= 0.31 * smoothing * _inner(inner, polar)).all()):
+        lost = (0.28 * m - 0.01 * trace_of(square) - 0.27 * square_norm(square)) * low
+        if bool((lost <= 0.31 * smoothing * inner_product(inner, polar)).all()):
             break
         low = max(low / 30, least)
     zero, polar, square = torch.zeros_like(polar), polar * share, square * share.square()
@@ -386,7 +389,7 @@ def _odd(matrix: Tensor, square: Tensor, factor: float) -> Tensor:
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
     """Return u and |A|_F^2 / u^2 >= 1 for A'A: u^4 = |A'A|_F^2, the sum of all s^4, >= |A|_2^4."""
-    trace = _trace(square)
+    trace = trace_of(square)
     share = torch.linalg.vector_norm(square / trace, dim=(-2, -1), keepdim=True)  # 1/m to 1
     return (trace * share).sqrt(), share.reciprocal()
 
@@ -402,7 +405,7 @@ def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> tup
     size = parts.noise / (_NOISE * torch.finfo(work).eps)
     if not is_free_to_read(point):
         return moving, parts
-    is_lost = _trace(parts.square) + _square_norm(parts.skew) < _RADIAL * size
+    is_lost = trace_of(parts.square) + square_norm(parts.skew) < _RADIAL * size
     if not bool(is_lost.any()):
         return moving, parts
     normal = sym(parts.inner)
@@ -428,7 +431,7 @@ def _parts_of(tall: Tensor, other: Tensor, row_sum: RowSum | None) -> _Parts:
     mending = _mending(point_own)
     inner = inner.baddbmm(mending, inner)
     square = sym(own - own_gram(inner))
-    noise = _trace(own) * (_NOISE * torch.finfo(own.dtype).eps)
+    noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, mending, noise)
 
 
@@ -439,283 +442,7 @@ def _mending(own: Tensor) -> Tensor:
 
 def _start(multiplier: Tensor, turn: Tensor, factor: Tensor) -> Tensor:
     """Return T of the multiplier; the optimal T is never longer than K."""
-    return _fits(sym(multiplier.to(turn.dtype)) * -factor, turn)
-
-
-def _fits(shift: Tensor, turn: Tensor) -> Tensor:
-    """Return T, shortened to the length of K; 0 where it is not finite."""
-    size, most = _square_norm(shift), _square_norm(turn)
-    fits = torch.where(size > most, (most / size).sqrt(), 1.0)
-    return torch.where(size.isfinite(), shift * fits, 0.0)
-
-
-class _Spectrum(NamedTuple):
-    """R = V diag(r) V', and in its eigenbasis Y, F = R^(-1) (Q + delta^2) R^(-1), 4Y'Y + F - I.
-
-    ``objective`` is g(R). All are ``(k, ., .)``; r is ``(k, 1, m)``.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    turn: Tensor
-    normal: Tensor
-    excess: Tensor
-    objective: Tensor
-
-
-def _spectrum(
-    values: Tensor, vectors: Tensor, turn: Tensor, own: Tensor, floor: Tensor
-) -> _Spectrum:
-    values = values.unsqueeze(-2)
-    half = torch.bmm(vectors.mH, torch.bmm(turn, vectors)) / (values + values.mT)
-    normal = torch.bmm(vectors.mH, torch.bmm(own, vectors)) / (values * values.mT)
-    normal.diagonal(dim1=-2, dim2=-1).add_((floor / values.square()).squeeze(-2))
-    excess = torch.baddbmm(normal, half.mH, half, alpha=4.0)
-    diagonal = excess.diagonal(dim1=-2, dim2=-1).real.unsqueeze(-2)
-    objective = (values * (diagonal + 1.0)).sum(dim=-1, keepdim=True) / 2
-    return _Spectrum(values, vectors, half, normal, add_to_diagonal_(excess, -1.0), objective)
-
-
-def _newton(
-    turn: Tensor, own: Tensor, start: Tensor | None, floor: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Minimise g(R); return R^(-1), Y, T and D'D."""
-    inner = turn if start is None else turn + start
-    values, vectors = torch.linalg.eigh(sym(own + own_gram(inner)))
-    whole = _spectrum((values.clamp(min=0.0) + floor.squeeze(-1)).sqrt(), vectors, turn, own, floor)
-    radius = torch.full_like(whole.objective, math.inf)
-    active = _unfinished(whole, floor, tolerance).nonzero().squeeze(-1)
-    for _ in range(_NEWTON):
-        if active.numel() == 0:
-            break
-        old = _Spectrum(*(part[active] for part in whole))
-        step = _newton_step(old)
-        length = _square_norm(step).sqrt()
-        step = step * (radius[active] / length).clamp(max=1.0)
-        scale = (old.values * old.values.mT).sqrt()
-        half = add_to_diagonal_(step / 2, 1.0)
-        moved = own_gram(half) * scale
-        moved = torch.bmm(old.vectors, torch.bmm(moved, old.vectors.mH))
-        values, vectors = torch.linalg.eigh(sym(moved))
-        least = floor[active].squeeze(-1).sqrt() / 8
-        new = _spectrum(
-            torch.maximum(values, least), vectors, turn[active], own[active], floor[active]
-        )
-        better = new.objective <= old.objective * (1 + 1e-13)
-        for kept, fresh, before in zip(whole, new, old, strict=True):
-            kept[active] = torch.where(better, fresh, before)
-        radius[active] = torch.where(better, math.inf, torch.minimum(length, radius[active]) / 4)
-        gained = old.objective - new.objective
-        stuck = (gained < 1e-13 * old.objective) & (better | (radius[active] < 1e-6))
-        at = _Spectrum(*(part[active] for part in whole))
-        active = active[_unfinished(at, floor[active], tolerance) & ~stuck.flatten()]
-    vectors, values = whole.vectors, whole.values
-    inverse = torch.bmm(vectors / values, vectors.mH)
-    half = torch.bmm(vectors, torch.bmm(whole.turn, vectors.mH))
-    shift = torch.bmm(vectors, torch.bmm(whole.turn * (values - values.mT), vectors.mH))
-    less = torch.diag_embed((floor / values.square()).squeeze(-2))
-    length = torch.bmm(vectors, torch.bmm(whole.excess - less, vectors.mH))
-    length = add_to_diagonal_(sym(length), 1.0)
-    long = _square_norm(whole.excess) > _LENGTH**2
-    if bool(long.any()):  # |D| <= 1 all the same
-        most = torch.where(long, _largest(length)[:, None, None].clamp(min=1.0), 1.0)
-        inverse, half, length = inverse / most.sqrt(), half / most.sqrt(), length / most
-    return inverse, skew(half), sym(shift), length
-
-
-def _unfinished(at: _Spectrum, floor: Tensor, tolerance: float) -> Tensor:
-    """Say which members ``(k,)`` have not converged: R^(1/2) (D'D - I) R^(1/2), and |D|.
-
-    Where R is small D'D may still be off, but then smoothing keeps it below I, and it is enough to
-    know that.
-    """
-    scaled = at.excess * (at.values * at.values.mT).sqrt()
-    most = tolerance * at.values.sum(dim=-1, keepdim=True) / math.sqrt(at.values.size(-1))
-    far = (_square_norm(scaled).sqrt() > most).flatten()
-    unsure = (_square_norm(at.excess).sqrt().flatten() > _LENGTH) & ~far
-    if bool(unsure.any()):
-        less = (floor[unsure] / at.values[unsure].square()).squeeze(-2)
-        far[unsure] = _largest(at.excess[unsure] - torch.diag_embed(less)) > _LENGTH
-    return far
-
-
-def _largest(matrix: Tensor) -> Tensor:
-    """Return the largest eigenvalue of symmetric matrices, ``(k,)``."""
-    eigenvalues: Tensor = torch.linalg.eigvalsh(matrix)
-    return eigenvalues[:, -1]
-
-
-def _newton_step(at: _Spectrum) -> Tensor:
-    """Return U of a Newton step by conjugate gradients, in the eigenbasis of R.
-
-    Along R^(1/2) exp(t U) R^(1/2) the second derivative of g is <U, H U>,
-
-        H U = 2 R^(1/2) (E Y + Y E) R^(1/2) + sym(U Phi),  R E + E R = -(R'Y + Y R'),
-
-    with R' = R^(1/2) U R^(1/2) and Phi = R^(1/2) (I - 4Y'Y + F) R^(1/2) / 2.
-    """
-    scale = (at.values * at.values.mT).sqrt()
-    both = at.values + at.values.mT
-    gradient = at.excess * scale * -0.5
-    # I - 4Y'Y + F = 2F - (4Y'Y + F - I)
-    phi = (at.normal * 2 - at.excess) * scale * 0.5
-    weight = at.values * (1 + at.normal.diagonal(dim1=-2, dim2=-1).real.unsqueeze(-2))
-    weight = (weight + weight.mT) / 4
-    residual = -gradient
-    direction = preconditioned = residual / weight
-    step = torch.zeros_like(gradient)
-    left = first = _inner(residual, preconditioned)
-    enough = 1e-2 * (first * 100 / at.objective).clamp(max=1.0) * first
-    for _ in range(_CONJUGATE):
-        change = torch.bmm(direction * scale, at.turn)
-        change = torch.bmm((change.mH - change) / both, at.turn)
-        image = 2 * scale * (change + change.mH) + sym(torch.bmm(direction, phi))
-        curvature = _inner(direction, image)
-        least = 1e-6 * _inner(direction, weight * direction)
-        going = (left > enough) & (curvature > least)
-        advance = torch.where(going, left / curvature, 0.0)
-        step = step + direction * advance
-        residual = residual - image * advance
-        preconditioned = residual / weight
-        new = _inner(residual, preconditioned)
-        if not bool((going & (new > enough)).any()):
-            break
-        direction = torch.where(going, preconditioned + direction * (new / left), direction)
-        left = torch.where(going, new, left)
-    lost = _square_norm(step) == 0  # no curvature at the very first
-    return torch.where(lost, -gradient / weight, step)
-
-
-def _fixed_steps(
-    turn: Tensor, own: Tensor, start: Tensor | None, floor: Tensor, steps: int, lower: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Improve T by ``steps`` Newton steps; return R^(-1), Y, T and D'D, by products alone.
-
-    R is that of T, and the step W that of :func:`_newton_step` for R' = W, without an eigenbasis:
-
-        2 (E Y + Y E) + sym(S W (F + G)) = -G,   R E + E R = -(W Y + Y W),   S = R^(-1),
-
-    G = (I - 4Y'Y - F) / 2. Then T + dT = (Y + E)(R + W) - (R + W)(Y + E).
-    """
-    shift = torch.zeros_like(turn) if start is None else start
-    root, inverse = _roots_at(turn, own, shift, floor, lower)
-    for _ in range(steps):
-        shift = _fits(_improved(turn, own, root, inverse, floor, lower), turn)
-        root, inverse = _roots_at(turn, own, shift, floor, lower)
-    half = skew(torch.bmm(turn + shift, inverse)) / 2
-    length = sym(own_gram(half) * 4 + torch.bmm(inverse, torch.bmm(own, inverse)))
-    # D'D = I - floor R^(-2) + E: what E adds is taken from the length of D
-    excess = add_to_diagonal_(length + own_gram(inverse) * floor, -1.0)
-    most = 1.0 + torch.linalg.vector_norm(own_gram(excess), dim=(-2, -1), keepdim=True).sqrt()
-    return inverse * most.rsqrt(), half * most.rsqrt(), shift, length / most
-
-
-def _improved(
-    turn: Tensor, own: Tensor, root: Tensor, inverse: Tensor, floor: Tensor, lower: float
-) -> Tensor:
-    """Return T + dT of one Newton step from R."""
-    factors = _smith_factors(root, inverse, lower)
-    half = skew(_lyapunov(factors, turn))
-    normal = torch.bmm(inverse, torch.bmm(own, inverse))
-    normal = sym(normal + own_gram(inverse) * floor)
-    gradient = add_to_diagonal_((own_gram(half) * 4 + normal) * -0.5, 0.5)
-    outer = normal + gradient
-    step, along = torch.zeros_like(turn), torch.zeros_like(turn)
-    residual = -gradient
-    direction, left = residual, None
-    for _ in range(_SOLVE):
-        scaled = torch.bmm(root, torch.bmm(residual, root))
-        preconditioned = sym(_lyapunov(factors, scaled)) * 2
-        new = _inner(residual, preconditioned)
-        direction = (
-            preconditioned if left is None else preconditioned + direction * _ratio(new, left)
-        )
-        left = new
-        change = torch.bmm(direction, half)
-        change = _lyapunov(factors, change.mH - change)
-        image = torch.bmm(change, half) * 2
-        image = image + image.mH + sym(torch.bmm(inverse, torch.bmm(direction, outer)))
-        advance = _ratio(new, _inner(direction, image))
-        step, along = step + direction * advance, along + change * advance
-        residual = residual - image * advance
-    moved = torch.bmm(half + along, root + step)
-    return moved + moved.mH
-
-
-def _smith_factors(root: Tensor, inverse: Tensor, lower: float) -> list[Tensor]:
-    """Return what :func:`_lyapunov` needs: (2p)^(1/2) J and the powers 2^k of 2pJ - I.
-
-    J = (R + p)^(-1), by Newton's method; p^2 is the product of the largest and smallest eigenvalue.
-    """
-    size = torch.linalg.vector_norm(root, dim=(-2, -1), keepdim=True)
-    middle = (size / torch.linalg.vector_norm(inverse, dim=(-2, -1), keepdim=True)).sqrt()
-    whole = torch.zeros_like(root)
-    whole.diagonal(dim1=-2, dim2=-1).add_((middle / (size + middle)).squeeze(-1))
-    whole = whole + root / (size + middle)
-    spread = math.sqrt(2.0 * root.size(-1) ** 0.5 / lower)
-    count = math.ceil(math.log2(spread))
-    found = add_to_diagonal_(torch.zeros_like(root), 1.0)
-    for _ in range(count + 4):
-        found = torch.baddbmm(found, found, torch.bmm(whole, found), beta=2.0, alpha=-1.0)
-    found = sym(found) / (size + middle)
-    power = add_to_diagonal_(found * (2 * middle), -1.0)
-    factors = [found * (2 * middle).sqrt()]
-    for _ in range(min(count, 10)):
-        factors.append(power)
-        power = torch.bmm(power, power)
-    return factors
-
-
-def _lyapunov(factors: list[Tensor], right: Tensor) -> Tensor:
-    """Return X with R X + X R = ``right`` by Smith's doubling X <- X + A X A, A <- A^2.
-
-    Reference: Smith (1968), Matrix equation XA + BX = C.
-    """
-    first, *powers = factors
-    solution = torch.bmm(first, torch.bmm(right, first))
-    for power in powers:
-        solution = solution + torch.bmm(power, torch.bmm(solution, power))
-    return solution
-
-
-def _roots_at(
-    turn: Tensor, own: Tensor, shift: Tensor, floor: Tensor, lower: float
-) -> tuple[Tensor, Tensor]:
-    """Return R and R^(-1) for R^2 = Q + delta^2 + (T + K)'(T + K)."""
-    square = sym(own + own_gram(turn + shift))
-    square.diagonal(dim1=-2, dim2=-1).add_(floor.squeeze(-1))
-    return _square_roots(square, lower)
-
-
-def _square_roots(square: Tensor, lower: float) -> tuple[Tensor, Tensor]:
-    """Return W^(1/2) and W^(-1/2) for eigenvalues from lower^2, by coupled odd polynomials."""
-    bound = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)
-    root = square / bound
-    inverse = add_to_diagonal_(torch.zeros_like(root), 1.0)
-    # |W| <= tr W is at most 2 and a little in units of |M_T|_F
-    for factor in _schedule(lower / math.sqrt(3.0), torch.finfo(square.dtype).eps):
-        near = torch.bmm(inverse, root).mul_(-0.5 * factor**3)
-        near = add_to_diagonal_(near, 1.5 * factor)
-        root, inverse = torch.bmm(root, near), torch.bmm(near, inverse)
-    return sym(root) * bound.sqrt(), sym(inverse) * bound.rsqrt()
-
-
-def _schedule(lower: float, tolerance: float) -> list[float]:
-    """Return the factors f of x <- f x (3 - f^2 x^2) / 2 that take [lower, 1] to 1.
-
-    f^2 = 3 / (1 + l + l^2) gives both ends the same value, the next l, at the maximum 1: for small
-    l 2.6 times as much, where f = 1 gives 1.5. Rounding must not take what is near 1 below zero, so
-    l counts as at least 1e-3 there.
-
-    Reference: Chen & Chow (2014), A stable scaling of Newton-Schulz.
-    """
-    factors = []
-    while 1.0 - lower > tolerance:
-        kept = max(lower, 1e-3)
-        factors.append(math.sqrt(3.0 / (1.0 + kept + kept * kept)))
-        end = factors[-1] * lower
-        lower = end * (3.0 - end * end) / 2.0
-    return factors
+    return fits(sym(multiplier.to(turn.dtype)) * -factor, turn)
 
 
 def _check(
@@ -766,24 +493,3 @@ def _step_of(lr: Scalar, length: Tensor) -> tuple[Scalar, float]:
         return lr.to(length.real.dtype).clamp(-_LONGEST, _LONGEST), 2 * _LONGEST**2
     lr = max(-_LONGEST, min(lr, _LONGEST))
     return lr, 2 * lr * lr
-
-
-def _square_norm(matrix: Tensor) -> Tensor:
-    """Return |A|_F^2, ``(k, 1, 1)``."""
-    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    return norm.square()
-
-
-def _trace(matrix: Tensor) -> Tensor:
-    """Return the trace of a symmetric matrix, ``(k, 1, 1)``."""
-    return matrix.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[:, None, None]
-
-
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Return <A, B> of symmetric matrices, ``(k, 1, 1)``."""
-    return (left.conj() * right).real.sum(dim=(-2, -1), keepdim=True)
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return a / b, 0 where b is not positive."""
-    return torch.where(denominator > 0, numerator / denominator, 0.0)
