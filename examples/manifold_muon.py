@@ -4,8 +4,7 @@
     python examples/manifold_muon.py cifar10.npz      train_images, train_labels, test_images, ...
 
 The network is that of Bernstein, "Modular Manifolds" (2025): three layers, five epochs, a rate that
-falls to zero. Adam and Muon train it freely, the others with orthonormal weights; each at its best
-rate of the same seven.
+falls to zero. Adam and Muon train it freely, the others orthonormal; each at its best of 7 rates.
 """
 
 import itertools
@@ -16,7 +15,6 @@ import time
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import stiefel_opt as so
 
@@ -51,27 +49,25 @@ def train(data, name, rate, seed, epochs=5):
     rule, is_constrained = METHODS[name]
     torch.manual_seed(seed)
     layers = [nn.Linear(n, m, bias=False) for n, m in itertools.pairwise((x.size(1), 128, 64, 10))]
-    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     if is_constrained:
-        for layer in layers:
-            so.constrain(layer)
+        layers = [so.constrain(layer) for layer in layers]
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
     optimizer = rule(model.parameters(), lr=rate)
     steps, seconds = epochs * (len(x) // size), []
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for batch in itertools.chain(*(torch.randperm(len(x)).split(size) for _ in range(epochs))):
         if len(batch) == size:
             optimizer.zero_grad()
-            cross_entropy(model(x[batch]), y[batch].long()).backward()
+            nn.functional.cross_entropy(model(x[batch]), y[batch].long()).backward()
             start = time.perf_counter()
             optimizer.step()
             seconds.append(time.perf_counter() - start)
             schedule.step()
     with torch.no_grad():
-        values = torch.cat([torch.linalg.svdvals(layer.weight) for layer in layers])
+        values = torch.cat([torch.linalg.svdvals(layer.weight) for layer in layers]).aminmax()
         right = (model(test_x).argmax(1) == test_y).float().mean()
-        loss = cross_entropy(model(x), y.long())
-    ms = 1e3 * statistics.median(seconds)
-    return [float(loss), float(right), *map(float, values.aminmax()), ms]
+        loss = nn.functional.cross_entropy(model(x), y.long())
+    return [*map(float, (loss, right, *values)), 1e3 * statistics.median(seconds)]
 
 
 if __name__ == "__main__":

@@ -356,12 +356,12 @@ def test_a_small_tangent_part_counts_beside_a_large_radial_one(shape, dtype, sha
 
 @pytest.mark.parametrize("m", [16, 128])
 def test_the_products_of_fixed_steps_are_counted(m, generator):
-    """About 620 of m x m for two steps, whatever the gradient is; five have n rows."""
+    """About 550 of m x m for two steps, whatever the gradient is; five have n rows."""
     point, grad = problem((1, 4 * m, m), "gaussian", generator, torch.float32)
     with Products() as products:
         muon_(point, grad, grad * 0, torch.zeros(1, m, m), lr=0.02, steps=2)
     assert products.tall == 5
-    assert 550 <= products.small <= 650
+    assert 480 <= products.small <= 600
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ Scalar = float | Tensor
 # Dual steps where nothing can be read: from a multiplier, and without one.
 _WARM: Final = 2
 _COLD: Final = 6
+_COARSER: Final = 30.0  # times smoothing, for fixed steps: rounding in D goes as its inverse
 _RADIAL: Final = 1e-4  # share of |M|^2 below which M_T is worked out by itself
 _ROUNDING: Final = 4.0  # times eps |M|: what of M may be rounding
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
@@ -105,7 +106,8 @@ def spectral_direction(
         steps: Dual steps, a fixed number, by products alone. Default: where values can be read as
             many iterations as ``tolerance`` asks for, elsewhere 2 with a multiplier and 6 without.
         tolerance: What the value may lack of an upper bound, relative to it, beside smoothing.
-        smoothing: The value is at least 1 - 0.31 smoothing times the optimum.
+        smoothing: The value is at least 1 - 0.31 smoothing times the optimum; fixed steps use 30
+            times as much.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
     Returns: D ``(k, n, m)`` and Lambda ``(k, m, m)``, 0 where M is 0, not finite or too
@@ -117,7 +119,7 @@ def spectral_direction(
         float64 where the device has it, as are the tall products of the sums, and on a CPU those
         of an ill-conditioned M; where M is all but radial, one more product and the sums again.
         Without ``steps`` matrices with n >= 4m take 5 to 12 eigenvalue decompositions, those with n
-        below 2m about 20 and up to 110. A fixed step is about 270 products of m x m, and 50 for the
+        below 2m about 20 and up to 110. A fixed step is about 240 products of m x m, and 40 for the
         roots at the end; where it has not converged D is shortened to norm 1.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem and its dual.
     """
@@ -303,6 +305,8 @@ def _solve(
     """Find the direction, in m x m matrices."""
     if row_sum is None and point.size(-2) == point.size(-1):
         return _solve_square(point, moving, tolerance, smoothing)
+    is_fixed = steps is not None or not is_free_to_read(point)
+    smoothing = smoothing * _COARSER if is_fixed else smoothing
     moving, parts = _tangent_parts(point, moving, row_sum)
     m = point.size(-1)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
@@ -314,11 +318,11 @@ def _solve(
     noise = torch.where(sound, parts.noise * factor.square(), 0.0)
     floor = (smoothing / m * spread).square() + noise
     start = None if multiplier is None else _start(multiplier, turn, factor)
-    if steps is None and is_free_to_read(point):
-        inverse, half, shift, length = search(turn, own, start, floor, tolerance)
-    else:
+    if is_fixed:
         count = (_COLD if multiplier is None else _WARM) if steps is None else steps
         inverse, half, shift, length = fixed_steps(turn, own, start, floor, count, smoothing / m)
+    else:
+        inverse, half, shift, length = search(turn, own, start, floor, tolerance)
     along = inverse * factor
     # N = M - X c B
     within = torch.baddbmm(half, parts.inner, along, beta=2.0, alpha=-1.0)
