@@ -318,6 +318,16 @@ def test_a_plain_gradient_of_another_shape_is_named(name):
     assert_same({n: p.detach() for n, p in net.named_parameters()}, before)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+def test_a_gradient_of_another_dtype_says_who_makes_one():
+    weight = so.ManifoldParameter(torch.eye(8, 3, dtype=torch.bfloat16))
+    opt = so.StiefelSGD([("w", weight)], lr=0.1)
+    weight.grad_dtype = torch.float32
+    weight.grad = torch.ones(8, 3)
+    with pytest.raises(ValueError, match=r"`grad of w` must .* again with no other grad_dtype"):
+        opt.step()
+
+
 def test_sparse_gradients_of_plain_parameters():
     """As in torch: SGD takes them, Adam refuses."""
     table = nn.Embedding(4, 3, sparse=True)
