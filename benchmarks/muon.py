@@ -9,7 +9,8 @@
   bfloat16. The method's own stopping rule, |X'D + D'X|_F / m < 1e-6. *module-wise* (Yoshihara,
   2026): the same in bfloat16, 20 steps of 0.1.
 - *ADMM* (Buchanan, 2025) for the split |V|_* with V = M + 2 X L: a least squares problem for L,
-  singular values of V lowered by 1/rho, and a price; the thresholding by msign, 10 and 30 steps.
+  singular values of V lowered by 1/rho, and a price; the thresholding by msign. rho = 2 and 10
+  steps, and as many as the value needs to reach 0.9999 of the optimum, known beforehand.
 - *SPEL* (NVIDIA's Emerging-Optimizers): msign(X - lr msign(M)), Muon's five polynomials each, which
   take singular values to between 0.7 and 1.2; no tangent space.
 - *torch.optim.Muon*, whose weights are not constrained: the floor.
@@ -31,6 +32,7 @@ turns, and ratios are of the same round.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable
@@ -43,11 +45,12 @@ from torch import Tensor
 import stiefel_opt as so
 from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
 
-SHAPES = [(768, 768), (256, 256), (256, 64), (512, 128), (3072, 128), (2048, 256)]
+SHAPES = [(256, 64), (512, 128), (3072, 128), (256, 256), (2048, 256), (768, 768)]
 QUICK = [(512, 128), (128, 128)]
 LR = 0.02
 MOMENTUM = 0.95
 WARM_STEPS = 12
+STEPS = (20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 300)
 OURS = "stiefel_opt.muon_"
 FIXED = "stiefel_opt.muon_, 2 fixed steps"
 CPU = torch.device("cpu")
@@ -104,7 +107,7 @@ def dual_ascent(
     return direction
 
 
-def admm(point: Tensor, moving: Tensor, rho: float = 4.0, steps: int = 10) -> Tensor:
+def admm(point: Tensor, moving: Tensor, rho: float = 2.0, steps: int = 10) -> Tensor:
     """The direction by alternating directions; M is scaled to mean singular value near 1."""
     moving = moving * (math.sqrt(moving.size(-1)) / moving.norm())
     inner = point.mT @ moving
@@ -119,6 +122,15 @@ def admm(point: Tensor, moving: Tensor, rho: float = 4.0, steps: int = 10) -> Te
         split = (target - msign(target) / rho) @ above
         price = price + rho * (split - moving - 2 * point @ shift)
     return msign(moving + 2 * point @ shift)
+
+
+def steps_enough(point: Tensor, moving: Tensor) -> int:
+    """Steps of ADMM to 0.9999 of the optimum, or the most of the list."""
+    best = optimum(point, moving)
+    for steps in STEPS:
+        if value_of(point, moving, admm(point, moving, steps=steps))[0] >= 0.9999 * best:
+            break
+    return steps
 
 
 def spel(point: Tensor, moving: Tensor) -> Tensor:
@@ -163,18 +175,23 @@ class Layer:
         return self.momentum_buffer.clone(), self.multiplier.clone()
 
 
-def judge(point: Tensor, moving: Tensor, direction: Tensor) -> tuple[float, float]:
-    """Value over the optimum of D made feasible, and the residual before."""
+def value_of(point: Tensor, moving: Tensor, direction: Tensor) -> tuple[float, float]:
+    """Value of D made feasible, and the residual before."""
     point, moving, direction = point.double(), moving.double(), direction.double()
     inner = point.mT @ direction
     inner = (inner + inner.mT) / 2
     residual = 2 * float(inner.norm()) / inner.size(-1)
     tangent = direction - point @ inner
     tangent = tangent / torch.linalg.matrix_norm(tangent, 2)
-    best, multiplier = spectral_direction(point[None], moving[None], tolerance=1e-7, smoothing=1e-5)
-    gap = float(spectral_gap(point[None], moving[None], best, multiplier))
-    optimum = float((moving * best[0]).sum()) / (1 - gap)
-    return float((moving * tangent).sum()) / optimum, residual
+    return float((moving * tangent).sum()), residual
+
+
+def optimum(point: Tensor, moving: Tensor) -> float:
+    """The optimal value, or what weak duality leaves above it."""
+    point, moving = point.double()[None], moving.double()[None]
+    best, multiplier = spectral_direction(point, moving, tolerance=1e-8, smoothing=1e-5)
+    gap = float(spectral_gap(point, moving, best, multiplier))
+    return float((moving * best).sum()) / (1 - gap)
 
 
 def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str, Directions]]:
@@ -188,6 +205,8 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
     floor = torch.optim.Muon([free], lr=LR, weight_decay=0.0)
     other = so.StiefelSGD([held], lr=LR)
     state: list[Tensor] = []
+    is_square = flat.size(0) == flat.size(1)
+    enough = 0 if is_square else steps_enough(flat, flat_moving)
 
     def restore() -> None:
         state[:] = layer.state()
@@ -205,11 +224,11 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
         "dual ascent, float32": lambda: dual_ascent(flat, flat_moving, torch.float32),
         "dual ascent, bfloat16": lambda: dual_ascent(flat, flat_moving, torch.bfloat16),
         "module-wise": lambda: dual_ascent(flat, flat_moving, torch.bfloat16, 20, 0.1),
-        "ADMM": lambda: admm(flat, flat_moving),
-        "ADMM, 30 steps": lambda: admm(flat, flat_moving, steps=30),
+        "ADMM, 10 steps": lambda: admm(flat, flat_moving),
+        "ADMM to 0.9999": lambda: admm(flat, flat_moving, steps=enough),
     }
     fixed = {FIXED: lambda: search(2)}
-    if flat.size(0) == flat.size(1):
+    if is_square:
         rivals, fixed = {}, {}
     searches: dict[str, Directions] = {
         OURS: search,
@@ -239,8 +258,10 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
             steps, searches = contestants(layer, grad)
             ahead, _ = layer.state()
             moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
+            best = optimum(layer.point[0], moving[0])
             for name, find in searches.items():
-                values.setdefault(name, []).append(judge(layer.point[0], moving[0], find()))
+                value, residual = value_of(layer.point[0], moving[0], find())
+                values.setdefault(name, []).append((value / best, residual))
             for turn in range(rounds):
                 for contestant in steps[turn:] + steps[:turn]:
                     contestant.prepare()
@@ -250,7 +271,7 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
                     seconds.setdefault(contestant.name, []).append(elapsed)
         state = (layer.momentum_buffer, layer.multiplier)
         layer.point = muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM)
-    return {"shape": [n, m], "rows": summary(seconds, values)}
+    return {"rows": summary(seconds, values)}
 
 
 def summary(
@@ -264,6 +285,7 @@ def summary(
             "name": name,
             "median_ms": 1e3 * float(torch.tensor(found).median()),
             "over_ours": float(ratios.median()),
+            "least_and_most": [float(ratios.min()), float(ratios.max())],
         }
         if name in values:
             row["worst_value"] = min(value for value, _ in values[name])
@@ -277,18 +299,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds, no file")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=1, help="steps of the training to stop at")
+    parser.add_argument("--shapes", nargs="*", default=[], help="such as 512x128; default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rounds, samples = (1, 1) if arguments.quick else (arguments.rounds, arguments.samples)
-    results: list[dict[str, Any]] = []
-    tables: dict[str, str] = {}
-    for n, m in QUICK if arguments.quick else SHAPES:
-        results.append(measure(n, m, rounds, samples))
-        tables[f"{n} x {m}"] = table_of(results[-1]["rows"])
-        print(f"\n{n} x {m}\n\n{tables[f'{n} x {m}']}", flush=True)
+    asked = [tuple(map(int, name.split("x"))) for name in arguments.shapes] or SHAPES
+    file = RESULTS / "muon.json"
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for n, m in QUICK if arguments.quick else asked:
+        name = f"{n} x {m}"
+        found = measure(n, m, rounds, samples) | {"rounds": rounds}
+        table = table_of(found["rows"])
+        print(f"\n{name}\n\n{table}", flush=True)
         if not arguments.quick:
-            content = {"machine": machine(CPU), "rounds": rounds, "tables": tables}
-            write_json(RESULTS / "muon.json", {**content, "shapes": results})
+            content["machine"] = machine(CPU)
+            content.setdefault("tables", {})[name] = table
+            content.setdefault("shapes", {})[name] = found
+            write_json(file, content)
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
@@ -298,12 +325,15 @@ def table_of(rows: list[dict[str, Any]]) -> str:
             row["name"],
             f"{row['median_ms']:.2f}",
             f"{row['over_ours']:.2f}",
+            f"{row['least_and_most'][0]:.2f} to {row['least_and_most'][1]:.2f}",
             f"{row['worst_value']:.5f}" if "worst_value" in row else "",
             f"{row['worst_residual']:.0e}" if "worst_residual" in row else "",
         ]
         for row in rows
     ]
-    return markdown_table(["", "ms", "over ours", "value / optimum", "residual"], cells)
+    return markdown_table(
+        ["", "ms", "over ours", "of all rounds", "value / optimum", "residual"], cells
+    )
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def spectral_direction(
         steps: Dual steps, a fixed number, by products alone. Default: where values can be read as
             many iterations as ``tolerance`` asks for, elsewhere 2 with a multiplier and 6 without.
         tolerance: What the value may lack of an upper bound, relative to it, beside smoothing.
-        smoothing: The value is at least 1 - 0.31 smoothing times the optimum; fixed steps use 30
-            times as much.
+        smoothing: What the value may lack of the optimum by itself, relative to it, at the most;
+            fixed steps use 30 times as much.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
     Returns: D ``(k, n, m)`` and Lambda ``(k, m, m)``, 0 where M is 0, not finite or too
@@ -304,7 +304,7 @@ def _solve(
 ) -> _Found:
     """Find the direction, in m x m matrices."""
     if row_sum is None and point.size(-2) == point.size(-1):
-        return _solve_square(point, moving, tolerance, smoothing)
+        return _solve_square(point, moving, tolerance, 3.0 * smoothing)  # nothing else is lost
     is_fixed = steps is not None or not is_free_to_read(point)
     smoothing = smoothing * _COARSER if is_fixed else smoothing
     moving, parts = _tangent_parts(point, moving, row_sum)
@@ -372,23 +372,26 @@ def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: fl
             lower *= factor * (3.0 - (factor * lower) ** 2) / 2.0
         for factor in schedule(lower, max(tolerance, eps)):
             polar = _odd(polar, square, factor)
-            square = own_gram(polar)
             factors.append(factor)
+            if (
+                len(factors) % 3 == 0
+            ):  # what is not skew grows like small singular values, 2.6 times
+                polar = skew(polar)
+            square = own_gram(polar)
         if low <= least:
             break
         lost = (0.28 * m - 0.01 * trace_of(square) - 0.27 * square_norm(square)) * low
         if bool((lost <= 0.31 * smoothing * inner_product(inner, polar)).all()):
             break
         low = max(low / 30, least)
-    zero, polar, square = torch.zeros_like(polar), polar * share, square * share.square()
+    zero, polar, square = torch.zeros_like(polar), skew(polar) * share, square * share.square()
     return _Found(polar, None, moving, zero, square, zero, finite, sound, torch.ones_like(mean))
 
 
 def _odd(matrix: Tensor, square: Tensor, factor: float) -> Tensor:
-    """Return f K (3 - f^2 K'K) / 2 for skew K and the square K'K: skew."""
+    """Return f K (3 - f^2 K'K) / 2 for skew K and the square K'K: skew but for rounding."""
     into = matrix * (1.5 * factor)
-    # rounding that is not skew would grow with the small singular values
-    return skew(symmetric_product(matrix, square, into, beta=1.0, alpha=-0.5 * factor**3, sign=-1))
+    return symmetric_product(matrix, square, into, beta=1.0, alpha=-0.5 * factor**3, sign=-1)
 
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
