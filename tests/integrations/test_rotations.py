@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.util
 import math
@@ -15,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch.nn.functional import rms_norm
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -26,8 +28,10 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from stiefel_opt import rotations
+from stiefel_opt.rotations import quantizers
 
 VOCABULARY = 29
 SMALL = {
@@ -137,6 +141,56 @@ def test_key_caches_are_rounded_alike_before_and_after_folding(name: str, attent
     rotations.fold_(model, found)
     with rotations.quantized(model, **bits):
         assert_same_logits(logits(model, tokens()), rounded)
+
+
+def test_gradients_pass_rounded_values_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x + s r with r recorded once and replayed is smooth: differences say the same."""
+    model = rotations.prepare_(build("Llama, biases", dtype=torch.float64)).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):  # works in float32, too coarse for differences
+            eps = module.variance_epsilon
+            module.forward = functools.partial(rms_norm, normalized_shape=[36], eps=eps)
+    start = rotations.hadamard(model, online=("R3", "R4"))
+    heads = [head.double().requires_grad_() for head in start.heads]
+    found = rotations.Rotations(start.residual.double(), heads, start.online)
+    wanted = logits(model, tokens())
+    recorded: list[torch.Tensor] = []
+    real = quantizers.fake_quantize
+
+    def step_of(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / (2**bits - 1)
+
+    def record(x: torch.Tensor, bits: int, symmetric: bool = False) -> torch.Tensor:
+        rounded = real(x, bits, symmetric)
+        recorded.append(((rounded - x) / step_of(x, bits)).detach())
+        return rounded
+
+    def loss() -> torch.Tensor:
+        with rotations.quantized(model, rotations=found, kv_bits=4):
+            return (model(tokens()).logits - wanted).square().sum()
+
+    loss().backward()
+    with torch.no_grad():
+        monkeypatch.setattr(quantizers, "fake_quantize", record)
+        loss()
+        replayed: list[torch.Tensor] = []
+
+        def replay(x: torch.Tensor, bits: int, *_: bool) -> torch.Tensor:
+            replayed.append(x)
+            return x + step_of(x, bits) * recorded[len(replayed) - 1]
+
+        monkeypatch.setattr(quantizers, "fake_quantize", replay)
+        for head in heads:
+            direction = torch.randn(head.shape, dtype=torch.float64)
+            values = []
+            for step in (1e-6, -1e-6):
+                head += step * direction
+                replayed.clear()
+                values.append(float(loss()))
+                head -= step * direction
+            slope = float((head.grad * direction).sum())
+            assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-4)
+        assert len(replayed) == len(recorded) == 6 * len(heads)  # with keys and values
 
 
 @pytest.mark.parametrize("name", ["Llama, biases", "Mistral", "Qwen2, tied", "Qwen3"])
