@@ -83,7 +83,7 @@ def test_other_constraints_of_geotorch_stay():
     so.from_geotorch(model)
     weight = model[1].weight
     torch.testing.assert_close(weight, -weight.mT)
-    assert type(model[0].weight) is so.ManifoldParameter
+    assert isinstance(model[0].weight, so.ManifoldParameter)
 
 
 def geoopt_model():
