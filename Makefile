@@ -2,7 +2,8 @@
 # make test    style, types, then every test
 # make test-integrations    train with Lightning, transformers, accelerate, timm, peft, TensorBoard
 # make bench   time whole optimizer steps against other packages, and copy the tables into the pages
-# make rotations    learn rotations of SmolLM2 for 4-bit activations: the table and plot of the docs
+# make rotations    learn rotations of SmolLM2 for 4-bit activations: the table and plot of the docs,
+#                   about five hours on one core; goes on where it was stopped
 # make docs    build the documentation into build/docs
 # make release    build the source archive and the wheel into dist and check them; publishes nothing
 # make test-release    install that wheel into an empty environment and run the archive's tests

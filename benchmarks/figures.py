@@ -33,6 +33,7 @@ STYLES = {
     "StiefelSGD, published flows": (SKY, "v"),
     "StiefelSGD without momentum": (SKY, "x"),
     "StiefelAdam": (RED, "s"),
+    "StiefelMuon": (ORANGE, "D"),
     "ProjectedRGD": (GREEN, "^"),
     "ProjectedRGD, cayley": (GREEN, "^"),
     "ProjectedRGD, qr": (GREEN, "v"),
@@ -116,7 +117,7 @@ def style(name: str, index: int = 0) -> dict[str, Any]:
         index = min(max(int(math.log2(int(plain[6:]))) - 2, 0), len(BLUES) - 1)
         return {"color": BLUES[index], "marker": "^"}
     other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-    colour, marker = STYLES.get(plain, other)
+    colour, marker = STYLES.get(name) or STYLES.get(plain, other)
     across = {"fillstyle": "none", "linestyle": "--"} if name.endswith("across heads") else {}
     return {"color": colour, "marker": marker, **across}
 
@@ -707,34 +708,33 @@ def why(path: Path) -> None:
 
 
 def rotations(path: Path) -> None:
-    """Loss over the steps, every training; kurtosis by layer, with and without rotation."""
-    trained = read(path)["training"]
-    figure, (axes,) = start(2, (11.5, 4))
-    for run in trained:
-        window = max(1, len(run["loss"]) // 10)
-        smooth = np.convolve(run["loss"], np.full(window, 1 / window), mode="valid")
-        label = f"{run['method']}, rate {run['rate']:g}"
-        first = label not in axes[0].get_legend_handles_labels()[1]
+    """Divergence over the steps, first seed; kurtosis by layer, with and without rotation."""
+    content = read(path)
+    figure, (axes,) = start(3, (14, 4))
+    known = set()
+    for number, curve in enumerate(content["curves"]):
+        method = curve["method"]
         axes[0].plot(
-            range(window, len(run["loss"]) + 1), smooth, label=label if first else None,
-            markevery=max(1, len(smooth) // 6), markersize=5, **style(run["method"]),
+            curve["steps"], curve["kl"], label=f"{method}, rate {curve['rate']:g}", markersize=5,
+            **style(method, number), **({"fillstyle": "none"} if method in known else {}),
         )  # fmt: skip
-    axes[0].set(xlabel="step", ylabel="loss, mean over a tenth of the steps")
-    looks = {"stream": (BLUE, "o"), "values": (ORANGE, "s")}
-    for name, values in trained[0]["kurtosis"].items() if trained else ():
-        colour, marker = looks[name.split(",")[0]]
-        turned = "," in name
-        axes[1].plot(
-            values, label=name.replace(", ", ", turned by "), color=colour, marker=marker,
-            fillstyle="full" if turned else "none", linestyle="-" if turned else "--", markersize=4,
-        )  # fmt: skip
-    axes[1].axhline(3, color="0.4", linewidth=1, linestyle=":", label="a Gaussian's")
-    axes[1].set(xlabel="layer", ylabel="kurtosis", yscale="log")
-    plain_ticks(axes[1].yaxis)
+        known.add(method)
+    axes[0].set(xlabel="step", ylabel="KL from full precision, held out", ylim=(0, None))
+    looks = {"Hadamard": (SKY, "v"), "learned": (RED, "s")}
+    for name, values in content["kurtosis"].items():
+        kind, _, turned = name.partition(", ")
+        colour, marker = looks.get(turned.split(" ")[0], (GREY, "o"))
+        axis = axes[1 if kind == "stream" else 2]
+        axis.plot(values, label=turned or "as it is", color=colour, marker=marker, markersize=4)
+        axis.set(xlabel="layer", ylabel=f"kurtosis of the {kind}", yscale="log")
     for axis in axes:
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    legend(figure, axes[1])
+    for axis in axes[1:]:
+        axis.axhline(3, color="0.4", linewidth=1, linestyle=":", label="a Gaussian's")
+        plain_ticks(axis.yaxis)
+        axis.legend(fontsize=8)
+    if content["curves"]:
+        axes[0].legend(fontsize=8)
     save(figure, path)
 
 

