@@ -50,6 +50,9 @@ STYLES = {
     "SGD": (GREY, "o"),
     "Adam": (GREY, "s"),
     "AdamW": (BLACK, "D"),
+    "Muon": (ORANGE, "d"),
+    "all orthonormal": (PINK, "*"),
+    "orthonormal in attention": (BROWN, "p"),
     "geoopt SGD": (ORANGE, "o"),
     "geoopt Adam": (ORANGE, "s"),
     "geotorch": (ORANGE, "P"),
@@ -259,6 +262,9 @@ CELLS = {
 }  # fmt: skip
 
 
+METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
+
+
 def copying(path: Path) -> None:
     """Loss over the baseline and digits repeated."""
     found = histories(read(path)["runs"], "cell", **CELLS)
@@ -310,6 +316,18 @@ def video(path: Path) -> None:
     )  # fmt: skip
     found = histories(content["runs"], "method")
     plot_curves(path, "Next video frame, 32 x 32 pixels, one seed", found, [panel])
+
+
+def muon_transformer(path: Path) -> None:
+    """Loss on held-out text, of each method at its best rate."""
+    content, found = read(path), {}
+    for key, run in content["runs"].items():
+        method, rate, _ = key.split()
+        if float(rate) == content["rates"][method]:
+            history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
+            found.setdefault(METHODS.get(method, method), []).append(history)
+    panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
+    plot_curves(path, "Character transformer, by its hidden matrices", found, [panel])
 
 
 def vit_cifar10(path: Path) -> None:
@@ -743,7 +761,7 @@ DRAWN: dict[str, Callable[[Path], None]] = {
     for draw in (
         copying, pixel_digits, translation, video, vit_cifar10, vit_table, leading_eigenvalues,
         eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
-        convergence, flows, parametrizations, rotations, why,
+        convergence, flows, parametrizations, rotations, why, muon_transformer,
     )
 }  # fmt: skip
 

@@ -31,9 +31,12 @@ def shares(x, pieces):
     return x.chunk(RANKS)[dist.get_rank()].chunk(pieces)
 
 
-def same_as_alone(net, alone):
+ROUGH = {"muon": 1e-5}  # its search amplifies rounding
+
+
+def same_as_alone(name, net, alone):
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-10)
+        torch.testing.assert_close(p, q, rtol=0, atol=ROUGH.get(name, 1e-10))
     assert so.orthonormality_error(net) < 1e-14
     assert_equal_on_all(list(net.parameters()))
 
@@ -55,7 +58,7 @@ def train_replicas(name, pieces):
         loss_of(alone, batch(step)).backward()
         opt.step()
         alone_opt.step()
-    same_as_alone(net, alone)
+    same_as_alone(name, net, alone)
 
 
 def keep_bits(name):
@@ -88,7 +91,7 @@ def share_state(name):
         loss_of(alone, batch(step)).backward()
         opt.step()
         alone_opt.step()
-    same_as_alone(net, alone)
+    same_as_alone(name, net, alone)
     kept = {id(p) for p in net.parameters()} & {id(p) for p in opt.optim.state}
     assert 0 < len(kept) < len(list(net.parameters()))
     opt.consolidate_state_dict(to=0)
@@ -96,21 +99,23 @@ def share_state(name):
         whole = opt.state_dict()["state"]
         for index, state in alone_opt.state_dict()["state"].items():
             for key, value in state.items():
-                torch.testing.assert_close(whole[index][key], value, rtol=0, atol=1e-10)
+                torch.testing.assert_close(
+                    whole[index][key], value, rtol=0, atol=ROUGH.get(name, 1e-10)
+                )
 
 
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
 
 
 def test_replicas_train_as_one_process_and_stay_equal_to_the_bit():
     """Also with accumulated gradients, and over 200 steps."""
-    calls = [(train_replicas, name, 1) for name in FIVE]
+    calls = [(train_replicas, name, 1) for name in RULES]
     calls += [(train_replicas, "sgd", 2), (train_replicas, "adam", 2)]
-    run(RANKS, *calls, *((keep_bits, name) for name in FIVE))
+    run(RANKS, *calls, *((keep_bits, name) for name in RULES))
 
 
 def test_sharing_the_state_of_the_optimizer_trains_as_one_process():
-    run(RANKS, *((share_state, name) for name in FIVE))
+    run(RANKS, *((share_state, name) for name in RULES))
 
 
 @pytest.mark.slow
