@@ -64,6 +64,9 @@ STYLES = {
     "POT": (BROWN, "o"),
     "RGAS": (PINK, "<"),
     "RAGAS": (PINK, ">"),
+    "Momentumless": (GREEN, "s"),
+    "line search, 50 steps": (BLUE, "*"),
+    "line search, to its end": (BLUE, "P"),
     "pymanopt conjugate gradient": (GREY, "<"),
     "pymanopt trust regions": (GREY, ">"),
     "scipy lobpcg": (BLACK, "v"),
@@ -428,15 +431,17 @@ def prw(path: Path) -> None:
     figure, axes = start(len(sets), (5 * len(sets) + 1.5, 4.2))
     titles = {"mnist": "pairs of digits", "shakespeare": "pairs of plays"}
     for axis, (name, content) in zip(axes[0], sets.items(), strict=True):
-        for method, found in content["methods"].items():
-            if method.startswith("StiefelSGD, default,") or "authors" in method:
+        count = 28 if name == "shakespeare" else len(content["pairs"].split())
+        for method, row in content["methods"].items():
+            found = row | row.get("eight_plays", {})
+            skipped = method.endswith("seconds") or "from" in method or "authors" in method
+            if skipped or found["pairs"] < count:
                 continue
             look = style(method) | ({"fillstyle": "none"} if "published" in method else {})
             gap = max(found["mean_gap_percent"], 1e-3)
             seconds = found["median_processor_seconds"]
-            size = 10 if method.endswith("default") else 7
+            size = 10 if method.startswith("line search") else 7
             axis.plot(seconds, gap, linestyle="", markersize=size, label=method, **look)
-        count = len(content["pairs"].split())
         axis.set(xscale="log", yscale="log", title=f"{count} {titles[name]}")
         axis.set_xlabel("processor time of a pair, median (s)")
         plain_ticks(axis.xaxis)

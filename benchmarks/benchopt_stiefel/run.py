@@ -1,0 +1,268 @@
+"""Optimizers side by side on problems that nobody tuned, by benchopt.
+
+    pip install benchopt geoopt pymanopt pogo-torch scikit-learn
+    python benchmarks/benchopt_stiefel/run.py            # resumes; --problems PCA for some
+    benchopt run benchmarks/benchopt_stiefel             # any other selection, with its plots
+
+Every method has the same starts and batches, momentum 0.9 and the same number of steps. The
+rate is chosen at seed 0, by how a run ends there, so that its neighbours, a half decade away, are
+worse; five other seeds are shown, by their median.
+One table compares packages, the other the options of StiefelSGD and StiefelAdam.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from benchmark_utils import FIRST, RATES  # noqa: E402
+from harness import RESULTS, machine, markdown_table, version, write_json  # noqa: E402
+
+SEEDS = (1, 2, 3, 4, 5)
+# How the table shows a problem: steps to a gap of 1e-6, excess over the best value, or the loss.
+PROBLEMS = {
+    "PCA": ("PCA[weighted=False", "steps"),
+    "PCA, weighted": ("PCA[weighted=True", "steps"),
+    "Procrustes": ("Procrustes[", "steps"),
+    "Joint diagonalisation": ("Joint diagonalisation[", "steps"),
+    "ICA": ("ICA[", "excess"),
+    "Dictionary": ("Dictionary[", "excess"),
+    "PRW": ("PRW[", "excess"),
+    "MLP, all": ("Digits[network=all", "loss"),
+    "MLP, hidden": ("Digits[network=hidden", "loss"),
+    "RNN": ("Digits[network=recurrent", "loss"),
+}
+
+
+Solver = tuple[str, str]  # its name in benchopt, its options
+
+
+def ours(method: str, **options: Any) -> Solver:
+    return "stiefel-opt", ",".join([f"method={method}", *(f"{k}={v}" for k, v in options.items())])
+
+
+VARIANTS = {
+    f"StiefelSGD, {metric}, {transport}{', Nesterov' if nesterov else ''}": ours(
+        "StiefelSGD", metric=metric, transport=transport, nesterov=nesterov
+    )
+    for metric, transport, nesterov in product(
+        ("canonical", "euclidean"), ("isometric", "projected"), (False, True)
+    )
+} | {
+    f"StiefelAdam, {metric}, {transport}": ours("StiefelAdam", metric=metric, transport=transport)
+    for metric, transport in product(("canonical", "euclidean"), ("isometric", "projected"))
+}
+PACKAGES = {
+    "StiefelSGD": VARIANTS["StiefelSGD, canonical, isometric"],
+    "StiefelSGD, Nesterov": VARIANTS["StiefelSGD, canonical, isometric, Nesterov"],
+    "StiefelSGD, Euclidean": VARIANTS["StiefelSGD, euclidean, isometric"],
+    "StiefelSGD, published flows": ours("StiefelSGD", transport="published"),
+    "ProjectedRGD": ours("ProjectedRGD"),
+    "CayleySGD": ours("CayleySGD"),
+    "geoopt SGD": ("geoopt", "method=SGD"),
+    "geoopt SGD, canonical": ("geoopt", "method=SGD,metric=canonical"),
+    "POGO, SGD": ("POGO", ""),
+    "landing": ("landing", ""),
+    "pymanopt CG": ("pymanopt CG", ""),
+    "StiefelAdam": VARIANTS["StiefelAdam, canonical, isometric"],
+    "StiefelAdam, Euclidean": VARIANTS["StiefelAdam, euclidean, isometric"],
+    "StiefelAdam, published flows": ours("StiefelAdam", transport="published"),
+    "CayleyAdam": ours("CayleyAdam"),
+    "geoopt Adam": ("geoopt", "method=Adam"),
+}
+TABLES = {"packages": PACKAGES, "variants": VARIANTS}
+SEARCH = PACKAGES["pymanopt CG"]
+DEFAULTS = {
+    "stiefel-opt": {"metric": "canonical", "transport": "isometric", "nesterov": "False"},
+    "geoopt": {"metric": "euclidean"},
+}
+Run = dict[str, float]
+Runs = dict[str, dict[str, Run]]  # by solver, then by "rate seed"
+
+
+def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence[int]) -> Runs:
+    """Let benchopt run solvers at some rates on some seeds."""
+    import pandas
+    from benchopt import run_benchmark
+
+    names = {}
+    for solver, chosen in rates.items():
+        rate = f"rate=[{','.join(map(str, chosen))}]" if chosen else ""
+        options = ",".join(filter(None, [solver[1], rate]))
+        names[solver] = f"{solver[0]}[{options}]" if options else solver[0]
+    dataset = PROBLEMS[problem][0]
+    dataset += f"{'' if dataset.endswith('[') else ','}seed=[{','.join(map(str, seeds))}]]"
+    file = run_benchmark(
+        HERE,
+        solver_names=list(names.values()),
+        dataset_names=[dataset],
+        plot_result=False,
+        display=False,
+        show_progress=False,
+        no_cache=True,
+    )
+    found: Runs = {}
+    for row in pandas.read_parquet(file).to_dict("records"):
+        solver = next(solver for solver in rates if is_of(row, solver))
+        key = f"{row.get('p_solver_rate', math.nan):g} {row['p_dataset_seed']}"
+        found.setdefault(",".join(solver), {})[key] = {
+            name.removeprefix("objective_"): value
+            for name, value in row.items()
+            if name.startswith("objective_") and isinstance(value, (int, float))
+        }
+    return found
+
+
+def is_of(row: Mapping[str, Any], solver: Solver) -> bool:
+    """Whether a row of benchopt's table is a run of this solver with these options."""
+    name, options = solver
+    wanted = dict(option.split("=") for option in options.split(",")) if options else {}
+    for key, default in DEFAULTS.get(name, {}).items():
+        wanted.setdefault(key, default)
+    same = all(str(row.get(f"p_solver_{key}")) == value for key, value in wanted.items())
+    return row["solver_name"].split("[")[0] == name and same
+
+
+def score(run: Mapping[str, float]) -> tuple[float, float]:
+    """Smaller is better: sooner at the target, then the lower value at the end."""
+    value = run.get("value", math.nan)
+    return run.get("reached", math.inf), value if math.isfinite(value) else math.inf
+
+
+def fill(store: dict[str, Runs], path: Path, problems: list[str], solvers: list[Solver]) -> None:
+    """For each problem rates at seed 0, then the other seeds at the best of them."""
+    for problem in problems:
+        known = store.setdefault(problem, {})
+        chosen = [s for s in solvers if s != SEARCH or PROBLEMS[problem][1] != "loss"]
+
+        def run(wanted: Mapping[Solver, Sequence[float]], seeds: Sequence[int]) -> bool:
+            if wanted:
+                for name, runs in solve(problem, wanted, seeds).items():  # noqa: B023
+                    known.setdefault(name, {}).update(runs)  # noqa: B023
+                write_json(path, store)
+            return bool(wanted)
+
+        run({s: () if s == SEARCH else FIRST for s in chosen if ",".join(s) not in known}, [0])
+        while run({s: r for s in chosen if (r := next_rate(known[",".join(s)]))}, [0]):
+            pass
+        best = {s: best_rate(known[",".join(s)]) for s in chosen}
+        run(
+            {
+                s: () if s == SEARCH else (rate,) for s, rate in best.items()
+                if f"{rate:g} {SEEDS[-1]}" not in known[",".join(s)]
+            },
+            SEEDS,
+        )  # fmt: skip
+        print(f"{problem}: done", flush=True)
+
+
+def best_rate(runs: Mapping[str, Run]) -> float:
+    first = {key: run for key, run in runs.items() if key.endswith(" 0")}
+    return float(min(first, key=lambda key: score(first[key])).split()[0])
+
+
+def shown(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """The runs at the best rate, without the seed that chose it."""
+    rate = f"{best_rate(runs):g}" if runs else ""
+    keys = [f"{rate} {seed}" for seed in SEEDS]
+    return {key: runs[key] for key in keys if key in runs}
+
+
+def next_rate(runs: Mapping[str, Run]) -> tuple[float, ...]:
+    """A neighbour of the best rate that has not been tried."""
+    best = best_rate(runs)
+    if math.isnan(best):
+        return ()
+    tried = [float(key.split()[0]) for key in runs]
+    place = RATES.index(best)
+    return tuple(rate for rate in RATES[max(place - 1, 0) : place + 2] if rate not in tried)
+
+
+def rows(store: dict[str, Runs], table: str, problems: list[str]) -> list[list[str]]:
+    cells = {label: [label] for label in TABLES[table]}
+    for problem in problems:
+        best = {}  # the lowest value of a seed, over all methods
+        for runs in store[problem].values():
+            for key, run in runs.items():
+                seed = key.split()[1]
+                best[seed] = min(best.get(seed, math.inf), score(run)[1])
+        for label, solver in TABLES[table].items():
+            runs = store[problem].get(",".join(solver), {})
+            cells[label].append(cell(shown(runs), PROBLEMS[problem][1], best))
+    return list(cells.values())
+
+
+def cell(runs: Mapping[str, Run], kind: str, best: Mapping[str, float]) -> str:
+    if not runs:
+        return ""
+    if kind == "steps":
+        middle = statistics.median(run.get("reached", math.inf) for run in runs.values())
+        return f"{middle:.0f}" if math.isfinite(middle) else "-"
+    values = [score(run)[1] for run in runs.values()]
+    if kind == "excess":
+        lowest = [best[key.split()[1]] for key in runs]
+        values = [
+            100 * abs(value - low) / abs(low) for value, low in zip(values, lowest, strict=True)
+        ]
+    middle = statistics.median(values)
+    form = ".1e" if 0 < middle < 1e-3 else ".3g"
+    return f"{middle:{form}}" if math.isfinite(middle) else "-"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--store", type=Path, default=Path("runs") / "benchopt.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "optimizers.json")
+    options = parser.parse_args(argv)
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
+    import torch
+
+    store = json.loads(options.store.read_text()) if options.store.exists() else {}
+    solvers = list(dict.fromkeys(s for table in TABLES.values() for s in table.values()))
+    fill(store, options.store, options.problems, solvers)
+    units = {"steps": "steps", "excess": "excess %", "loss": "loss"}
+    header = ["Method", *(f"{p}: {units[PROBLEMS[p][1]]}" for p in options.problems)]
+    content: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "rates": RATES,
+        "seeds": SEEDS,
+        "tables": {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES},
+        "runs": {
+            problem: {name: summary(runs) for name, runs in store[problem].items()}
+            for problem in options.problems
+        },
+    }
+    for package in ("benchopt", "geoopt", "pymanopt", "pogo-torch"):
+        content["machine"]["versions"][package] = version(package)
+    write_json(options.output, content)
+    print("\n\n".join(content["tables"].values()))
+    return 0
+
+
+def summary(runs: Mapping[str, Run]) -> dict[str, Any]:
+    """Rate and, for each shown seed, steps to the target or value, and the worst error."""
+    found = shown(runs)
+    finite = [score(run) for run in found.values()]
+    return {
+        "rate": next(iter(found), "- -").split()[0],
+        "reached": [s if math.isfinite(s) else None for s, _ in finite],
+        "value": [v if math.isfinite(v) else None for _, v in finite],
+        "error": max((run.get("orthonormality_error", 0.0) for run in found.values()), default=0),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+from benchmark_utils import FIRST, MOMENTUM, descend
+from benchopt import BaseSolver
+
+
+class Solver(BaseSolver):
+    """Retractions, with the momentum projected; one second moment a matrix in its Adam."""
+
+    name = "geoopt"
+    parameters = {"method": ["SGD", "Adam"], "metric": ["euclidean"], "rate": FIRST}
+    requirements = ["pip::geoopt"]
+    sampling_strategy = "run_once"
+
+    def set_objective(self, problem):
+        self.problem = problem
+
+    def run(self, _):
+        import geoopt
+
+        manifold = geoopt.Stiefel(canonical=self.metric == "canonical")
+
+        def make(constrained, plain):
+            parameters = [*constrained, *plain]
+            if self.method == "Adam":
+                return [geoopt.optim.RiemannianAdam(parameters, lr=self.rate)]
+            return [geoopt.optim.RiemannianSGD(parameters, lr=self.rate, momentum=MOMENTUM)]
+
+        self.result = descend(
+            self.problem, make, lambda point: geoopt.ManifoldParameter(point, manifold=manifold)
+        )
+
+    def get_result(self):
+        return self.result

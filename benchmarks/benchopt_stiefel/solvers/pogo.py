@@ -1,0 +1,30 @@
+from benchmark_utils import FIRST, MOMENTUM, descend
+from benchopt import BaseSolver
+
+
+class Solver(BaseSolver):
+    """POGO: a step along the manifold, then one towards it; torch's SGD for the rest."""
+
+    name = "POGO"
+    parameters = {"rate": FIRST}
+    requirements = ["pip::pogo-torch"]
+    sampling_strategy = "run_once"
+
+    def set_objective(self, problem):
+        self.problem = problem
+
+    def run(self, _):
+        import pogo.base
+        import torch
+
+        def make(constrained, plain):
+            rule = pogo.base.SGD(momentum=MOMENTUM)
+            found = [pogo.POGO(constrained, rule, self.rate)]
+            if plain:
+                found.append(torch.optim.SGD(plain, lr=self.rate, momentum=MOMENTUM))
+            return found
+
+        self.result = descend(self.problem, make, wide=True)
+
+    def get_result(self):
+        return self.result
