@@ -116,6 +116,15 @@ def test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, dtype, ge
     assert_optimal(*tensors)
 
 
+@pytest.mark.parametrize("seed", [24, 36])
+def test_a_search_that_does_not_end_keeps_the_best_it_saw(seed):
+    """With one row more than columns the dual problem is all but flat."""
+    generator = torch.Generator().manual_seed(seed)
+    point = random_point(8, 7, 6, generator=generator, dtype=DOUBLE).float().double()
+    grad = torch.randn(8, 7, 6, generator=generator).double()
+    assert spectral_gap(point, grad, *spectral_direction(point, grad)).max() < 2e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("shape", LARGE, ids=str)

@@ -43,6 +43,7 @@ def search(
     shift = torch.zeros_like(turn) if start is None else start
     unaccelerated, lowest = shift, torch.full_like(floor, math.inf)
     goal, usable = torch.full_like(floor, tolerance / 10), torch.zeros_like(floor)
+    least = torch.full_like(floor.flatten(), math.inf)
     history: list[tuple[Tensor, Tensor]] = []
     for left in reversed(range(_MOST)):
         values, vectors = torch.linalg.eigh(sym(own + own_gram(turn + shift)))
@@ -55,22 +56,27 @@ def search(
         # by how much tr R will fall, at the least
         gain = square_norm(torch.bmm(change, vectors) / root.sqrt()) / (2 * bound)
         worse = bound > lowest * (1 + 1e-13)
-        near = ((gain <= goal) & ~worse).flatten() if left else torch.ones_like(active).bool()
+        near = ((gain <= goal) & ~worse).flatten() | (left % 25 == 0)
         keep = ~near
         if bool(near.any()):
             parts = (turn, own, shift, floor, root, vectors, half)
             *found, value = _direction_at(*(part[near] for part in parts))
-            done = (value >= (1.0 - tolerance) * bound[near]).flatten() | (left == 0)
+            lack = (1.0 - value / bound[near]).flatten()
+            done = (lack <= tolerance) | (left == 0)
             keep[near] = ~done
+            place = active[near]
+            better = lack < least[place]  # a search that does not end keeps the best it saw
+            least[place[better]] = lack[better]
             for result, part in zip(results, (*found[:2], moved[near], found[2]), strict=True):
-                result[active[near][done]] = part[done]
+                result[place[better]] = part[better]
             goal = torch.where(near[:, None, None], torch.minimum(goal, gain) / 10, goal)
             if not bool(keep.any()):
                 break
         unaccelerated = torch.where(worse, unaccelerated, moved)
         lowest = torch.minimum(lowest, bound)
         history = [*history[-_KEPT:], (shift, change)]
-        shift = torch.where(worse, unaccelerated, _accelerated(history, usable))
+        plain = worse | (left % 25 == 1)  # one without acceleration, now and then and at the end
+        shift = torch.where(plain, unaccelerated, _accelerated(history, usable))
         usable = torch.where(worse, 0.0, usable + 1.0)
         if not bool(keep.all()):
             history = [(old[keep], its[keep]) for old, its in history]
