@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import in_turn, mixed, pairwise
+from cases import TRANSPORTS, in_turn, mixed, pairwise
 from torch import Tensor
 
 from stiefel_opt.functional import (
@@ -22,7 +22,6 @@ from stiefel_opt.functional import (
     sgd_,
 )
 from stiefel_opt.functional.descent import RETRACTIONS
-from stiefel_opt.functional.stiefel_sgd import TRANSPORTS
 from stiefel_opt.geometry import random_point
 from stiefel_opt.linalg import own_gram
 

@@ -251,18 +251,18 @@ def test_rows_may_live_elsewhere(rule, generator):
     ("dtype", "shape", "digits"),
     pairwise(
         [torch.float32, torch.float64, torch.complex128],
-        [(9, 4), (200, 60), (20, 20)],
+        [(2, 9, 4), (2, 200, 60), (20, 20, 20), (4, 9, 4)],  # k = m: not a batch of vectors
         [0, 3, 12],
     ),
 )
 def test_polar_factor_by_sums(dtype, shape, digits, generator):
     """Orthonormal to rounding, and off by the condition times rounding, as an SVD's is."""
-    n, m = shape
+    k, n, m = shape
     eps = torch.finfo(dtype).eps
     condition = min(10.0**digits, 1e-3 / eps)
     wide = torch.promote_types(dtype, torch.float64)
-    left = random_point(2, n, m, generator=generator, dtype=wide)
-    right = random_point(2, m, m, generator=generator, dtype=wide)
+    left = random_point(k, n, m, generator=generator, dtype=wide)
+    right = random_point(k, m, m, generator=generator, dtype=wide)
     values = condition ** torch.linspace(0, 1, m, dtype=torch.float64)
     tall = (left * values) @ right.mH
     point = polar_factor_by_sums(tall.to(dtype))

@@ -325,3 +325,16 @@ def test_a_checkpoint_continues_the_training(name: str) -> None:
         atol = 0.0 if is_exact else 1e-12
         for (key, one), two in zip(net.named_parameters(), fresh.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=0, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_rate_that_is_a_tensor_takes_rounding_out_on_steep_slopes_too(nesterov: bool) -> None:
+    """Leading eigenvectors: lr |X'G| is above 0.26, where rounding would grow from step to step."""
+    slope = torch.diag(torch.linspace(1, 10, 40))
+    generator = torch.Generator().manual_seed(0)
+    weight = so.ManifoldParameter(torch.randn(40, 5, generator=generator))
+    opt = so.StiefelSGD([weight], lr=torch.tensor(0.1), momentum=0.9, nesterov=nesterov)
+    for _ in range(60):
+        weight.grad = -slope @ weight.detach()
+        opt.step()
+        assert so.orthonormality_error(weight) < 1e-6

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import in_turn, pairwise
+from cases import OPTION_GRID, READING_CASES, in_turn, pairwise
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -198,3 +198,46 @@ def test_neither_rate_nor_gradient_has_to_be_of_size_one(lr, generator):
         optimizer.step()
     assert not optimizer.skipped_steps()
     assert so.orthonormality_error(weight) < 5e-6
+
+
+PUBLISHED = [case for case in OPTION_GRID if "published" in case.name]
+
+
+@pytest.mark.parametrize(
+    ("case", "n"),
+    [(c, 8) for c in (*OPTION_GRID, *READING_CASES)] + [(c, 3) for c in PUBLISHED],
+    ids=lambda value: str(getattr(value, "name", value)),
+)
+def test_as_many_matrices_as_columns_move_as_each_for_itself(case, n, generator):
+    """Where k = m a batch of matrices could be taken for one of vectors, or the other way."""
+    shape = n, 3
+    starts = [orthonormal(shape, generator) for _ in range(3)]
+    together = [so.ManifoldParameter(start) for start in starts]
+    alone = [so.ManifoldParameter(start.clone()) for start in starts]
+    optimizers = [case.optimizer(together), *(case.optimizer([weight]) for weight in alone)]
+    for _ in range(12):
+        for weight, own in zip(together, alone, strict=True):
+            weight.grad = own.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        for optimizer in optimizers:
+            optimizer.step()
+    for weight, own in zip(together, alone, strict=True):
+        torch.testing.assert_close(weight, own, rtol=0, atol=1e-12)
+        assert so.orthonormality_error(weight) < 1e-13
+
+
+def test_an_edit_is_seen_beside_a_neighbour_with_a_large_momentum(generator):
+    """In float32 its U, tangent elsewhere, would be taken for rounding of the large one."""
+    starts = [orthonormal((50, 5), generator, torch.float32) for _ in range(3)]
+    weights = [so.ManifoldParameter(start) for start in starts[:2]]
+    optimizer = so.StiefelSGD(weights, lr=2e-7, momentum=0.9)
+    grads = [torch.randn(50, 5, generator=generator) for _ in weights]
+    for step in range(30):
+        if step == 24:
+            with torch.no_grad():
+                weights[1].copy_(starts[2])
+        weights[0].grad, weights[1].grad = 1e5 * grads[0], grads[1]
+        optimizer.step()
+        if step >= 24:
+            _, normal = optimizer.velocity(weights[1])
+            overlap = weights[1].detach().mT @ normal
+            assert overlap.abs().max() < 1e-5 * normal.norm()

@@ -126,14 +126,17 @@ def passes_after(inner: Tensor, lr: Scalar, setting: Setting) -> int:
     step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
     eight steps cost two digits at the most; beyond the second an error may grow to 1.
     """
-    if isinstance(lr, Tensor) or lr * setting.length <= _STEEP:  # |X'G| <= |G|
-        return 0
     reader = setting.reader or reader_for(inner)
     if reader.is_blind:
         return 0
-    if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
-        return 0
-    stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
+    if isinstance(lr, Tensor):
+        stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
+    else:
+        if lr * setting.length <= _STEEP:  # |X'G| <= |G|
+            return 0
+        if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
+            return 0
+        stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
     if stretch <= _STEEP:
         return 0
     return 1 if stretch <= _VERY_STEEP else 5

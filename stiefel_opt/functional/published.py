@@ -202,7 +202,8 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
     """
     wide = _wide(tall.dtype)
     shift = 8.0 * tall.size(-1) * torch.finfo(tall.dtype).eps
-    small, norm = identity_for(tall).to(wide), torch.linalg.matrix_norm
+    identity, norm = identity_for(tall).to(wide), torch.linalg.matrix_norm
+    small = identity = identity.expand(tall.size(0), -1, -1)  # m x m alone may count as vectors
     for _ in range(_PASSES):
         own = sums(tall, tall).to(wide)
         length = own.diagonal(dim1=-2, dim2=-1).real.sqrt().unsqueeze(-2)  # of the columns
@@ -211,7 +212,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
         tall = torch.linalg.solve_triangular(upper.to(tall.dtype), tall, upper=True, left=False)
         small = upper @ small
     for _ in range(_ITERATIONS):
-        inverse = torch.linalg.solve_ex(small, identity_for(small)).result.mH
+        inverse = torch.linalg.solve_ex(small, identity).result.mH
         scale = (norm(inverse, keepdim=True) / norm(small, keepdim=True)).sqrt()
         small = (small * scale + inverse / scale) / 2
     point = product(tall, small.to(tall.dtype))

@@ -29,6 +29,7 @@ from stiefel_opt.functional.flows import (
     keep_,
     mend_point,
     mended,
+    metric_parameter,
     rotation_of_square,
     zeroed,
 )
@@ -98,7 +99,7 @@ def adam_(
         with ``setting.correct``, three in a step so long that rounding would be amplified.
     Reference: Kong et al., Algorithm 2, with both moments corrected for their start at zero.
     """
-    a = METRICS[metric] if isinstance(metric, str) else float(metric)
+    a = metric_parameter(metric)
     ok = setting.ok
     reader = setting.reader or reader_for(point)
     weight: Scalar = 1 - betas[0]

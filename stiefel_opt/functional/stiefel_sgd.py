@@ -31,14 +31,13 @@ ones ' is the conjugate transpose.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stiefel_opt.device import reader_for
 from stiefel_opt.functional.flows import (
-    METRICS,
     Scalar,
     Setting,
     after,
@@ -48,14 +47,13 @@ from stiefel_opt.functional.flows import (
     mend_after,
     mend_point,
     mended,
+    metric_parameter,
     moves_of,
     passes_after,
     rotation_of_square,
     zeroed,
 )
 from stiefel_opt.linalg import add_product, add_product_, product, sums
-
-TRANSPORTS: Final = ("isometric", "projected")
 
 
 class Deferred(NamedTuple):
@@ -134,7 +132,7 @@ def sgd_(
     Reference: Kong et al., Algorithm 1, with the geometry corrected.
     """
     (X, G), (Z, U), ok = (point, grad), velocity, setting.ok
-    a = METRICS[metric] if isinstance(metric, str) else float(metric)
+    a = metric_parameter(metric)
     reader = setting.reader or reader_for(point)
     if U is None and (Z is not None or (X.size(-1) == X.size(-2) and setting.row_sum is None)):
         return _sgd_of_square(X, G, Z, lr, momentum, force, nesterov, a, transport, setting)

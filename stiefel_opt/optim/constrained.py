@@ -1,9 +1,10 @@
 """The constrained parameters of a group: what one step does with them, from gradients to points.
 
-A gradient is looked at before anything moves: without one, or with one that is not finite or whose
-square would not be, a parameter stays as it is, and so does its state. Where values may be read it
-is left out of its batch; elsewhere a mask keeps the old numbers. A step that an exception ends
-halfway leaves every block as it was or as it shall be, and the next step puts the books in order.
+A gradient is looked at before its parameter moves: without one, or with one that is not finite or
+whose square would not be, a parameter stays as it is, and so does its state. Where values may be
+read it is left out of its batch; elsewhere a mask keeps the old numbers. A step that an exception
+ends halfway leaves every block as it was or as it shall be, and the next step puts the books in
+order.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def _is_stale(point: Tensor, normal: Deferred | None, row_sum: RowSums | None) -
         overlap = torch.bmm(overlap, normal.factor)
     if normal.shift is not None:
         overlap = overlap - normal.shift
-    size = squares.amax().sqrt()
-    return bool(overlap.abs().amax() > 1e3 * torch.finfo(overlap.dtype).eps * size)
+    size = squares.amax(dim=-1, keepdim=True).sqrt()  # of each matrix for itself
+    return bool((overlap.abs() > 1e3 * torch.finfo(overlap.dtype).eps * size).any())
 
 
 # ---- after a step -------------------------------------------------------------------------------
