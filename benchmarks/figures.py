@@ -50,7 +50,7 @@ STYLES = {
     "SGD": (GREY, "o"),
     "Adam": (GREY, "s"),
     "AdamW": (BLACK, "D"),
-    "Muon": (ORANGE, "d"),
+    "Muon": (GREEN, "d"),
     "all orthonormal": (PINK, "*"),
     "orthonormal in attention": (BROWN, "p"),
     "geoopt SGD": (ORANGE, "o"),
@@ -331,6 +331,27 @@ def muon_transformer(path: Path) -> None:
             found.setdefault(METHODS.get(method, method), []).append(history)
     panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
     plot_curves(path, "Character transformer, by its hidden matrices", found, [panel])
+
+
+def manifold_muon(path: Path) -> None:
+    """Training loss and test accuracy over the rates; the best rate of each with all its seeds."""
+    found: dict[str, dict[float, list[list[float]]]] = {}
+    for key, run in read(path)["runs"].items():
+        method, rate, _ = key.split()
+        found.setdefault(method, {}).setdefault(float(rate), []).append(run)
+    figure, (axes,) = start(2, (9, 3.6))
+    for method, runs in found.items():
+        rates, look = sorted(runs), style(method)
+        for axis, entry, unit in zip(axes, (0, 1), (1, 100), strict=True):
+            centre = [unit * statistics.fmean(run[entry] for run in runs[r]) for r in rates]
+            axis.plot(rates, centre, label=method, markersize=5, **look)
+            points = [(r, unit * run[entry]) for r in rates if len(runs[r]) > 1 for run in runs[r]]
+            axis.plot(*zip(*points, strict=True), "_", color=look["color"], markersize=9)
+    for axis, label in zip(axes, ("training loss (nats)", "test images right (%)"), strict=True):
+        axis.set(xlabel="learning rate", ylabel=label, xscale="log")
+        axis.grid(alpha=0.3)
+    legend(figure, axes[0])
+    save(figure, path)
 
 
 def vit_cifar10(path: Path) -> None:
@@ -767,6 +788,7 @@ DRAWN: dict[str, Callable[[Path], None]] = {
         copying, pixel_digits, translation, video, vit_cifar10, vit_table, leading_eigenvalues,
         eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
         convergence, flows, parametrizations, rotations, why, muon_transformer,
+        manifold_muon,
     )
 }  # fmt: skip
 

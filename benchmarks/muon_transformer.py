@@ -40,7 +40,7 @@ LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 2, 96, 4, 64, 16, 300
 PLAIN_RATE, EVERY, TIMED = 3e-3, 30, 12
 GRIDS = {
     "AdamW": (3e-3, 1e-2, 3e-2),
-    "Muon": (3e-2, 1e-1, 3e-1),
+    "Muon": (1e-2, 3e-2, 1e-1),
     "attention": (3e-2, 1e-1, 3e-1),
     "all": (3e-2, 1e-1, 3e-1),
 }

@@ -414,6 +414,13 @@ def test_one_step_stays_on_the_manifold(kind, steps, dtype, generator):
             assert not multiplier.any()
 
 
+def test_rank_one_in_float64_stays_to_rounding(generator):
+    """Where Q is singular rounding of M'M is amplified 1e9 times."""
+    point, grad = problem((60, 64, 16), "rank-1", generator)
+    new = muon_(point, grad, None, None, lr=0.3)
+    assert gram_error(new).max() <= orthonormality_tolerance(DOUBLE, 64)
+
+
 def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
     point, grad = problem((1, 30, 6), "gaussian", generator)
     state = (torch.zeros_like(grad), torch.zeros(1, 6, 6, dtype=DOUBLE))

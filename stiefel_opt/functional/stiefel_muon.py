@@ -252,7 +252,8 @@ def muon_(
     new = new.to(point.dtype)
     if _is_rough(point, found, step):
         own = own_gram(new) if row_sum is None else row_sum(own_gram(new))
-        new = add_product(new, new, _mending(own))
+        half = _mending(own)  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
+        new = add_product(new, new, torch.baddbmm(half, half, half, alpha=1.5))
     return new
 
 
