@@ -330,7 +330,7 @@ def muon_transformer(path: Path) -> None:
             history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
             found.setdefault(METHODS.get(method, method), []).append(history)
     panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
-    plot_curves(path, "Character transformer, by its hidden matrices", found, [panel])
+    plot_curves(path, "Character transformer, three seeds", found, [panel])
 
 
 def manifold_muon(path: Path) -> None:

@@ -2,6 +2,27 @@ from benchmark_utils import FIRST, MOMENTUM, descend
 from benchopt import BaseSolver
 
 
+class Restarting:
+    """Drops the momentum where the last step went uphill.
+
+    Reference: O'Donoghue & Candes (2015), Adaptive restart for accelerated gradient schemes, 3.2.
+    """
+
+    def __init__(self, optimizer, weights):
+        self.optimizer, self.weights = optimizer, weights
+        self.before = [weight.detach().clone() for weight in weights]
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self):
+        moved = zip(self.weights, self.before, strict=True)
+        if sum(float((w.grad * (w.detach() - old)).sum()) for w, old in moved) > 0:
+            for weight in self.weights:
+                parts = self.optimizer.velocity(weight)
+                self.optimizer.set_velocity(weight, *(0 * part for part in parts))
+        self.before = [weight.detach().clone() for weight in self.weights]
+        self.optimizer.step()
+
+
 class Solver(BaseSolver):
     """This package, with the options that a comparison of its defaults needs."""
 
@@ -11,6 +32,7 @@ class Solver(BaseSolver):
         "metric": ["canonical"],
         "transport": ["isometric"],
         "nesterov": [False],
+        "restart": [False],
         "rate": FIRST,
     }
     requirements = ["pip::stiefel-opt"]
@@ -29,12 +51,12 @@ class Solver(BaseSolver):
             options |= {"metric": self.metric, "retraction": "qr"}
         if not self.method.endswith("Adam"):
             options |= {"momentum": MOMENTUM, "nesterov": self.nesterov}
-        make = getattr(so, self.method)
-        self.result = descend(
-            self.problem,
-            lambda constrained, plain: [make([*constrained, *plain], **options)],
-            so.ManifoldParameter,
-        )
+
+        def make(constrained, plain):
+            optimizer = getattr(so, self.method)([*constrained, *plain], **options)
+            return [Restarting(optimizer, constrained) if self.restart else optimizer]
+
+        self.result = descend(self.problem, make, so.ManifoldParameter)
 
     def get_result(self):
         return self.result
