@@ -10,9 +10,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from stiefel_opt.device import is_compiling
-
-_LOOKED: Final = "_stiefel_looked"  # on an optimizer: how many tags there were when it was seen
+_LOOKED: Final = "_stiefel_looked"  # on an optimizer: tags and groups when it was seen
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # for the names of weights
 _tags = 0
 
@@ -31,12 +29,22 @@ def note_module(module: nn.Module) -> None:
 
 
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    """Hook before every step of every optimizer: after the first one it compares two numbers."""
-    if is_compiling() or optimizer.__dict__.get(_LOOKED, -1) >= _tags:
+    """Hook before every step of every optimizer."""
+    _look_at(optimizer)
+
+
+def _look_at(optimizer: Optimizer) -> None:
+    """Warn if there is reason to; once there is nothing new to see, this compares two numbers."""
+    seen = _tags + len(optimizer.param_groups)  # both only grow
+    if optimizer.__dict__.get(_LOOKED, -1) >= seen:
         return
     keeps = _keeps_tags(optimizer)
-    found = [] if keeps else _tagged(optimizer)
-    optimizer.__dict__[_LOOKED] = math.inf if keeps or found else _tags
+    tagged = [] if keeps else _tagged(optimizer)
+    found = [parameter for parameter in tagged if parameter.requires_grad]
+    if keeps or found:
+        optimizer.__dict__[_LOOKED] = math.inf
+    elif not tagged:  # a frozen weight may thaw: it is looked at before every step
+        optimizer.__dict__[_LOOKED] = seen
     if found:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.warn(
@@ -44,8 +52,13 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
             "knows no constraint. Train with an optimizer of this package, such as "
             "so.StiefelAdamW; or parametrize the weight by so.orthogonal, for any optimizer; or "
             "so.release it",
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+# While a step is compiled, it is called instead of traced. This is what the decorator
+# torch.compiler.assume_constant_result does, which imports the compiler.
+_look_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _keeps_tags(optimizer: Optimizer) -> bool:
@@ -63,7 +76,7 @@ def _is_own(thing: object) -> bool:
 
 def _tagged(optimizer: Optimizer) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tagged = [p for p in parameters if p.requires_grad and _is_own(getattr(p, "manifold", None))]
+    tagged = [p for p in parameters if _is_own(getattr(p, "manifold", None))]
     return [p for p in tagged if not hasattr(p, "is_penalised")]
 
 

@@ -86,6 +86,18 @@ class _Watched(dict[str, Any]):
             self.arm()
 
     @override
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        if not (self.silent or is_compiling()) and name in self.records:
+            warnings.warn(
+                f"`{name}` is constrained, and is no parameter any more: what computes it now (a "
+                "parametrization, pruning) would not keep it orthonormal; undo that, or call "
+                "so.release first",
+                LostTagWarning,
+                stacklevel=2,
+            )
+
+    @override
     def items(self) -> Any:
         """Return the items; where torch would swap tensors, so that none is replaced, arm too."""
         if not self.silent and torch.__future__.get_swap_module_params_on_conversion():

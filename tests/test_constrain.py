@@ -767,7 +767,8 @@ def test_records_that_no_longer_fit_are_named():
     with pytest.raises(ValueError, match=r"`heads of q.weight` must divide its 7 rows"):
         so.param_groups(model)
     model = attention()
-    parametrize.register_parametrization(model.q, "weight", nn.Identity())
+    with pytest.warns(so.LostTagWarning, match="no parameter any more"):
+        parametrize.register_parametrization(model.q, "weight", nn.Identity())
     with pytest.raises(ValueError, match=r"`q.weight` must still be a parameter"):
         so.retag(model)
 

@@ -294,7 +294,9 @@ def test_detaching_in_a_compiled_function_is_one_graph():
 
 
 def test_weight_norm_takes_a_tagged_layer_and_the_record_says_so():
-    layer = parametrizations.weight_norm(so.constrain(nn.Linear(4, 3)))
+    layer = so.constrain(nn.Linear(4, 3))
+    with pytest.warns(so.LostTagWarning, match="`weight` is constrained, and is no parameter any"):
+        parametrizations.weight_norm(layer)
     assert layer(torch.ones(1, 4)).shape == (1, 3)
     with pytest.raises(ValueError, match="`weight` must still be a parameter: it is constrained"):
         so.param_groups(layer)

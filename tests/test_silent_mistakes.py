@@ -72,6 +72,29 @@ def test_a_closure_a_group_added_late_and_a_late_constraint_are_seen() -> None:
     assert len(told(lambda: closed.step(loss))) == 1
 
 
+@pytest.mark.parametrize("late", ["group", "thaw"])
+def test_a_weight_that_an_optimizer_meets_late_is_seen(late: str) -> None:
+    net = so.constrain(model(), "0.weight")
+    weights = (net if late == "thaw" else net[2]).parameters()
+    optimizer = torch.optim.SGD(weights, 0.1)
+    net[0].weight.requires_grad_(late != "thaw")
+    assert not told(lambda: train(net, optimizer))
+    net[0].weight.requires_grad_(True)
+    if late == "group":
+        optimizer.add_param_group({"params": list(net[0].parameters())})
+    (text,) = told(lambda: train(net, optimizer))
+    assert "`0.weight` would not stay orthonormal" in text
+
+
+def test_a_compiled_step_is_seen() -> None:
+    net = so.constrain(model(), "0.weight")
+    optimizer = torch.optim.AdamW(net.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    train(net, torch.optim.SGD(net[2].parameters(), 0.1), 1)  # so that there are gradients
+    texts = told(lambda: (step(), step()))
+    assert sum("`0.weight` would not stay orthonormal" in text for text in texts) == 1
+
+
 def test_parameters_by_hand_and_copies_and_pickles_are_seen() -> None:
     weight = so.ManifoldParameter(torch.eye(3))
     weight.grad = torch.ones(3, 3)
