@@ -240,7 +240,10 @@ def plot_curves(
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     legend(figure, axes[0][0])
-    figure.suptitle(title, fontsize=10)
+    if len(panels) > 1:
+        figure.suptitle(title, fontsize=10)
+    else:
+        axes[0][0].set_title(title, fontsize=10)
     save(figure, path)
 
 
@@ -439,6 +442,8 @@ def eigen_methods(path: Path) -> None:
                 axis.annotate(text, (1.5 * limit, place), va="center", fontsize=7, color="0.3")
         rows(axis, list(found))
         axis.axvline(limit, color="0.4", linewidth=1, linestyle=":")
+        axis.annotate(f"limit {limit:g} s ", (limit, -0.5), ha="right", va="top", fontsize=7,
+                      color="0.3")  # fmt: skip
         axis.set(xscale="log", xlim=(0.015, 25 * limit), title=f"n x m = {group.split(',')[0]}")
         axis.set_xlabel("seconds to a relative gap of 1e-8, every draw")
         axis.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
@@ -569,14 +574,19 @@ def convergence(path: Path) -> None:
     """The running minimum of the squared gradient beside the rate of the theorem."""
     figure, axes = start(1, (6.5, 3.8))
     axis = axes[0][0]
-    looks = ((BLUE, "^", "-"), (RED, "s", "-"), (GREEN, "D", "-"))
-    for result, (colour, marker, line) in zip(read(path)["results"], looks, strict=False):
-        steps = np.array(result["K"])
+    known = set()
+    for result in read(path)["results"]:
+        method = result["case"].partition(",")[0]
         label = f"{result['case']}: slope {result['slope']:.2f}"
-        axis.loglog(steps, result["running_minimum"], line, color=colour, marker=marker,
+        fewer = {"fillstyle": "none", "linestyle": "--"} if method in known else {}
+        axis.loglog(result["K"], result["running_minimum"], **style(method) | fewer,
                     markersize=4, markevery=6, label=label)  # fmt: skip
-    axis.loglog(steps, 4 * steps**-0.5, "--", color="0.4", label="slope -0.5")
+        known.add(method)
+    steps = np.array(result["K"])
+    axis.loglog(steps, 4 * steps**-0.5, ":", color="0.4", label="slope -0.5")
     axis.set(xlabel="steps", ylabel="least squared gradient norm so far")
+    for each in (axis.xaxis, axis.yaxis):
+        plain_ticks(each)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="lower left")
     save(figure, path)
@@ -763,7 +773,7 @@ def rotations(path: Path) -> None:
             **style(method, number), **({"fillstyle": "none"} if method in known else {}),
         )  # fmt: skip
         known.add(method)
-    axes[0].set(xlabel="step", ylabel="KL from full precision, held out", ylim=(0, None))
+    axes[0].set(xlabel="step", ylabel="KL from full precision, held out (nats)", ylim=(0, None))
     looks = {"Hadamard": (SKY, "v"), "learned": (RED, "s")}
     for name, values in content["kurtosis"].items():
         kind, _, turned = name.partition(", ")

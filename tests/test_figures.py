@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,14 +40,62 @@ def test_what_stands_around_a_name_does_not_change_its_colour() -> None:
         assert figures.style(name, 3)["color"] == figures.RED
 
 
+@pytest.fixture
+def drawn_figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that is saved."""
+    found: list[Any] = []
+    save = figures.save
+    monkeypatch.setattr(figures, "save", lambda *given: (found.append(given[0]), save(*given)))
+    return found
+
+
 @pytest.mark.usefixtures("example")
 @pytest.mark.parametrize("name", figures.DRAWN)
-def test_a_picture_is_drawn_from_the_results_beside_it(name: str, tmp_path: Path) -> None:
+def test_a_picture_is_drawn_from_the_results_beside_it(
+    name: str, tmp_path: Path, drawn_figures: list[Any]
+) -> None:
     for file in RESULTS.glob("*.json"):
         shutil.copy(file, tmp_path)
     figures.main([name, "--folder", str(tmp_path)])
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.tmp*"))
+    for figure in drawn_figures:
+        methods_look_as_everywhere(figure)
+
+
+LONG = set(figures.DRAWN) - {"muon_transformer", "convergence"}  # seconds each
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in figures.DRAWN]
+)
+def test_legends_cover_nothing(name: str, tmp_path: Path, drawn_figures: list[Any]) -> None:
+    for file in RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    figures.main([name, "--folder", str(tmp_path)])
+    for figure in drawn_figures:
+        figure.draw_without_rendering()
+        titles = [*(axis.title for axis in figure.axes), *filter(None, [figure._suptitle])]
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert not any(box.overlaps(axis.get_tightbbox()) for axis in figure.axes)
+            assert not any(box.overlaps(title.get_window_extent()) for title in titles)
+        for axis in (axis for axis in figure.axes if axis.get_legend()):
+            box = axis.get_legend().get_window_extent()
+            for line in axis.lines:
+                assert not box.count_contains(line.get_transform().transform(line.get_xydata()))
+            assert not any(box.overlaps(bar.get_window_extent()) for bar in axis.patches)
+
+
+def methods_look_as_everywhere(figure: Any) -> None:
+    """A line whose label begins with the name of a method has its colour and its marker."""
+    for line in (line for axis in figure.axes for line in axis.lines):
+        name = line.get_label().partition(", ")[0]
+        for known in (line.get_label(), name):
+            if known in figures.STYLES:
+                assert (line.get_color(), line.get_marker()) == figures.STYLES[known]
+                break
 
 
 @pytest.mark.usefixtures("example", "drawn")

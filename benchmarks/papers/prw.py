@@ -123,7 +123,8 @@ def picture(left: Cloud, right: Cloud, result: so.ot.PRWResult, path: Path) -> N
         sizes = (12 * cloud.weights * len(points)).clip(2, 120)
         axis.scatter(*points.T, s=sizes, color=colour, label=cloud.name, alpha=0.5, linewidths=0)
     axis.set_aspect("equal", adjustable="datalim")
-    axis.set(xlabel="first direction, in units of the data", ylabel="second direction")
+    axis.set(xlabel="first direction (units of the data)")
+    axis.set(ylabel="second direction (units of the data)")
     title = (
         f"{left.name} and {right.name}: cost {result.value:.4g}; lines: where most of a point goes"
     )
