@@ -7,8 +7,11 @@ import warnings
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from stiefel_opt.device import is_compiling
 
 _LOOKED: Final = "_stiefel_looked"  # on an optimizer: tags and groups when it was seen
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # for the names of weights
@@ -30,7 +33,8 @@ def note_module(module: nn.Module) -> None:
 
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     """Hook before every step of every optimizer."""
-    _look_at(optimizer)
+    if _WHILE_COMPILING or not is_compiling():
+        _look_at(optimizer)
 
 
 def _look_at(optimizer: Optimizer) -> None:
@@ -57,7 +61,9 @@ def _look_at(optimizer: Optimizer) -> None:
 
 
 # While a step is compiled, it is called instead of traced. This is what the decorator
-# torch.compiler.assume_constant_result does, which imports the compiler.
+# torch.compiler.assume_constant_result does, which imports the compiler; only since torch 2.13
+# such a function may take an optimizer.
+_WHILE_COMPILING: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _look_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
