@@ -218,6 +218,29 @@ def rows(store: dict[str, Runs], table: str, problems: list[str]) -> list[list[s
     return list(cells.values())
 
 
+def rate_rows(store: dict[str, Runs], problems: list[str]) -> list[list[str]]:
+    """What the rate does that suits the other problems of the kind, at the seed that chose rates."""
+    found = []
+    for label, problem in product(("StiefelSGD, Nesterov", "StiefelAdam"), problems):
+        solver, noisy = ",".join(PACKAGES[label]), PROBLEMS[problem][1] == "loss"
+        kin = [p for p in problems if p != problem and (PROBLEMS[p][1] == "loss") == noisy]
+        runs = store[problem].get(solver, {})
+        if not runs or not all(store[p].get(solver) for p in kin) or not kin:
+            continue
+        best = best_rate(runs)
+        others = statistics.median_high(best_rate(store[p][solver]) for p in kin)
+        ends = [outcome(runs.get(f"{rate:g} 0", {})) for rate in (best, others)]
+        found.append([label, problem, f"{best:g}", ends[0], f"{others:g}", ends[1]])
+    return found
+
+
+def outcome(run: Mapping[str, float]) -> str:
+    steps, value = score(run)
+    if math.isfinite(steps):
+        return f"{steps:.0f} steps"
+    return f"{value:.4g}" if math.isfinite(value) else "-"
+
+
 def cell(runs: Mapping[str, Run], kind: str, best: Mapping[str, float]) -> str:
     if not runs:
         return ""
@@ -252,11 +275,14 @@ def main(argv: list[str] | None = None) -> int:
     fill(store, options.store, options.problems, solvers)
     units = {"steps": "steps", "gap": "gap left", "excess": "excess %", "loss": "loss"}
     header = ["Method", *(f"{p}: {units[PROBLEMS[p][1]]}" for p in options.problems)]
+    tables = {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES}
+    guess = ["Method", "Problem", "its best rate", "ends with", "the others' rate", "ends with it"]
+    tables["rates"] = markdown_table(guess, rate_rows(store, options.problems))
     content: dict[str, Any] = {
         "machine": machine(torch.device("cpu")),
         "rates": RATES,
         "seeds": SEEDS,
-        "tables": {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES},
+        "tables": tables,
         "runs": {
             problem: {name: summary(runs) for name, runs in store[problem].items()}
             for problem in options.problems
