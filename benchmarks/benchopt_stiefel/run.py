@@ -219,7 +219,7 @@ def rows(store: dict[str, Runs], table: str, problems: list[str]) -> list[list[s
 
 
 def rate_rows(store: dict[str, Runs], problems: list[str]) -> list[list[str]]:
-    """What the rate does that suits the other problems of the kind, at the seed that chose rates."""
+    """What the rate does that suits the other problems of the kind, at the seed of the choice."""
     found = []
     for label, problem in product(("StiefelSGD, Nesterov", "StiefelAdam"), problems):
         solver, noisy = ",".join(PACKAGES[label]), PROBLEMS[problem][1] == "loss"
