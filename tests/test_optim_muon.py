@@ -174,3 +174,17 @@ def test_the_step_is_that_of_the_pure_function(generator):
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         so.StiefelMuon([nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_weight_without_gradients_keeps_still_however_long(nonfinite, generator):
+    """Its momentum fades through the smallest numbers that there are."""
+    weight = so.ManifoldParameter(random_point(8, 3, generator=generator))
+    weight.grad = torch.full((8, 3), 1e-36)
+    weight.grad[0] = -2e-36
+    opt = so.StiefelMuon([weight], lr=0.1, momentum=0.5, nonfinite=nonfinite)
+    for _ in range(40):
+        opt.step()
+        weight.grad.zero_()
+    assert so.orthonormality_error(weight) < 1e-5
+    assert all(value.isfinite().all() for value in opt.state[weight].values())

@@ -80,9 +80,11 @@ _ROUNDING: Final = 4.0  # times eps |M|: what of M may be rounding
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
 _ILL: Final = 16.0  # mean condition of Z from which tall products in float32 lose too much
 _FEW_SMALL: Final = 0.035  # where a square matrix is cut off at first, over its mean singular value
+_STEEP: Final = 0.02  # 2 eta^2 from which square matrices take one product more
 _LONGEST: Final = 4.0  # atan(4) is 76 degrees
 
 
+@torch.no_grad()
 def spectral_direction(
     point: Tensor,
     grad: Tensor,
@@ -110,21 +112,25 @@ def spectral_direction(
             fixed steps use 30 times as much.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
-    Returns: D ``(k, n, m)`` and Lambda ``(k, m, m)``, 0 where M is 0, not finite or too
-        large to be squared.
+    Returns: D ``(k, n, m)`` and Lambda ``(k, m, m)``, without a history for backward; 0 where M is
+        0, not finite, or too large or too small for its square, which for n = m it may be.
     Raises:
         ValueError: for shapes that do not fit, or numbers out of range.
+        TypeError: for a real point with a complex gradient, and for integers.
     Note: Two products of n x m by m x m and two symmetric halves before, two after; for square
         matrices one and one. One sum of m (2m + 1) numbers over the rows. The m x m work is in
         float64 where the device has it, as are the tall products of the sums, and on a CPU those
         of an ill-conditioned M; where M is all but radial, one more product and the sums again.
         Without ``steps`` matrices with n >= 4m take 5 to 12 eigenvalue decompositions, those with n
-        below 2m about 20 and up to 110, where n = m + 1 may end at 0.999 of the optimum. A fixed
+        below 2m about 20 and up to 110, where n = m + 1 may end at 0.997 of the optimum. A fixed
         step is about 240 products of m x m, and 40 for the roots at the end; where it has not
-        converged D is shortened to norm 1.
+        converged D is shortened to norm 1, and with n below 2m the default number of them may lack
+        a tenth of the optimum.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem and its dual.
     """
     _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
+    if _is_empty(point):
+        return torch.zeros_like(point), point.new_zeros(len(point), *point.shape[-1:] * 2)
     found = _solve(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
     if found.along is None:
         direction = product(point, found.within)
@@ -136,6 +142,7 @@ def spectral_direction(
     return torch.where(found.sound, direction, 0.0), found.multiplier.to(point.dtype)
 
 
+@torch.no_grad()
 def spectral_gap(
     point: Tensor,
     grad: Tensor,
@@ -154,7 +161,8 @@ def spectral_gap(
         direction: D, ``(k, n, m)``, tangent.
         multiplier: Lambda, symmetric, ``(k, m, m)``.
 
-    Returns: The gap of every matrix; 0 where the gradient has no tangent part.
+    Returns: The gap of every matrix; 0 where the gradient has no tangent part beyond rounding, NaN
+        where it is not finite or too large to be squared.
     Raises:
         ValueError: for shapes that do not fit.
     Note: Eigenvalues of two m x m matrices, sums of 3 m^2 numbers over the rows. Rounding makes it
@@ -164,6 +172,8 @@ def spectral_gap(
     if direction.shape != point.shape:
         shape = tuple(point.shape)
         raise ValueError(fail("direction", f"have the shape {shape}", tuple(direction.shape)))
+    if _is_empty(point):
+        return point.real.new_zeros(len(point))
     _, parts = _tangent_parts(point, grad, row_sum)
     work = parts.skew.dtype
     tall = direction.to(work)
@@ -172,10 +182,14 @@ def spectral_gap(
     packed = packed if row_sum is None else row_sum(packed)
     length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
     inner = parts.skew - sym(multiplier.to(work))
-    own = parts.square + own_gram(inner)
-    bound = torch.linalg.eigvalsh(sym(own)).clamp(min=0.0).sqrt().sum(dim=-1)
+    own = sym(parts.square + own_gram(inner))
+    finite = own.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    own = torch.where(finite, own, 0.0)
+    bound = torch.linalg.eigvalsh(own).clamp(min=0.0).sqrt().sum(dim=-1)
     gap = 1.0 - packed[:, 0, -1].real / (bound * length)
-    return torch.where(bound > 0, gap, 0.0).to(point.real.dtype)
+    rounding = (parts.noise.flatten() * point.size(-1)).sqrt()
+    gap = torch.where(bound > rounding, gap, 0.0)
+    return torch.where(finite.flatten(), gap, math.nan).to(point.real.dtype)
 
 
 def muon_(
@@ -223,6 +237,8 @@ def muon_(
     """
     row_sum = setting.row_sum
     _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
+    if _is_empty(point):
+        return point.clone()
     buffer = moving = grad = zeroed(grad, setting.ok)
     if momentum_buffer is not None:
         buffer = momentum_buffer.lerp(grad, 1 - momentum)
@@ -237,6 +253,8 @@ def muon_(
     step = -step if maximize else step
     if found.along is None and setting.correct is not False:
         found = found._replace(mending=_mending(own_gram(point)))
+        if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
+            found = found._replace(within=found.within.baddbmm(found.mending, found.within))
     # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
     moved = found.mending - found.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
@@ -312,7 +330,8 @@ def _solve(
     moving, parts = _tangent_parts(point, moving, row_sum)
     m = point.size(-1)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
-    sound = (scale > 0) & scale.isfinite()
+    limits = torch.finfo(scale.dtype)
+    sound = (scale > (limits.tiny / limits.eps) ** 0.5) & scale.isfinite()
     factor = torch.where(sound, scale.reciprocal(), 0.0)  # M = 0 has R = delta and Y = 0
     spread = torch.where(sound, spread, 1.0)
     turn = torch.where(sound, parts.skew * factor, 0.0)
@@ -326,6 +345,10 @@ def _solve(
     else:
         inverse, half, shift, length = search(turn, own, start, floor, tolerance)
     along = inverse * factor
+    # What M is multiplied by must fit into the dtype of M; where M is too small for that, D = 0.
+    largest = along.abs().amax(dim=(-2, -1), keepdim=True)
+    sound = sound & (largest < torch.finfo(_at_least_single(point)).max / 4)
+    along, length = (torch.where(sound, matrix, 0.0) for matrix in (along, length))
     # N = M - X c B
     within = torch.baddbmm(half, parts.inner, along, beta=2.0, alpha=-1.0)
     within = within.baddbmm(parts.mending, within)
@@ -449,6 +472,11 @@ def _mending(own: Tensor) -> Tensor:
     return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
+def _is_empty(point: Tensor) -> bool:
+    """Say whether no process has anything; one without rows must still take part in the sums."""
+    return 0 in (point.size(0), point.size(-1))
+
+
 def _start(multiplier: Tensor, turn: Tensor, factor: Tensor) -> Tensor:
     """Return T of the multiplier; the optimal T is never longer than K."""
     return fits(sym(multiplier.to(turn.dtype)) * -factor, turn)
@@ -468,6 +496,10 @@ def _check(
         raise ValueError(fail("point", "be tall matrices (k, n, m)", f"shape {shape}"))
     if grad.shape != point.shape:
         raise ValueError(fail("grad", f"have the shape {shape} of point", tuple(grad.shape)))
+    is_float = point.is_floating_point() or point.is_complex()
+    if not is_float or (grad.is_complex() and not point.is_complex()):
+        kind = f"fit into the dtype of `point`, floating-point or complex, {point.dtype}"
+        raise TypeError(fail("grad", kind, grad.dtype))
     small = (shape[0], shape[-1], shape[-1])
     if multiplier is not None and multiplier.shape != small:
         raise ValueError(fail("multiplier", f"have the shape {small}", tuple(multiplier.shape)))
@@ -480,7 +512,11 @@ def _check(
 def _tall_dtype(point: Tensor, found: _Found) -> torch.dtype:
     """Return the dtype of the last tall products: more digits than the point has, if they count."""
     is_ill = is_free_to_read(point) and bool((found.gain > _ILL).any())
-    return found.within.dtype if is_ill else point.dtype
+    return found.within.dtype if is_ill else _at_least_single(point)
+
+
+def _at_least_single(point: Tensor) -> torch.dtype:
+    return torch.promote_types(point.dtype, torch.float32)
 
 
 def _is_rough(point: Tensor, found: _Found, step: Scalar) -> bool:
