@@ -293,13 +293,14 @@ def pixel_digits(path: Path) -> None:
         for name, runs in histories(
             read(path, f"pixel_digits{part}")["runs"], "cell", **CELLS
         ).items():
-            for old, new in zip(both.setdefault(name, runs)[0], runs[0], strict=True):
-                old[f"error{part}"] = new["test_error"]
+            for kept, found in zip(both.setdefault(name, runs), runs, strict=True):
+                for old, new in zip(kept, found, strict=True):
+                    old[f"error{part}"] = new["test_error"]
     panels = [
         Panel("error", "test error (%)", "pixels in order", range=(0, None)),
         Panel("error_permuted", "test error (%)", "pixels in one shuffled order", range=(0, None)),
     ]
-    plot_curves(path, "8 x 8 digits pixel by pixel, 64 units, one seed", both, panels)
+    plot_curves(path, "8 x 8 digits pixel by pixel, 64 units, three seeds", both, panels)
 
 
 def translation(path: Path) -> None:
