@@ -128,7 +128,7 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step()
 
 
-@pytest.mark.parametrize("make", own_rules())
+@pytest.mark.parametrize("make", list(own_rules()))
 def test_own_optimizers_and_wrappers_of_them_are_silent(make: Any) -> None:
     net = so.constrain(nn.Linear(8, 8))
     assert not told(lambda: train(net, make(net.parameters())))
