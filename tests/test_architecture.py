@@ -1,6 +1,7 @@
 """The house stands as planned: who may import whom, and what the package never does."""
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ PUBLIC = (
 THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
 
 
+@functools.cache
 def trees(*folders: str) -> list[tuple[str, ast.Module]]:
     """Every file below the folders, by its path from the root, parsed."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]

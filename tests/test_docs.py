@@ -14,9 +14,7 @@ is left to tests/integrations. Figures stand in tables below a comment that name
 """
 
 import itertools
-import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_script
 from tiny_decoder import TinyDecoder
 
 import stiefel_opt
@@ -97,18 +96,7 @@ def test_script_runs_on_two_processes(tmp_path: Path) -> None:
     # A file for each process: what two processes print may end up in one line.
     error = "open(f'error{rank}', 'w').write(str(float(so.orthonormality_error(model))))"
     script.write_text(page + error, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    source = str(Path(stiefel_opt.__file__).parent.parent)
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "2", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_script(2, script)
     errors = [float(path.read_text(encoding="utf-8")) for path in tmp_path.glob("error*")]
     assert len(errors) == 2
     assert max(errors) < 1e-5

@@ -2,13 +2,12 @@
 
 import ast
 import importlib.util
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import output_of
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -22,17 +21,7 @@ def run(name: str, folder: Path, *changes: tuple[str, str]) -> subprocess.Comple
     for line, other in changes:
         lines[lines.index(line)] = other
     (folder / f"{name}.py").write_text("\n".join(lines), encoding="utf-8")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, f"{name}.py"],
-        cwd=folder,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return output_of(folder / f"{name}.py")
 
 
 def shown(name: str, folder: Path, *changes: tuple[str, str]) -> str:
@@ -62,7 +51,7 @@ def test_an_example_is_one_short_file(name: str) -> None:
 
 def test_attention(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    text = shown("vit_attention", tmp_path, ("EPOCHS = 12", "EPOCHS = 4"))
+    text = shown("vit_attention", tmp_path, ("EPOCHS = 12", "EPOCHS = 3"))
     tagged, plain = numbers(r"([\d.]+)% of the test images", text)
     assert tagged > plain - 5
     assert tagged > 60

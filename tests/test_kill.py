@@ -13,16 +13,15 @@ import pytest
 import torch
 from contract import OPTIMIZERS, assert_same
 from killable import run
+from processes import server
 
-SERVER = multiprocessing.get_context("forkserver")  # imports torch once for all
-SERVER.set_forkserver_preload(["torch._dynamo", "stiefel_opt", "pytest"])
 PATIENCE = 300.0  # seconds
 KILLS = 20
 
 
 def start(name: str, steps: int, folder: Path) -> multiprocessing.process.BaseProcess:
     (folder / "begun").unlink(missing_ok=True)
-    process = SERVER.Process(target=run, args=(name, steps, str(folder)))
+    process = server().Process(target=run, args=(name, steps, str(folder)))
     process.start()
     return process
 

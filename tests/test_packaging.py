@@ -91,7 +91,8 @@ def test_citation_names_this_version() -> None:
 
 def test_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
-    pip("install", "--no-deps", "--no-index", "--target", target, wheel)
+    with zipfile.ZipFile(wheel) as packed:  # pure Python: to install it is to unpack it
+        packed.extractall(target)
     result = subprocess.run(
         [sys.executable, "-c", SMOKE_TEST, str(target)],
         cwd=tmp_path,
