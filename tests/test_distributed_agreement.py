@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from cases import in_turn
 from contract import OPTIMIZERS
 from processes import assert_equal_on_all, run
 from torch import nn
@@ -25,6 +26,8 @@ STEPS = 5
 WHOLE = {"batch": ((4, 6, 3), {}, 0), "heads": ((6, 7), {"heads": 2}, 0)}
 # rows that do not divide, and a process without any
 UNEVEN = {"uneven": ((7, 3), {}, 0), "without rows": ((5, 2), {}, 0), "wide": ((3, 7), {}, 1)}
+EVERY = (*WHOLE, *UNEVEN)
+EVERY_OTHER = (EVERY[::2], EVERY[1::2])
 
 
 def value(shape, seed, dtype=torch.float64):
@@ -83,10 +86,11 @@ def assert_as_alone(alone_opt, opt, whole, shard, described, bound=1e-10):
 
 
 @torch.no_grad()
-def all_skip_what_one_cannot_use(name):
+def all_skip_what_one_cannot_use(name, layouts):
     """In the last entry, so on the last process; and in the first."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layout, (shape, reading, dim) in {**WHOLE, **UNEVEN}.items():
+    for layout in layouts:
+        shape, reading, dim = {**WHOLE, **UNEVEN}[layout]
         whole = frame(shape, reading, 1)
         shard = shard_of(whole, mesh, [Shard(dim)])
         alone_opt, opt = optimizers(name, whole, shard)
@@ -220,7 +224,8 @@ def tensor_parallel_layers_move_as_alone(name, heads):
 
 
 def test_two_processes_agree():
-    calls = [(all_skip_what_one_cannot_use, name) for name in RULES]
+    calls = [(all_skip_what_one_cannot_use, "sgd", EVERY)]
+    calls += [(all_skip_what_one_cannot_use, *row) for row in in_turn(RULES[1:], EVERY_OTHER)]
     calls += [(uneven_shards_move_as_alone, name) for name in ("sgd", "adam")]
     calls += [(replicas_of_shards_move_as_alone, "sgd", sizes) for sizes in ((2, 1), (1, 2))]
     run(2, *calls)
@@ -244,7 +249,12 @@ def test_two_processes_are_tensor_parallel():
 
 def test_four_processes_agree():
     calls = [(replicas_of_shards_move_as_alone, name, (2, 2)) for name in ("sgd", "adam")]
-    run(4, *calls, (all_skip_what_one_cannot_use, "sgd"), (uneven_shards_move_as_alone, "rgd"))
+    run(
+        4,
+        *calls,
+        (all_skip_what_one_cannot_use, "sgd", EVERY),
+        (uneven_shards_move_as_alone, "rgd"),
+    )
 
 
 @pytest.mark.slow
@@ -252,7 +262,7 @@ def test_four_processes_agree():
 def test_every_rule_agrees_in_every_layout(size):
     calls = []
     for name in RULES:
-        calls += [(all_skip_what_one_cannot_use, name), (complex_rows_move_as_alone, name)]
+        calls += [(all_skip_what_one_cannot_use, name, EVERY), (complex_rows_move_as_alone, name)]
         calls += [(uneven_shards_move_as_alone, name), (all_raise_what_one_cannot_use, name)]
         if 6 % size == 0 or size == 4:
             calls.append((tensor_parallel_layers_move_as_alone, name, 4))
