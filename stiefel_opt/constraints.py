@@ -107,6 +107,8 @@ def constrain(
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     keep = scale == "keep"
+    if isinstance(scale, str) and not keep:
+        raise ValueError(fail("scale", "be a positive number or 'keep'", repr(scale)))
     reading = Stiefel(heads, rows, flatten, transposed, 1.0 if keep else scale)  # type: ignore[arg-type]
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)

@@ -317,6 +317,11 @@ WRONG = [
         r"call so.constrain\(layer, ",
     ),
     (
+        lambda: so.constrain(nn.Linear(2, 2), scale="kept"),
+        ValueError,
+        "`scale` must be a positive number or 'keep', got 'kept'",
+    ),
+    (
         lambda: so.release(nn.Linear(2, 2)),
         ValueError,
         "`weight` must be constrained to be",
