@@ -753,6 +753,8 @@ def why(path: Path) -> None:
             over_rates(axis, found["setting"]["rates"], found["values"][kind][size], key)
             swept = "learning rate of q and k" if kind == "queries" else "learning rate"
             axis.set(xlabel=swept, ylabel=label, ylim=limits)
+            if key == "largest logit":
+                plain_ticks(axis.yaxis)
             axis.set_title(title, fontsize=10)
             handles, names = axis.get_legend_handles_labels()
             lines |= dict(zip(names, handles, strict=True))
