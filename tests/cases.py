@@ -66,13 +66,18 @@ def mixed(count: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
     return list(zip(*found, strict=True))
 
 
-def in_one_test(names: tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], Any]:
-    """As `pytest.mark.parametrize`, for short rows such as errors: all of them are one test."""
+def in_one_test(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], Any]:
+    """As `pytest.mark.parametrize`, for rows that take milliseconds: all of them are one test."""
+    single = isinstance(names, str)
+    columns = (names,) if isinstance(names, str) else names
+    table = [(row,) if single else getattr(row, "values", row) for row in rows]
+    assert table
 
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         def every(**fixtures: Any) -> None:
-            for row in rows:
-                values = dict(zip(names, row, strict=True))
+            for row in table:
+                values = dict(zip(columns, row, strict=True))
+                torch.manual_seed(0)
                 try:
                     test(**values, **fixtures)
                 except BaseException as error:
@@ -84,8 +89,9 @@ def in_one_test(names: tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], 
             test.__module__,
         )
         signature = inspect.signature(test)
-        left = [p for p in signature.parameters.values() if p.name not in names]
+        left = [p for p in signature.parameters.values() if p.name not in columns]
         every.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        every.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
         return every
 
     return mark

@@ -40,9 +40,14 @@ def on_machines(**rules: str) -> Callable[[Any], Any]:
     """Try a law of the one base class with other optimizers on each machine of `conftest.py`.
 
     ``on_machines(cpu="sgd adam", compiled="rgd")`` runs the test with ``name="sgd"`` on the CPU...
+    Tracing takes seconds: ``slowly_compiled="rgd"`` is marked slow.
     """
-    rows = [(name, machine) for machine, names in rules.items() for name in names.split()]
-    assert all(name in OPTIMIZERS for name, _ in rows)
+    rows = []
+    for machine, names in rules.items():
+        marks = [pytest.mark.slow] if machine.startswith("slowly_") else []
+        for name in names.split():
+            assert name in OPTIMIZERS
+            rows.append(pytest.param(name, machine.removeprefix("slowly_"), marks=marks))
 
     def mark(test: Any) -> Any:
         parametrized = pytest.mark.parametrize(("name", "machine"), rows, indirect=["machine"])

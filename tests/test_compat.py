@@ -250,8 +250,8 @@ def test_no_parameter_is_listed_twice():
         CaileySGD([weight], lr=0.1, stiefel=True).add_param_group([weight])
 
 
-@pytest.mark.parametrize("stiefel", [None, True, False, so.Stiefel()])
-@pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
+@in_one_test("stiefel", [None, True, False, so.Stiefel()])
+@in_one_test("rule", [SGDG, AdamG, CaileySGD])
 def test_a_group_takes_its_parameters_from_an_iterator(rule, stiefel):
     params = rotations()
     opt = rule([{"params": iter(params), "stiefel": stiefel}], lr=0.1)

@@ -48,9 +48,8 @@ READINGS = [
     ),
     ((4, 2, 3), Stiefel(flatten=True, rows=(1, 3)), lambda x: [[x[1:3].reshape(2, 6).T]]),
 ]
-IDS = [f"{shape}-{reading.describe(shape)}" for shape, reading, _ in READINGS]
-by_hand_cases = pytest.mark.parametrize(("shape", "reading", "by_hand"), READINGS, ids=IDS)
-cases = pytest.mark.parametrize(("shape", "reading"), [row[:2] for row in READINGS], ids=IDS)
+by_hand_cases = in_one_test(("shape", "reading", "by_hand"), READINGS)
+cases = in_one_test(("shape", "reading"), [row[:2] for row in READINGS])
 
 
 def numbered(*shape):
@@ -244,7 +243,7 @@ def through_torch_safely(value):
     return through_torch(value, weights_only=True)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "duplicate",
     [
         copy.copy,
@@ -253,7 +252,6 @@ def through_torch_safely(value):
         through_torch,
         through_torch_safely,
     ],
-    ids=["copy", "deepcopy", "pickle", "torch.save", "torch.save, weights_only"],
 )
 def test_duplicates_of_a_parameter_keep_the_tag(duplicate):
     for requires_grad in (True, False):

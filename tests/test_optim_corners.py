@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import OPTION_GRID, READING_CASES, in_turn, pairwise
+from cases import OPTION_GRID, READING_CASES, in_one_test, in_turn, pairwise
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -150,8 +150,8 @@ READABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("shape", "manifold", "rule"), [(*row, rule) for row, rule in in_turn(READABLE, RULES)], ids=str
+@in_one_test(
+    ("shape", "manifold", "rule"), [(*row, rule) for row, rule in in_turn(READABLE, RULES)]
 )
 def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, generator):
     """A gradient may be a transposed tensor, a part of another, or overlap itself."""
@@ -205,7 +205,7 @@ PUBLISHED = [case for case in OPTION_GRID if "published" in case.name]
 
 @pytest.mark.parametrize(
     ("case", "n"),
-    [(c, 8) for c in (*OPTION_GRID, *READING_CASES)] + [(c, 3) for c in PUBLISHED],
+    [*((case, 8) for case in READING_CASES), *in_turn(PUBLISHED, [8, 3, 3])],
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_as_many_matrices_as_columns_move_as_each_for_itself(case, n, generator):

@@ -173,7 +173,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("case", "name", "named"),
     in_turn([*PARAMETERS, "heads"], ["sgd", "adam"], [False, False, True, True]),
 )
@@ -267,9 +267,7 @@ BAD_AT_A_STEP = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "name", "steps"), pairwise(BAD_AT_A_STEP, ["sgd", "adam"], [0, 1])
-)
+@in_one_test(("case", "name", "steps"), pairwise(BAD_AT_A_STEP, ["sgd", "adam"], [0, 1]))
 def test_a_bad_gradient_or_value_is_named_before_anything_moves(case, name, steps):
     """The last of two equal constrained parameters is bad: the first must not have moved."""
     named = steps == 0

@@ -7,6 +7,7 @@ and comment of the package and the benchmarks, and in the table of docs/papers.m
 """
 
 import ast
+import functools
 import importlib
 import io
 import re
@@ -159,32 +160,39 @@ def source_of(text: str, at: int) -> str | None:
     return None if chosen is None else chosen[0].replace("cwy paper", "likhosherstov")
 
 
-CITATIONS = [
-    pytest.param(text, at, place, id=f"{path.relative_to(ROOT)}: {place}")
-    for path in SOURCES
-    for text in dict.fromkeys(texts(path))
-    for at, place in places(text)
-    if source_of(text, at) is not None
-]
+@functools.cache
+def citations() -> list[tuple[str, str, int, str]]:
+    """Every numbered place that is cited: its file, the text, where in it, and which place."""
+    return [
+        (str(path.relative_to(ROOT)), text, at, place)
+        for path in SOURCES
+        for text in dict.fromkeys(texts(path))
+        for at, place in places(text)
+        if source_of(text, at) is not None
+    ]
 
 
 def test_citations_are_found() -> None:
     found = [place for _, place in places("figures 3 to 6, eq. (2.6), appendix M.2, table 4b")]
     assert found == ["figure 3", "figure 6", "eq. 2.6", "appendix m.2", "table 4"]
-    assert len(CITATIONS) > 50
+    assert len(citations()) > 50
 
 
-@pytest.mark.parametrize(("text", "at", "place"), CITATIONS)
-def test_a_cited_place_is_about_what_is_said(text: str, at: int, place: str) -> None:
+def fault(text: str, at: int, place: str) -> str | None:
+    """What is wrong with a citation, if anything."""
     paper = source_of(text, at)
     assert paper is not None
-    if paper in CONTENTS:
-        assert place in CONTENTS[paper], f"no {place} in {paper}"
-        assert re.search(CONTENTS[paper][place], text), (
-            f"{place} of {paper} is about something else"
-        )
-    else:
-        assert place in OTHERS[paper], f"{place} of {paper} is not listed"
+    if paper not in CONTENTS:
+        return None if place in OTHERS[paper] else f"{place} of {paper} is not listed"
+    if place not in CONTENTS[paper]:
+        return f"no {place} in {paper}"
+    found = re.search(CONTENTS[paper][place], text)
+    return None if found else f"{place} of {paper} is about something else"
+
+
+def test_cited_places_are_about_what_is_said() -> None:
+    for path, *citation in citations():
+        assert not (wrong := fault(*citation)), f"{path}: {wrong}"
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
