@@ -23,7 +23,7 @@ from cases import (
 
 import stiefel_opt as so
 
-STEPS = 60
+STEPS = 30
 TOLERANCE = 1e-12
 SHAPES = ("square", "batch-wide")
 
@@ -317,7 +317,7 @@ def test_rows_left_plain_take_the_step_of_torch(algorithm: str, rng: np.random.G
     rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[algorithm]
     momentum = {"momentum": 0.9} if algorithm == "sgd" else {}
     torch_optimizer = rule([plain], lr=case.lr, **momentum)
-    for step in range(50):
+    for step in range(STEPS):
         run.set_grad(step)
         plain.grad = torch.tensor(run.rest[rest])
         optimizer.step()

@@ -24,6 +24,7 @@ every_rule = pytest.mark.parametrize("name", RULES)
 NAMES = (*RULES, "sgd-nesterov")
 STEPS = 3  # before the interrupted one
 AFTER = 3
+SEARCHES = "muon"  # for its direction in every step: tried at fewer calls
 
 # Joined batches of tall and of square matrices, two ranges of rows, and a plain parameter.
 SHAPES: list[tuple[tuple[int, ...], dict[str, Any] | None]] = [
@@ -209,7 +210,9 @@ def calls_of(name: str) -> int:
 @every_rule
 def test_an_exception_at_a_call_of_torch_leaves_whole_steps(name: str) -> None:
     calls = calls_of(name)
-    for number, at in enumerate(range(2, calls + 1, max(1, calls // 12))):
+    for number, at in enumerate(
+        range(2, calls + 1, max(1, calls // (4 if name == SEARCHES else 12)))
+    ):
         kind = (KeyboardInterrupt, RuntimeError)[number % 2]
         interrupt(name, stopped_by(Interrupt(at, kind, after=number % 4 > 1)))
 
@@ -246,7 +249,7 @@ def stopped_at_line(at: int) -> Callable[[Any], None]:
 def test_a_signal_at_a_line_leaves_whole_steps(name: str) -> None:
     """As Ctrl-C does it: between two lines of the package, also where torch is not called."""
     count = 9 * lines_of(name) // 10
-    lines = random.Random(0).sample(range(1, count), 8)
+    lines = random.Random(0).sample(range(1, count), 3 if name == SEARCHES else 8)
     for at in lines:
         interrupt(name, stopped_at_line(at))
 
@@ -352,7 +355,7 @@ def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None
 def test_a_checkpoint_after_an_interrupted_step_continues_alike(name: str) -> None:
     """Written at once, before any other step has put anything in order, and read elsewhere."""
     calls = calls_of(name)
-    for number, at in enumerate(range(3, calls, max(1, calls // 6))):
+    for number, at in enumerate(range(3, calls, max(1, calls // (2 if name == SEARCHES else 6)))):
         training, fresh = Training(name), Training(name)
         training.fill(STEPS)
         stopped_by(Interrupt(at, KeyboardInterrupt, after=number % 2 > 0))(training.opt.step)
@@ -371,8 +374,10 @@ def test_a_checkpoint_after_an_interrupted_step_continues_alike(name: str) -> No
             assert max(map(so.orthonormality_error, fresh.constrained())) < 1e-13
 
 
-@pytest.mark.parametrize("by_saving", [False, True])
-@pytest.mark.parametrize("name", ["sgd", "adam", "muon"])
+@pytest.mark.parametrize(
+    ("name", "by_saving"),
+    [("sgd", False), ("sgd", True), ("adam", False), ("adam", True), ("muon", True)],
+)
 def test_half_precision_follows_its_master_through_an_interruption(
     name: str, by_saving: bool
 ) -> None:
@@ -387,7 +392,7 @@ def test_half_precision_follows_its_master_through_an_interruption(
     with Interrupt() as mode:
         half.opt.step()
     new = masters(half)
-    for at in range(3, mode.calls, max(1, mode.calls // 10)):
+    for at in range(3, mode.calls, max(1, mode.calls // (3 if name == SEARCHES else 8))):
         training = Training(name, torch.bfloat16)
         training.fill(STEPS)
         stopped_by(Interrupt(at, KeyboardInterrupt))(training.opt.step)
