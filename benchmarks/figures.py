@@ -9,6 +9,7 @@ A method looks the same in all of them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -307,11 +308,11 @@ def translation(path: Path) -> None:
     """Perplexity as the paper counts it, 2^loss."""
     runs = [run for run in read(path)["runs"] if run["pairs"] is None]
     found = histories(runs, "cell")
-    for name in found:
-        for entry in found[name][0]:
+    for seeds in found.values():
+        for entry in itertools.chain(*seeds):
             entry["two"] = 2 ** entry["loss"]
     panel = Panel("two", "perplexity of a test word, 2^loss", scale="log", range=(0.98, None))
-    plot_curves(path, "3,200 generated phrases, 64 units, one seed", found, [panel])
+    plot_curves(path, "3,200 generated phrases, 64 units, three seeds", found, [panel])
 
 
 def video(path: Path) -> None:
