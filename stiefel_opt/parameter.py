@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.points import nearest
+
+_RELEASED: Final[set[int]] = set()  # ids of parameters whose tag was taken away on purpose
 
 
 class ManifoldParameter(nn.Parameter):
@@ -62,6 +64,7 @@ class ManifoldParameter(nn.Parameter):
                 data = data if moved is None else moved
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold
+        _RELEASED.discard(id(parameter))
         note_tag()
         return parameter
 
@@ -120,6 +123,7 @@ def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:
     if type(parameter) is nn.Parameter:
         parameter.__class__ = _Tagged
     parameter.manifold = manifold  # type: ignore[attr-defined]
+    _RELEASED.discard(id(parameter))
     note_tag()
 
 
@@ -128,3 +132,9 @@ def untag(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ManifoldParameter):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     del parameter.manifold  # type: ignore[attr-defined]
+    _RELEASED.add(id(parameter))
+
+
+def has_lost_tag(parameter: Tensor) -> bool:
+    """Say whether torch has taken the tag of a parameter that had one, by swapping tensors."""
+    return not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED

@@ -219,6 +219,40 @@ def test_modules_may_swap_their_parameters_after_a_step(name: str, what: str) ->
         assert not torch.equal(parameter, old)
 
 
+def convert(net: nn.Module) -> None:
+    net.double()
+
+
+def load(net: nn.Module) -> None:
+    net.load_state_dict({key: value.clone() for key, value in net.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    ("name", "swap", "steps"), [("sgd", convert, 0), ("adam", load, 0), ("muon", convert, 2)]
+)
+@pytest.mark.usefixtures("_swapping")
+def test_a_step_before_any_forward_knows_a_parameter_that_was_swapped(
+    name: str, swap: Callable[[nn.Module], None], steps: int
+) -> None:
+    """A swap takes the tag along; the object, which the optimizer holds, is the same."""
+    net = nn.Sequential(so.constrain(nn.Linear(4, 3), "weight"), so.constrain(nn.Linear(3, 2)))
+    opt = optimizer(name, [p for p in net.parameters() if p.ndim > 1])
+    params = [net[0].weight, net[1].weight]
+    train(params, opt, 0, steps)
+    opt.load_state_dict(opt.state_dict())  # which must not forget
+    swap(net)
+    assert not hasattr(net[0].weight, "manifold")
+    train(params, opt, steps, steps + 3)
+    assert so.orthonormality_error(net) < 1e-5
+    assert net[0].weight.manifold == so.Stiefel()
+    net(torch.ones(2, 4, dtype=params[0].dtype))  # finds its tags: no warning
+    so.release(net, "0.weight")
+    swap(net)
+    train(params, opt, 3, 4)
+    assert so.orthonormality_error(params[0].mT) > 1e-3  # free, as it was asked to be
+    assert so.orthonormality_error(net) < 1e-5
+
+
 # ---- what a user puts beside ---------------------------------------------------------------------
 
 

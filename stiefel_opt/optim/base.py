@@ -23,6 +23,7 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded
+from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.angles import angles_of
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checkpoint import (
@@ -62,6 +63,7 @@ from stiefel_opt.optim.state import (
 )
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import set_velocity_, velocity_of
+from stiefel_opt.parameter import has_lost_tag, tag
 
 # A turn is complete long before; the square of the rate must be a number of float32.
 _LONGEST_RATE: Final = 2.0**50
@@ -120,6 +122,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._handle = remember(self)
         self._members: list[Members | None] = []
         self._tallies: dict[Tensor, State] = {}  # windows on the steps that each has missed
+        self._tags: dict[Tensor, Any] = {}  # as they were last seen
         self._told = 0  # how many skipped steps a warning has told
         super().__init__(params, defaults)
         warn_if_nothing_is_constrained(self.param_groups)
@@ -173,6 +176,16 @@ class StiefelOptimizer(Optimizer, ABC):
         check_new_group(group, self.param_groups)
         super().add_param_group(group)
         self._members.append(None)
+        self._recall(group)
+
+    def _recall(self, group: Group) -> None:
+        """Remember tags, and restore those that a swap took along: the objects stay the same."""
+        for parameter, found in zip(group["params"], _tags_of(group["params"]), strict=True):
+            known = self._tags.get(parameter)
+            if isinstance(known, Stiefel) and has_lost_tag(parameter):
+                tag(parameter, known)
+            else:
+                self._tags[parameter] = found
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -267,6 +280,7 @@ class StiefelOptimizer(Optimizer, ABC):
         earlier = self._members[index]
         for constrained in earlier.constrained if earlier else ():
             constrained.recover()
+        self._recall(group)
         members = Members(group, self._state_names(group), self._options_of(group))
         self._members[index] = members
         for place in members.plain:
@@ -452,7 +466,8 @@ class StiefelOptimizer(Optimizer, ABC):
         self._members = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle = remember(self)
-        self.__dict__.setdefault("_tallies", {})  # counts outlive what is loaded
+        self.__dict__.setdefault("_tallies", {})  # counts and tags outlive what is loaded
+        self.__dict__.setdefault("_tags", {})
         self.__dict__.setdefault("_told", 0)
         for kept in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in kept and not isinstance(kept["step"], Tensor):
@@ -460,6 +475,7 @@ class StiefelOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            self._recall(group)
 
     # ---- what a user may ask -------------------------------------------------------------------
 
