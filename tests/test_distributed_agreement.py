@@ -131,6 +131,45 @@ def all_raise_what_one_cannot_use(name):
         assert_as_alone(alone_opt, opt, whole, shard, (name, layout))
 
 
+@torch.no_grad()
+def all_tell_an_overflow_of_one(name, choice):
+    """No gradient shows it: momentum on the last process alone whose square is no number.
+
+    All hear of it in the agreement of the next step, and nobody waits for one that has raised.
+    """
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layout, (shape, reading, dim) in {**WHOLE, "rows": ((8, 3), {}, 0)}.items():
+        shard = shard_of(frame(shape, reading, 1, torch.float32), mesh, [Shard(dim)])
+        other = shard_of(frame((6, 3), {}, 2, torch.float32), mesh, [Shard(0)])
+        rule, options = OPTIMIZERS[name]
+        opt = rule([("w", shard), ("v", other)], **{**options, "nonfinite": choice})
+        told = []
+        for step in range(6):
+            for parameter in (shard, other):
+                grad = value(parameter.shape, 1000 + step, torch.float32)
+                parameter.grad = part(grad, mesh, parameter.placements)
+            if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
+                names = {"deferred_base", "momentum_normal"} & opt.state[shard].keys()
+                opt.state[shard][names.pop()].to_local()[-1:].mul_(1e20)
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                try:
+                    opt.step()
+                except ValueError as error:
+                    told += [step] * ("`step of w` must be finite" in str(error))
+            told += [step for each in heard if "w of shape" in str(each.message)]
+        assert told == [3], (layout, choice, told)
+        assert opt.skipped_steps() == {"w": 1}, (layout, choice)
+        steps = [opt.state[parameter]["step"] for parameter in (shard, other)]
+        assert [float(each) for each in steps] == [6.0 - (choice == "raise")] * 2, layout
+        small = [t for t in opt.state[shard].values() if isinstance(t, DTensor)]
+        replicated = [t.to_local() for t in small if t.placements[0].is_replicate()]
+        assert_equal_on_all([*steps, *replicated])
+        for parameter, manifold in ((shard, so.Stiefel(**reading)), (other, None)):
+            gathered = parameter.detach().full_tensor()
+            assert so.orthonormality_error(gathered, manifold) < 1e-5, layout
+
+
 # ---- layouts -------------------------------------------------------------------------------------
 
 
@@ -232,7 +271,9 @@ def test_two_processes_agree():
 
 
 def test_two_processes_raise_together():
-    run(2, *((all_raise_what_one_cannot_use, name) for name in ("sgd", "cayley-adam")))
+    calls = [(all_raise_what_one_cannot_use, name) for name in ("sgd", "cayley-adam")]
+    calls += [(all_tell_an_overflow_of_one, "sgd", choice) for choice in ("raise", "skip")]
+    run(2, *calls, (all_tell_an_overflow_of_one, "rgd", "raise"))
 
 
 def test_two_processes_share_complex_rows():

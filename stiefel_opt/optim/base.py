@@ -51,7 +51,7 @@ from stiefel_opt.optim.checks import (
     refuse_sparse,
     warn_if_nothing_is_constrained,
 )
-from stiefel_opt.optim.constrained import Constrained, Given
+from stiefel_opt.optim.constrained import TALLIES, Constrained, Given
 from stiefel_opt.optim.plain import Group, step_rows
 from stiefel_opt.optim.safety import warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.sharding import Shards, shards_of
@@ -215,7 +215,7 @@ class StiefelOptimizer(Optimizer, ABC):
             return loss
         missed: tuple[list[Tensor], list[Tensor]] = [], []
         prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
-        for group, plain in zip(self.param_groups, prepared, strict=True):
+        for (group, everyone), plain in zip(self._constrained(), prepared, strict=True):
             if plain:
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
                 try:
@@ -223,7 +223,8 @@ class StiefelOptimizer(Optimizer, ABC):
                 except RuntimeError as error:
                     refuse_other_precision(plain, self.state, self.param_groups, error)
                     raise
-            missed[group["nonfinite"] == "raise"].extend(self._step_constrained(group, group["lr"]))
+            found = self._move_all(group, everyone, group["lr"])
+            missed[group["nonfinite"] == "raise"].extend(found)
         if any(missed):  # last: it may be an error
             self._tell(*missed)
         return loss
@@ -318,8 +319,8 @@ class StiefelOptimizer(Optimizer, ABC):
             complete_state(state, names, parameter, manifold, called, layouts[key])
             together.append(owner)
             none = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            tally = self._tallies.setdefault(parameter, {"skipped": none})
-            tally["skipped"] = tally["skipped"].to(parameter.device)
+            tally = self._tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
+            tally.update({name: count.to(parameter.device) for name, count in tally.items()})
         members.constrained = [
             Constrained(together, [self._tallies[owner.parameter] for owner in together])
             for together in owners.values()
@@ -353,7 +354,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 self._renew(index, group)
                 return self._prepare(index, group)
             changed = constrained.take(grads, group["nonfinite"])
-            if changed or constrained.missed:
+            if changed or constrained.missed or constrained.overflowed:
                 self._refuse(group, constrained, changed)
         return plain
 
@@ -363,31 +364,37 @@ class StiefelOptimizer(Optimizer, ABC):
         They are in the order of :meth:`all_constrained`, rates that are tensors in that of groups.
         """
         first, rates = 0, iter(lrs)
-        for group in self.param_groups:
-            for constrained in self._constrained_of(group):
+        for group, everyone in self._constrained():
+            for constrained in everyone:
                 last = first + len(constrained.owners)
                 ours, first = grads[first:last], last
                 changed = constrained.take(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, constrained, changed)
         missed: tuple[list[Tensor], list[Tensor]] = [], []
-        for group in self.param_groups:
+        for group, everyone in self._constrained():
             lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
-            missed[group["nonfinite"] == "raise"].extend(self._step_constrained(group, lr))
+            missed[group["nonfinite"] == "raise"].extend(self._move_all(group, everyone, lr))
         self._tell(*missed)
 
     def _refuse(self, group: Group, constrained: Constrained, changed: list[Owner]) -> None:
-        """Raise for gradients and points that no step could use."""
+        """Raise for gradients and points that no step could use, and for what is told late."""
         if group["nonfinite"] == "raise" and constrained.missed:
             refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, self.param_groups)
+        if group["nonfinite"] == "raise" and constrained.overflowed:
+            refuse_overflow(
+                constrained.owners[constrained.overflowed[0]].parameter, self.param_groups
+            )
         check_finite([owner.parameter for owner in changed], self.param_groups)
 
-    def _step_constrained(self, group: Group, lr: float | Tensor) -> list[Tensor]:
+    def _move_all(
+        self, group: Group, everyone: list[Constrained], lr: float | Tensor
+    ) -> list[Tensor]:
         """Move the constrained parameters of a group; return those that were left as they were."""
         if not isinstance(lr, Tensor) or is_free_to_read(lr):
             lr = min(float(lr), _LONGEST_RATE)
         move, missed = partial(self._move, group), []
         move_rows = partial(step_rows, self._step_plain, group)
-        for constrained in self._constrained_of(group):
+        for constrained in everyone:
             constrained.step(move, move_rows, lr, group["nonfinite"])
             places = [*constrained.missed, *constrained.overflowed]
             missed += [constrained.owners[place].parameter for place in places]
@@ -528,14 +535,11 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def all_constrained(self) -> list[Constrained]:
         """Return the constrained parameters of all groups that have state, by group and device."""
-        return [found for group in self.param_groups for found in self._constrained_of(group)]
+        return [found for _, everyone in self._constrained() for found in everyone]
 
-    def _constrained_of(self, group: Group) -> list[Constrained]:
-        members = self._members[self._index_of(group)]
-        return [] if members is None else members.constrained
-
-    def _index_of(self, group: Group) -> int:
-        return next(i for i, other in enumerate(self.param_groups) if other is group)
+    def _constrained(self) -> list[tuple[Group, list[Constrained]]]:
+        everyone = ([] if members is None else members.constrained for members in self._members)
+        return list(zip(self.param_groups, everyone, strict=False))
 
     @override
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from stiefel_opt.device import Lagged, Now, Reader, exact_products, is_cpu, reader_for
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Setting
+from stiefel_opt.linalg import RowSum
 from stiefel_opt.optim.blocks import (
     Owner,
     Stack,
@@ -42,6 +43,9 @@ from stiefel_opt.optim.state import ROWS, State, follow_, is_kept, suffix_of
 # Rounding in X'X and X'U is measured and removed every so many steps; in every step where nothing
 # is known of how long steps are.
 _CORRECTION_PERIOD = 8
+
+# What is counted for each parameter: steps missed, and overflows that other processes do not know.
+TALLIES: Final = ("skipped", "untold")
 
 _VERSION = operator.attrgetter("_version")
 
@@ -191,9 +195,12 @@ class Constrained:
         self._states = [owner.state for owner in owners]
         self.steps = joined(self._states, "step")
         self._reads = is_cpu(self.steps)
-        self.skipped = joined(tallies, "skipped")
+        self.skipped, self._untold = (joined(tallies, name) for name in TALLIES)
+        self._alone = torch.tensor([owner.shards is None for owner in owners])
+        self._alone = self._alone.to(self.steps.device)
         # places, where that is read, of those that miss this step, and of those of which a matrix
-        # left floating point in it; how many matrices of each did, where any could
+        # left floating point, which processes that share it tell each other in the step after it;
+        # how many matrices of each did, where any could
         self.missed: list[int] = []
         self.overflowed: list[int] = []
         self._overflows: Tensor | None = None
@@ -250,7 +257,7 @@ class Constrained:
 
     def tensors(self) -> list[Tensor]:
         """Return all that a step changes beside the parameters, each memory once."""
-        found = [self.steps, self.skipped, *(whole for whole, _ in self.masters)]
+        found = [self.steps, self.skipped, self._untold, *(whole for whole, _ in self.masters)]
         for stack in self.stacks:
             found += list((stack.whole or {}).values())
         for _, states in self._rows:
@@ -358,15 +365,22 @@ class Constrained:
             self._out.update(self.missed)
 
     def _agreed(self, ok: Tensor) -> Tensor:
-        """Let processes agree on who moves, and on whose point somebody else has written to."""
+        """Let processes agree on who moves, whose point somebody else has written to, and whose
+        last step left floating point.
+        """
         layouts: dict[int, tuple[Shards, list[int]]] = {}
         for owner in self.owners:
             if owner.shards is not None and owner.place not in self._out:
                 layouts.setdefault(id(owner.shards), (owner.shards, []))[1].append(owner.place)
         for shards, places in layouts.values():
-            alone = torch.tensor([place not in self._changed for place in places], device=ok.device)
-            ok[places], alone = shards.agree(torch.cat([ok[places], alone])).tensor_split(2)
-            self._changed.update(itertools.compress(places, (~alone).tolist()))
+            kept = torch.tensor([place not in self._changed for place in places], device=ok.device)
+            told = torch.cat([ok[places], kept, self._untold[places] == 0])
+            ok[places], kept, told = shards.agree(told).tensor_split(3)
+            self._changed.update(itertools.compress(places, (~kept).tolist()))
+            self.overflowed += itertools.compress(places, (~told).tolist())
+        if self.overflowed:
+            self.skipped[self.overflowed] += 1
+            self._untold[self.overflowed] = 0
         return ok
 
     # ---- the step ------------------------------------------------------------------------------
@@ -396,9 +410,11 @@ class Constrained:
             if self._rows:
                 self._move_rows(move_rows, values)
         if self._overflows is not None:
-            self.skipped += self._overflows > 0
+            found = self._overflows > 0
+            self._untold += found & ~self._alone
+            self.skipped += found & self._alone
             if self._reads or nonfinite == "raise":
-                self.overflowed = self._overflows.nonzero().flatten().tolist()
+                self.overflowed += (found & self._alone).nonzero().flatten().tolist()
         self._finish(values, is_written=isinstance(lr, Tensor) or lr != 0)
 
     def _move_batch(
@@ -452,7 +468,7 @@ class Constrained:
         given = Given(point, grad, state, lr, step, setting, judges)
         new_point = move(given)
         if reader.is_lost and judges:
-            overflowed = _start_again(state, new_point)  # X was far off, and nobody saw it
+            overflowed = _start_again(state, new_point, batch.row_sum)  # X was far off
             new_point = torch.where(overflowed, stored / batch.scale, new_point)
             given.overflowed = overflowed
         if batch.scale != 1.0:
@@ -602,9 +618,11 @@ class Constrained:
         self._seen = [-1] * len(self.owners), [-1] * len(self.owners)
 
 
-def _start_again(state: State, new_point: Tensor) -> Tensor:
+def _start_again(state: State, new_point: Tensor, row_sum: RowSum | None) -> Tensor:
     """Start the momentum of matrices again whose step left floating point; return which."""
     overflowed = ~new_point.isfinite().all(dim=-1).all(dim=-1)[:, None, None]
+    if row_sum is not None:  # of any row; all come here, as what was read is the same everywhere
+        overflowed = row_sum(overflowed.float()) > 0
     for name, tensor in state.items():
         tensor.masked_fill_(overflowed, 0.0)
         if name == "deferred_factor":
