@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Collection
 
 import torch
@@ -32,6 +33,16 @@ CONSTRAINABLE = (
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
     """Return the text of an error in the grammar above; the caller raises it."""
     return f"`{name}` must {condition}, got {value}" + (f"; {remedy}" if remedy else "")
+
+
+def users_level() -> int:
+    """Return the ``stacklevel`` by which a warning of the caller shows the user's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("stiefel_opt", "torch"):
+        if frame.f_back is None:
+            break
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check_range(

@@ -481,6 +481,21 @@ def test_gradients_up_to_the_limit_move(
     assert opt.skipped_steps() == {}
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_warnings_show_the_line_of_the_user(scheduled: bool) -> None:
+    """However many functions of torch lie between: a scheduler puts one more around the step."""
+    with pytest.warns(UserWarning, match="no parameter is constrained") as heard:
+        so.StiefelAdamW([nn.Parameter(torch.eye(3))])
+    weight = so.ManifoldParameter(torch.eye(6, 3))
+    opt = so.StiefelSGD([weight], lr=0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(opt, 1)
+    weight.grad = torch.full_like(weight, math.nan)
+    with pytest.warns(UserWarning, match="was not finite") as skipped:
+        opt.step()
+    assert {warning.filename for warning in (*heard, *skipped)} == {__file__}
+
+
 def test_an_overflow_without_momentum_is_a_skipped_step() -> None:
     weight, plain = so.ManifoldParameter(torch.eye(40, 39)), nn.Parameter(torch.zeros(3))
     opt = so.ProjectedRGD([plain, weight], lr=0.1)

@@ -17,6 +17,7 @@ from stiefel_opt._checks import (
     check_flag,
     check_range,
     fail,
+    users_level,
 )
 from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
@@ -204,7 +205,7 @@ def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
         and not any(manifold_of(p) or hasattr(p, "computes_orthonormal") for p in parameters)
         and any(p.ndim >= 2 for p in parameters)
     ):
-        warnings.warn(NOTHING_CONSTRAINED, stacklevel=4)
+        warnings.warn(NOTHING_CONSTRAINED, stacklevel=users_level())
 
 
 def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stiefel_opt._checks import users_level
 from stiefel_opt.distributed import RowSums
 from stiefel_opt.functional.stiefel_sgd import Deferred, velocity_in
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
@@ -104,5 +105,5 @@ def _warn(who: str) -> None:
         f"The gradient of {who}, or the step it made, was not finite: point, momentum and step "
         "stay as they were, or the momentum starts again if it overflowed. "
         "Look for its cause; nonfinite='raise' stops there, 'ignore' looks at nothing.",
-        stacklevel=4,
+        stacklevel=users_level(),
     )
