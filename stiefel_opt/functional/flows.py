@@ -188,10 +188,25 @@ def rotation_of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader
     For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
     not kept while the roots are worked out.
     """
-    square, second, scale, limit, turn_step, _ = _spectra(compute(), None, lr, reader)
-    difference = roots(square, limit, scale=scale, overwrite=True, square=second).difference
-    del square, second
-    return polar_rotation(compute(), difference, turn_step)
+    difference, step = _of_square(compute, lr, reader)
+    return polar_rotation(compute(), difference, step)
+
+
+def turned_square(
+    point: Tensor, compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+) -> Tensor:
+    """Return X D = (X + X K)(I + S), two products as D takes, and fewer passes over memory."""
+    difference, step = _of_square(compute, lr, reader)
+    turn, step = (compute() * step, 1.0) if isinstance(step, Tensor) else (compute(), step)
+    moved = add_product(point, point, turn, alpha=step)
+    del turn
+    return add_product(moved, moved, difference)
+
+
+def _of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader) -> tuple[Tensor, Scalar]:
+    """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
+    square, second, scale, limit, step, _ = _spectra(compute(), None, lr, reader)
+    return roots(square, limit, scale=scale, overwrite=True, square=second).difference, step
 
 
 def _spectra(

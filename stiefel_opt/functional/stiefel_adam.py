@@ -14,7 +14,7 @@ by rot(eta Zp) and moves along V, and U is carried by the rotation that V makes:
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -27,10 +27,8 @@ from stiefel_opt.functional.flows import (
     Setting,
     coupling,
     keep_,
-    mend_point,
     mended,
     metric_parameter,
-    rotation_of_square,
     zeroed,
 )
 from stiefel_opt.functional.stiefel_sgd import (
@@ -39,10 +37,10 @@ from stiefel_opt.functional.stiefel_sgd import (
     correct_normal_,
     measure,
     normal_force,
-    project_skew,
     torque_of,
+    turn_square_,
 )
-from stiefel_opt.linalg import absolute_square, add_product, product, sums
+from stiefel_opt.linalg import absolute_square, product, sums
 
 # Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30
@@ -126,12 +124,8 @@ def adam_(
         del inner, torque
         again = partial(_precondition, skew.first, skew.divisor, step, betas, eps)
         # a single matrix cannot be cut into batches that need less memory
-        made = again() if point.size(0) > 1 else None
-        rotation = rotation_of_square(lambda: again() if made is None else made, gained_lr, reader)
-        new_point = add_product(point, point, rotation)
-        if transport == "projected":
-            keep_(skew.first, project_skew(skew.first, rotation), ok)
-        return new_point if setting.correct is False else mend_point(new_point, setting.row_sum)
+        ahead = again if point.size(0) == 1 else cache(again)
+        return turn_square_(point, ahead, skew.first, gained_lr, transport, setting)
     ahead = _precondition(skew.first, skew.divisor, step, betas, eps, out=torque)
     inner = mended(mending, inner * force)
     force_normal = normal_force(point, inner, grad, force, ok)  # -g

@@ -30,7 +30,7 @@ ones ' is the conjugate transpose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ from stiefel_opt.functional.flows import (
     moves_of,
     passes_after,
     rotation_of_square,
+    turned_square,
     zeroed,
 )
 from stiefel_opt.linalg import add_product, add_product_, product, sums
@@ -346,7 +347,7 @@ def _sgd_of_square(
     transport: str,
     setting: Setting,
 ) -> Tensor:
-    """Z <- mu Z - f and X <- X rot(eta Z) on SO(m); rounding is taken out of the result.
+    """Z <- mu Z - f and X <- X rot(eta Z) on SO(m).
 
     X'X is measured there even if that of X is known: it would take as much memory as X meanwhile.
     """
@@ -362,8 +363,23 @@ def _sgd_of_square(
         half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
         ahead = torch.sub(half, half.mH, out=skew)
         del half
-    rotation = rotation_of_square(lambda: ahead, lr, setting.reader or reader_for(point))
-    new_point = add_product(point, point, rotation)
-    if transport == "projected" and skew is not None:
-        keep_(skew, project_skew(skew, rotation), ok)
+    return turn_square_(point, lambda: ahead, skew, lr, transport, setting)
+
+
+def turn_square_(
+    point: Tensor,
+    ahead: Callable[[], Tensor],
+    skew: Tensor | None,
+    lr: Scalar,
+    transport: str,
+    setting: Setting,
+) -> Tensor:
+    """X <- X rot(eta ``ahead()``), and Z carried if it is projected; rounding is taken out of X."""
+    reader = setting.reader or reader_for(point)
+    if skew is None or transport == "isometric":
+        new_point = turned_square(point, ahead, lr, reader)
+    else:
+        rotation = rotation_of_square(ahead, lr, reader)
+        new_point = add_product(point, point, rotation)
+        keep_(skew, project_skew(skew, rotation), setting.ok)
     return new_point if setting.correct is False else mend_point(new_point, setting.row_sum)
