@@ -235,10 +235,10 @@ def _spectra(
         if limit > _LARGE * scale:  # their squares would overflow
             squares, scale = squares * scale, 1.0
         return squares, None, scale, limit, lr, lr
-    turn_step, step, second = _shortened(infinity_norm(skew), lr), lr, None
+    turn_step, step, second = shortened(infinity_norm(skew), lr), lr, None
     squares[:count] *= turn_step * turn_step
     if normal is not None:
-        step = _shortened(infinity_norm(normal).sqrt(), lr)
+        step = shortened(infinity_norm(normal).sqrt(), lr)
         squares[count:] *= step * step
     if reader.is_exact:
         return squares, None, 1.0, min(_bound_of_finite(squares, reader), most), turn_step, step
@@ -318,9 +318,9 @@ def _longest(
     return min(most, max(_SHORT, known)) if known == known else most
 
 
-def _shortened(norm: Tensor, lr: Scalar) -> Tensor:
-    """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most 4."""
-    longest = (_SATURATION / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
+def shortened(norm: Tensor, lr: Scalar, most: float = _SATURATION) -> Tensor:
+    """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most ``most``."""
+    longest = (most / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
     if isinstance(lr, Tensor):
         return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), longest), lr)
     return longest.clamp(max=abs(lr)) * math.copysign(1.0, lr)

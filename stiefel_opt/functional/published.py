@@ -52,10 +52,10 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_choice
-from stiefel_opt.functional.flows import METRICS, metric_parameter
+from stiefel_opt.functional.flows import METRICS, Scalar, metric_parameter, shortened
+from stiefel_opt.functional.stiefel_adam import Moments, gain, precondition, second_moment_
 from stiefel_opt.functional.stiefel_sgd import torque_of
 from stiefel_opt.linalg import (
-    absolute_square,
     add_product,
     add_to_diagonal_,
     cayley,
@@ -69,7 +69,6 @@ from stiefel_opt.linalg import (
 
 __all__ = ["ROTATIONS", "polar_factor_by_sums", "published_adam_", "published_sgd_"]
 
-Scalar = float | Tensor
 Sums = Callable[[Tensor, Tensor], Tensor]
 
 ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
@@ -128,12 +127,8 @@ def published_sgd_(
 def published_adam_(
     point: Tensor,
     grad: Tensor,
-    skew: Tensor,
-    normal: Tensor | None,
-    square_skew: Tensor,
-    square_normal: Tensor | None,
-    max_square_skew: Tensor | None = None,
-    max_square_normal: Tensor | None = None,
+    skew: Moments,
+    normal: Moments | None,
     *,
     lr: Scalar,
     step: Scalar,
@@ -149,13 +144,8 @@ def published_adam_(
     A constant factor on the loss changes the step, as line 4 has Z and not Z / (sqrt(p) + eps).
 
     Args:
-        point, grad, skew, normal, lr, force, metric, rotation, sums: as in :func:`published_sgd_`.
-        square_skew: p, ``(k, m, m)``, real, updated.
-        square_normal: q, ``(k, n, m)``, real, updated; None for square matrices.
-        max_square_skew, max_square_normal: Running maxima of p and q (amsgrad), updated. None: off.
-        step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
-        betas: b1 and b2.
-        eps: Added to the denominator; with 0, 0/0 counts as 0.
+        point, grad, lr, force, metric, rotation, sums: as in :func:`published_sgd_`.
+        skew, normal, step, betas, eps: as in :func:`stiefel_opt.functional.adam_`.
 
     Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
 
@@ -167,18 +157,18 @@ def published_adam_(
     a = _metric_parameter(metric, rotation)
     beta1, beta2 = betas
     torque = torque_of(sums(point, grad), a, force)
-    coupling = _coupling(skew, beta1, lr, a)
-    skew.lerp_(torque, 1 - beta1)
-    square = _second_moment_(square_skew, max_square_skew, torque, beta2)
-    ahead = _divided(skew, square, step, betas, eps)
-    if normal is None or square_normal is None:
+    coupling = _coupling(skew.first, beta1, lr, a)
+    skew.first.lerp_(torque, 1 - beta1)
+    second_moment_(skew, torque, beta2, beta2)
+    ahead = _divided(skew, step, betas, eps)
+    if normal is None:
         return _flow_(point, None, None, ahead, lr, rotation, sums)
     force_normal = _normal_part(point, grad * force, sums).neg_()  # -g
-    square = _second_moment_(square_normal, max_square_normal, force_normal, beta2)
-    pushed = product(normal, coupling).add_(force_normal, alpha=1 - beta1)
-    normal.copy_(_normal_part(point, pushed, sums))
-    direction = _normal_part(point, _divided(normal, square, step, betas, eps), sums)
-    return _flow_(point, direction, normal, ahead, lr, rotation, sums)
+    second_moment_(normal, force_normal, beta2, beta2)
+    pushed = product(normal.first, coupling).add_(force_normal, alpha=1 - beta1)
+    normal.first.copy_(_normal_part(point, pushed, sums))
+    direction = _normal_part(point, _divided(normal, step, betas, eps), sums)
+    return _flow_(point, direction, normal.first, ahead, lr, rotation, sums)
 
 
 def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
@@ -232,7 +222,7 @@ def _flow_(
     U <- U - eta Xh V'U; small matrices in float64."""
     limit = _DIGITS / torch.finfo(point.dtype).eps
     ahead = ahead.to(_wide(point.dtype))
-    rotated = ROTATIONS[rotation](ahead * _shortened(lr, infinity_norm(ahead), limit))
+    rotated = ROTATIONS[rotation](ahead * shortened(infinity_norm(ahead), lr, limit))
     turned = product(point, rotated.to(point.dtype))  # Xh
     if direction is None or normal is None:
         return polar_factor_by_sums(turned, sums)
@@ -243,7 +233,7 @@ def _flow_(
     # |V Xh'Xh| without squares that overflow
     square = infinity_norm(own).clamp(min=torch.finfo(own.dtype).tiny)
     pulled = torch.bmm(torch.bmm(turn_gram, own / square), turn_gram)
-    step = _shortened(lr, (infinity_norm(pulled) * square).sqrt(), limit)
+    step = shortened((infinity_norm(pulled) * square).sqrt(), lr, limit)
     moved = add_product(turned, direction, (turn_gram * step).to(point.dtype))
     new_point = polar_factor_by_sums(moved, sums)
     normal.copy_(add_product(normal, turned, -(cross * step).to(point.dtype)))
@@ -266,28 +256,10 @@ def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float) -> Tensor:
     return add_to_diagonal_(skew * factor, momentum)
 
 
-def _second_moment_(square: Tensor, largest: Tensor | None, value: Tensor, beta2: float) -> Tensor:
-    """square <- b2 square + (1 - b2) |value|^2; return what divides: it, or its running maximum."""
-    square.mul_(beta2).add_(absolute_square(value), alpha=1 - beta2)
-    return square if largest is None else largest.copy_(torch.maximum(largest, square))
-
-
-def _divided(
-    first: Tensor, second: Tensor, step: Scalar, betas: tuple[float, float], eps: float
-) -> Tensor:
-    """Return (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0."""
-    count: Scalar = step.double() if isinstance(step, Tensor) else step
-    powers: list[Scalar] = [beta**count for beta in betas]
-    c1, c2 = 1.0 - powers[0], 1.0 - powers[1]
-    denominator = (second / c2).sqrt() + eps
-    denominator = torch.where(denominator == 0, 1.0, denominator)
-    # 0 * inf: squares that overflow must show, and not divide the step to nothing
-    return (first / c1 / denominator + denominator * 0.0).to(first.dtype)
-
-
-def _shortened(lr: Scalar, length: Tensor, limit: float) -> Tensor:
-    """Return eta, ``(k, 1, 1)``, shortened so that eta ``length`` is at most ``limit``."""
-    return (limit / length / lr).abs().clamp(max=1.0) * lr
+def _divided(moments: Moments, step: Scalar, betas: tuple[float, float], eps: float) -> Tensor:
+    """Return (Z/c1) / (sqrt(p/c2) + eps), NaN where p has overflowed: it must show."""
+    value = precondition(moments, step, betas, eps) * gain(betas, step, moments.second.dtype)
+    return value + moments.divisor * 0.0
 
 
 def _metric_parameter(metric: str | float, rotation: str) -> float:

@@ -114,19 +114,19 @@ def adam_(
         # the preconditioned Z of the step before; 0 at the first
         before = step - 1.0
         counted = before.clamp(min=1.0) if isinstance(before, Tensor) else max(before, 1.0)
-        earlier = _precondition(skew.first, skew.divisor, counted, betas, eps)
-        earlier_lr = lr * _gain(betas, counted, skew.second.dtype) * (before > 0)
+        earlier = precondition(skew, counted, betas, eps)
+        earlier_lr = lr * gain(betas, counted, skew.second.dtype) * (before > 0)
         coupled = coupling(earlier, betas[0], earlier_lr, a, reader)
     skew.first.lerp_(torque, weight)
-    _second_moment_(skew, torque, decay, betas[1])
-    gained_lr = lr * _gain(betas, step, skew.second.dtype)
+    second_moment_(skew, torque, decay, betas[1])
+    gained_lr = lr * gain(betas, step, skew.second.dtype)
     if normal is None:
         del inner, torque
-        again = partial(_precondition, skew.first, skew.divisor, step, betas, eps)
+        again = partial(precondition, skew, step, betas, eps)
         # a single matrix cannot be cut into batches that need less memory
-        ahead = again if point.size(0) == 1 else cache(again)
-        return turn_square_(point, ahead, skew.first, gained_lr, transport, setting)
-    ahead = _precondition(skew.first, skew.divisor, step, betas, eps, out=torque)
+        turn = again if point.size(0) == 1 else cache(again)
+        return turn_square_(point, turn, skew.first, gained_lr, transport, setting)
+    ahead = precondition(skew, step, betas, eps, out=torque)
     inner = mended(mending, inner * force)
     force_normal = normal_force(point, inner, grad, force, ok)  # -g
     if overlap is not None:
@@ -134,14 +134,14 @@ def adam_(
     if ok is None and coupled is None and _may_fuse(normal, force_normal, step, eps):
         direction = _fused_moments_(normal, force_normal, float(step), betas, eps)
     else:
-        _second_moment_(normal, force_normal, decay, betas[1])
+        second_moment_(normal, force_normal, decay, betas[1])
         if coupled is None:
             normal.first.lerp_(force_normal, weight)
         else:
             carried = product(normal.first, coupled).add_(force_normal, alpha=1 - betas[0])
             keep_(normal.first, carried, ok)
             del carried
-        direction = _precondition(normal.first, normal.divisor, step, betas, eps, out=force_normal)
+        direction = precondition(normal, step, betas, eps, out=force_normal)
     del force_normal, inner
     is_normal = transport == "isometric"  # whose transport needs V itself
     if is_normal:
@@ -160,7 +160,7 @@ def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
     return 1.0 - float(beta**step)
 
 
-def _second_moment_(moments: Moments, value: Tensor, decay: Scalar, beta2: float) -> None:
+def second_moment_(moments: Moments, value: Tensor, decay: Scalar, beta2: float) -> None:
     """p <- b2 p + (1 - b2) |f|^2, and its running maximum; ``decay`` is b2, or 1 beside f = 0."""
     square = moments.second
     if value.is_complex():
@@ -171,30 +171,27 @@ def _second_moment_(moments: Moments, value: Tensor, decay: Scalar, beta2: float
         torch.maximum(moments.largest, square, out=moments.largest)
 
 
-def _precondition(
-    first: Tensor,
-    second: Tensor,
+def precondition(
+    moments: Moments,
     step: Scalar,
     betas: tuple[float, float],
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return D with gamma D = (first/c1) / (sqrt(second/c2) + eps), ci = 1 - bi^step.
+    """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
-    0/0 counts as 0. The factor gamma of :func:`_gain` is left to the learning rate.
+    The factor gamma of :func:`gain` is left to the learning rate.
     """
-    if first.is_complex():  # the denominator is real
-        denominator, result = torch.sqrt(second), None
-    else:
-        denominator = torch.sqrt(second, out=out)
-        result = denominator
+    first, second = moments.first, moments.divisor
+    # the denominator is real
+    denominator = torch.sqrt(second, out=None if first.is_complex() else out)
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
-    return torch.div(first, denominator, out=result)
+    return torch.div(first, denominator, out=None if first.is_complex() else denominator)
 
 
-def _gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
+def gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
     """Return gamma = sqrt(c2) / c1."""
     first, second = (bias_correction(beta, step, dtype) for beta in betas)
     return second**0.5 / first
@@ -217,7 +214,7 @@ def _may_fuse(moments: Moments, value: Tensor, step: Scalar, eps: float) -> bool
 def _fused_moments_(
     moments: Moments, value: Tensor, step: float, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Update first and second moment; return what :func:`_precondition` does.
+    """Update first and second moment; return what :func:`precondition` does.
 
     One pass over memory where single operations need five: Adam's own step, from zero. Not for
     skew matrices: the kernel rounds the last few numbers differently, and the m x m would not stay
@@ -232,7 +229,7 @@ def _fused_moments_(
         [second],
         [] if largest is None else [largest],
         [torch.scalar_tensor(step, dtype=torch.float32, device=first.device)],
-        lr=-1.0 / float(_gain(betas, step, first.dtype)),
+        lr=-1.0 / float(gain(betas, step, first.dtype)),
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=0.0,

@@ -36,27 +36,29 @@ def angles_of(optimizer: StiefelOptimizer) -> dict[Tensor, float]:
             manifold, state = reading(parameter, group), optimizer.state.get(parameter)
             if manifold is None or not state or parameter.is_meta or float(state["step"]) < 1:
                 continue
-            eta = float(group["lr"]) / manifold.scale
-            if optimizer.rule == "StiefelMuon":  # its directions are no longer than 1
-                found[parameter] = math.atan(eta)
-                continue
-            if "momentum_skew" in state:
-                parts = _by_momentum(optimizer, group, parameter, manifold)
-            elif parameter.grad is not None:
-                parts = _by_gradient(group, parameter, manifold)
-            else:
-                continue
-            longest = 0.0
-            for skew, normal in parts:
-                inner, size = skew.mH @ skew, normal.mH @ normal
-                step = torch.full_like(inner[..., :1, :1].abs(), eta)
-                if "exact" in group:  # the Cayley rules shorten what is long
-                    norm = (inner + 2 * size).diagonal(dim1=-2, dim2=-1).sum(-1).abs().sqrt()
-                    step = step.minimum(1 / (norm[..., None, None] + 1e-8))
-                squares = torch.linalg.eigvalsh((inner + size) * step * step)
-                longest = max(longest, float(squares.amax()))
-            found[parameter] = math.atan(math.sqrt(longest))
+            longest = optimizer._longest_step(group, parameter, manifold)
+            if longest is not None:
+                found[parameter] = math.atan(longest)
     return found
+
+
+def longest_step(
+    optimizer: StiefelOptimizer, group: Group, parameter: Tensor, manifold: Stiefel
+) -> float | None:
+    """Return the largest singular value of eta (X Z + U); None if nothing is left to tell it."""
+    if "momentum_skew" in optimizer.state[parameter]:
+        parts = _by_momentum(optimizer, group, parameter, manifold)
+    elif parameter.grad is not None:
+        parts = _by_gradient(group, parameter, manifold)
+    else:
+        return None
+    longest = 0.0
+    for skew, normal in parts:
+        inner, size = skew.mH @ skew, normal.mH @ normal
+        step = optimizer._step_along(float(group["lr"]) / manifold.scale, inner, size)
+        squares = torch.linalg.eigvalsh((inner + size) * step * step)
+        longest = max(longest, float(squares.amax()))
+    return math.sqrt(longest)
 
 
 def _by_gradient(group: Group, parameter: Tensor, manifold: Stiefel) -> list[Parts]:

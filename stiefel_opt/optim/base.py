@@ -24,7 +24,7 @@ from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.angles import angles_of
+from stiefel_opt.optim.angles import angles_of, longest_step
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.checkpoint import (
     check_plain_rule,
@@ -154,6 +154,14 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _adapt(self, owner: Owner, names: StateNames) -> None:
         """Turn momentum that other options have left in the state into that of these."""
+
+    def _longest_step(self, group: Group, parameter: Tensor, manifold: Stiefel) -> float | None:
+        """Return the largest singular value of the last step, or None; for :meth:`angles_of`."""
+        return longest_step(self, group, parameter, manifold)
+
+    def _step_along(self, eta: float, turn: Tensor, size: Tensor) -> float | Tensor:  # noqa: ARG002
+        """Return what the rule makes of eta for a step X Z + U: ``turn`` is Z'Z, ``size`` U'U."""
+        return eta
 
     # ---- groups --------------------------------------------------------------------------------
 

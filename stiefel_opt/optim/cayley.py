@@ -8,13 +8,23 @@ from typing_extensions import override
 
 from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import StateNames
 
 
-class CayleySGD(SGDLike):
+class _Shortened(StiefelOptimizer):
+    """A step is no longer than 1 / |W|."""
+
+    @override
+    def _step_along(self, eta: float, turn: Tensor, size: Tensor) -> Tensor:
+        norm = (turn + 2 * size).diagonal(dim1=-2, dim2=-1).sum(-1).abs().sqrt()
+        return (1 / (norm + 1e-8)).clamp(max=eta)[..., None, None]
+
+
+class CayleySGD(_Shortened, SGDLike):
     r"""Cayley SGD with momentum for constrained parameters; plain ones get torch's SGD.
 
     .. math::
@@ -81,7 +91,7 @@ class CayleySGD(SGDLike):
         )
 
 
-class CayleyAdam(AdamLike):
+class CayleyAdam(_Shortened, AdamLike):
     r"""Cayley Adam for constrained parameters; plain ones get torch's Adam.
 
     As :class:`CayleySGD`, with one second moment v for each matrix:

@@ -427,57 +427,28 @@ class Constrained:
         counts: list[float],
     ) -> None:
         """Move the blocks of a batch that have a gradient."""
-        places, chosen, is_fixed = batch.places, None, not isinstance(lr, Tensor) and lr == 0
+        places, chosen = batch.places, None
         if self._out and not self._out.isdisjoint(places):
             chosen = [index for index, place in enumerate(places) if place not in self._out]
             places = [places[index] for index in chosen]
             if not chosen:
                 return
         tensors = [values[place] for place in places]
-        point = stored = batch.read(tensors, chosen)
+        stored = batch.read(tensors, chosen)
         grad = batch.read([self._grads[place] for place in places], chosen)  # type: ignore[misc]
-        if grad.dtype != point.dtype:
-            grad = grad.to(point.dtype)
-        length, judges = math.inf, nonfinite != "ignore"
+        grad, length = grad.to(stored.dtype), math.inf
         if nonfinite == "skip" and self._reads:
             length = self._judge_batch(grad, places)
             if not self._out.isdisjoint(places):  # again, without those that are left out
                 self._move_batch(batch, values, move, lr, nonfinite, counts)
                 return
-        step, due = self._number(batch, places, counts)
-        reader: Reader = batch.now if self._reads else reader_for(point, batch.lagged)
-        reader.is_lost, due = False, due or reader.is_blind
-        if batch.scale != 1.0:
-            point, lr = point / batch.scale, lr / batch.scale
         index, state = (None, batch.state) if chosen is None else batch.picked(chosen)
-        settled: bool | Tensor = due
-        # Writes through ``.data`` show only here; rows that are shared are not added up for it.
-        looks = due and batch.row_sum is None and reader.is_exact
-        if looks or (self._changed and not self._changed.isdisjoint(places)):
-            # without a force nothing moves, not even by a correction
-            size = length if length < math.inf or not looks else torch.linalg.vector_norm(grad)
-            if looks and float(size) == 0.0:
-                due = False
-            point, settled = settle(point, state, batch.row_sum, batch.row_count, due)
-        if batch.row_sum is not None:  # our rows only: all processes must decide alike
-            length = math.inf
-        ok = None if self._ok is None else batch.of_each(self._ok[places])
+        given = self._given(batch, places, (stored, grad, state), lr, length, counts)
+        given.is_judged = nonfinite != "ignore"
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
-        setting = Setting(ok, settled, batch.row_sum, reader, length)
-        given = Given(point, grad, state, lr, step, setting, judges)
-        new_point = move(given)
-        if reader.is_lost and judges:
-            overflowed = _start_again(state, new_point, batch.row_sum)  # X was far off
-            new_point = torch.where(overflowed, stored / batch.scale, new_point)
-            given.overflowed = overflowed
-        if batch.scale != 1.0:
-            new_point = new_point.mul_(batch.scale)
-        if isinstance(lr, Tensor):
-            new_point = torch.where(lr == 0, stored, new_point)
-        if ok is not None:
-            new_point = torch.where(ok, new_point, stored)
-        if not is_fixed:  # else it keeps its bits, also where X C would differ in the last
+        new_point = _kept(move(given), given, stored, batch.scale)
+        if isinstance(lr, Tensor) or lr != 0:  # else bits stay, also where X C would differ
             batch.write(tensors, new_point, chosen, stored)
         if index is not None:
             batch.put_back(index, state)
@@ -486,6 +457,36 @@ class Constrained:
         if self._done is not None:
             self._done += places
         self._busy = None
+
+    def _given(
+        self,
+        batch: Batch,
+        places: list[int],
+        tensors: tuple[Tensor, Tensor, State],
+        lr: float | Tensor,
+        length: float,
+        counts: list[float],
+    ) -> Given:
+        """Return what the rule gets: matrices on the manifold, and what is to be corrected."""
+        point, grad, state = tensors
+        step, due = self._number(batch, places, counts)
+        reader: Reader = batch.now if self._reads else reader_for(point, batch.lagged)
+        reader.is_lost, due = False, due or reader.is_blind
+        if batch.scale != 1.0:
+            point, lr = point / batch.scale, lr / batch.scale
+        settled: bool | Tensor = due
+        # Writes through ``.data`` show only here; rows that are shared are not added up for it.
+        looks = due and batch.row_sum is None and reader.is_exact
+        if looks or (self._changed and not self._changed.isdisjoint(places)):
+            # without a force nothing moves, not even by a correction
+            size = length if length < math.inf or not looks else torch.linalg.vector_norm(grad)
+            due = due and not (looks and float(size) == 0.0)
+            point, settled = settle(point, state, batch.row_sum, batch.row_count, due)
+        if batch.row_sum is not None:  # our rows only: all processes must decide alike
+            length = math.inf
+        ok = None if self._ok is None else batch.of_each(self._ok[places])
+        setting = Setting(ok, settled, batch.row_sum, reader, length)
+        return Given(point, grad, state, lr, step, setting)
 
     def _judge_batch(self, grad: Tensor, places: list[int]) -> float:
         """Return the length of the gradients of a batch; leave out those that are not safe.
@@ -508,9 +509,8 @@ class Constrained:
         ``counts`` are the steps before it: one if all have taken as many, none where unknown.
         """
         if not counts:
-            return batch.of_each(
-                self.steps[places] + 1.0
-            ), self._steps_begun % _CORRECTION_PERIOD == 0
+            due = self._steps_begun % _CORRECTION_PERIOD == 0
+            return batch.of_each(self.steps[places] + 1.0), due
         each = counts if len(counts) == 1 else [counts[place] for place in places]
         each = [count + 1.0 for count in each]
         due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
@@ -616,6 +616,19 @@ class Constrained:
             self.steps[done] += 1.0
         self._busy, self._done = None, None
         self._seen = [-1] * len(self.owners), [-1] * len(self.owners)
+
+
+def _kept(new_point: Tensor, given: Given, stored: Tensor, scale: float) -> Tensor:
+    """Return the new point as it is stored, that of before for matrices that are to stay."""
+    ok, row_sum, reader = given.setting.ok, given.setting.row_sum, given.setting.reader
+    if reader is not None and reader.is_lost and given.is_judged:  # X was far off
+        given.overflowed = _start_again(given.state, new_point, row_sum)
+        new_point = torch.where(given.overflowed, stored / scale, new_point)
+    if scale != 1.0:
+        new_point = new_point.mul_(scale)
+    if isinstance(given.lr, Tensor):
+        new_point = torch.where(given.lr == 0, stored, new_point)
+    return new_point if ok is None else torch.where(ok, new_point, stored)
 
 
 def _start_again(state: State, new_point: Tensor, row_sum: RowSum | None) -> Tensor:

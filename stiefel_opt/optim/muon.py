@@ -152,6 +152,10 @@ class StiefelMuon(AdamLike):
     # ---- what a user may ask -------------------------------------------------------------------
 
     @override
+    def _longest_step(self, group: Group, parameter: Tensor, manifold: Stiefel) -> float:
+        return float(group["lr"]) / manifold.scale  # directions are no longer than 1
+
+    @override
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return what of -B is tangent: Z, skew, and U, normal to the point; as elsewhere."""
         skews, normals = [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -121,8 +121,8 @@ class StiefelSGD(SGDLike):
     def _move(self, group: Group, given: Given) -> Tensor:
         options = given.of_sgd(group, "metric", "transport")
         if group["transport"] == "published":
-            velocity = [given.state.get(name) for name in ("momentum_skew", "momentum_normal")]
-            return _published(group, given, published_sgd_, velocity, options)
+            kept = given.state["momentum_skew"], given.state.get("momentum_normal")
+            return _published(group, given, published_sgd_, kept, options)
         return sgd_(given.point, given.grad, velocity_in(given.state), **options)
 
     @override
@@ -200,13 +200,11 @@ class StiefelAdam(AdamLike):
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
         state, options = given.state, given.of_adam(group, "metric", "transport")
-        if group["transport"] == "published":
-            names = self._state_names(group)
-            pairs = zip(names.small, names.tall, strict=True)
-            moments = [state.get(name) for pair in pairs for name in pair]
-            return _published(group, given, published_adam_, moments, options)
         normal = _moments(state, "normal") if "momentum_normal" in state else None
-        return adam_(given.point, given.grad, _moments(state, "skew"), normal, **options)
+        kept = _moments(state, "skew"), normal
+        if group["transport"] == "published":
+            return _published(group, given, published_adam_, kept, options)
+        return adam_(given.point, given.grad, *kept, **options)
 
 
 class StiefelAdamW(StiefelAdam):
@@ -258,7 +256,7 @@ def _published(
     group: Group,
     given: Given,
     rule: Callable[..., Tensor],
-    moments: Sequence[Tensor | None],
+    kept: tuple[Any, Any],
     options: dict[str, Any],
 ) -> Tensor:
     """Return the new point of the flows as printed, which know nothing of masks and corrections.
@@ -269,11 +267,12 @@ def _published(
     point, grad = given.point, zeroed(given.grad, ok)
     if given.setting.correct is not False:
         point = mend_point(point, row_sum)
-    kept = [(t, t.clone()) for t in moments if t is not None] if ok is not None else []
+    moments = list(given.state.values())
+    earlier = [tensor.clone() for tensor in moments] if ok is not None else []
     del options["setting"], options["transport"]
     options["rotation"] = group["rotation"] or "euler"
     options["sums"] = lambda left, right: sums(row_sum, (left, right))[0]
-    new_point = rule(point, grad, *moments, **options)
+    new_point = rule(point, grad, *kept, **options)
     if not given.is_judged:
         return new_point
     (own,) = sums(row_sum, (new_point, new_point))
@@ -282,10 +281,9 @@ def _published(
         overflowed = overflowed & ok
     given.overflowed = overflowed
     for tensor in moments:
-        if tensor is not None:
-            tensor.masked_fill_(overflowed, 0.0)
-    for tensor, earlier in kept:
-        keep_(tensor, earlier, ~ok)  # type: ignore[operator]
+        tensor.masked_fill_(overflowed, 0.0)
+    for tensor, before in zip(moments, earlier, strict=False):
+        keep_(tensor, before, ~ok)  # type: ignore[operator]
     return torch.where(overflowed, given.point, new_point)
 
 
