@@ -135,17 +135,20 @@ def sgd_(
     (X, G), (Z, U), ok = (point, grad), velocity, setting.ok
     a = metric_parameter(metric)
     reader = setting.reader or reader_for(point)
-    if U is None and (Z is not None or (X.size(-1) == X.size(-2) and setting.row_sum is None)):
-        return _sgd_of_square(X, G, Z, lr, momentum, force, nesterov, a, transport, setting)
-    S, M, overlap = measure(X, G, U, setting)  # 1
-    torque = torque_of(S, a, force)  # -f
-    S = S if isinstance(force, float) and force == 1.0 else S * force
-    S = S if M is None else mended(M, S)
-    coupled = None if Z is None or a == 0.5 else coupling(Z, momentum, lr, a, reader)
-    ahead = torque  # along which X turns
+    # a square matrix measures X'X when it has moved, even if that of X is known: less memory
+    square = X.size(-1) == X.size(-2) and setting.row_sum is None
+    square = U is None and (Z is not None or square)
+    S, M, overlap = measure(X, G, U, setting._replace(correct=False) if square else setting)  # 1
+    ahead = torque = torque_of(S, a, force)  # -f, along which X turns
+    coupled = None if Z is None or square or a == 0.5 else coupling(Z, momentum, lr, a, reader)
     if Z is not None:  # Z <- mu Z - f
         _add_(torque, Z, momentum, Z, ok)
         ahead = torch.add(torque, Z, alpha=momentum) if nesterov else Z
+    if square:
+        del S, torque
+        return turn_square_(X, lambda: ahead, Z, lr, transport, setting)
+    S = S if isinstance(force, float) and force == 1.0 else S * force
+    S = S if M is None else mended(M, S)
     if U is None or U.shift is None:
         force_normal = normal_force(X, S, G, force, ok)
         passes = passes_after(S, lr * (1 + momentum * nesterov), setting)
@@ -184,13 +187,8 @@ def sgd_(
     passes = passes_after(S, lr * (1 + momentum * nesterov), setting)
     del pending, S, torque  # whatever is of no more use gives its memory back
     moves = moves_of(ahead, W, lr, reader)
-    R, eta, within = moves.inverse_root, moves.step, moves.within  # within = D R - I
-    if across is not None:
-        within = within + torch.bmm(across, R) * eta
-    if M is not None:
-        within = after(M, within)
-    new_point = add_product(X, X, within)
-    add_product_(new_point, V, R, alpha=eta)  # 5, 6  X <- X (D R) + B (eta R)
+    R, eta = moves.inverse_root, moves.step
+    new_point = _moved(X, V, moves.within, R, eta, across, M)  # 5, 6  X <- X (D R) + B (eta R)
     root = None if L is None else moves.root(out=L if ok is None else None)
     shift = torch.bmm(R, C) * eta if root is None else W * eta  # L = R^(-1), N = eta W
     passes = 0 if reader.is_blind else max(passes, moves.limit > 1)
@@ -244,10 +242,8 @@ def advance_(
         add_product_(normal, direction, bent, alpha=step * step)
         del bent
     del own, companion, excess
-    if inner is not None:
-        within = within - torch.bmm(inner, R) * step
-    new_point = add_product(point, point, within if mending is None else after(mending, within))
-    add_product_(new_point, direction, R, alpha=step)
+    across = None if inner is None else -inner
+    new_point = _moved(point, direction, within, R, step, across, mending)
     if normal is None:
         return mend_point(new_point, setting.row_sum, passes)
     cross = zeroed(crosses[0], ok)
@@ -260,6 +256,22 @@ def advance_(
         new_point, overlap = mend_after(new_point, normal, setting.row_sum, passes)
         add_product_(normal, new_point, zeroed(overlap, ok), alpha=-1.0)
     return new_point
+
+
+def _moved(
+    point: Tensor,
+    direction: Tensor,
+    within: Tensor,
+    root: Tensor,
+    step: Scalar,
+    across: Tensor | None,
+    mending: Tensor | None,
+) -> Tensor:
+    """Return (X + X M)(I + ``within`` + eta ``across`` R) + eta V R."""
+    if across is not None:
+        within = within + torch.bmm(across, root) * step
+    new_point = add_product(point, point, within if mending is None else after(mending, within))
+    return add_product_(new_point, direction, root, alpha=step)
 
 
 # ---- pieces, in the order of a step ------------------------------------------------------------
@@ -333,37 +345,6 @@ def _add_(
     if ok is None:
         return torch.add(value, earlier, alpha=factor, out=target)
     return keep_(target, torch.add(value, earlier, alpha=factor), ok)
-
-
-def _sgd_of_square(
-    point: Tensor,
-    grad: Tensor,
-    skew: Tensor | None,
-    lr: Scalar,
-    momentum: float,
-    force: Scalar,
-    nesterov: bool,
-    a: float,
-    transport: str,
-    setting: Setting,
-) -> Tensor:
-    """Z <- mu Z - f and X <- X rot(eta Z) on SO(m).
-
-    X'X is measured there even if that of X is known: it would take as much memory as X meanwhile.
-    """
-    ok, factor = setting.ok, force / (2 * (1 - a))
-    shared = setting.row_sum is not None
-    if skew is None or nesterov or shared or isinstance(factor, Tensor) or ok is not None:
-        (inner,) = sums(setting.row_sum, (point, grad))
-        torque = ahead = torque_of(zeroed(inner, ok), a, force)
-        if skew is not None:
-            _add_(torque, skew, momentum, skew, ok)
-            ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
-    else:  # mu Z - f, as Z itself is skew
-        half = torch.baddbmm(skew, grad.mH, point, beta=momentum / 2, alpha=factor)
-        ahead = torch.sub(half, half.mH, out=skew)
-        del half
-    return turn_square_(point, lambda: ahead, skew, lr, transport, setting)
 
 
 def turn_square_(
