@@ -37,10 +37,8 @@ def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
 
 def users_level() -> int:
     """Return the ``stacklevel`` by which a warning of the caller shows the user's own line."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_globals.get("__name__", "").partition(".")[0] in ("stiefel_opt", "torch"):
-        if frame.f_back is None:
-            break
+    frame, level, inner = sys._getframe(1), 1, ("stiefel_opt", "torch")
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in inner:
         frame, level = frame.f_back, level + 1
     return level
 

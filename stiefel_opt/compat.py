@@ -22,6 +22,7 @@ from stiefel_opt.functional.cayley import cayley_adam_
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.cayley import CayleySGD
+from stiefel_opt.optim.checks import listed
 from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import SGDLike
 from stiefel_opt.optim.plain import Group
@@ -118,7 +119,7 @@ class CaileySGD(SGDG):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as :class:`SGDG`."""
         if isinstance(param_group, dict):  # if not, it is refused
-            params = _listed(param_group["params"])
+            params = listed(param_group["params"])
             for item in params:
                 parameter = item[1] if isinstance(item, tuple) else item
                 if isinstance(parameter, Tensor):
@@ -221,13 +222,6 @@ def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:
         raise ValueError(fail("grad_clip", "be None", grad_clip, remedy))
 
 
-def _listed(params: Any) -> Any:
-    """Return ``params`` as a list, where that is what it means."""
-    if isinstance(params, Tensor):
-        return [params]
-    return params if isinstance(params, set) else list(params)
-
-
 def _split(group: Group, defaults: Group) -> list[Group]:
     """Return a group as up to three: read as in the released code, by tags, and plain.
 
@@ -236,7 +230,7 @@ def _split(group: Group, defaults: Group) -> list[Group]:
     """
     if not isinstance(group, dict):
         return [group]
-    wanted, params = group.get("stiefel", defaults["stiefel"]), _listed(group["params"])
+    wanted, params = group.get("stiefel", defaults["stiefel"]), listed(group["params"])
     group = {**group, "params": params}  # not what was read from, which may be empty now
     if isinstance(params, set) or not (wanted is None or wanted is True):
         return [group]

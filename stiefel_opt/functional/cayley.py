@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.device import reader_for
-from stiefel_opt.functional.descent import carry_, measure, move_along_cayley, receive_, subtract
-from stiefel_opt.functional.flows import Scalar, Setting, keep_, mend_point, passes_after, zeroed
+from stiefel_opt.functional.descent import carry_, measure, move_along_cayley
+from stiefel_opt.functional.flows import METRICS, Scalar, Setting, keep_, mend_point, passes_after
 from stiefel_opt.functional.stiefel_adam import bias_correction
+from stiefel_opt.functional.stiefel_sgd import accumulate_, normal_force, torque_of
 from stiefel_opt.linalg import (
     absolute_square,
     add_product_,
@@ -71,14 +72,12 @@ def cayley_sgd_(
     ok = setting.ok
     point, inner = measure(point, grad, normal, setting)
     passes = passes_after(inner, lr * (1 + momentum * nesterov), setting)
-    force = -force
-    inner = inner * force
-    turn = (inner - inner.mH) / 2
-    keep_(skew, torch.add(turn, skew, alpha=momentum), ok)
+    turn = torque_of(inner, METRICS["euclidean"], force)
+    accumulate_(turn, skew, momentum, skew, ok)
     ahead, direction = torch.add(turn, skew, alpha=momentum) if nesterov else skew, normal
     if normal is not None:
-        own = zeroed(subtract(grad, point, inner, force), ok)
-        receive_(normal, own, momentum, 1.0, ok)
+        own = normal_force(point, inner * force, grad, force, ok)
+        accumulate_(own, normal, momentum, normal, ok)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
     new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, setting)
     new_point = mend_point(new_point, setting.row_sum, passes)
@@ -128,13 +127,11 @@ def cayley_adam_(
     keep_(square, torch.add(square * beta2, size, alpha=1 - beta2), ok)
     if max_square is not None:
         square = torch.maximum(max_square, square, out=max_square)
-    force = -force
-    inner = inner * force
-    turn = (inner - inner.mH) / 2
-    keep_(skew, torch.add(skew * beta1, turn, alpha=1 - beta1), ok)
+    turn = torque_of(inner, METRICS["euclidean"], force)
+    accumulate_(turn * (1 - beta1), skew, beta1, skew, ok)
     if normal is not None:
-        own = zeroed(subtract(grad, point, inner, force), ok)
-        receive_(normal, own, beta1, 1 - beta1, ok)
+        own = normal_force(point, inner * force, grad, force, ok)
+        accumulate_(own.mul_(1 - beta1), normal, beta1, normal, ok)
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0

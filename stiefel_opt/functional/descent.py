@@ -42,7 +42,7 @@ from stiefel_opt.functional.flows import (
     passes_after,
     zeroed,
 )
-from stiefel_opt.functional.stiefel_sgd import Deferred
+from stiefel_opt.functional.stiefel_sgd import Deferred, accumulate_, normal_force, torque_of
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.linalg import (
     add_product,
@@ -94,22 +94,21 @@ def descend_(
     ok = setting.ok
     point, inner = measure(point, grad, normal, setting)
     passes = passes_after(inner, lr * (1 + momentum * nesterov), setting)
-    force = -force
+    turn = torque_of(inner, metric_parameter(metric), force)
     inner = inner * force
-    turn = (inner - inner.mH) / (2 * (1 - metric_parameter(metric)))
     if skew is None:
         square = setting.row_sum is None and point.size(-2) == point.size(-1)
         # V for the Cayley map, XT + V for the others: one product either way.
-        inside = inner if retraction == "cayley" else inner - turn
-        direction = None if square else zeroed(subtract(grad, point, inside, force), ok)
+        inside = inner if retraction == "cayley" else inner + turn
+        direction = None if square else normal_force(point, inside, grad, force, ok)
         return _retract(point, turn, direction, lr, retraction, setting, passes)
 
-    keep_(skew, torch.add(turn, skew, alpha=momentum), ok)
+    accumulate_(turn, skew, momentum, skew, ok)
     ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
     direction = None
     if normal is not None:
-        own = zeroed(subtract(grad, point, inner, force), ok)
-        receive_(normal, own, momentum, 1.0, ok)
+        own = normal_force(point, inner, grad, force, ok)
+        accumulate_(own, normal, momentum, normal, ok)
         direction = own.add_(normal, alpha=momentum) if nesterov else normal
         if retraction != "cayley":
             direction = add_product(direction, point, ahead)
@@ -132,22 +131,6 @@ def measure(
     if normal is not None and overlap is not None:
         stiefel_sgd.correct_normal_(normal, point, mending, zeroed(overlap, setting.ok))
     return add_product(point, point, mending), inner
-
-
-def receive_(normal: Tensor, value: Tensor, decay: float, weight: float, ok: Tensor | None) -> None:
-    """V <- decay V + weight value for the matrices that move; ``value`` is zero for the others."""
-    if ok is None:
-        torch.mul(normal, decay, out=normal).add_(value, alpha=weight)
-    else:
-        each = torch.ones_like(ok, dtype=normal.dtype).masked_fill_(ok, decay)
-        normal.mul_(each).add_(value, alpha=weight)
-
-
-def subtract(grad: Tensor, point: Tensor, inside: Tensor, force: Scalar) -> Tensor:
-    """Return force G - X ``inside``."""
-    if isinstance(force, Tensor):
-        return add_product_(grad * force, point, inside, alpha=-1.0)
-    return add_product(grad, point, inside, beta=force, alpha=-1.0)
 
 
 def carry_(
@@ -207,17 +190,10 @@ def _retract(
                 factor = roots(excess, limit).inverse_root
             else:
                 factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
-            new_point = product(_forward(point, direction, step), factor)
+            new_point = product(point + direction * step, factor)
     # A long step amplifies rounding. Where that cannot be seen every step begins with this.
     passes = 0 if reader.is_blind else max(passes, limit > 1)
     return mend_point(new_point, setting.row_sum, passes)
-
-
-def _forward(point: Tensor, direction: Tensor, step: Scalar) -> Tensor:
-    """Return X + step xi."""
-    if isinstance(step, Tensor):
-        return torch.addcmul(point, direction, step)
-    return torch.add(point, direction, alpha=step)
 
 
 def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: str) -> Tensor:

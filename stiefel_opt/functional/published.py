@@ -103,10 +103,8 @@ def published_sgd_(
         sums: left' right summed over all rows, of which some may be on other processes.
 
     Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
-
     Raises:
         ValueError: for an unknown rotation or metric.
-
     Note: 23 products of n x m by m x m, 13 for square matrices; 5 more with ``nesterov``.
     """
     a = _metric_parameter(metric, rotation)
@@ -148,10 +146,8 @@ def published_adam_(
         skew, normal, step, betas, eps: as in :func:`stiefel_opt.functional.adam_`.
 
     Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
-
     Raises:
         ValueError: for an unknown rotation or metric.
-
     Note: 32 products of n x m by m x m, 13 for square matrices.
     """
     a = _metric_parameter(metric, rotation)

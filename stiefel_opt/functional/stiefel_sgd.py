@@ -142,7 +142,7 @@ def sgd_(
     ahead = torque = torque_of(S, a, force)  # -f, along which X turns
     coupled = None if Z is None or square or a == 0.5 else coupling(Z, momentum, lr, a, reader)
     if Z is not None:  # Z <- mu Z - f
-        _add_(torque, Z, momentum, Z, ok)
+        accumulate_(torque, Z, momentum, Z, ok)
         ahead = torch.add(torque, Z, alpha=momentum) if nesterov else Z
     if square:
         del S, torque
@@ -158,7 +158,7 @@ def sgd_(
             if overlap is not None:
                 correct_normal_(U.base, X, M, zeroed(overlap, ok))
             earlier, mu = (U.base, momentum) if coupled is None else (product(U.base, coupled), 1.0)
-            _add_(force_normal, earlier, mu, U.base, ok)
+            accumulate_(force_normal, earlier, mu, U.base, ok)
             V = force_normal.add_(U.base, alpha=momentum) if nesterov else U.base.clone()
         base = None if U is None else U.base
         return advance_(X, V, base, ahead, Z, M, lr, transport, setting, passes)
@@ -338,7 +338,7 @@ def correct_normal_(normal: Tensor, point: Tensor, mending: Tensor | None, overl
     add_product_(normal, point, mended(mending, mended(mending, overlap)), alpha=-1.0)
 
 
-def _add_(
+def accumulate_(
     value: Tensor, earlier: Tensor, factor: float, target: Tensor, ok: Tensor | None
 ) -> Tensor:
     """target = value + factor earlier for the matrices that move."""

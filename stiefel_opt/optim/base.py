@@ -41,6 +41,7 @@ from stiefel_opt.optim.checks import (
     check_finite,
     check_new_group,
     check_options,
+    listed,
     name_of,
     names_of,
     reading,
@@ -55,12 +56,7 @@ from stiefel_opt.optim.constrained import TALLIES, Constrained, Given
 from stiefel_opt.optim.plain import Group, step_rows
 from stiefel_opt.optim.safety import warn_of_skipped, warn_of_tallies
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import (
-    State,
-    StateNames,
-    complete_state,
-    forget_constrained,
-)
+from stiefel_opt.optim.state import State, StateNames, complete_state, forget_constrained
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import set_velocity_, velocity_of
 from stiefel_opt.parameter import has_lost_tag, tag
@@ -142,15 +138,8 @@ class StiefelOptimizer(Optimizer, ABC):
         """Return the new point of a batch and update its state."""
 
     @abstractmethod
-    def _step_plain(
-        self,
-        group: Group,
-        parameters: list[Tensor],
-        grads: list[Tensor],
-        states: list[Group],
-        left: Tensor | None = None,
-    ) -> None:
-        """Apply torch's own rule; ``left`` as in :func:`stiefel_opt.optim.plain.step_sgd`."""
+    def _step_plain(self, *arguments: Any, **options: Any) -> None:
+        """Apply torch's own rule; arguments as of :func:`stiefel_opt.optim.plain.step_sgd`."""
 
     def _adapt(self, owner: Owner, names: StateNames) -> None:
         """Turn momentum that other options have left in the state into that of these."""
@@ -172,10 +161,7 @@ class StiefelOptimizer(Optimizer, ABC):
             raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
         group = {**self.defaults, **param_group}
         group["stiefel"] = as_plain_data(group["stiefel"])
-        if isinstance(group["params"], Tensor):
-            group["params"] = [group["params"]]
-        elif not isinstance(group["params"], set):  # a set is refused by torch
-            group["params"] = list(group["params"])
+        group["params"] = listed(group["params"])
         for name, value in group.items():  # numpy's: a checkpoint holds plain numbers
             plain = type(value) in (bool, int, float)
             if isinstance(value, numbers.Real) and not plain:
@@ -386,12 +372,10 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _refuse(self, group: Group, constrained: Constrained, changed: list[Owner]) -> None:
         """Raise for gradients and points that no step could use, and for what is told late."""
-        if group["nonfinite"] == "raise" and constrained.missed:
-            refuse_nonfinite(constrained.owners[constrained.missed[0]].parameter, self.param_groups)
-        if group["nonfinite"] == "raise" and constrained.overflowed:
-            refuse_overflow(
-                constrained.owners[constrained.overflowed[0]].parameter, self.param_groups
-            )
+        told = (constrained.missed, refuse_nonfinite), (constrained.overflowed, refuse_overflow)
+        for places, refuse in told if group["nonfinite"] == "raise" else ():
+            if places:
+                refuse(constrained.owners[places[0]].parameter, self.param_groups)
         check_finite([owner.parameter for owner in changed], self.param_groups)
 
     def _move_all(

@@ -60,6 +60,13 @@ def as_plain_data(stiefel: Any) -> Any:
     raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(stiefel)))
 
 
+def listed(params: Any) -> Any:
+    """Return ``params`` as a list, where that is what it means; torch refuses a set."""
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, set) else list(params)
+
+
 def label(name: str | None, index: int, group_number: int) -> str:
     """Return what a message calls a parameter: its name, or its place in the groups."""
     return f"parameter {index} of group {group_number}" if name is None else name

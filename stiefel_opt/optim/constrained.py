@@ -9,7 +9,6 @@ order.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -196,8 +195,8 @@ class Constrained:
         self.steps = joined(self._states, "step")
         self._reads = is_cpu(self.steps)
         self.skipped, self._untold = (joined(tallies, name) for name in TALLIES)
-        self._alone = torch.tensor([owner.shards is None for owner in owners])
-        self._alone = self._alone.to(self.steps.device)
+        alone = [owner.shards is None for owner in owners]
+        self._alone = torch.tensor(alone, device=self.steps.device)
         # places, where that is read, of those that miss this step, and of those of which a matrix
         # left floating point, which processes that share it tell each other in the step after it;
         # how many matrices of each did, where any could
@@ -252,7 +251,12 @@ class Constrained:
         self._slots = kept
         self._ids = list(map(id, windows))
         self._memory = [local_part(window).data_ptr() for window in windows]
-        gone = functools.partial(_forget, weakref.ref(self))
+        method = weakref.WeakMethod(self.forget)
+
+        def gone(_: Any) -> None:  # a window is: what it belonged to lets go of its memory
+            if (forget := method()) is not None:
+                forget()
+
         self._windows: list[Any] = [weakref.ref(window, gone) for window in windows]
 
     def tensors(self) -> list[Tensor]:
@@ -443,8 +447,9 @@ class Constrained:
                 self._move_batch(batch, values, move, lr, nonfinite, counts)
                 return
         index, state = (None, batch.state) if chosen is None else batch.picked(chosen)
-        given = self._given(batch, places, (stored, grad, state), lr, length, counts)
-        given.is_judged = nonfinite != "ignore"
+        setting = Setting(length=length)
+        given = Given(stored, grad, state, lr, 1.0, setting, nonfinite != "ignore")
+        self._complete(given, batch, places, counts)
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
         new_point = _kept(move(given), given, stored, batch.scale)
@@ -458,35 +463,27 @@ class Constrained:
             self._done += places
         self._busy = None
 
-    def _given(
-        self,
-        batch: Batch,
-        places: list[int],
-        tensors: tuple[Tensor, Tensor, State],
-        lr: float | Tensor,
-        length: float,
-        counts: list[float],
-    ) -> Given:
-        """Return what the rule gets: matrices on the manifold, and what is to be corrected."""
-        point, grad, state = tensors
-        step, due = self._number(batch, places, counts)
-        reader: Reader = batch.now if self._reads else reader_for(point, batch.lagged)
+    def _complete(self, given: Given, batch: Batch, places: list[int], counts: list[float]) -> None:
+        """Give the rule matrices on the manifold, and say what is to be corrected."""
+        given.step, due = self._number(batch, places, counts)
+        length, row_sum = given.setting.length, batch.row_sum
+        reader: Reader = batch.now if self._reads else reader_for(given.point, batch.lagged)
         reader.is_lost, due = False, due or reader.is_blind
         if batch.scale != 1.0:
-            point, lr = point / batch.scale, lr / batch.scale
+            given.point, given.lr = given.point / batch.scale, given.lr / batch.scale
         settled: bool | Tensor = due
         # Writes through ``.data`` show only here; rows that are shared are not added up for it.
-        looks = due and batch.row_sum is None and reader.is_exact
+        looks = due and row_sum is None and reader.is_exact
         if looks or (self._changed and not self._changed.isdisjoint(places)):
             # without a force nothing moves, not even by a correction
-            size = length if length < math.inf or not looks else torch.linalg.vector_norm(grad)
+            known = length < math.inf or not looks
+            size = length if known else torch.linalg.vector_norm(given.grad)
             due = due and not (looks and float(size) == 0.0)
-            point, settled = settle(point, state, batch.row_sum, batch.row_count, due)
-        if batch.row_sum is not None:  # our rows only: all processes must decide alike
+            given.point, settled = settle(given.point, given.state, row_sum, batch.row_count, due)
+        if row_sum is not None:  # our rows only: all processes must decide alike
             length = math.inf
         ok = None if self._ok is None else batch.of_each(self._ok[places])
-        setting = Setting(ok, settled, batch.row_sum, reader, length)
-        return Given(point, grad, state, lr, step, setting)
+        given.setting = Setting(ok, settled, row_sum, reader, length)
 
     def _judge_batch(self, grad: Tensor, places: list[int]) -> float:
         """Return the length of the gradients of a batch; leave out those that are not safe.
@@ -641,10 +638,3 @@ def _start_again(state: State, new_point: Tensor, row_sum: RowSum | None) -> Ten
         if name == "deferred_factor":
             tensor.diagonal(dim1=-2, dim2=-1).masked_fill_(overflowed[..., 0], 1.0)
     return overflowed
-
-
-def _forget(reference: weakref.ref[Constrained], _: Any) -> None:
-    """A window is gone: what it belonged to lets go of its memory."""
-    constrained = reference()
-    if constrained is not None:
-        constrained.forget()

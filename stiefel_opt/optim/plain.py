@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim._muon import (
-    DEFAULT_A,
-    DEFAULT_B,
-    DEFAULT_C,
-    DEFAULT_NS_STEPS,
-    EPS,
-    muon,
-)
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 

@@ -116,14 +116,13 @@ def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
             local_manifold = replace(manifold, heads=mine)
         else:
             small.append(placement)
-    model = torch.empty(shape, device="meta")
     return Shards(
         mesh,
         stored,
         working,
         tuple(small) if any(isinstance(p, Shard) for p in small) else None,
         local_manifold,
-        tuple(manifold.is_wide(part.shape, i) for i, part in enumerate(manifold.parts(model))),
+        _wide(manifold, shape),
         RowSums(mesh, by_rows) if by_rows else None,
         tuple(i for i, placement in enumerate(stored) if not isinstance(placement, Replicate)),
     )
@@ -186,8 +185,7 @@ def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int)
     if dim is None:  # Partial
         return None
     row_dim, column_dims = manifold.dimensions(len(shape))
-    model = torch.empty(shape, device="meta")
-    wide = [manifold.is_wide(part.shape, i) for i, part in enumerate(manifold.parts(model))]
+    wide = _wide(manifold, shape)
     if dim in column_dims:
         return _ROWS if all(wide) else None
     if dim != row_dim:
@@ -200,3 +198,9 @@ def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int)
     length = -(-shape[dim] // size)
     whole = type(placement) is Shard and length % (shape[dim] // heads) == 0
     return _WHOLE if whole else None
+
+
+def _wide(manifold: Stiefel, shape: torch.Size) -> tuple[bool, ...]:
+    """Say of each range of rows of a tensor of ``shape`` whether its matrices are wide."""
+    parts = manifold.parts(torch.empty(shape, device="meta"))
+    return tuple(manifold.is_wide(part.shape, index) for index, part in enumerate(parts))

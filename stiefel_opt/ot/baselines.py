@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.geometry import project_tangent
+from stiefel_opt.geometry import project_tangent, retract
 
 
 class _Ascent(Optimizer):
@@ -50,9 +50,8 @@ class _Ascent(Optimizer):
                 if point.grad is None:
                     continue
                 gradient = project_tangent(point, point.grad)
-                moved = point - group["lr"] * self._direction(point, gradient, group)
-                orthonormal, triangular = torch.linalg.qr(moved)
-                point.copy_(torch.where(triangular.diagonal() < 0, -orthonormal, orthonormal))
+                step = -group["lr"] * self._direction(point, gradient, group)
+                point.copy_(retract(point, step, "qr"))
         return loss
 
 
