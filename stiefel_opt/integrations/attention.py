@@ -190,11 +190,7 @@ def _own_names(names: Mapping[str, str]) -> tuple[tuple[Layout, ...], tuple[str,
 
 
 def _plan(
-    module: nn.Module,
-    constraint: str,
-    which: str,
-    layouts: Sequence[Layout],
-    called: Sequence[str],
+    module: nn.Module, constraint: str, which: str, layouts: Sequence[Layout], called: Sequence[str]
 ) -> list[tuple[str, Stiefel]]:
     """Return (parameter, reading) for each weight of an attention module, nothing for others."""
     weights = _torch_weights(module, which) or _linear_weights(module, layouts)

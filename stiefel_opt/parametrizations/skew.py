@@ -244,10 +244,8 @@ class ScaledCayley(Parametrization):
         top, below = signed[..., :m, :], signed[..., m:, :]
         # X - E = B/2 (X + E) for X = cayley(B) E, B = -A, with B = [[B11, -B21'], [B21, 0]]
         lower: Tensor = 2 * torch.linalg.solve_ex(top + eye, below, left=False).result
-        upper: Tensor = (
-            2
-            * torch.linalg.solve_ex(top + eye, top - eye + lower.mH @ below / 2, left=False).result
-        )
+        right = top - eye + lower.mH @ below / 2
+        upper: Tensor = 2 * torch.linalg.solve_ex(top + eye, right, left=False).result
         self._keep("signs", signs)
         return torch.cat([-(upper - upper.mH) / 4, -lower], dim=-2)
 
