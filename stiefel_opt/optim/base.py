@@ -287,6 +287,7 @@ class StiefelOptimizer(Optimizer, ABC):
             constrained.release()
         alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
         self._tallies = {p: tally for p, tally in self._tallies.items() if id(p) in alive}
+        self._tags = {p: found for p, found in self._tags.items() if id(p) in alive}
         return members
 
     def _admit(self, members: Members, group: Group, late: list[int]) -> None:
