@@ -24,7 +24,7 @@ import stiefel_opt as so
 # ---- closure, parameters, gradients -------------------------------------------------------------
 
 
-@on_machines(cpu="sgd", as_accelerator="adam-amsgrad", compiled="cayley-sgd")
+@on_machines(cpu="sgd", as_accelerator="adam-amsgrad", slowly_compiled="cayley-sgd")
 def test_closure_is_called_once_with_grad_enabled_and_its_loss_returned(name):
     net = model()
     other = copy.deepcopy(net)
@@ -64,7 +64,7 @@ def test_every_way_to_list_parameters_gives_the_same_training(name, listed):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@on_machines(cpu="adam cayley-sgd", as_accelerator="sgd rgd", compiled="sgd-nesterov")
+@on_machines(cpu="adam cayley-sgd", as_accelerator="sgd rgd", slowly_compiled="sgd-nesterov")
 def test_gradients_keep_their_bits_and_their_objects(name):
     net = model()
     opt = optimizer(name, net.parameters(), maximize=True, weight_decay=0.1)
@@ -139,7 +139,7 @@ def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
             torch.testing.assert_close(opt.state[params[index]][key], value, atol=1e-13, rtol=1e-13)
 
 
-@on_machines(cpu="sgd", as_accelerator="cayley-adam", compiled="cayley-sgd")
+@on_machines(cpu="sgd", as_accelerator="cayley-adam", slowly_compiled="cayley-sgd")
 def test_moving_a_parameter_to_another_group_keeps_its_state(name):
     net = model()
     other = copy.deepcopy(net)
@@ -158,7 +158,7 @@ def test_moving_a_parameter_to_another_group_keeps_its_state(name):
         assert opt.state[p].get("step") == other_opt.state[q].get("step")
 
 
-@on_machines(cpu="adam", as_accelerator="rgd", compiled="sgd")
+@on_machines(cpu="adam", as_accelerator="rgd", slowly_compiled="sgd")
 def test_two_optimizers_that_share_nothing_do_not_meet(name):
     nets = [model(0), model(1)]
     alone = copy.deepcopy(nets)
@@ -264,7 +264,7 @@ def test_the_learning_rate_may_be_a_tensor(name):
     ("name", "rate", "machine"),
     [
         *in_turn(OPTIMIZERS, [0.0, torch.tensor(0.0)], ["cpu", "as_accelerator", "as_accelerator"]),
-        ("rgd", 0.0, "compiled"),
+        pytest.param("rgd", 0.0, "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],
 )
@@ -314,7 +314,7 @@ def test_hooks_fire_and_the_profiler_sees_the_step(name):
     assert f"Optimizer.zero_grad#{kind}.zero_grad" in names
 
 
-@on_machines(cpu="cayley-adam", as_accelerator="sgd-nesterov", compiled="adam-amsgrad")
+@on_machines(cpu="cayley-adam", as_accelerator="sgd-nesterov", slowly_compiled="adam-amsgrad")
 def test_zero_grad_may_keep_zeros(name):
     net = model()
     opt = optimizer(name, net.parameters())

@@ -76,7 +76,7 @@ def assert_on_the_manifold(net: nn.Module, opt: Any) -> None:
 @halves_on_machines
 def test_every_reading_has_a_master_and_float32_state(name, dtype):
     net, opt = pair(name, dtype)
-    train(net, opt, 0, 20)
+    train(net, opt, 0, 10)  # past a step that corrects rounding
     assert_on_the_manifold(net, opt)
     for parameter in constrained(net).values():
         state = opt.state[parameter]
@@ -110,17 +110,18 @@ def test_the_master_moves_like_a_float32_parameter(name, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "dtype"),
+    ("name", "lr", "dtype", "steps"),
     [
-        ("sgd", 1e-3, torch.bfloat16),
-        pytest.param("sgd", 1e-3, torch.float16, marks=pytest.mark.slow),
-        pytest.param("adam", 1e-4, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("adam", 1e-4, torch.float16, marks=pytest.mark.slow),
-        pytest.param("cayley-adam", 2e-3, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("rgd", 1e-3, torch.bfloat16, marks=pytest.mark.slow),
+        ("sgd", 5e-3, torch.bfloat16, 2_000),
+        pytest.param("sgd", 1e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
+        pytest.param("sgd", 1e-3, torch.float16, 10_000, marks=pytest.mark.slow),
+        pytest.param("adam", 1e-4, torch.bfloat16, 10_000, marks=pytest.mark.slow),
+        pytest.param("adam", 1e-4, torch.float16, 10_000, marks=pytest.mark.slow),
+        pytest.param("cayley-adam", 2e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
+        pytest.param("rgd", 1e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
     ],
 )
-def test_no_drift_in_10_000_steps(name, lr, dtype, generator):
+def test_no_drift_in_thousands_of_steps(name, lr, dtype, steps, generator):
     """Steps far below the rounding of the parameter add up to where float32 goes."""
     tall = so.ManifoldParameter(random_point(16, 4, generator=generator).to(dtype))
     square = so.ManifoldParameter(random_point(4, 4, generator=generator).to(dtype))
@@ -128,11 +129,11 @@ def test_no_drift_in_10_000_steps(name, lr, dtype, generator):
     opt = optimizer(name, [tall, square], lr=lr, weight_decay=0.0)
     cost = torch.diag(torch.linspace(1.0, 2.0, 16)).to(dtype)
     worst = []
-    for step in range(10_000):
+    for step in range(steps):
         tall.grad = -cost @ tall.detach()
         square.grad = torch.randn(4, 4, generator=generator).to(dtype)
         opt.step()
-        if step % 1000 == 999:
+        if step % (steps // 10) == steps // 10 - 1:
             errors = [so.orthonormality_error(master_of(opt, p)) for p in (tall, square)]
             worst.append(max(errors))
     assert_on_the_manifold(net, opt)
@@ -232,7 +233,7 @@ def test_the_master_follows_an_outside_write(write, steps, name):
     ):
         moved = (master_of(opt, parameter) - value.detach().float()).abs().max()
         assert moved < 4 * torch.finfo(torch.bfloat16).eps
-    train(net, opt, steps + 1, 17)
+    train(net, opt, steps + 1, 12)
     assert_on_the_manifold(net, opt)
 
 

@@ -10,9 +10,9 @@ import os
 import pickle
 import signal
 import struct
-import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import in_turn, mixed
+from cases import in_one_test, in_turn, mixed
+from processes import server
 
 PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
 sys.path.insert(0, str(PAPERS))
@@ -40,9 +41,13 @@ OTHERS = ["momentumless:within", "cayley-adam:within", "penalty-sgd:within"]
 METHODS = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within", "stiefel-sgd:across"]
 
 
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints that are whole: a kill may leave one beside them that is not."""
+    return sorted(p for p in (folder / "checkpoints").glob("*.pt") if ".tmp" not in p.suffixes)
+
+
 def checkpoints(folder: Path) -> dict[str, Any]:
-    paths = sorted((folder / "checkpoints").glob("*.pt"))
-    return {path.name: torch.load(path, weights_only=True) for path in paths}
+    return {path.name: torch.load(path, weights_only=True) for path in saved(folder)}
 
 
 def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,18 +150,14 @@ def test_killed_run_resumes_bit_for_bit_and_finished_runs_are_left_alone(
     methods = ["stiefel-sgd:within", "stiefel-adam:across"]
     flags = ["--smoke", "--epochs", "6", "--limit", "256", "--methods", *methods, "--output"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = subprocess.Popen(
-        [sys.executable, str(PAPERS / "orthogonal_vit.py"), *flags, str(killed)],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    for line in process.stdout:  # one line an epoch, after its checkpoint
-        if "StiefelAdam across heads: epoch 1," in line:
-            process.kill()
-            break
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
+    process = server().Process(target=orthogonal_vit.main, args=([*flags, str(killed)],))
+    process.start()
+    while len(saved(killed)) < 2:  # the second one is that of a first epoch
+        assert process.is_alive()
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     done = {len(state["history"]) for state in checkpoints(killed).values()}
     assert 6 in done
     assert done - {6}, "the second run must have been cut short"
@@ -277,7 +278,7 @@ def test_start_again_without_resume(tmp_path) -> None:
     assert json.loads((tmp_path / "runs" / "SGD-seed-0.json").read_text())["batch_size"] == 16
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "plain", "constrained"),
     [
         ("stiefel-sgd", {"lr": 0.15, "momentum": 0.9}, {"lr": 0.15, "momentum": 0.9}),
@@ -475,9 +476,7 @@ def test_auto_augment_is_the_policy_of_cifar() -> None:
     assert float(same) / 4 == pytest.approx(sum(alone) / 25, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "name", ["rotate", "translate x", "translate y", "shear y", *_augment.DULL]
-)
+@in_one_test("name", ["rotate", "translate x", "translate y", "shear y", *_augment.DULL])
 def test_an_operation_of_no_size_changes_nothing(name) -> None:
     images = torch.randint(0, 256, (4, 3, 8, 8)).float()
     assert torch.equal(_augment.operate(name, images, 0.0, torch.ones(4)), images)

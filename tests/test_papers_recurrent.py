@@ -256,7 +256,8 @@ def test_missing_mnist_says_what_to_put_where(tmp_path) -> None:
 
 def test_leading_eigenvalues_smoke(tmp_path, capsys) -> None:
     eigenvalues = importlib.import_module("leading_eigenvalues")
-    assert eigenvalues.main(["--smoke", "--threads", "1", "--output", str(tmp_path)]) == 0
+    flags = ["--smoke", "--threads", "1", "--rates", "0.1", "0.2"]
+    assert eigenvalues.main([*flags, "--output", str(tmp_path)]) == 0
     assert (tmp_path / "table.md").read_text().removeprefix("## ") in capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert len(results) == 4

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import in_turn
 
 PAPERS = Path(__file__).parents[1] / "benchmarks" / "papers"
 sys.path.insert(0, str(PAPERS))
@@ -259,8 +260,10 @@ def test_pairs_are_read_from_tab_separated_text(tmp_path) -> None:
     assert _phrases.words("Él está aquí.") == ["el", "esta", "aqui", "."]
 
 
-@pytest.mark.parametrize("attention", ["luong", "additive"])
-@pytest.mark.parametrize("title", ["RNN", "LSTM", "CWY L=4", "SCORNN", "StiefelAdam"])
+@pytest.mark.parametrize(
+    ("title", "attention"),
+    in_turn(["RNN", "LSTM", "CWY L=4", "SCORNN", "StiefelAdam"], ["luong", "additive"]),
+)
 def test_padding_and_company_change_no_translation(title, attention) -> None:
     options = translation.parse_arguments(["--smoke"])
     corpus = translation.load_corpus(options)
