@@ -37,6 +37,7 @@ LAYOUTS = {
     "tall heads": ((28, 3), {"heads": 4}, 0, "nothing"),
     "filters in groups": ((8, 3, 2), {"flatten": True, "heads": 4}, 0, "nothing"),
     "heads, some without": ((9, 7), {"heads": 3}, 0, "nothing"),
+    "heads, fewer on the last of four": ((14, 9), {"heads": 7}, 0, "nothing"),
     "transposed heads": ((9, 12), {"heads": 4, "transposed": True}, 1, "nothing"),
     "wide by rows": ((4, 24), {}, 0, "moves"),
     "tall by columns": ((24, 4), {}, 1, "moves"),
@@ -227,7 +228,7 @@ def test_shards_train_as_one_process_on_two():
 def test_shards_train_as_one_process_on_four():
     """One of each kind with momentum, and two with each other rule, all of which two try."""
     calls = [(compare, name, KINDS[at % 4 :: 4]) for at, name in enumerate(RULES[1:])]
-    run(4, (compare, "sgd", KINDS), *calls)
+    run(4, (compare, "sgd", (*KINDS, "heads, fewer on the last of four")), *calls)
 
 
 @pytest.mark.slow
@@ -279,7 +280,8 @@ def count(name, layout):
 
 def test_what_is_sent():
     layouts = [layout for layout, (*_, kind) in LAYOUTS.items() if kind != "moves"]
-    layouts.remove("heads, some without")  # two processes would cut a head
+    for name in ("heads, some without", "heads, fewer on the last of four"):
+        layouts.remove(name)  # two processes would cut a head
     run(2, *((count, "sgd", layout) for layout in layouts), (count, "adam", "tall"))
 
 
