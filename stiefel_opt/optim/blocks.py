@@ -194,7 +194,7 @@ class Stack:
         pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
         if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
             joined = len(self.blocks) > 1
-            alone = 3 if self.row_count == m else 3 + 8 * m / self.row_count
+            alone = 4 if self.row_count == m else 3 + 8 * m / self.row_count
             temporaries = alone + (3 if self.row_count == m else 2) * joined
             pieces = max(pieces, math.ceil(temporaries / _TEMPORARIES))
         return -(-count // min(pieces, count))
