@@ -24,7 +24,7 @@ FEW: Final = 1024
 MEDIUM: Final = 64
 _LARGE: Final = 256
 # From here on (m) a symmetric product is worked out by half.
-_BLOCKED: Final = 256
+BLOCKED: Final = 256
 # Up to so many columns a product of float32 adds its rows up one after the other: 2e-3 off at three
 # million of them. Sums over so many rows at a time are exact to 3e-7, and so is their sum.
 _FEW_COLUMNS: Final = 11
@@ -59,7 +59,7 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
 
 def own_gram(tall: Tensor) -> Tensor:
     """Return A'A for a tall batch ``(k, n, m)``."""
-    if tall.size(-1) < _BLOCKED:
+    if tall.size(-1) < BLOCKED:
         return gram(tall, tall)
     return symmetric_product(tall.mH, tall)
 
@@ -89,12 +89,12 @@ def symmetric_product(
     ``sign`` is -1 if both are skew.
     """
     size = right.size(-1)
-    if size < _BLOCKED:
+    if size < BLOCKED:
         if into is None:
             return torch.bmm(left, right)
         return into.baddbmm_(left, right, beta=beta, alpha=alpha)
     result = right.new_empty(right.size(0), size, size) if into is None else into
-    width = max(-(-size // 4), _BLOCKED // 2)
+    width = max(-(-size // 4), BLOCKED // 2)
     for start in range(0, size, width):
         stop = min(start + width, size)
         rows = result[:, start:stop, start:]

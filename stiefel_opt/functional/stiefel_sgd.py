@@ -54,7 +54,7 @@ from stiefel_opt.functional.flows import (
     turned_square,
     zeroed,
 )
-from stiefel_opt.linalg import add_product, add_product_, product, sums
+from stiefel_opt.linalg import BLOCKED, add_product, add_product_, product, sums
 
 
 class Deferred(NamedTuple):
@@ -357,10 +357,12 @@ def turn_square_(
 ) -> Tensor:
     """X <- X rot(eta ``ahead()``), and Z carried if it is projected; rounding is taken out of X."""
     reader = setting.reader or reader_for(point)
-    if skew is None or transport == "isometric":
+    carried = None if transport == "isometric" else skew
+    if carried is None and point.size(-1) < BLOCKED:
         new_point = turned_square(point, ahead, lr, reader)
-    else:
+    else:  # a product of the rotation is symmetric, and large ones are cheaper then
         rotation = rotation_of_square(ahead, lr, reader)
         new_point = add_product(point, point, rotation)
-        keep_(skew, project_skew(skew, rotation), setting.ok)
+        if carried is not None:
+            keep_(carried, project_skew(carried, rotation), setting.ok)
     return new_point if setting.correct is False else mend_point(new_point, setting.row_sum)
