@@ -101,6 +101,7 @@ STYLES = {
     "free, torch's start": (BROWN, "*"),
 }
 MARKERS = "os^vDdPX"
+MORE = ", three times the steps"
 
 
 class Panel(NamedTuple):
@@ -118,7 +119,7 @@ class Panel(NamedTuple):
 def style(name: str, index: int = 0) -> dict[str, Any]:
     """Colour and marker of a method, whatever stands around its name; others by ``index``."""
     plain = name.removeprefix("Tagged ")
-    for end in (" within heads", " across heads", ", default", ", published", ", tuned"):
+    for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker
         index = min(max(int(math.log2(int(plain[6:]))) - 2, 0), len(BLUES) - 1)
@@ -774,7 +775,8 @@ def rotations(path: Path) -> None:
         method = curve["method"]
         axes[0].plot(
             curve["steps"], curve["kl"], label=f"{method}, rate {curve['rate']:g}", markersize=5,
-            **style(method, number), **({"fillstyle": "none"} if method in known else {}),
+            **style(method, number),
+            **({"fillstyle": "none"} if method.removesuffix(MORE) in known else {}),
         )  # fmt: skip
         known.add(method)
     axes[0].set(xlabel="step", ylabel="KL from full precision, held out (nats)", ylim=(0, None))
