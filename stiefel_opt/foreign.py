@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from stiefel_opt._checks import users_level
 from stiefel_opt.device import is_compiling
 
 _LOOKED: Final = "_stiefel_looked"  # on an optimizer: tags and groups when it was seen
@@ -33,7 +34,7 @@ def note_module(module: nn.Module) -> None:
 
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     """Hook before every step of every optimizer."""
-    if _WHILE_COMPILING or not is_compiling():
+    if WHILE_COMPILING or not is_compiling():
         _look_at(optimizer)
 
 
@@ -56,14 +57,14 @@ def _look_at(optimizer: Optimizer) -> None:
             "knows no constraint. Train with an optimizer of this package, such as "
             "so.StiefelAdamW; or parametrize the weight by so.orthogonal, for any optimizer; or "
             "so.release it",
-            stacklevel=4,
+            stacklevel=users_level(),
         )
 
 
 # While a step is compiled, it is called instead of traced. This is what the decorator
 # torch.compiler.assume_constant_result does, which imports the compiler; only since torch 2.13
 # such a function may take an optimizer.
-_WHILE_COMPILING: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+WHILE_COMPILING: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _look_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

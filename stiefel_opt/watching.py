@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from stiefel_opt._checks import users_level
 from stiefel_opt.device import is_compiling
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
@@ -94,7 +95,7 @@ class _Watched(dict[str, Any]):
                 "parametrization, pruning) would not keep it orthonormal; undo that, or call "
                 "so.release first",
                 LostTagWarning,
-                stacklevel=2,
+                stacklevel=users_level(),
             )
 
     @override
@@ -142,7 +143,7 @@ def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
                 "parameter was replaced, and would be trained without its constraint; call "
                 "so.retag(model), or build the optimizer from so.param_groups(model)",
                 LostTagWarning,
-                stacklevel=2,
+                stacklevel=users_level(),
             )
     parameters.disarm()
 
@@ -175,5 +176,5 @@ def _warn_if_off(
             warnings.warn(
                 f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
                 f"|X'X - I| = {max(off):.0e}; call so.project_(model), or the first step projects",
-                stacklevel=2,
+                stacklevel=users_level(),
             )

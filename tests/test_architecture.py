@@ -16,7 +16,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "distributed": set(),
     "geometry": {"linalg", "_checks"},
     "stacked": set(),
-    "foreign": {"device"},
+    "foreign": {"_checks", "device"},
     "manifold": {"_checks"},
     "points": {"manifold", "geometry", "_checks"},
     "parameter": {*BASE, "device", "distributed", "foreign"},

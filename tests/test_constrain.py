@@ -439,6 +439,7 @@ def test_operations_that_keep_the_record_only(operation):
     with pytest.warns(so.LostTagWarning, match=r"so.retag\(model\)") as caught:
         model(x)
     told = [str(warning.message) for warning in caught]
+    assert {warning.filename for warning in caught} == {__file__}
     assert len(told) == 2  # q and k
     assert all("`weight` of Linear has lost its Stiefel tag" in text for text in told)
     with warnings.catch_warnings():
@@ -767,8 +768,9 @@ def test_records_that_no_longer_fit_are_named():
     with pytest.raises(ValueError, match=r"`heads of q.weight` must divide its 7 rows"):
         so.param_groups(model)
     model = attention()
-    with pytest.warns(so.LostTagWarning, match="no parameter any more"):
+    with pytest.warns(so.LostTagWarning, match="no parameter any more") as caught:
         parametrize.register_parametrization(model.q, "weight", nn.Identity())
+    assert caught[0].filename == __file__
     with pytest.raises(ValueError, match=r"`q.weight` must still be a parameter"):
         so.retag(model)
 

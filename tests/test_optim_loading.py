@@ -387,6 +387,7 @@ def test_weights_off_the_manifold_are_named_at_load(case):
     saved["encoder.out.weight"] = change(saved["encoder.out.weight"])  # plain
     with pytest.warns(UserWarning, match=message) as found:
         net.load_state_dict(saved)
+    assert found[0].filename == __file__
     (text,) = [str(each.message) for each in found]
     assert text.startswith("`encoder.up.weight` is loaded with values")
     assert "call so.project_(model), or the first step projects" in text

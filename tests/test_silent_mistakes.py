@@ -12,6 +12,7 @@ from torch import nn
 
 import stiefel_opt as so
 from stiefel_opt import compat
+from stiefel_opt.foreign import WHILE_COMPILING
 
 
 def model() -> nn.Sequential:
@@ -53,10 +54,15 @@ def test_an_optimizer_of_torch_warns_once_at_its_first_step(rule: Any) -> None:
         train(net, rule(net.parameters(), lr=1e-2))
 
 
-def test_the_warning_points_to_the_step() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_warning_points_to_the_step(scheduled: bool) -> None:
+    """Also where a schedule of torch has wrapped it."""
     net = so.constrain(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.warns(UserWarning, match="`weight`") as caught:
-        train(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        train(net, optimizer)
     assert caught[0].filename == __file__
 
 
@@ -86,7 +92,7 @@ def test_a_weight_that_an_optimizer_meets_late_is_seen(late: str) -> None:
     assert "`0.weight` would not stay orthonormal" in text
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="the compiler of torch cannot call it")
+@pytest.mark.skipif(not WHILE_COMPILING, reason="the compiler of torch cannot call it")
 def test_a_compiled_step_is_seen() -> None:
     net = so.constrain(model(), "0.weight")
     optimizer = torch.optim.AdamW(net.parameters())
