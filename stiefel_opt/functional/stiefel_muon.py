@@ -252,9 +252,10 @@ def muon_(
     difference = roots(found.length * (step * step), limit).difference
     step = -step if maximize else step
     if found.along is None and setting.correct is not False:
-        found = found._replace(mending=_mending(own_gram(point)))
+        mending, within = _mending(own_gram(point)), found.within
         if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
-            found = found._replace(within=found.within.baddbmm(found.mending, found.within))
+            within = within.baddbmm(mending, within)
+        found = found._replace(mending=mending, within=within)
     # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
     moved = found.mending - found.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
