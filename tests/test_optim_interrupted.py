@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import optimizer, through_file
+from contract import on_machines, optimizer, through_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -215,6 +215,8 @@ def test_an_exception_at_a_call_of_torch_leaves_whole_steps(name: str) -> None:
     ):
         kind = (KeyboardInterrupt, RuntimeError)[number % 2]
         interrupt(name, stopped_by(Interrupt(at, kind, after=number % 4 > 1)))
+    for at in (calls - 1, calls):  # also when the step is just being counted
+        interrupt(name, stopped_by(Interrupt(at, KeyboardInterrupt, after=True)))
 
 
 @pytest.mark.slow
@@ -282,6 +284,35 @@ def test_a_first_step_that_is_interrupted_is_taken_again(name: str) -> None:
             opt.step()
             assert so.orthonormality_error(weight) < 1e-13, at
         assert float(opt.state[weight]["step"]) in (AFTER, AFTER + 1.0), at
+
+
+@on_machines(cpu="adam", as_accelerator="sgd adam")
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_what_was_left_out_is_not_counted_by_an_interruption(name: str) -> None:
+    """An accelerator leaves it in the batch of the others, behind a mask."""
+
+    def begun() -> tuple[list[nn.Parameter], Any]:
+        weights = [so.ManifoldParameter(torch.eye(6, 3)) for _ in range(2)]
+        opt = optimizer(name, weights)
+        for spoilt in (False, True):
+            for weight in weights:
+                weight.grad = torch.ones(6, 3).cumsum(0)
+            if spoilt:
+                weights[0].grad[0, 0] = torch.nan
+            else:
+                opt.step()
+        return weights, opt
+
+    opt = begun()[1]
+    with Interrupt() as mode:
+        opt.step()
+    reached = set()
+    for at in [*range(1, mode.calls - 8, 9), *range(mode.calls - 8, mode.calls + 1)]:
+        weights, opt = begun()
+        stopped_by(Interrupt(at, after=True))(opt.step)
+        opt.state_dict()
+        reached.add(tuple(float(opt.state[weight]["step"]) for weight in weights))
+    assert reached == {(1.0, 1.0), (1.0, 2.0)}
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "cayley-sgd"])

@@ -221,7 +221,8 @@ class Constrained:
         self._now = self._look()
         self._steps_begun = 0
         self._is_gone = False
-        self._uncounted = 0  # the version of the counts before a step
+        # the number of this step for each parameter, or for all; a list where it may be read
+        self._counts: list[float] | Tensor = []
         self._begun: list[int] = []  # versions of the parameters before a step
         self._busy: tuple[Batch, list[int] | None, int] | None = None
         self._done: list[int] | None = None  # places that have moved in a step under way
@@ -401,16 +402,14 @@ class Constrained:
         values = self._values or [owner.moving() for owner in self.owners]
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
             lr = 0.0  # nobody is projected
-        self._uncounted, self._done, self._begun = self.steps._version, [], self._now[0]
+        self._done, self._begun = [], self._now[0]
         with exact_products(self.steps):
             for whole, members in self.masters:
                 follow_(whole, torch.stack([owner.local() for owner in members]))
             self._steps_begun += 1
-            counts = self.steps.tolist() if self._reads else []
-            if counts and min(counts) == max(counts):
-                counts = counts[:1]
+            self._counts = self._numbers()
             for batch in self.batches:
-                self._move_batch(batch, values, move, lr, nonfinite, counts)
+                self._move_batch(batch, values, move, lr, nonfinite)
             if self._rows:
                 self._move_rows(move_rows, values)
         if self._overflows is not None:
@@ -428,7 +427,6 @@ class Constrained:
         move: Move,
         lr: float | Tensor,
         nonfinite: str,
-        counts: list[float],
     ) -> None:
         """Move the blocks of a batch that have a gradient."""
         places, chosen = batch.places, None
@@ -444,12 +442,12 @@ class Constrained:
         if nonfinite == "skip" and self._reads:
             length = self._judge_batch(grad, places)
             if not self._out.isdisjoint(places):  # again, without those that are left out
-                self._move_batch(batch, values, move, lr, nonfinite, counts)
+                self._move_batch(batch, values, move, lr, nonfinite)
                 return
         index, state = (None, batch.state) if chosen is None else batch.picked(chosen)
         setting = Setting(length=length)
         given = Given(stored, grad, state, lr, 1.0, setting, nonfinite != "ignore")
-        self._complete(given, batch, places, counts)
+        self._complete(given, batch, places)
         base = batch.state.get("deferred_base")
         self._busy = batch, chosen, -1 if base is None else base._version
         new_point = _kept(move(given), given, stored, batch.scale)
@@ -463,9 +461,9 @@ class Constrained:
             self._done += places
         self._busy = None
 
-    def _complete(self, given: Given, batch: Batch, places: list[int], counts: list[float]) -> None:
+    def _complete(self, given: Given, batch: Batch, places: list[int]) -> None:
         """Give the rule matrices on the manifold, and say what is to be corrected."""
-        given.step, due = self._number(batch, places, counts)
+        given.step, due = self._number(batch, places)
         length, row_sum = given.setting.length, batch.row_sum
         reader: Reader = batch.now if self._reads else reader_for(given.point, batch.lagged)
         reader.is_lost, due = False, due or reader.is_blind
@@ -498,18 +496,22 @@ class Constrained:
             self._out.update(self.missed)
         return length
 
-    def _number(
-        self, batch: Batch, places: list[int], counts: list[float]
-    ) -> tuple[float | Tensor, bool]:
-        """Return the number of this step for a batch, and whether rounding is to be removed.
+    def _numbers(self) -> list[float] | Tensor:
+        """Return the number of this step for each parameter: one if it is the same for all."""
+        if not self._reads:
+            return self.steps + 1.0
+        counts = self.steps.tolist()
+        if min(counts) == max(counts):
+            counts = counts[:1]
+        return [count + 1.0 for count in counts]
 
-        ``counts`` are the steps before it: one if all have taken as many, none where unknown.
-        """
-        if not counts:
+    def _number(self, batch: Batch, places: list[int]) -> tuple[float | Tensor, bool]:
+        """Return the number of this step for a batch, and whether rounding is to be removed."""
+        counts = self._counts
+        if isinstance(counts, Tensor):
             due = self._steps_begun % _CORRECTION_PERIOD == 0
-            return batch.of_each(self.steps[places] + 1.0), due
+            return batch.of_each(counts[places]), due
         each = counts if len(counts) == 1 else [counts[place] for place in places]
-        each = [count + 1.0 for count in each]
         due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
         if min(each) == max(each):
             return each[0], due
@@ -609,8 +611,12 @@ class Constrained:
                     identity = torch.eye(factor.size(-1), dtype=factor.dtype, device=factor.device)
                     factor.unflatten(0, (-1, batch.each))[blocks] = identity
         done = sorted(set(self._done))
-        if done and self.steps._version == self._uncounted:
-            self.steps[done] += 1.0
+        if done:  # set, not added to: whether they have been counted does not matter
+            counts = torch.as_tensor(self._counts, dtype=self.steps.dtype, device=self.steps.device)
+            counts = counts.expand_as(self.steps)
+            if self._ok is not None:
+                counts = torch.where(self._ok, counts, self.steps)
+            self.steps[done] = counts[done]
         self._busy, self._done = None, None
         self._seen = [-1] * len(self.owners), [-1] * len(self.owners)
 
