@@ -341,21 +341,22 @@ def muon_transformer(path: Path) -> None:
 
 def manifold_muon(path: Path) -> None:
     """Training loss and test accuracy over the rates; the best rate of each with all its seeds."""
-    found: dict[str, dict[float, list[list[float]]]] = {}
-    for key, run in read(path)["runs"].items():
+    runs, methods = read(path)["runs"], {}
+    rates = sorted({float(key.split()[1]) for key in runs})
+    for key, (loss, right, *_) in runs.items():
         method, rate, _ = key.split()
-        found.setdefault(method, {}).setdefault(float(rate), []).append(run)
+        place = rates.index(float(rate))
+        kept = methods.setdefault(
+            method, {entry: [[] for _ in rates] for entry in ("loss", "right")}
+        )
+        kept["loss"][place].append(loss)
+        kept["right"][place].append(100 * right)
     figure, (axes,) = start(2, (9, 3.6))
-    for method, runs in found.items():
-        rates, look = sorted(runs), style(method)
-        for axis, entry, unit in zip(axes, (0, 1), (1, 100), strict=True):
-            centre = [unit * statistics.fmean(run[entry] for run in runs[r]) for r in rates]
-            axis.plot(rates, centre, label=method, markersize=5, **look)
-            points = [(r, unit * run[entry]) for r in rates if len(runs[r]) > 1 for run in runs[r]]
-            axis.plot(*zip(*points, strict=True), "_", color=look["color"], markersize=9)
-    for axis, label in zip(axes, ("training loss (nats)", "test images right (%)"), strict=True):
-        axis.set(xlabel="learning rate", ylabel=label, xscale="log")
-        axis.grid(alpha=0.3)
+    labels = ("training loss (nats)", "test images right (%)")
+    for axis, key, label in zip(axes, ("loss", "right"), labels, strict=True):
+        over_rates(axis, rates, methods, key)
+        axis.set(xlabel="learning rate", ylabel=label)
+    plain_ticks(axes[0].yaxis)
     legend(figure, axes[0])
     save(figure, path)
 
