@@ -22,7 +22,7 @@ class Cell(NamedTuple):
     """How one row of the comparison keeps its transition orthogonal and is trained."""
 
     title: str
-    transition: str | None = None  # None: an LSTM
+    transition: str | None = None  # None: an LSTM; FREE: nothing keeps it orthogonal
     options: Mapping[str, Any] = {}
     start: str | None = "as asked"
     complex_numbers: bool = False
@@ -30,6 +30,7 @@ class Cell(NamedTuple):
     rate: float = 1.0  # of the transition, times the rate asked for
 
 
+FREE = "free"
 CELL_SETTINGS = ["hidden", "lstm_hidden", "lr", "transition_lr", "decay", "nonlinearity", "start"]
 CELLS = {
     "cwy": Cell("CWY", "cwy"),
@@ -43,11 +44,14 @@ CELLS = {
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
     "adam": Cell("Tagged StiefelAdam", "tagged", rule=so.StiefelAdam, rate=10.0),
     "rgd": Cell("Tagged ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
+    "free": Cell("Free control", FREE),  # the cell of CWY, and its start, for comparison
     "lstm": Cell("LSTM"),
 }
 PAPER_CELLS = ["cwy", "expm", "dtriv-inf", "cayley", "lstm"]  # figures 1 and 4
 TITLES = {cell.title: name for name, cell in CELLS.items()}
-NAMES = {title.removeprefix("Tagged "): name for title, name in TITLES.items()}  # on command lines
+NAMES = {
+    title.removeprefix("Tagged ").removesuffix(" control"): name for title, name in TITLES.items()
+}  # on command lines
 
 
 class SequenceModel(nn.Module):
@@ -82,7 +86,7 @@ class SequenceModel(nn.Module):
                 nonlinearity=options.nonlinearity,
                 bias=False,
                 dtype=torch.complex64 if cell.complex_numbers else None,
-                transition=cell.transition,
+                transition=None if cell.transition == FREE else cell.transition,
                 start=options.start if cell.start == "as asked" else cell.start,
                 **cell.options,
             )

@@ -3,6 +3,8 @@
     python benchmarks/papers/copying.py  # T = 30, three cells, two minutes
     python benchmarks/papers/copying.py --length 200 --hidden 128 --cells all --resume
     python benchmarks/papers/copying.py --preset paper --device cuda --resume  # T = 1000
+    python benchmarks/papers/copying.py --preset paper --batch-size 32 --grid 3e-4 1e-3 3e-3 \\
+        --resume  # the rate of each cell by its loss at T = 100
 
 A sequence is ten digits of {1 ... 8}, T zeros, a 9 and nine zeros; the answer is T + 10 zeros and
 the ten digits. Without memory the cross entropy cannot fall below 10 log 8 / (T + 20). Task:
@@ -48,6 +50,7 @@ from torch import Tensor, nn
 DIGITS = 10  # to be remembered
 SYMBOLS = 10  # 0 is the pause, 1 to 8 are digits, 9 asks for them
 TEST_SEQUENCES = 256
+GRID_LENGTH = 100  # T at which rates are compared
 INPUT_DEVIATION = math.sqrt(2 / SYMBOLS)
 SETTINGS = ["length", "epochs", "every", "batch_size", *CELL_SETTINGS]
 SMOKE = {"length": 2, "hidden": 8, "iterations": 6, "every": 2, "batch_size": 4, "cells": ["all"]}
@@ -111,6 +114,7 @@ class Copying:
 def build_trainer(options: Namespace, title: str, seed: int) -> Trainer:
     """Everything one run needs; runs of one seed see the same sequences."""
     name = TITLES[title]
+    options = at_rate(options, options.chosen.get(title))
     torch.manual_seed(seed)
     model = SequenceModel(
         name, SYMBOLS, SYMBOLS - 1, options, deviation=INPUT_DEVIATION, last=False
@@ -124,6 +128,29 @@ def build_trainer(options: Namespace, title: str, seed: int) -> Trainer:
     scheduler = None if constant else torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     counted = ("sequences", options.batch_size)
     return Trainer(model, optimizer, task, settings, path, scheduler, counted)
+
+
+def at_rate(options: Namespace, rate: float | None) -> Namespace:
+    """The same with another rate, a tenth of it for transitions; None leaves both."""
+    rates = {} if rate is None else {"lr": rate, "transition_lr": rate / 10}
+    return Namespace(**vars(options) | rates)
+
+
+def try_rates(options: Namespace) -> dict[str, dict[str, float]]:
+    """The loss over the baseline that each cell reaches at T = 100 with each rate of the grid."""
+    tried: dict[str, dict[str, float]] = {title: {} for title in options.methods}
+    for rate in options.grid:
+        short = at_rate(options, rate)
+        short.length, short.seeds = GRID_LENGTH, options.seeds[:1]
+        short.output = options.output / f"rate-{rate:g}"
+
+        def keep(records: Mapping[str, Sequence[Record]], rate: float = rate) -> None:
+            for title, (run,) in records.items():
+                reached = run["history"][-1]["of_baseline"]
+                tried[title][f"{rate:g}"] = reached if math.isfinite(reached) else math.inf
+
+        train_all(short, options.methods, partial(build_trainer, short), keep)
+    return tried
 
 
 def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
@@ -145,7 +172,7 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         f"{options.epochs * options.every} steps, seeds {', '.join(map(str, options.seeds))}"
     )
     runs = [run for group in records.values() for run in group]
-    results = {"baseline": baseline(options.length), "runs": runs}
+    results = {"baseline": baseline(options.length), "grid": options.tried, "runs": runs}
     write_table(options.output, title, markdown_table(header, rows), results)
     levels = {"no memory": 1.0, "a tenth": 0.1}
     panels = [
@@ -176,6 +203,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--iterations", type=int, default=400, help="training steps")
     add("--every", type=int, default=25, help="steps between two measurements and checkpoints")
     add("--batch-size", type=int, default=128, help="sequences in a step")
+    add("--grid", type=float, nargs="+", default=[], metavar="LR",
+        help=f"first choose the rate of each cell from these, by its loss at T = {GRID_LENGTH}")  # fmt: skip
     add_cell_flags(parser, hidden=64, start="henaff")
     add_flags(parser, Path("runs/copying"), seeds=2)
     add_preset(parser, PRESETS, argv)
@@ -186,12 +215,22 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
         parser.error("--length must be at least 1 and --iterations at least --every")
     options.epochs = options.iterations // options.every
     options.methods = parse_cells(options.cells)
+    options.tried, options.chosen = {}, {}
     return finish_flags(parser, options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every cell with every seed; print the table and where the plot is."""
     options = parse_arguments(argv)
+    options.tried = try_rates(options) if options.grid else {}
+    options.chosen = {
+        title: float(min(reached, key=reached.__getitem__))
+        for title, reached in options.tried.items()
+    }
+    if options.tried:
+        header = ["Loss / baseline", *(f"{rate:g}" for rate in options.grid)]
+        rows = [[n, *(f"{v:.4f}" for v in tried.values())] for n, tried in options.tried.items()]
+        print(f"\nRates at T = {GRID_LENGTH}:\n\n{markdown_table(header, rows)}\n", flush=True)
     build = partial(build_trainer, options)
     once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
     announce(
