@@ -145,8 +145,8 @@ def try_rates(options: Namespace) -> dict[str, dict[str, float]]:
         short.output = options.output / f"rate-{rate:g}"
 
         def keep(records: Mapping[str, Sequence[Record]], rate: float = rate) -> None:
-            for title, (run,) in records.items():
-                reached = run["history"][-1]["of_baseline"]
+            for title, (one,) in records.items():
+                reached = one["history"][-1]["of_baseline"]
                 tried[title][f"{rate:g}"] = reached if math.isfinite(reached) else math.inf
 
         train_all(short, options.methods, partial(build_trainer, short), keep)
@@ -204,7 +204,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--every", type=int, default=25, help="steps between two measurements and checkpoints")
     add("--batch-size", type=int, default=128, help="sequences in a step")
     add("--grid", type=float, nargs="+", default=[], metavar="LR",
-        help=f"first choose the rate of each cell from these, by its loss at T = {GRID_LENGTH}")  # fmt: skip
+        help=f"first choose the rates of each cell from these, at T = {GRID_LENGTH}")  # fmt: skip
     add_cell_flags(parser, hidden=64, start="henaff")
     add_flags(parser, Path("runs/copying"), seeds=2)
     add_preset(parser, PRESETS, argv)
