@@ -285,7 +285,7 @@ def copying(path: Path) -> None:
         Panel("of_baseline", "test loss / loss without memory", scale="log", x="training step"),
         Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
     ]
-    plot_curves(path, "Copying over 200 steps, 128 units, one seed", found, panels)
+    plot_curves(path, "Copying over 200 steps, 128 units, three seeds", found, panels)
 
 
 def pixel_digits(path: Path) -> None:
@@ -324,7 +324,7 @@ def video(path: Path) -> None:
         levels={"last frame again": content["last_frame"]},
     )  # fmt: skip
     found = histories(content["runs"], "method")
-    plot_curves(path, "Next video frame, 32 x 32 pixels, one seed", found, [panel])
+    plot_curves(path, "Next video frame, 32 x 32 pixels, three seeds", found, [panel])
 
 
 def muon_transformer(path: Path) -> None:
