@@ -525,10 +525,9 @@ def heat_map(figure: Any, axis: Any, names: Sequence[str], distances: Any) -> No
 
 
 def state_tracking(path: Path) -> None:
-    """Accuracy of every task over the number of reflections."""
+    """Accuracy of every task and number of reflections."""
     theory = {"parity": 1, "S3": 2, "S4": 2, "S5": 4}
-    things = {"parity": 2, "S3": 6, "S4": 24, "S5": 120}
-    accuracies(path, read(path)["runs"], range(1, 5), (32, 128), theory, things)
+    accuracies(path, read(path)["runs"], range(1, 6), (32, 128), theory)
 
 
 def accuracies(
@@ -537,40 +536,40 @@ def accuracies(
     factors: Sequence[int],
     lengths: tuple[int, int],
     theory: Mapping[str, int],
-    things: Mapping[str, int],
 ) -> None:
-    """Accuracy over the number of reflections, the theory's number and what was not run."""
-    figure, axes = start(len(theory), (2.3 * len(theory) + 1.8, 3.2), sharey=True)
-    for axis, task in zip(axes[0], theory, strict=True):
-        for key, label, colour, marker in (
-            ("accuracy", f"up to length {lengths[0]}, as trained", SKY, "s"),
-            ("accuracy_longer", f"at length {lengths[1]}", BLUE, "o"),
+    """One map a length: mean over the seeds, the worst seed below, theory's number framed."""
+    measured = {
+        "accuracy": f"up to length {lengths[0]}, as trained",
+        "accuracy_longer": f"at length {lengths[1]}",
+    }
+    size = 2 * (0.75 * len(factors) + 0.9), 0.62 * len(theory) + 1.4
+    figure, axes = start(len(measured), size, sharey=True)
+    for axis, (key, title) in zip(axes[0], measured.items(), strict=True):
+        means = np.full((len(theory), len(factors)), math.nan)
+        for (row, task), (column, count) in itertools.product(
+            enumerate(theory), enumerate(factors)
         ):
-            means = []
-            for count in factors:
-                values = [
-                    100 * run["history"][-1][key]
-                    for run in runs
-                    if (run["task"], run["factors"]) == (task, count)
-                ]
-                means.append(statistics.fmean(values) if values else math.nan)
-                axis.plot([count] * len(values), values, marker, color=colour, markersize=4)
-                if not values and key == "accuracy":
-                    axis.annotate("not run", (count, 50), rotation=90, ha="center", va="center",
-                                  fontsize=8, color="0.5")  # fmt: skip
-            axis.plot(factors, means, color=colour, marker=marker, markersize=4, label=label)
-        axis.axvline(theory[task], color="0.4", linestyle=":", label="needed, by theory")
-        axis.axhline(100 / things[task], color="0.7", label="guessing", zorder=0)
-        axis.set(
-            title=task,
-            xlabel="reflections a token",
-            ylim=(-3, 103),
-            xlim=(min(factors) - 0.3, max(factors) + 0.3),
-        )
-        axis.set_xticks(list(factors))
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("accuracy (%)")
-    legend(figure, axes[0][0])
+            chosen = [run for run in runs if (run["task"], run["factors"]) == (task, count)]
+            values = [100 * run["history"][-1][key] for run in chosen]
+            means[row, column] = statistics.fmean(values) if values else math.nan
+            text = f"{means[row, column]:.0f}\n" if values else "not\nrun"
+            dark = means[row, column] > 60
+            axis.annotate(text, (column, row), ha="center", va="center", fontsize=9,
+                          color="white" if dark else "black")  # fmt: skip
+            if values:
+                axis.annotate(f"{min(values):.0f}", (column, row + 0.22), ha="center", va="center",
+                              fontsize=7, color="white" if dark else "0.3")  # fmt: skip
+            if count == theory[task]:
+                left, right, top, bottom = column - 0.48, column + 0.48, row - 0.46, row + 0.46
+                corners = [left, right, right, left, left], [top, top, bottom, bottom, top]
+                axis.plot(*corners, color=ORANGE, linewidth=2)
+        axis.imshow(means, cmap="Blues", vmin=0, vmax=110, aspect="auto")
+        axis.set_xticks(range(len(factors)), [str(count) for count in factors])
+        axis.set_yticks(range(len(theory)), list(theory))
+        axis.set_xlabel("reflections a token")
+        axis.set_title(title, fontsize=10)
+    text = "accuracy (%): mean of the seeds, the worst one below; framed: needed by theory"
+    figure.suptitle(text, fontsize=10)
     save(figure, path)
 
 

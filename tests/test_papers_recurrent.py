@@ -88,7 +88,8 @@ def test_smoke_writes_table_results_and_plot(name, tmp_path, capsys) -> None:
             assert last["orthonormality_error"] is None
             assert line.split("|")[-2].strip() == "-"
         else:
-            assert 0 < last["orthonormality_error"] < 1e-4
+            assert last["orthonormality_error"] > 0
+            assert (last["orthonormality_error"] < 1e-4) == (cell.transition != _cells.FREE)
     if name == "copying":
         assert len(results["runs"]) == len(_cells.CELLS)
 
@@ -179,6 +180,18 @@ def test_a_curve_is_the_mean_over_seeds_even_if_one_is_not_over(tmp_path) -> Non
 
 
 # ---- copying ----
+
+
+def test_the_rate_of_each_cell_is_chosen_on_a_printed_grid(tmp_path, capsys) -> None:
+    flags = ["--smoke", "--cells", "CWY", "Free", "--grid", "1e-4", "1e-2", "--output"]
+    copying.main([*flags, str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert f"Rates at T = {copying.GRID_LENGTH}" in capsys.readouterr().out
+    for run in results["runs"]:
+        tried = results["grid"][_cells.CELLS[run["cell"]].title]
+        assert list(tried) == ["0.0001", "0.01"]
+        assert run["lr"] == float(min(tried, key=tried.get))
+        assert run["transition_lr"] == run["lr"] / 10
 
 
 def test_the_answer_repeats_the_digits_and_the_baseline_guesses_them() -> None:

@@ -1,7 +1,8 @@
 """State tracking: how many Householder factors does a linear recurrence need for a group?
 
     python benchmarks/papers/state_tracking.py  # parity and S3, minutes
-    python benchmarks/papers/state_tracking.py --tasks all --factors 1 2 3 4 --seeds 3 --resume
+    python benchmarks/papers/state_tracking.py --tasks all --factors 1 2 3 4 5 --seeds 5 \\
+        --iterations 3000 --resume
     python benchmarks/papers/state_tracking.py --tasks S4 --factors 1 --layers 2
 
 A sequence names random elements of a group, and after each the answer is the product of all so
@@ -203,14 +204,13 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
 
 
 def draw_accuracies(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
-    """Accuracy over the number of factors for each task, with the theory's number marked."""
+    """A map of the accuracies, tasks by factors, with the theory's number framed."""
     require("matplotlib")
     runs = [run for group in records.values() for run in group]
     lengths = (options.length, LONGER * options.length)
     theory = {task: THEORY[task] for task in options.tasks}
-    things = {task: len(multiplication_table(THINGS[task])) for task in options.tasks}
     path = options.output / "accuracy.png"
-    figures.accuracies(path, runs, options.factors, lengths, theory, things)
+    figures.accuracies(path, runs, options.factors, lengths, theory)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
