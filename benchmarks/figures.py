@@ -273,7 +273,7 @@ CELLS = {
 METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 
 
-def copying(path: Path) -> None:
+def copying(path: Path, title: str = "Copying over 200 steps, 128 units, three seeds") -> None:
     """Loss over the baseline and digits repeated."""
     found = histories(read(path)["runs"], "cell", **CELLS)
     for runs in found.values():
@@ -285,7 +285,12 @@ def copying(path: Path) -> None:
         Panel("of_baseline", "test loss / loss without memory", scale="log", x="training step"),
         Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
     ]
-    plot_curves(path, "Copying over 200 steps, 128 units, three seeds", found, panels)
+    plot_curves(path, title, found, panels)
+
+
+def copying_1000(path: Path) -> None:
+    """The same at the length and size of the paper."""
+    copying(path, "Copying over 1,000 steps, 190 units, three seeds")
 
 
 def pixel_digits(path: Path) -> None:
@@ -359,16 +364,6 @@ def manifold_muon(path: Path) -> None:
     plain_ticks(axes[0].yaxis)
     legend(figure, axes[0])
     save(figure, path)
-
-
-def vit_cifar10(path: Path) -> None:
-    """Test error and orthonormality over the epochs."""
-    panels = [
-        Panel("test_error", "test error (%)"),
-        Panel("orthonormality_error", "max |WW' - I| of queries and keys", scale="log"),
-    ]
-    found = histories(read(path)["runs"], "title")
-    plot_curves(path, "ViT on CIFAR-10, 4 layers, three epochs, two seeds", found, panels)
 
 
 # ---- points, one row a method ----
@@ -801,7 +796,7 @@ def rotations(path: Path) -> None:
 DRAWN: dict[str, Callable[[Path], None]] = {
     draw.__name__: draw
     for draw in (
-        copying, pixel_digits, translation, video, vit_cifar10, vit_table, leading_eigenvalues,
+        copying, copying_1000, pixel_digits, translation, video, vit_table, leading_eigenvalues,
         eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
         convergence, flows, parametrizations, rotations, why, muon_transformer,
         manifold_muon,
