@@ -79,6 +79,7 @@ STYLES = {
     "EXPRNN": (ORANGE, "^"),
     "exponential": (ORANGE, "^"),
     "DTRIV": (ORANGE, "v"),
+    "DTRIV-inf": (ORANGE, "s"),
     "SCORNN": (PINK, "^"),
     "Cayley by solve": (PINK, "^"),
     "URNN": (BROWN, "^"),
@@ -265,8 +266,8 @@ def histories(runs: Sequence[Mapping[str, Any]], key: str, **titles: str) -> dic
 
 CELLS = {
     "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
-    "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN", "adam": "StiefelAdam",
-    "rgd": "ProjectedRGD", "lstm": "LSTM",
+    "dtriv-inf": "DTRIV-inf", "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN",
+    "adam": "StiefelAdam", "rgd": "ProjectedRGD", "lstm": "LSTM", "free": "free, same start",
 }  # fmt: skip
 
 
