@@ -29,6 +29,9 @@ from stiefel_opt.linalg import add_to_diagonal_, own_gram, skew, sym
 __all__ = ["fits", "fixed_steps", "inner_product", "schedule", "search", "square_norm", "trace_of"]
 
 _MOST: Final = 100  # iterations of the search, one decomposition each; 3 to 12 are usual
+# A hard search may never meet its bound: so often, and at the end, its direction is measured all
+# the same, after an iteration without acceleration, and the best is kept. Most have ended before.
+_CHECKED: Final = 25
 _KEPT: Final = 8  # points that the acceleration combines, beside the last
 _SOLVE: Final = 3  # iterations for a Newton step by products alone
 _TINY: Final = 1e-15
@@ -56,7 +59,7 @@ def search(
         # by how much tr R will fall, at the least
         gain = square_norm(torch.bmm(change, vectors) / root.sqrt()) / (2 * bound)
         worse = bound > lowest * (1 + 1e-13)
-        near = ((gain <= goal) & ~worse).flatten() | (left % 25 == 0)
+        near = ((gain <= goal) & ~worse).flatten() | (left % _CHECKED == 0)
         keep = ~near
         if bool(near.any()):
             parts = (turn, own, shift, floor, root, vectors, half)
@@ -75,7 +78,7 @@ def search(
         unaccelerated = torch.where(worse, unaccelerated, moved)
         lowest = torch.minimum(lowest, bound)
         history = [*history[-_KEPT:], (shift, change)]
-        plain = worse | (left % 25 == 1)  # one without acceleration, now and then and at the end
+        plain = worse | (left % _CHECKED == 1)
         shift = torch.where(plain, unaccelerated, _accelerated(history, usable))
         usable = torch.where(worse, 0.0, usable + 1.0)
         if not bool(keep.all()):
