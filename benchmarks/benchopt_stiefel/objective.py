@@ -7,7 +7,7 @@ class Objective(BaseObjective):
     """What a run ends with: the full loss, and at which step it was near the optimum for good."""
 
     name = "Orthonormal matrices"
-    requirements = ["pip::torch", "pip::scikit-learn"]
+    requirements = ["pip::torch", "pip::scikit-learn", "pip::stiefel-opt"]
     min_benchopt_version = "1.7"
     sampling_strategy = "run_once"
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import stiefel_opt as so
+
 RATES = (3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # for everybody
 FIRST = (0.03, 0.1, 0.3)  # the search among them begins here
 MOMENTUM = 0.9
@@ -55,8 +57,7 @@ class Problem:
         with torch.no_grad():
             value = float(self.loss(constrained, plain, None))
             first = float(self.loss(self.constrained, self.plain, None))
-            grams = [point.mT @ point for point in constrained]
-            error = max(float((g - torch.eye(len(g)).to(g)).abs().max()) for g in grams)
+            error = max(float(so.orthonormality_error(point)) for point in constrained)
         value = value if math.isfinite(value) and error < 0.1 else math.inf
         found = {"value": value, "orthonormality_error": error, "reached": math.inf}
         if self.minimum is not None:
@@ -104,8 +105,7 @@ def descend(
 
 
 def orthonormal(n: int, m: int, generator: torch.Generator, dtype=torch.float64) -> Tensor:
-    q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
-    return (q * r.diagonal().sign()).to(dtype)
+    return so.random_point(n, m, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def batch_of(count: int, size: int, step: int, seed: int) -> Tensor:
