@@ -98,9 +98,48 @@ def test_the_search_ends_between_two_worse_rates(program: ModuleType) -> None:
         ("steps", {"1 1": {"reached": 5}, "1 2": {"reached": 9}, "1 3": {}}, "9"),
         ("steps", {"1 1": {"reached": 5}, "1 2": {}}, "-"),
         ("excess", {"1 1": {"value": -1.0}, "1 2": {"value": -1.5}, "1 3": {"value": -1.8}}, "25"),
+        ("gap", {"1 1": {"gap": 2e-9}, "1 2": {"gap": 3e-5}, "1 3": {"gap": 0.5}}, "3.0e-05"),
+        ("gap", {"1 1": {"gap": 0.02, "value": 7.0}, "1 2": {"gap": 0.04}}, "0.03"),
+        ("gap", {"1 1": {"gap": 2e-9}, "1 2": {"value": 1.0}}, "-"),  # it has left the manifold
         ("loss", {"1 1": {"value": 0.12345}, "1 2": {"value": math.nan}}, "-"),
         ("loss", {}, ""),
     ],
 )
 def test_cells(program: ModuleType, kind: str, runs, shown: str) -> None:
     assert program.cell(runs, kind, {"1": -2.0, "2": -2.0, "3": -2.0}) == shown
+
+
+@pytest.mark.parametrize(
+    ("run", "shown"),
+    [
+        ({"reached": 12.0, "value": -1.0}, "12 steps"),
+        ({"reached": math.inf, "value": 0.123456}, "0.1235"),
+        ({"value": -20.0}, "-20"),
+        ({"reached": math.inf, "value": math.nan}, "-"),
+        ({}, "-"),
+    ],
+)
+def test_outcomes(program: ModuleType, run: dict[str, float], shown: str) -> None:
+    assert program.outcome(run) == shown
+
+
+def test_the_rate_that_suits_the_others_is_tried_where_another_is_best(program: ModuleType) -> None:
+    """Only at the seed of the choice, and among problems of the kind: with noise, or without."""
+
+    def store(**runs):
+        solver = ",".join(program.PACKAGES["StiefelAdam"])
+        found = {name: {solver: runs.get(name, {})} for name in ("PCA", "ICA", "Procrustes")}
+        return found | {"RNN": {solver: {"0.3 0": {"value": 0.5}}}}
+
+    problems = ["PCA", "ICA", "Procrustes", "RNN"]
+    full = {
+        "PCA": {"0.1 0": {"reached": 40, "value": -1.0}, "3 0": {"value": 2.5}},
+        "ICA": {"1 0": {"value": -2.0}, "3 0": {"value": math.nan}, "3 1": {"reached": 1}},
+        "Procrustes": {"3 0": {"value": 0.25}, "1 0": {"value": 0.75}},
+    }
+    assert program.rate_rows(store(**full), problems) == [
+        ["StiefelAdam", "PCA", "0.1", "40 steps", "3", "2.5"],
+        ["StiefelAdam", "ICA", "1", "-2", "3", "-"],
+        ["StiefelAdam", "Procrustes", "3", "0.25", "1", "0.75"],
+    ]
+    assert program.rate_rows(store(PCA=full["PCA"]), problems) == []  # the others are to come
