@@ -12,7 +12,8 @@ those of the processor. Groups of methods:
 
     methods      every optimizer here, geoopt, pogo-torch, pymanopt; scipy's lobpcg and eigsh, made
                  for this problem, as the limit                                        (figure 3)
-    variants     metrics, rotations, friction 3/t, published flows, at the published rate (figure 4)
+    variants     metrics, transports, maps, published flows, at the published rate (figure 4), and
+                 friction 3/t (appendix F)
     weighted     the same on tr(X'AXN), N = diag(1/m ... 1), where the metrics differ
     retractions  Cayley SGD with other retractions, its momentum made tangent or not   (figure 6)
     inner        iterations of the Cayley map and of the inverse root, QR now and then (figure 5)

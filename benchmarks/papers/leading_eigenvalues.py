@@ -6,7 +6,8 @@ float64. Counted are the iterations and seconds until (f* - f)/|f*| <= 1e-8, wit
 `torch.linalg.eigvalsh`, momentum 0.9, for
 
     isometric   StiefelSGD's default,
-    published   transport="published", rotation="euler": the algorithm of the paper.
+    published   transport="published", rotation="euler": Algorithm 1 of the paper, but for the lines
+                that `stiefel_opt.functional.published` names.
 
 Both search one grid of learning rates. On the first draw every rate runs until it needs `CLOSE`
 times the iterations of the best rate so far; those which get there compete on the other draws,

@@ -10,7 +10,7 @@ learning rate, mu the momentum, a < 1 the parameter of the metric tr(D1'(I - a X
     R = (I + eta^2 U'U)^(-1/2)
     X <- (X D + eta U) R,  U <- (U - eta X D U'U) R                  phi_3, both by one rotation
 
-with rot(K) = (I + K)(I - K^2)^(-1/2). The flows as printed are in
+with rot(K) = (I + K)(I - K^2)^(-1/2). The published flows are in
 :mod:`stiefel_opt.functional.published`. Between steps U = B L - X N is left unevaluated: with
 
     S = X'G                                                          1

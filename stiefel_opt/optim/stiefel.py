@@ -51,8 +51,8 @@ class StiefelSGD(SGDLike):
         metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
         transport: How the momentum is carried to the new point: "isometric" turns it with the point
             and keeps its length, "projected" takes what orthogonal projection onto the new tangent
-            space leaves. Neither can blow up. "published" takes the flows as printed, which can:
-            :mod:`stiefel_opt.functional.published`.
+            space leaves. Neither can blow up. "published" takes the published flows, which can;
+            :mod:`stiefel_opt.functional.published` says where they differ from the print.
         rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
             Default: None, which is "euler" there.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or so large
