@@ -32,6 +32,7 @@ import _images  # noqa: E402
 import _training  # noqa: E402
 import _vit_methods  # noqa: E402
 import _vit_results  # noqa: E402
+import attention  # noqa: E402
 import orthogonal_vit  # noqa: E402
 import prw  # noqa: E402
 
@@ -214,6 +215,22 @@ def last_epochs(folder: Path) -> dict[str, dict[str, float]]:
         last = json.loads(path.read_text())["history"][-1]
         found[path.name] = {k: v for k, v in last.items() if k not in ("seconds", SPEED)}
     return found
+
+
+def test_the_cases_of_attention(tmp_path, capsys) -> None:
+    cases = ["no warm-up", "singular values 2", "learned factor", "bfloat16"]
+    attention.main(["--smoke", "--cases", *cases, "--output", str(tmp_path)])
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    kinds = {case: {run["method"] for run in runs if run["case"] == case} for case in cases}
+    assert kinds["no warm-up"] == kinds["bfloat16"] == set(attention.METHODS)
+    assert kinds["singular values 2"] == kinds["learned factor"] == {"StiefelAdam", "StiefelSGD"}
+    largest = {(run["case"], run["method"]): run["largest_logit"] for run in runs}
+    assert min(largest.values()) > 0
+    for method in ("StiefelAdam", "StiefelSGD"):  # queries and keys of twice the length each
+        assert largest["singular values 2", method] > 2 * largest["learned factor", method]
+    for path in tmp_path.glob("singular-values-2/runs/*.json"):
+        assert json.loads(path.read_text())["history"][-1]["orthonormality_error"] < 1e-5
+    assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("drawn")

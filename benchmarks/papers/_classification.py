@@ -17,7 +17,8 @@ Batch = tuple[Tensor, Tensor]  # uint8 images and their labels
 class Classification:
     """Epochs over images; a ``penalty`` is added to the loss minimised, not to the one recorded.
 
-    ``settings`` holds ``batch_size``, ``smoothing`` and ``augment``.
+    ``measure`` gives what else is recorded after a test; ``settings`` holds ``batch_size``,
+    ``smoothing`` and ``augment``.
     """
 
     def __init__(
@@ -25,11 +26,11 @@ class Classification:
         model: nn.Module,
         images: Images,
         settings: dict[str, Any],
-        orthonormality_error: Callable[[], Tensor | float | None],
+        measure: Callable[[], dict[str, float | None]],
         penalty: Callable[[], Tensor] | None = None,
     ) -> None:
         self.model, self.images, self.settings = model, images, settings
-        self.orthonormality_error, self.penalty = orthonormality_error, penalty
+        self.measure, self.penalty = measure, penalty
         self.batch_size: int = settings["batch_size"]
         self.steps = len(images.train_images) // self.batch_size  # the rest is left out
         if self.steps == 0:
@@ -67,11 +68,7 @@ class Classification:
             (self.model(self.images.normalize(batch)).argmax(1) != answers).sum()
             for batch, answers in zip(images.split(500), labels.split(500), strict=True)
         ]
-        error = self.orthonormality_error()
-        return {
-            "test_error": 100 * float(torch.stack(wrong).sum()) / len(labels),
-            "orthonormality_error": None if error is None else float(error),
-        }
+        return {"test_error": 100 * float(torch.stack(wrong).sum()) / len(labels)} | self.measure()
 
 
 def classification_trainer(

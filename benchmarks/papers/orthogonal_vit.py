@@ -39,17 +39,24 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"epochs": 200, "batch_size": 128, "warmup": 5, "augment": "auto"},
 }
 DEMO = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within"]
+LEARNED = "learned"
 ALL = [*DEMO, "stiefel-sgd:across"]
 SETTINGS = ["data", "limit", "layers", "width", "heads", "feed_forward", "patch", "batch_size"]
-SETTINGS += ["epochs", "warmup", "smoothing", "augment"]
+SETTINGS += ["epochs", "warmup", "smoothing", "augment", "scale", "bfloat16"]
 
 
 class Attention(nn.Module):
-    """Multi-head attention; query, key and value are separate so that two can be constrained."""
+    """Multi-head attention; query, key and value are separate so that two can be constrained.
 
-    def __init__(self, width: int, heads: int) -> None:
+    ``gain`` multiplies the queries, a learned number of each layer; ``largest`` is the largest
+    logit since it was set to zero, in evaluation only.
+    """
+
+    def __init__(self, width: int, heads: int, gain: bool = False) -> None:
         super().__init__()
         self.heads = heads
+        self.gain = nn.Parameter(torch.ones(())) if gain else None
+        self.largest = torch.zeros(())
         self.q = nn.Linear(width, width)
         self.k = nn.Linear(width, width)
         self.v = nn.Linear(width, width)
@@ -60,6 +67,10 @@ class Attention(nn.Module):
             values.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for values in (self.q(queries), self.k(tokens), self.v(tokens))
         )
+        q = q if self.gain is None else q * self.gain
+        if not self.training:
+            logits = (q @ k.mT).float() * q.size(-1) ** -0.5
+            self.largest = self.largest.to(q.device).maximum(logits.abs().max())
         mixed = nn.functional.scaled_dot_product_attention(q, k, v)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -67,10 +78,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block; returns only the first ``keep`` tokens (all by default)."""
 
-    def __init__(self, width: int, heads: int, feed_forward: int) -> None:
+    def __init__(self, width: int, heads: int, feed_forward: int, gain: bool = False) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, gain=gain)
         self.feed_forward = nn.Sequential(
             nn.Linear(width, feed_forward), nn.GELU(), nn.Linear(feed_forward, width)
         )
@@ -87,7 +98,7 @@ class VisionTransformer(nn.Module):
     def __init__(self, options: Namespace, images: Images) -> None:
         super().__init__()
         _, channels, height, side = images.train_images.shape
-        self.patch, width = options.patch, options.width
+        self.patch, width, self.half = options.patch, options.width, options.bfloat16
         if width % options.heads or height % self.patch or side % self.patch:
             raise ValueError(
                 f"--heads must divide --width and --patch the side of an image, got "
@@ -98,12 +109,17 @@ class VisionTransformer(nn.Module):
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, tokens, width))
         self.blocks = nn.ModuleList(
-            Block(width, options.heads, options.feed_forward) for _ in range(options.layers)
+            Block(width, options.heads, options.feed_forward, gain=options.scale == LEARNED)
+            for _ in range(options.layers)
         )
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, images.classes)
 
     def forward(self, images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.half):
+            return self.logits(images).float()
+
+    def logits(self, images: Tensor) -> Tensor:
         tokens = self.embedding(nn.functional.unfold(images, self.patch, stride=self.patch).mT)
         tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], dim=1)
         tokens = tokens + self.positions
@@ -113,25 +129,31 @@ class VisionTransformer(nn.Module):
         return self.classifier(self.norm(class_token[:, 0]))
 
 
-def constrain_attention(model: VisionTransformer, constraint: str) -> None:
+def constrain_attention(model: VisionTransformer, constraint: str, scale: float = 1.0) -> None:
     """Put the query and key weights on the Stiefel manifold, per head or as whole matrices."""
-    for block in model.blocks:
-        attention = block.attention
-        if constraint == "within":
-            so.constrain(attention.q, "weight", heads=attention.heads)
-            so.constrain(attention.k, "weight", heads=attention.heads)
-        elif constraint == "across":
-            so.constrain(attention.q, "weight")
-            so.constrain(attention.k, "weight")
+    for block in model.blocks if constraint != "none" else []:
+        heads = block.attention.heads if constraint == "within" else None
+        for layer in (block.attention.q, block.attention.k):
+            so.constrain(layer, "weight", heads=heads, scale=scale)
 
 
 @torch.no_grad()
-def orthonormality_error(model: VisionTransformer, constraint: str) -> Tensor:
-    """Largest |W W' - I| of the queries and keys (of each head where nothing is constrained)."""
-    heads = None if constraint == "across" else model.blocks[0].attention.heads
-    weights = [x.weight for b in model.blocks for x in (b.attention.q, b.attention.k)]
-    manifold = so.Stiefel(heads=heads)
-    return torch.stack([so.orthonormality_error(w.detach(), manifold) for w in weights]).max()
+def measure(model: VisionTransformer, constraint: str, scale: float) -> dict[str, float | None]:
+    """Largest |W W' - I| of the queries and keys (of each head where nothing is constrained).
+
+    And the largest logit of attention since the last time.
+    """
+    attention = [block.attention for block in model.blocks]
+    heads = None if constraint == "across" else attention[0].heads
+    manifold = so.Stiefel(heads=heads, scale=scale)
+    weights = [layer.weight.detach() for each in attention for layer in (each.q, each.k)]
+    logits = torch.stack([each.largest for each in attention])
+    for each in attention:
+        each.largest = torch.zeros(())
+    return {
+        "orthonormality_error": max(float(so.orthonormality_error(w, manifold)) for w in weights),
+        "largest_logit": float(logits.max()),
+    }
 
 
 def build_trainer(options: Namespace, images: Images, method: Method, seed: int) -> Trainer:
@@ -141,7 +163,8 @@ def build_trainer(options: Namespace, images: Images, method: Method, seed: int)
     """
     torch.manual_seed(seed)  # initial weights; all later draws come from the trainer's generator
     model = VisionTransformer(options, images)
-    constrain_attention(model, method.constraint)
+    scale = 1.0 if options.scale == LEARNED else options.scale
+    constrain_attention(model, method.constraint, scale)
     model.to(options.device)
     soft = OPTIMIZERS[method.optimizer].soft == "loss"
     settings = configuration(options, method, seed)
@@ -149,7 +172,7 @@ def build_trainer(options: Namespace, images: Images, method: Method, seed: int)
         model,
         images,
         settings,
-        partial(orthonormality_error, model, method.constraint),
+        partial(measure, model, method.constraint, scale),
         partial(so.orthonormality_penalty, model, options.penalty) if soft else None,
     )
     path = options.output / "checkpoints" / f"{file_stem(method, seed)}.pt"
@@ -167,6 +190,11 @@ def configuration(options: Namespace, method: Method, seed: int) -> dict[str, An
 def file_stem(method: Method, seed: int) -> str:
     """Name of the files of one run."""
     return f"{method.title} seed {seed}".replace(" ", "-")
+
+
+def factor(text: str) -> float | str:
+    """A number, or "learned"."""
+    return text if text == LEARNED else float(text)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
@@ -199,6 +227,14 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--heads", type=int, default=4, help="attention heads of WIDTH / HEADS rows")
     add("--feed-forward", type=int, default=64, help="hidden width of the feed-forward part")
     add("--patch", type=int, default=4, help="side of a patch in pixels")
+    add(
+        "--scale",
+        type=factor,
+        default=1.0,
+        metavar="C",
+        help="singular values of constrained weights; learned: 1, and a learned factor a layer",
+    )
+    add("--bfloat16", action="store_true", help="products in half precision")
     add_flags(parser, Path("runs/orthogonal_vit/demo"), seeds=2)
     parser.set_defaults(threads=0)
     options, _ = parser.parse_known_args(argv)
@@ -225,6 +261,11 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every method with every seed, then print the table and where the plot is."""
+    compare(argv)
+
+
+def compare(argv: Sequence[str] | None) -> list[dict[str, Any]]:
+    """Do so, and return the runs."""
     options = parse_arguments(argv)
     try:
         images = load_images(options.data, options.data_dir, options.limit).to(options.device)
@@ -254,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             write_results(options, records, plots=seed_done or not options.table)
     plot = options.output / ("table.png" if options.table else "curves.png")
     print(f"\n{(options.output / 'table.txt').read_text()}\nPlot: {plot}")
+    return records
 
 
 def train(

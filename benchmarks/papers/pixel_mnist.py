@@ -102,7 +102,11 @@ def build_trainer(options: Namespace, images: Images, title: str, seed: int) -> 
         order = torch.randperm(len(order), generator=shuffled)
     model = PixelModel(sequence, order).to(options.device)
     settings = {key: getattr(options, key) for key in SETTINGS} | {"cell": name, "seed": seed}
-    task = Classification(model, images, settings, sequence.orthonormality_error)
+
+    def measure() -> dict[str, float | None]:
+        return {"orthonormality_error": sequence.orthonormality_error()}
+
+    task = Classification(model, images, settings, measure)
     optimizer = build_optimizer(name, sequence, options.lr, options.transition_lr)
     path = options.output / "checkpoints" / f"{name}-{seed}.pt"
     return classification_trainer(task, optimizer, settings, path)
