@@ -52,7 +52,7 @@ KONG = {
     "figure 1": "wasserstein|prw",
     "figure 2": "transformer|vit",
     "figure 3": "eigenvalue|retraction|momentum|manifold|step",
-    "figure 4": "metric|friction|eigenvalue",
+    "figure 4": "metric|eigenvalue",
     "figure 5": "inner|iterations|root|cayley",
     "figure 6": "polar|retraction|momentum",
     "eq. 7": "dynamics",

@@ -1,9 +1,9 @@
 """The methods of the orthogonal vision transformer, with their published settings and results.
 
 Settings: Kong, Wang & Tao (ICLR 2023), table 4; results: their table 1, mean and deviation of five
-runs. The package's names for its rows: Projected Stiefel SGD and Adam are ``CayleySGD`` and
-``CayleyAdam`` (with the momentum that the released implementations lose); Momentumless, the method
-of Wen & Yin, is ``ProjectedRGD`` with the canonical metric and the Cayley map, and momentum for the
+runs. The package's names for its rows: Projected Stiefel SGD and Adam are ``CayleySGD`` (with the
+momentum that the released implementation loses) and ``CayleyAdam``; Momentumless, the method of
+Wen & Yin, is ``ProjectedRGD`` with the canonical metric and the Cayley map, and momentum for the
 plain weights only; Regularizer is X <- X - w X (X'X - I) before the step, the form of their code.
 Not in the paper: ``penalty-sgd`` and ``penalty-adam``, the penalty as a term of the loss, which
 Adam rescales, and ``rgd``, ``ProjectedRGD`` with momentum. They take the settings of their
