@@ -254,7 +254,13 @@ def size(text: str) -> tuple[int, int]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = (*GROUPS, "weighted", "inner", "scaling")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="n,m ...")
+    parser.add_argument(
+        "--sizes",
+        type=size,
+        nargs="+",
+        default=SIZES,
+        help=f"n,m ...; of {', '.join(SMALL)} {VARIANT_SIZE[0]},{VARIANT_SIZE[1]} by default",
+    )
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--draws", type=int, default=DRAWS)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="the fastest counts")
@@ -281,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     for n, m in arguments.sizes:
         for group in arguments.groups:
-            rows, columns = VARIANT_SIZE if group in SMALL else (n, m)
+            small = group in SMALL and arguments.sizes is SIZES
+            rows, columns = VARIANT_SIZE if small else (n, m)
             label = group if group == "scaling" else f"{rows} x {columns}, {group}"
             if group in ONCE and (n, m) != arguments.sizes[0]:
                 continue
