@@ -29,6 +29,8 @@ CONSTRAINABLE = (
     torch.float16,
 )
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
     """Return the text of an error in the grammar above; the caller raises it."""

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import HALF, fail
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 # ---- where -------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ _EXACT = ("none", "ieee")  # nobody has asked for less, or somebody for all digi
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Return a context in which products of tensors like this one keep their dtype."""
-    kind = "cpu" if tensor.is_cpu else tensor.device.type
+    kind = tensor.device.type
     known = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     if known and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -162,8 +160,6 @@ def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     hold to 1e-3 only. The precision belongs to the process: steps of several threads share one
     suspension, and the last of them ends it.
     """
-    if is_compiling():  # what is traced runs under the precision of the day; rules are not traced
-        return no_autocast(tensor)
     if not _SUSPENSION.active and all(backend.fp32_precision in _EXACT for backend in _BACKENDS):
         return no_autocast(tensor)
     return _suspended(tensor)
@@ -253,5 +249,5 @@ def full_precision(function: MapT) -> MapT:
 
 
 def _widened(argument: Any) -> Any:
-    is_half = isinstance(argument, Tensor) and argument.dtype in _HALF
+    is_half = isinstance(argument, Tensor) and argument.dtype in HALF
     return argument.float() if is_half else argument

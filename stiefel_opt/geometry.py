@@ -13,12 +13,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import HALF, fail
 from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
@@ -27,14 +25,14 @@ def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
     Each entry of X'X is a sum of n products, whose rounding grows like sqrt(n) eps. In half
     precision it is 2 eps: X'X is summed in float32, and rounding X changes an entry by up to eps.
     """
-    if dtype in _HALF:
+    if dtype in HALF:
         return 2.0 * torch.finfo(dtype).eps
     return 10.0 * math.sqrt(n) * torch.finfo(dtype).eps
 
 
 def widened(tensor: Tensor) -> Tensor:
     """Return ``tensor``, in float32 if it is of half precision."""
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def gram_error(point: Tensor) -> Tensor:

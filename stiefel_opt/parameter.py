@@ -13,8 +13,8 @@ from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
-from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.points import nearest
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.points import nearest, reading_of
 
 _RELEASED: Final[set[int]] = set()  # ids of parameters whose tag was taken away on purpose
 
@@ -47,14 +47,9 @@ class ManifoldParameter(nn.Parameter):
         *,
         project: bool = True,
     ) -> Self:
-        manifold = manifold_of(data) or Stiefel() if manifold is None else manifold
-        if not isinstance(manifold, Stiefel):
-            raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
         if not isinstance(data, Tensor):
             raise TypeError(fail("data", "be a tensor", type(data).__name__))
-        if not (data.is_floating_point() or data.is_complex()):
-            raise TypeError(fail("data", "have a floating-point dtype", data.dtype))
-        manifold.check(data.shape, "data")
+        manifold = reading_of(data, manifold, "data")
         if isinstance(data, ManifoldParameter):
             data = data.data
         if cls is ManifoldParameter:

@@ -222,7 +222,7 @@ def test_manifold_parameter_is_a_parameter_with_a_tag():
 WRONG = [
     ([[1.0]], None, "`data` must be a tensor, got list"),
     (torch.ones(2, 2, dtype=torch.int64), None, "`data` must have a floating-point dtype"),
-    (torch.ones(2, 2), {"heads": 2}, "`manifold` must be a Stiefel, got {'heads': 2}"),
+    (torch.ones(2, 2), {"heads": 2}, "`manifold` must be None or a Stiefel, got {'heads': 2}"),
 ]
 
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import check_count, fail
+from stiefel_opt._checks import HALF, check_count, fail
 from stiefel_opt.device import no_autocast, readable
 from stiefel_opt.functional.reflections import check_strengths
 
@@ -66,7 +66,7 @@ def delta_product(
     _check(queries, keys, values, strengths, log_gate, state, chunk_size)
     with no_autocast(values):
         result_dtype = values.dtype
-        if result_dtype in (torch.float16, torch.bfloat16):
+        if result_dtype in HALF:
             queries, keys, values, strengths = (
                 tensor.float() for tensor in (queries, keys, values, strengths)
             )

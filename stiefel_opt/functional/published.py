@@ -67,8 +67,6 @@ from stiefel_opt.linalg import (
     product,
 )
 
-__all__ = ["ROTATIONS", "polar_factor_by_sums", "published_adam_", "published_sgd_"]
-
 Sums = Callable[[Tensor, Tensor], Tensor]
 
 ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from stiefel_opt.linalg import add_to_diagonal_, own_gram, skew, sym
 
-__all__ = ["fits", "fixed_steps", "inner_product", "schedule", "search", "square_norm", "trace_of"]
-
 _MOST: Final = 100  # iterations of the search, one decomposition each; 3 to 12 are usual
 # A hard search may never meet its bound: so often, and at the end, its direction is measured all
 # the same, after an iteration without acceleration, and the best is kept. Most have ended before.

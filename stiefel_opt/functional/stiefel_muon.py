@@ -35,7 +35,6 @@ matrices** have Lambda = 0: D is X times the polar factor of K, by polynomials.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import finest_dtype, is_free_to_read
-from stiefel_opt.functional.flows import Setting, keep_, zeroed
+from stiefel_opt.functional.flows import Scalar, Setting, keep_, mend, zeroed
 from stiefel_opt.functional.spectral_search import (
     fits,
     fixed_steps,
@@ -54,6 +53,7 @@ from stiefel_opt.functional.spectral_search import (
     trace_of,
 )
 from stiefel_opt.linalg import (
+    RowSum,
     add_product,
     add_product_,
     add_to_diagonal_,
@@ -65,11 +65,6 @@ from stiefel_opt.linalg import (
     symmetric_product,
 )
 from stiefel_opt.roots import roots
-
-__all__ = ["muon_", "spectral_direction", "spectral_gap"]
-
-RowSum = Callable[[Tensor], Tensor]
-Scalar = float | Tensor
 
 # Dual steps where nothing can be read: from a multiplier, and without one.
 _WARM: Final = 2
@@ -252,7 +247,7 @@ def muon_(
     difference = roots(found.length * (step * step), limit).difference
     step = -step if maximize else step
     if found.along is None and setting.correct is not False:
-        mending, within = _mending(own_gram(point)), found.within
+        mending, within = mend(own_gram(point)), found.within
         if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
             within = within.baddbmm(mending, within)
         found = found._replace(mending=mending, within=within)
@@ -271,7 +266,7 @@ def muon_(
     new = new.to(point.dtype)
     if _is_rough(point, found, step):
         own = own_gram(new) if row_sum is None else row_sum(own_gram(new))
-        half = _mending(own)  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
+        half = mend(own)  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
         new = add_product(new, new, torch.baddbmm(half, half, half, alpha=1.5))
     return new
 
@@ -399,9 +394,7 @@ def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: fl
         for factor in schedule(lower, max(tolerance, eps)):
             polar = _odd(polar, square, factor)
             factors.append(factor)
-            if (
-                len(factors) % 3 == 0
-            ):  # what is not skew grows like small singular values, 2.6 times
+            if len(factors) % 3 == 0:  # what is not skew grows as small singular values do
                 polar = skew(polar)
             square = own_gram(polar)
         if low <= least:
@@ -461,16 +454,11 @@ def _parts_of(tall: Tensor, other: Tensor, row_sum: RowSum | None) -> _Parts:
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
-    mending = _mending(point_own)
+    mending = mend(point_own)
     inner = inner.baddbmm(mending, inner)
     square = sym(own - own_gram(inner))
     noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, mending, noise)
-
-
-def _mending(own: Tensor) -> Tensor:
-    """Return (I - X'X) / 2, for X + X mending is nearly orthonormal; uses the memory of X'X."""
-    return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
 def _is_empty(point: Tensor) -> bool:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import check_choice, check_options, fail
+from stiefel_opt._checks import HALF, check_choice, check_options, fail
 from stiefel_opt.constraints import constrain, readings
 from stiefel_opt.functional import cwy_factors
-from stiefel_opt.geometry import random_point
+from stiefel_opt.geometry import random_point, widened
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations import CWY, MAPS, orthogonal
 from stiefel_opt.parametrizations.init import draw_rotation
@@ -19,8 +19,6 @@ from stiefel_opt.watching import PROJECTS
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def check_transition(transition: str | None) -> None:
@@ -33,7 +31,7 @@ def check_transition(transition: str | None) -> None:
 def draw_start(weight: Tensor, generator: torch.Generator | None) -> None:
     """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
     device = weight.device if generator is None else generator.device
-    dtype = torch.float32 if weight.dtype in _HALF else weight.dtype
+    dtype = torch.float32 if weight.dtype in HALF else weight.dtype
     shape = len(weight), weight[0].numel()
     start = random_point(*shape, generator=generator, dtype=dtype, device=device)
     weight.copy_(start.view(weight.shape))
@@ -72,7 +70,7 @@ def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | t
             unit, triangle = cwy_factors(listed.original)
             return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
     weight: Tensor = getattr(module, name)
-    return (weight.float() if weight.dtype in _HALF else weight,)
+    return (widened(weight),)
 
 
 def _is_plain_product(listed: Any) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 from typing_extensions import override
 
-from stiefel_opt._checks import check_count, check_flag, fail
+from stiefel_opt._checks import HALF, check_count, check_flag, fail
 from stiefel_opt.functional import delta_product
 
 _SHORTEST_KEY = 1e-3  # shorter ones fade out instead of jumping to unit length
@@ -114,7 +114,7 @@ class DeltaProduct(nn.Module):
             )
         )
         log_gate = None if self.g_proj is None else logsigmoid(self.g_proj(input)).mT
-        if values.dtype in (torch.float16, torch.bfloat16):  # lengths must be exact
+        if values.dtype in HALF:  # lengths must be exact
             queries, keys, strengths = queries.float(), keys.float(), strengths.float()
         outputs, state = delta_product(
             normalize(queries, dim=-1, eps=_SHORTEST_KEY),

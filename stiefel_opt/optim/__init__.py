@@ -1,16 +1,9 @@
 """Optimizers for models in which some parameters stay orthonormal."""
 
-from stiefel_opt.optim.cayley import CayleyAdam, CayleySGD
-from stiefel_opt.optim.descent import ProjectedRGD
-from stiefel_opt.optim.muon import StiefelMuon
-from stiefel_opt.optim.stiefel import StiefelAdam, StiefelAdamW, StiefelSGD
-
-__all__ = [
-    "CayleyAdam",
-    "CayleySGD",
-    "ProjectedRGD",
-    "StiefelAdam",
-    "StiefelAdamW",
-    "StiefelMuon",
-    "StiefelSGD",
-]
+from stiefel_opt.optim.cayley import CayleyAdam as CayleyAdam
+from stiefel_opt.optim.cayley import CayleySGD as CayleySGD
+from stiefel_opt.optim.descent import ProjectedRGD as ProjectedRGD
+from stiefel_opt.optim.muon import StiefelMuon as StiefelMuon
+from stiefel_opt.optim.stiefel import StiefelAdam as StiefelAdam
+from stiefel_opt.optim.stiefel import StiefelAdamW as StiefelAdamW
+from stiefel_opt.optim.stiefel import StiefelSGD as StiefelSGD

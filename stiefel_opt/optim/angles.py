@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stiefel_opt.distributed import whole
 from stiefel_opt.functional.flows import metric_parameter
-from stiefel_opt.geometry import riemannian_gradient
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import reading
 from stiefel_opt.optim.plain import Group
@@ -67,8 +66,8 @@ def _by_gradient(group: Group, parameter: Tensor, manifold: Stiefel) -> list[Par
     parts = []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         point, force = own.matrices(part) / own.scale, own.matrices(manifold.parts(grad)[index])
-        skew = point.mH @ (tangent := riemannian_gradient(point, force, a=a))
-        parts.append((skew, tangent - point @ skew))
+        inner = point.mH @ force
+        parts.append(((inner - inner.mH) / (2 * (1 - a)), force - point @ inner))
     return parts
 
 

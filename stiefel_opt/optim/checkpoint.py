@@ -8,11 +8,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import HALF, fail
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import label, reading
 from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import HALF, ROWS, StateNames, expected_shapes
+from stiefel_opt.optim.state import ROWS, StateNames, expected_shapes
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 

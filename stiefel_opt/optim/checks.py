@@ -93,13 +93,6 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 
 def check_options(group: Group, names: Iterable[str]) -> None:
     """Raise unless the options of these ``names`` make sense: each means the same in all rules."""
-    _check_common(group)
-    for name in names:
-        if name in _CHECKS:
-            _CHECKS[name](group)
-
-
-def _check_common(group: Group) -> None:
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -119,6 +112,9 @@ def _check_common(group: Group) -> None:
             check_flag(name, group[name])
     if group["foreach"] and group["fused"]:
         raise ValueError(fail("fused", "not be True together with foreach", True))
+    for name in names:
+        if name in _CHECKS:
+            _CHECKS[name](group)
 
 
 def _check_metric(group: Group) -> None:

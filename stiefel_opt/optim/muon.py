@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range
 from stiefel_opt.functional.stiefel_muon import muon_
-from stiefel_opt.linalg import skew
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.constrained import Given
 from stiefel_opt.optim.families import AdamLike, options_of
 from stiefel_opt.optim.plain import Group, init_muon, step_muon
 from stiefel_opt.optim.state import StateNames
-from stiefel_opt.optim.velocity import ranges_of
 
 PLAIN: Final = ("adamw", "muon")
 
@@ -124,7 +121,7 @@ class StiefelMuon(AdamLike):
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
         if not _follows_muon(group, parameter):
             super()._init_plain(group, parameter)
-        elif parameter.grad is not None:
+        else:
             init_muon(parameter, self.state[parameter])
 
     @override
@@ -154,27 +151,6 @@ class StiefelMuon(AdamLike):
     @override
     def _longest_step(self, group: Group, parameter: Tensor, manifold: Stiefel) -> float:
         return float(group["lr"]) / manifold.scale  # directions are no longer than 1
-
-    @override
-    def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
-        """Return what of -B is tangent: Z, skew, and U, normal to the point; as elsewhere."""
-        skews, normals = [], []
-        for suffix, point, state in ranges_of(self, parameter):
-            ambient = state.get("momentum_ambient" + suffix, torch.zeros_like(point))
-            inner = point.mH @ ambient
-            skews.append(-skew(inner))
-            normals.append(point @ inner - ambient)
-        return (skews[0], normals[0]) if len(skews) == 1 else (tuple(skews), tuple(normals))
-
-    @override
-    @torch.no_grad()
-    def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
-        """Set B = -(X Z + U); arguments and errors as elsewhere."""
-        super().set_velocity(parameter, skew, normal)  # U, normal to X
-        turns = skew if isinstance(skew, tuple) else (skew,)
-        for turn, (suffix, point, state) in zip(turns, ranges_of(self, parameter), strict=True):
-            if (name := "momentum_ambient" + suffix) in state:
-                state[name].add_(point @ (turn - turn.mH) / 2).neg_()
 
 
 def _follows_muon(group: Group, parameter: Tensor) -> bool:

@@ -11,19 +11,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import users_level
+from stiefel_opt._checks import CONSTRAINABLE, users_level
 from stiefel_opt.distributed import RowSums
 from stiefel_opt.functional.stiefel_sgd import Deferred, velocity_in
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import gram, sums
-from stiefel_opt.optim.state import HALF, State, state_dtype
+from stiefel_opt.optim.state import State, state_dtype
 
-_HALF: Final = {dtype: math.sqrt(torch.finfo(torch.float32).max) * 2.0**-20 for dtype in HALF}
-_DTYPES: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Up to which length a gradient is safe, 2e13 in float32 and 1e148 in float64: a millionth of the
 # root of the largest number leaves room for momenta and sums of squares. Half precision is added up
 # in float32.
-LARGEST_SAFE: Final = _HALF | {d: math.sqrt(torch.finfo(d).max) * 2.0**-20 for d in _DTYPES}
+LARGEST_SAFE: Final = {
+    dtype: math.sqrt(torch.finfo(state_dtype(dtype)).max) * 2.0**-20 for dtype in CONSTRAINABLE
+}
 
 
 def lengths_of(grads: Sequence[Tensor]) -> Tensor:

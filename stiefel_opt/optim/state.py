@@ -15,14 +15,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards, placed, sharded_zeros
 
 State = dict[str, Any]
 
-HALF: Final = (torch.bfloat16, torch.float16)
 MASTER: Final = "master"
 ROWS: Final = "rows."
 _SMALL: Final = ("skew", "factor", "shift", "norm", "multiplier")

@@ -63,6 +63,11 @@ def velocity_of(optimizer: StiefelOptimizer, parameter: Tensor) -> tuple[Any, An
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
     skews, normals = [], []
     for suffix, point, state in ranges_of(optimizer, parameter):
+        if (ambient := state.get("momentum_ambient" + suffix)) is not None:  # Muon's -(X Z + U)
+            inner = point.mH @ ambient
+            skews.append((inner.mH - inner) / 2)
+            normals.append(point @ inner - ambient)
+            continue
         skew, normal = velocity_in(state, suffix)
         none = torch.zeros_like(point)
         skews.append(none[..., : point.size(-1), :].clone() if skew is None else skew.clone())
@@ -96,6 +101,8 @@ def set_velocity_(optimizer: StiefelOptimizer, parameter: Tensor, skew: Any, nor
         for name in _TALL:
             if name + suffix in state:
                 state[name + suffix].copy_(new_normal - point @ (point.mH @ new_normal))
+        if (ambient := state.get("momentum_ambient" + suffix)) is not None:
+            ambient.add_(point @ (new_skew - new_skew.mH) / 2).neg_()
         if "deferred_shift" + suffix in state:
             state["deferred_shift" + suffix].zero_()
         if "deferred_factor" + suffix in state:
