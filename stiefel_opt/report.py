@@ -115,7 +115,7 @@ class Line:
         moved: How far :func:`stiefel_opt.constrain` moved the value to project it, as a part of its
             length |W|; None if it did not project.
         angle: By how much the last step turned the weight, in radians, at most; None if that cannot
-            be told.
+            be told, as after a gradient that was not finite where there is no momentum.
     """
 
     name: str

@@ -269,6 +269,45 @@ def test_report_shows_the_steps_that_each_parameter_has_missed() -> None:
     assert "skipped" not in str(so.report(net))
 
 
+WITHOUT_MOMENTUM = [(so.StiefelSGD, {"momentum": 0.0}), (so.ProjectedRGD, {})]
+WITH_MOMENTUM = [
+    (so.StiefelSGD, {}),
+    (so.StiefelAdam, {}),
+    (so.StiefelMuon, {}),
+    (so.CayleySGD, {"momentum": 0.0}),
+    (so.CayleyAdam, {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The gradient of")
+@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+def test_report_works_after_a_gradient_that_is_not_finite(value: float, nonfinite: str) -> None:
+    for rule, options in WITHOUT_MOMENTUM + WITH_MOMENTUM:
+        net = so.constrain(nn.Linear(4, 6, bias=False))
+        opt = rule(net.parameters(), lr=0.1, nonfinite=nonfinite, **options)
+        for size in (1.0, value):
+            net.weight.grad = torch.full_like(net.weight, size)
+            opt.step()
+        (line,) = so.report(net, opt).lines
+        if (rule, options) in WITHOUT_MOMENTUM:
+            assert line.angle is None
+        elif nonfinite == "skip":  # that of the step before
+            assert line.angle is not None
+            assert 0 < line.angle < math.pi / 2
+
+
+@pytest.mark.parametrize(("rule", "options"), WITHOUT_MOMENTUM)
+def test_report_tells_the_angle_of_half_precision_without_momentum(rule: Any, options: Any) -> None:
+    net = so.constrain(nn.Linear(4, 6, bias=False)).bfloat16()
+    opt = rule(net.parameters(), lr=0.1, **options)
+    net.weight.grad = torch.randn_like(net.weight)
+    opt.step()
+    angle = so.report(net, opt).lines[0].angle
+    assert angle is not None
+    assert 0 < angle < math.pi / 2
+
+
 @on_machines(cpu="rgd cayley-adam", as_accelerator="sgd adam")
 def test_a_skipped_start_is_still_projected_by_the_next_step(name: str) -> None:
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stiefel_opt.distributed import whole
 from stiefel_opt.functional.flows import metric_parameter
+from stiefel_opt.geometry import widened
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import reading
 from stiefel_opt.optim.plain import Group
@@ -27,7 +28,8 @@ def angles_of(optimizer: StiefelOptimizer) -> dict[Tensor, float]:
 
     For a step along eta (X Z + U) it is the arc tangent of eta times the largest singular value, to
     first order in eta. Left out are parameters that have not moved, and those without momentum
-    whose gradient is gone: there is no other trace of a step.
+    whose gradient is gone: there is no other trace of a step. Left out is also what is not finite:
+    the angle of a skipped gradient, where there is no momentum, or of a momentum that it spoiled.
     """
     found = {}
     for group in optimizer.param_groups:
@@ -55,14 +57,17 @@ def longest_step(
     for skew, normal in parts:
         inner, size = skew.mH @ skew, normal.mH @ normal
         step = optimizer._step_along(float(group["lr"]) / manifold.scale, inner, size)
-        squares = torch.linalg.eigvalsh((inner + size) * step * step)
-        longest = max(longest, float(squares.amax()))
+        square = (inner + size) * step * step
+        if not bool(square.isfinite().all()):
+            return None
+        longest = max(longest, float(torch.linalg.eigvalsh(square).amax()))
     return math.sqrt(longest)
 
 
 def _by_gradient(group: Group, parameter: Tensor, manifold: Stiefel) -> list[Parts]:
     a = metric_parameter(group["metric"])
-    value, grad = whole(parameter.detach()), whole(parameter.grad)  # type: ignore[arg-type]
+    value = widened(whole(parameter.detach()))
+    grad = widened(whole(parameter.grad))  # type: ignore[arg-type]
     parts = []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         point, force = own.matrices(part) / own.scale, own.matrices(manifold.parts(grad)[index])
