@@ -2,8 +2,17 @@
 
 import ast
 import functools
+import inspect
+import io
 import sys
+import tokenize
 from pathlib import Path
+
+import pytest
+import torch
+
+import stiefel_opt as so
+from stiefel_opt import compat
 
 ROOT = Path(__file__).parent.parent
 BASE = {"manifold", "parameter", "points", "geometry", "_checks"}
@@ -109,6 +118,29 @@ def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
             found.append(statement)
     return found
+
+
+METHODS = [
+    found
+    for found in (*vars(so).values(), *map(vars(compat).get, compat.__all__))
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+]
+NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_a_declaration_of_sixty_lines(method: type) -> None:
+    """Of code: without docstrings, comments and blank lines."""
+    lines: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(method)).readline):
+        if token.type != tokenize.NEWLINE:
+            statement += [token] if token.type not in NOT_CODE else []
+            continue
+        if {part.type for part in statement} != {tokenize.STRING}:
+            lines |= {row for part in statement for row in range(part.start[0], part.end[0] + 1)}
+        statement = []
+    assert 0 < len(lines) <= 60
 
 
 def test_one_file_asks_for_the_device_and_for_the_compiler() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -13,14 +12,14 @@ from stiefel_opt._checks import check_choice, check_flag, check_range
 from stiefel_opt.functional.stiefel_muon import muon_
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.constrained import Given
-from stiefel_opt.optim.families import AdamLike, options_of
-from stiefel_opt.optim.plain import Group, init_muon, step_muon
+from stiefel_opt.optim.families import MuonLike, options_of
+from stiefel_opt.optim.plain import Group
 from stiefel_opt.optim.state import StateNames
 
 PLAIN: Final = ("adamw", "muon")
 
 
-class StiefelMuon(AdamLike):
+class StiefelMuon(MuonLike):
     r"""Muon that keeps constrained parameters orthonormal; plain ones get torch's AdamW or Muon.
 
     The steepest tangent direction of spectral norm 1 for the mean B of the gradients,
@@ -115,44 +114,6 @@ class StiefelMuon(AdamLike):
             setting=given.setting,
         )
 
-    # ---- plain parameters ----------------------------------------------------------------------
-
-    @override
-    def _init_plain(self, group: Group, parameter: Tensor) -> None:
-        if not _follows_muon(group, parameter):
-            super()._init_plain(group, parameter)
-        else:
-            init_muon(parameter, self.state[parameter])
-
-    @override
-    def _step_plain(
-        self,
-        group: Group,
-        parameters: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[Group],
-        left: Tensor | None = None,
-    ) -> None:
-        kinds: tuple[list[Any], list[Any]] = ([], [])
-        for item in zip(parameters, grads, states, strict=True):
-            is_whole = item[0] in self.state  # rows of a constrained parameter are not
-            kinds[is_whole and _follows_muon(group, item[0])].append(item)
-        for chosen, moves_by_muon in zip(kinds, (False, True), strict=True):
-            if not chosen:
-                continue
-            own, forces, kept = map(list, zip(*chosen, strict=True))
-            if moves_by_muon:
-                step_muon(group, own, forces, kept)
-            else:
-                super()._step_plain(group, own, forces, kept, left)
-
-    # ---- what a user may ask -------------------------------------------------------------------
-
     @override
     def _longest_step(self, group: Group, parameter: Tensor, manifold: Stiefel) -> float:
         return float(group["lr"]) / manifold.scale  # directions are no longer than 1
-
-
-def _follows_muon(group: Group, parameter: Tensor) -> bool:
-    """Say whether a plain parameter of this kind moves by Muon."""
-    return group["plain"] == "muon" and parameter.ndim == 2 and not parameter.is_complex()
