@@ -1,4 +1,4 @@
-"""Products of tall and small matrices, bounds, and rotations: no inverse, no host sync.
+"""Products of tall and small matrices, masks, bounds, and rotations: no inverse, no host sync.
 
 Everything broadcasts over leading dimensions. ``tall`` means ``(..., n, m)`` with n >= m, ``small``
 means ``(..., m, m)``.
@@ -129,6 +129,16 @@ def add_product_(
     if target.stride(-1) == 1:
         return target.baddbmm_(tall, small, beta=beta, alpha=alpha)
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
+
+
+def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
+    """Return ``tensor`` with zeros for the matrices that do not move."""
+    return tensor if ok is None else torch.where(ok, tensor, 0.0)
+
+
+def keep_(target: Tensor, value: Tensor, ok: Tensor | None) -> Tensor:
+    """target = value for the matrices that move, in place."""
+    return target.copy_(value if ok is None else torch.where(ok, value, target))
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:

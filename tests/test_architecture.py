@@ -4,9 +4,12 @@ import ast
 import functools
 import inspect
 import io
+import itertools
+import operator
 import sys
 import tokenize
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +144,32 @@ def test_a_method_is_a_declaration_of_sixty_lines(method: type) -> None:
             lines |= {row for part in statement for row in range(part.start[0], part.end[0] + 1)}
         statement = []
     assert 0 < len(lines) <= 60
+
+
+def test_a_gradient_passes_few_files() -> None:
+    """A steady step of one tall weight, without the hook that torch calls before it."""
+    layer = so.constrain(torch.nn.Linear(64, 128, bias=False))
+    optimizer = so.StiefelSGD(layer.parameters(), lr=0.01)
+    path: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        place = frame.f_code.co_filename
+        is_ours = event == "call" and "/stiefel_opt/" in place and "/tests/" not in place
+        if is_ours and not place.endswith("/foreign.py"):
+            path.append(place)
+
+    for step in range(10):  # the eighth, and every eighth after it, removes rounding
+        layer(torch.randn(32, 64)).square().mean().backward()
+        before = sys.getprofile()
+        sys.setprofile(note if step == 9 else before)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(before)
+        optimizer.zero_grad()
+    assert len(path) > 20
+    assert len(set(path)) <= 8, sorted(set(path))
+    assert sum(itertools.starmap(operator.ne, itertools.pairwise(path))) <= 20
 
 
 def test_one_file_asks_for_the_device_and_for_the_compiler() -> None:

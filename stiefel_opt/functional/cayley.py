@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stiefel_opt.device import reader_for
 from stiefel_opt.functional.descent import carry_, measure, move_along_cayley
-from stiefel_opt.functional.flows import METRICS, Scalar, Setting, keep_, mend_point, passes_after
+from stiefel_opt.functional.flows import METRICS, Scalar, Setting, mend_point, passes_after
 from stiefel_opt.functional.stiefel_adam import bias_correction
 from stiefel_opt.functional.stiefel_sgd import accumulate_, normal_force, torque_of
 from stiefel_opt.linalg import (
@@ -34,6 +34,7 @@ from stiefel_opt.linalg import (
     add_product_,
     add_to_diagonal_,
     cayley,
+    keep_,
     product,
     sums,
 )

@@ -36,11 +36,9 @@ from stiefel_opt.functional.flows import (
     Scalar,
     Setting,
     cut,
-    keep_,
     mend_point,
     metric_parameter,
     passes_after,
-    zeroed,
 )
 from stiefel_opt.functional.stiefel_sgd import Deferred, accumulate_, normal_force, torque_of
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
@@ -50,9 +48,11 @@ from stiefel_opt.linalg import (
     add_to_diagonal_,
     cayley,
     cholesky_factor,
+    keep_,
     polar_rotation,
     product,
     sums,
+    zeroed,
 )
 from stiefel_opt.roots import roots
 

@@ -72,19 +72,6 @@ def metric_parameter(metric: str | float) -> float:
     return METRICS[metric] if isinstance(metric, str) else float(metric)
 
 
-# ---- masks -------------------------------------------------------------------------------------
-
-
-def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
-    """Return ``tensor`` with zeros for the matrices that do not move."""
-    return tensor if ok is None else torch.where(ok, tensor, 0.0)
-
-
-def keep_(target: Tensor, value: Tensor, ok: Tensor | None) -> Tensor:
-    """target = value for the matrices that move, in place."""
-    return target.copy_(value if ok is None else torch.where(ok, value, target))
-
-
 # ---- rounding ----------------------------------------------------------------------------------
 
 
@@ -155,12 +142,6 @@ class Moves(NamedTuple):
     excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
     step: Scalar  # eta, shortened where it saturates
     limit: float  # a bound on K'K and eta^2 W
-
-    def root(self, out: Tensor | None = None) -> Tensor:
-        """Return R^(-1) = (I + eta^2 W) R."""
-        matrix, scale = self.excess
-        R = self.inverse_root
-        return torch.baddbmm(R, matrix, R, alpha=scale, out=out)
 
 
 def moves_of(

@@ -26,10 +26,8 @@ from stiefel_opt.functional.flows import (
     Scalar,
     Setting,
     coupling,
-    keep_,
     mended,
     metric_parameter,
-    zeroed,
 )
 from stiefel_opt.functional.stiefel_sgd import (
     Deferred,
@@ -40,7 +38,7 @@ from stiefel_opt.functional.stiefel_sgd import (
     torque_of,
     turn_square_,
 )
-from stiefel_opt.linalg import absolute_square, product, sums
+from stiefel_opt.linalg import absolute_square, keep_, product, sums, zeroed
 
 # Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30

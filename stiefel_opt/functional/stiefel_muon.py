@@ -42,7 +42,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import finest_dtype, is_free_to_read
-from stiefel_opt.functional.flows import Scalar, Setting, keep_, mend, zeroed
+from stiefel_opt.functional.flows import Scalar, Setting, mend
 from stiefel_opt.functional.spectral_search import (
     fits,
     fixed_steps,
@@ -58,11 +58,13 @@ from stiefel_opt.linalg import (
     add_product_,
     add_to_diagonal_,
     gram,
+    keep_,
     own_gram,
     product,
     skew,
     sym,
     symmetric_product,
+    zeroed,
 )
 from stiefel_opt.roots import roots
 

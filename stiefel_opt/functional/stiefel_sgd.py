@@ -42,7 +42,6 @@ from stiefel_opt.functional.flows import (
     Setting,
     after,
     coupling,
-    keep_,
     mend,
     mend_after,
     mend_point,
@@ -52,9 +51,16 @@ from stiefel_opt.functional.flows import (
     passes_after,
     rotation_of_square,
     turned_square,
+)
+from stiefel_opt.linalg import (
+    BLOCKED,
+    add_product,
+    add_product_,
+    keep_,
+    product,
+    sums,
     zeroed,
 )
-from stiefel_opt.linalg import BLOCKED, add_product, add_product_, product, sums
 
 
 class Deferred(NamedTuple):
@@ -133,12 +139,12 @@ def sgd_(
     Reference: Kong et al., Algorithm 1, with the geometry corrected.
     """
     (X, G), (Z, U), ok = (point, grad), velocity, setting.ok
-    a = metric_parameter(metric)
     reader = setting.reader or reader_for(point)
     # a square matrix measures X'X when it has moved, even if that of X is known: less memory
     square = X.size(-1) == X.size(-2) and setting.row_sum is None
     square = U is None and (Z is not None or square)
     S, M, overlap = measure(X, G, U, setting._replace(correct=False) if square else setting)  # 1
+    a = metric_parameter(metric)
     ahead = torque = torque_of(S, a, force)  # -f, along which X turns
     coupled = None if Z is None or square or a == 0.5 else coupling(Z, momentum, lr, a, reader)
     if Z is not None:  # Z <- mu Z - f
@@ -189,8 +195,10 @@ def sgd_(
     moves = moves_of(ahead, W, lr, reader)
     R, eta = moves.inverse_root, moves.step
     new_point = _moved(X, V, moves.within, R, eta, across, M)  # 5, 6  X <- X (D R) + B (eta R)
-    root = None if L is None else moves.root(out=L if ok is None else None)
-    shift = torch.bmm(R, C) * eta if root is None else W * eta  # L = R^(-1), N = eta W
+    root, (excess, scale) = None, moves.excess
+    if L is not None:  # L = R^(-1) = (I + eta^2 W) R
+        root = torch.baddbmm(R, excess, R, alpha=scale, out=L if ok is None else None)
+    shift = torch.bmm(R, C) * eta if root is None else W * eta  # N = eta W
     passes = 0 if reader.is_blind else max(passes, moves.limit > 1)
     if passes:
         new_point, shift = mend_after(new_point, B, setting.row_sum, passes)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.device import is_compiling, is_free_to_read
+from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.angles import angles_of, longest_step
@@ -258,11 +258,12 @@ class StiefelOptimizer(Optimizer, ABC):
         if (
             members is None
             or not members.fit(group, self._options_of(group), self._state_names)
-            or not all(constrained.is_intact(self.state) for constrained in members.constrained)
+            or not all(map(operator.methodcaller("is_intact", self.state), members.constrained))
         ):
             members = self._renew(index, group)
         params = group["params"]
-        if late := [place for place in members.waiting if params[place].grad is not None]:
+        late = members.waiting and [i for i in members.waiting if params[i].grad is not None]
+        if late:
             self._admit(members, group, late)
         return members
 
@@ -385,12 +386,13 @@ class StiefelOptimizer(Optimizer, ABC):
         """Move the constrained parameters of a group; return those that were left as they were."""
         if not isinstance(lr, Tensor) or is_free_to_read(lr):
             lr = min(float(lr), _LONGEST_RATE)
-        move, missed = partial(self._move, group), []
+        move, missed = partial(self._move, group), list[Tensor]()
         move_rows = partial(step_rows, self._step_plain, group)
         for constrained in everyone:
-            constrained.step(move, move_rows, lr, group["nonfinite"])
+            with exact_products(constrained.steps):
+                constrained.step(move, move_rows, lr, group["nonfinite"])
             places = [*constrained.missed, *constrained.overflowed]
-            missed += [constrained.owners[place].parameter for place in places]
+            missed += map(constrained.parameters.__getitem__, places)
         return missed
 
     def _tell(self, skipped: list[Tensor], overflowed: list[Tensor]) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Lagged, Now, Reader, exact_products, is_cpu, reader_for
+from stiefel_opt.device import Lagged, Now, Reader, is_cpu, reader_for
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Setting
 from stiefel_opt.linalg import RowSum
@@ -403,15 +403,14 @@ class Constrained:
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
             lr = 0.0  # nobody is projected
         self._done, self._begun = [], self._now[0]
-        with exact_products(self.steps):
-            for whole, members in self.masters:
-                follow_(whole, torch.stack([owner.local() for owner in members]))
-            self._steps_begun += 1
-            self._counts = self._numbers()
-            for batch in self.batches:
-                self._move_batch(batch, values, move, lr, nonfinite)
-            if self._rows:
-                self._move_rows(move_rows, values)
+        for whole, members in self.masters:
+            follow_(whole, torch.stack([owner.local() for owner in members]))
+        self._steps_begun += 1
+        self._counts = self._numbers()
+        for batch in self.batches:
+            self._move_batch(batch, values, move, lr, nonfinite)
+        if self._rows:
+            self._move_rows(move_rows, values)
         if self._overflows is not None:
             found = self._overflows > 0
             self._untold += found & ~self._alone

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.functional.flows import keep_, mend_point, zeroed
+from stiefel_opt.functional.flows import mend_point
 from stiefel_opt.functional.published import published_adam_, published_sgd_
 from stiefel_opt.functional.stiefel_adam import Moments, adam_
 from stiefel_opt.functional.stiefel_sgd import sgd_, velocity_in
-from stiefel_opt.linalg import sums
+from stiefel_opt.linalg import keep_, sums, zeroed
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Owner
 from stiefel_opt.optim.constrained import Given
