@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_range, fail
+from stiefel_opt._checks import HALF, check_range, fail
 from stiefel_opt.functional.cayley import cayley_adam_
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
@@ -134,7 +134,7 @@ class CaileySGD(SGDG):
 
 def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
     """Raise unless parameters of ``dtype`` are moved in the one called ``name``."""
-    moving = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    moving = torch.float32 if dtype in HALF else dtype
     if name is not None and getattr(torch, str(name), name) not in (moving, dtype):
         wanted = f"be None or {str(moving).removeprefix('torch.')!r} for parameters of {dtype}"
         remedy = "convert the parameters to move them in another precision"

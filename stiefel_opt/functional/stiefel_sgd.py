@@ -141,8 +141,8 @@ def sgd_(
     (X, G), (Z, U), ok = (point, grad), velocity, setting.ok
     reader = setting.reader or reader_for(point)
     # a square matrix measures X'X when it has moved, even if that of X is known: less memory
-    square = X.size(-1) == X.size(-2) and setting.row_sum is None
-    square = U is None and (Z is not None or square)
+    all_here = X.size(-1) == X.size(-2) and setting.row_sum is None
+    square = U is None and (Z is not None or all_here)
     S, M, overlap = measure(X, G, U, setting._replace(correct=False) if square else setting)  # 1
     a = metric_parameter(metric)
     ahead = torque = torque_of(S, a, force)  # -f, along which X turns
