@@ -18,8 +18,8 @@
 
 **Trajectory.** A layer with orthonormal weights in a small network learns a teacher of the same
 shape from minibatches, by `muon_`; after a few steps every contestant gets the same X, momentum and
-state at each of several steps. Square matrices have a closed form: no loop
-runs there. Everybody's direction is judged in float64: made tangent and of
+state at each of several steps. For square matrices the direction is a polar factor: no
+loop runs there. Everybody's direction is judged in float64: made tangent and of
 spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F / m before that.
 
 **Time** is that of the processor on one thread, which other programs change little; rivals take
@@ -52,7 +52,6 @@ MOMENTUM = 0.95
 WARM_STEPS = 12
 STEPS = (20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 300)
 OURS = "stiefel_opt.muon_"
-FIXED = "stiefel_opt.muon_, 2 fixed steps"
 CPU = torch.device("cpu")
 
 # Polar Express (Amsel et al. 2025), table of the paper: degree 5, for singular values from 1e-3;
@@ -161,7 +160,6 @@ class Layer:
         self.head = 3 * torch.randn(m, 10, **draw) / math.sqrt(m)
         self.point = torch.linalg.qr(torch.randn(1, n, m, **draw)).Q
         self.momentum_buffer = torch.zeros(1, n, m)
-        self.multiplier = torch.zeros(1, m, m)
 
     def gradient(self, batch: int = 512) -> Tensor:
         inputs = torch.randn(batch, self.scales.numel(), generator=self.generator) * self.scales
@@ -170,9 +168,6 @@ class Layer:
         outputs = torch.relu(inputs @ point) @ self.head
         (grad,) = torch.autograd.grad(torch.nn.functional.cross_entropy(outputs, labels), point)
         return grad.unsqueeze(0)
-
-    def state(self) -> tuple[Tensor, Tensor]:
-        return self.momentum_buffer.clone(), self.multiplier.clone()
 
 
 def value_of(point: Tensor, moving: Tensor, direction: Tensor) -> tuple[float, float]:
@@ -189,14 +184,14 @@ def value_of(point: Tensor, moving: Tensor, direction: Tensor) -> tuple[float, f
 def optimum(point: Tensor, moving: Tensor) -> float:
     """The optimal value, or what weak duality leaves above it."""
     point, moving = point.double()[None], moving.double()[None]
-    best, multiplier = spectral_direction(point, moving, tolerance=1e-8, smoothing=1e-5)
-    gap = float(spectral_gap(point, moving, best, multiplier))
+    best = spectral_direction(point, moving)
+    gap = float(spectral_gap(point, moving, best))
     return float((moving * best).sum()) / (1 - gap)
 
 
 def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str, Directions]]:
     """Whole steps from here, and what finds the directions alone."""
-    ahead, start = layer.state()
+    ahead = layer.momentum_buffer.clone()
     moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
     flat, flat_moving = layer.point[0], moving[0]
     free = torch.nn.Parameter(flat.clone())
@@ -209,13 +204,13 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
     enough = 0 if is_square else steps_enough(flat, flat_moving)
 
     def restore() -> None:
-        state[:] = layer.state()
+        state[:] = [layer.momentum_buffer.clone()]
 
-    def ours(steps: int | None = None) -> Tensor:
-        return muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM, steps=steps)
+    def ours() -> Tensor:
+        return muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM)
 
-    def search(steps: int | None = None) -> Tensor:
-        return spectral_direction(layer.point, moving, start, steps=steps)[0][0]
+    def direction() -> Tensor:
+        return spectral_direction(layer.point, moving)[0]
 
     def retracted(find: Directions) -> Callable[[], Tensor]:
         return lambda: msign(flat - LR * find())
@@ -227,18 +222,15 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
         "ADMM, 10 steps": lambda: admm(flat, flat_moving),
         "ADMM to 0.9999": lambda: admm(flat, flat_moving, steps=enough),
     }
-    fixed = {FIXED: lambda: search(2)}
     if is_square:
-        rivals, fixed = {}, {}
+        rivals = {}
     searches: dict[str, Directions] = {
-        OURS: search,
-        **fixed,
+        OURS: direction,
         **rivals,
         "SPEL": lambda: (flat - spel(flat, flat_moving)) / LR,
     }
     steps = [
         Contestant(OURS, ours, restore),
-        *[Contestant(name, lambda: ours(2), restore) for name in fixed],
         *[Contestant(name, retracted(find)) for name, find in rivals.items()],
         Contestant("SPEL", lambda: spel(flat, flat_moving)),
         Contestant("torch.optim.Muon", floor.step),
@@ -256,7 +248,7 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
         grad = layer.gradient()
         if number >= WARM_STEPS:
             steps, searches = contestants(layer, grad)
-            ahead, _ = layer.state()
+            ahead = layer.momentum_buffer.clone()
             moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
             best = optimum(layer.point[0], moving[0])
             for name, find in searches.items():
@@ -269,8 +261,7 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
                     contestant.call()
                     elapsed = time.process_time() - start
                     seconds.setdefault(contestant.name, []).append(elapsed)
-        state = (layer.momentum_buffer, layer.multiplier)
-        layer.point = muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM)
+        layer.point = muon_(layer.point, grad, layer.momentum_buffer, lr=LR, momentum=MOMENTUM)
     return {"rows": summary(seconds, values)}
 
 

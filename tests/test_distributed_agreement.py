@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 import stiefel_opt as so
 
 RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-ROUGH = {"muon": 1e-5}  # its search amplifies rounding
+ROUGH = {"muon": 1e-5}  # matrices of a batch share their polynomials
 STEPS = 5
 # name: shape, reading, sharded dimension; whole matrices on every process
 WHOLE = {"batch": ((4, 6, 3), {}, 0), "heads": ((6, 7), {"heads": 2}, 0)}

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 import stiefel_opt as so
 
 STEPS = 9  # past a step that corrects rounding
-FIVE = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam")
+RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
+ROUGH = {"muon": 1e-5}  # matrices of a batch share their polynomials
 FLOAT32_ROUNDING = 5e-6
 POLICIES = {
     "float32 parameters": MixedPrecisionPolicy(
@@ -76,18 +77,19 @@ def train_model(name, placement):
     """A model under fully_shard, each rank with its part of the inputs, against one process."""
     alone, net = build(), build()
     alone_opt, opt = optimizer(name, alone), sharded(name, net, placement)
+    bound = ROUGH.get(name, 1e-10)
     for step in range(STEPS):
         expected = step_of(alone, alone_opt, step, whole=True)
         loss = step_of(net, opt, step)
-        assert abs(loss - expected) < 1e-10, f"{name}, step {step}: {loss}, {expected}"
+        assert abs(loss - expected) < bound, f"{name}, step {step}: {loss}, {expected}"
     net.reshard()
-    assert so.orthonormality_error(net) < 1e-14
+    assert so.orthonormality_error(net) < 2e-14
     if name in ("sgd", "adam"):
         check_velocity(alone, alone_opt, net, opt)
     for (key, p), q in zip(alone.named_parameters(), net.parameters(), strict=True):
         assert isinstance(q, DTensor)
         worst = float((q.detach().full_tensor() - p.detach()).abs().max())
-        assert worst < 1e-10, f"{name}: {key} off by {worst}"
+        assert worst < bound, f"{name}: {key} off by {worst}"
 
 
 def check_velocity(alone, alone_opt, net, opt):
@@ -124,14 +126,14 @@ def train_in_bfloat16(name, kind, steps):
 
 def test_models_under_fully_shard_train():
     """As one process does, for both ways of sharding, and in bfloat16 for both policies."""
-    calls = [(train_model, *row) for row in in_turn(FIVE, [long_side, None])]
+    calls = [(train_model, *row) for row in in_turn(RULES, [long_side, None])]
     low = [(train_in_bfloat16, *row, 16) for row in in_turn(["sgd", "adam"], POLICIES)]
     run(2, *calls, *low)
 
 
 @pytest.mark.slow
 def test_models_under_fully_shard_train_with_every_option():
-    calls = [(train_model, name, place) for name in FIVE for place in (long_side, None)]
+    calls = [(train_model, name, place) for name in RULES for place in (long_side, None)]
     low = [(train_in_bfloat16, name, kind, 40) for name in ("sgd", "adam") for kind in POLICIES]
     run(2, *calls, *low)
 
@@ -211,11 +213,11 @@ def go_on_elsewhere(cases, folder):
 
 def test_a_checkpoint_of_two_ranks_continues_on_any_number(tmp_path):
     """Every form of state: CayleySGD has that of ProjectedRGD."""
-    cases = [(name, torch.float64) for name in FIVE if name != "cayley-sgd"]
+    cases = [(name, torch.float64) for name in RULES if name != "cayley-sgd"]
     go_on_elsewhere([*cases, ("adam", torch.bfloat16)], str(tmp_path))
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_every_rule_continues_on_any_number(tmp_path):
-    cases = [(name, torch.float64) for name in FIVE]
+    cases = [(name, torch.float64) for name in RULES]
     go_on_elsewhere([*cases, *((name, torch.bfloat16) for name in ("sgd", "adam"))], str(tmp_path))

@@ -32,7 +32,7 @@ def shares(x, pieces):
     return x.chunk(RANKS)[dist.get_rank()].chunk(pieces)
 
 
-ROUGH = {"muon": 1e-5}  # its search amplifies rounding
+ROUGH = {"muon": 1e-5}  # matrices of a batch share their polynomials
 
 
 def same_as_alone(name, net, alone):

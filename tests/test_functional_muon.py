@@ -12,7 +12,7 @@ from cases import in_one_test, in_turn, mixed, pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
+from stiefel_opt.functional import muon_, spectral_direction, spectral_gap, stiefel_muon
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
 
 DOUBLE = torch.float64
@@ -22,7 +22,16 @@ PRODUCTS = (
     torch.ops.aten.baddbmm.default,
     torch.ops.aten.baddbmm_.default,
 )
-SHAPES = [(1, 64, 4), (5, 40, 8), (1, 128, 32), (2, 24, 24), (1, 33, 33), (2, 20, 17), (3, 6, 1)]
+SHAPES = [
+    (1, 64, 4),
+    (5, 40, 8),
+    (1, 128, 32),
+    (2, 24, 24),
+    (1, 33, 33),
+    (2, 20, 17),
+    (3, 6, 1),
+    (3, 9, 8),
+]
 LARGE = [(1, 512, 128), (1, 3072, 128), (1, 2048, 256), (1, 128, 128)]
 
 
@@ -95,9 +104,9 @@ def slow_optimum(point: Tensor, grad: Tensor) -> Tensor:
     return best
 
 
-def assert_optimal(point: Tensor, grad: Tensor, direction: Tensor, multiplier: Tensor) -> None:
-    """By weak duality: no feasible direction has more than 1 / 0.9999 of the value."""
-    gap = spectral_gap(point, grad, direction, multiplier)
+def assert_optimal(point: Tensor, grad: Tensor, direction: Tensor) -> None:
+    """No feasible direction has more than 1 / 0.9999 of the value."""
+    gap = spectral_gap(point, grad, direction)
     assert gap.max() <= 1e-4
     assert gap.min() >= -1e-6
 
@@ -105,24 +114,14 @@ def assert_optimal(point: Tensor, grad: Tensor, direction: Tensor, multiplier: T
 @pytest.mark.parametrize(("kind", "shape", "dtype"), mixed(24, GRADIENTS, SHAPES, DTYPES))
 def test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, dtype, generator):
     point, grad = problem(shape, kind, generator, dtype)
-    direction, multiplier = spectral_direction(point, grad)
+    direction = spectral_direction(point, grad)
     wide = torch.complex128 if dtype.is_complex else DOUBLE
-    tensors = [tensor.to(wide) for tensor in (point, grad, direction, multiplier)]
+    tensors = [tensor.to(wide) for tensor in (point, grad, direction)]
     assert_feasible(point, direction)
     if kind == "zero":
         assert not direction.any()
-        assert not multiplier.any()
         return
     assert_optimal(*tensors)
-
-
-@pytest.mark.parametrize("seed", [24, 36])
-def test_a_search_that_does_not_end_keeps_the_best_it_saw(seed):
-    """With one row more than columns the dual problem is all but flat."""
-    generator = torch.Generator().manual_seed(seed)
-    point = random_point(8, 7, 6, generator=generator, dtype=DOUBLE).float().double()
-    grad = torch.randn(8, 7, 6, generator=generator).double()
-    assert spectral_gap(point, grad, *spectral_direction(point, grad)).max() < 2e-3
 
 
 @pytest.mark.slow
@@ -142,7 +141,7 @@ def test_the_direction_is_optimal_at_sizes_of_use(shape, kind, dtype, generator)
 )
 def test_a_slow_independent_iteration_finds_no_more(shape, kind, generator):
     point, grad = problem(shape, kind, generator)
-    direction, _ = spectral_direction(point, grad)
+    direction = spectral_direction(point, grad)
     ratio = value_of(grad, direction) / slow_optimum(point, grad)
     assert ratio.min() >= 0.9999
     assert ratio.max() <= 1 + 1e-6
@@ -160,48 +159,73 @@ def test_a_convex_solver_in_the_primal_finds_no_more(generator):
         ball = (left * values.clamp(max=1.0)[:, None]) @ right
         price = price + tangent - ball
     inside = tangent / torch.linalg.matrix_norm(tangent, 2).clamp(min=1.0)
-    direction, multiplier = spectral_direction(point, grad)
+    direction = spectral_direction(point, grad)
     torch.testing.assert_close(
         value_of(grad, direction), value_of(grad, inside), rtol=1e-5, atol=0.0
     )
     torch.testing.assert_close(direction, inside, rtol=0.0, atol=1e-3)
-    assert_optimal(point, grad, direction, multiplier)
+    assert_optimal(point, grad, direction)
 
 
-@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 6, 6)], ids=str)
-def test_the_gap_is_an_upper_bound_whatever_the_multiplier(shape, generator):
-    point, grad = problem(shape, "gaussian", generator)
-    direction, multiplier = spectral_direction(point, grad)
-    worse = 0.7 * direction
-    true = 1 - value_of(grad, worse) / value_of(grad, direction)
-    for given in (multiplier, multiplier + 0.1, torch.zeros_like(multiplier)):
-        assert (spectral_gap(point, grad, worse, given) >= true - 1e-4).all()
-    assert (spectral_gap(point, grad, 3 * direction, multiplier) <= 1e-4).all()  # longer, no better
-    assert (spectral_gap(point, 0 * grad, direction, multiplier * 0) == 0).all()
-
-
-@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 8, 8)], ids=str)
-def test_the_multiplier_makes_the_direction_a_polar_factor(shape, generator):
-    point, grad = problem(shape, "gaussian", generator)
-    direction, multiplier = spectral_direction(point, grad, tolerance=1e-9, smoothing=1e-6)
+def nuclear_norm(point: Tensor, grad: Tensor, multiplier: Tensor) -> Tensor:
+    """|M_T - X L|_*, which no feasible direction exceeds whatever the symmetric L is."""
     inner = point.mT @ grad
-    normal = point @ ((inner + inner.mT) / 2 + multiplier)
-    left, _, right = torch.linalg.svd(grad - normal, full_matrices=False)
-    torch.testing.assert_close(direction, left @ right, rtol=0, atol=1e-6)
+    normal = (inner + inner.mT) / 2 + multiplier
+    return torch.linalg.svdvals(grad - point @ normal).sum(dim=-1)
 
 
-@pytest.mark.parametrize("steps", [None, 4])
-def test_scale_sign_and_rotations_carry_over(steps, generator):
+@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 6, 6), (1, 9, 7)], ids=str)
+def test_the_gap_is_that_to_the_least_dual_value(shape, generator):
+    """L = -sym(A R) attains it, for A = X'D and R = D'(M_T - X L), which is K = skew(A R)."""
+    point, grad = problem(shape, "gaussian", generator)
+    direction = spectral_direction(point, grad, tolerance=1e-12, smoothing=1e-7)
+    value = value_of(grad, direction)
+    worse = spectral_gap(point, grad, 0.7 * direction)
+    torch.testing.assert_close(worse, torch.full_like(worse, 0.3), rtol=0, atol=1e-6)
+    assert (spectral_gap(point, grad, 3 * direction) <= 1e-6).all()  # longer, no better
+    assert (spectral_gap(point, 0 * grad, direction) == 0).all()
+    for size in (0.0, 0.1, 1.0):
+        other = size * torch.randn(*point.mT.shape[:2], shape[-1], generator=generator).double()
+        assert (nuclear_norm(point, grad, other + other.mT) >= value * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 30, 6), (1, 8, 8), (2, 9, 8), (1, 10, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.complex128], ids=str)
+def test_the_direction_is_a_polar_factor_of_n_by_n_times_the_point(shape, dtype, generator):
+    """Of W = X K X' + (N X' - X N') / 2, made with all n rows; its value is |W|_*."""
+    point, grad = problem(shape, "gaussian", generator, dtype)
+    inner = point.mH @ grad
+    half = (grad - point @ inner) @ point.mH / 2
+    whole = point @ (inner - inner.mH) @ point.mH / 2 + half - half.mH
+    left, values, right = torch.linalg.svd(whole)
+    kept = values > 1e-9 * values[..., :1]
+    direction = spectral_direction(point, grad, tolerance=1e-12, smoothing=1e-8)
+    expected = (left * kept[..., None, :]) @ right @ point
+    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(value_of(grad, direction), values.sum(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
+@pytest.mark.parametrize("shape", [(50, 5, 4), (50, 9, 8), (9, 20, 17), (9, 24, 16), (9, 40, 8)])
+def test_rounding_of_the_gradient_changes_the_direction_by_little_more(shape, dtype, generator):
+    """Also with a row more than columns, where the multipliers are all but arbitrary."""
+    point, grad = problem(shape, "gaussian", generator, dtype)
+    eps = torch.finfo(dtype).eps
+    noise = torch.randn(shape, generator=generator).to(dtype)
+    moved = spectral_direction(point, grad * (1 + eps * noise)) - spectral_direction(point, grad)
+    assert moved.abs().max() <= 1e-4 * (eps / 1e-7) ** 0.5
+
+
+def test_scale_sign_and_rotations_carry_over(generator):
     point, grad = problem((2, 30, 6), "gaussian", generator)
     frame = random_point(30, 30, generator=generator, dtype=DOUBLE)
     columns = random_point(6, 6, generator=generator, dtype=DOUBLE)
-    direction, multiplier = spectral_direction(point, grad, steps=steps)
+    direction = spectral_direction(point, grad)
     for factor in (1e-120, 1e120, -3.0):
-        scaled = spectral_direction(point, factor * grad, steps=steps)
-        torch.testing.assert_close(scaled[0], math.copysign(1.0, factor) * direction)
-        torch.testing.assert_close(scaled[1] / factor, multiplier)
-    turned = spectral_direction(frame @ point @ columns, frame @ grad @ columns, steps=steps)
-    torch.testing.assert_close(turned[0], frame @ direction @ columns, rtol=0, atol=1e-5)
+        scaled = spectral_direction(point, factor * grad)
+        torch.testing.assert_close(scaled, math.copysign(1.0, factor) * direction)
+    turned = spectral_direction(frame @ point @ columns, frame @ grad @ columns)
+    torch.testing.assert_close(turned, frame @ direction @ columns, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rank", "shape"), in_turn([0, 1, 5, 5], [(1, 30, 6), (1, 8, 8)]))
@@ -213,42 +237,28 @@ def test_a_small_change_near_a_loss_of_rank_changes_the_direction_little(shape, 
     found = []
     for change in (0.0, 1e-9, 1e-7):
         moved = grad + change * torch.linalg.matrix_norm(grad)[:, None, None] * gaussian
-        found.append(spectral_direction(point, moved, smoothing=smoothing, tolerance=1e-10)[0])
+        found.append(spectral_direction(point, moved, smoothing=smoothing, tolerance=1e-10))
     for direction, change in zip(found[1:], (1e-9, 1e-7), strict=True):
         moved = torch.linalg.matrix_norm(direction - found[0]).max()
         assert moved <= 20 * change * math.sqrt(gaussian.numel()) * m / smoothing
 
 
 @pytest.mark.parametrize(
-    ("bad", "shape", "steps"),
-    pairwise([math.nan, math.inf, -math.inf], [(3, 30, 6), (3, 8, 8)], [None, 3]),
+    ("bad", "shape"), pairwise([math.nan, math.inf, -math.inf], [(3, 30, 6), (3, 8, 8)])
 )
-def test_one_bad_gradient_leaves_the_rest_of_the_batch_alone(shape, bad, steps, generator):
+def test_one_bad_gradient_leaves_the_rest_of_the_batch_alone(shape, bad, generator):
     point, grad = problem(shape, "gaussian", generator, torch.float32)
-    expected, _ = spectral_direction(point, grad, steps=steps)
+    expected = spectral_direction(point, grad)
     grad[1, 2, 3] = bad
-    direction, multiplier = spectral_direction(point, grad, steps=steps)
+    direction = spectral_direction(point, grad)
     assert not direction[1].any()
-    assert not multiplier[1].any()
     torch.testing.assert_close(direction[[0, 2]], expected[[0, 2]], rtol=0, atol=1e-4)
-
-
-def test_a_bad_multiplier_is_no_start(generator):
-    point, grad = problem((4, 30, 6), "gaussian", generator)
-    options = {"tolerance": 1e-9}
-    direction, multiplier = spectral_direction(point, grad, **options)
-    start = torch.stack(
-        [multiplier[0] * math.nan, multiplier[1] * 1e9, -multiplier[2], multiplier[3]]
-    )
-    torch.testing.assert_close(
-        spectral_direction(point, grad, start, **options)[0], direction, rtol=0, atol=1e-4
-    )
 
 
 def test_rows_may_be_shared_in_one_sum(generator):
     """Two processes as two threads would be: each call of one sees the other's part."""
     point, grad = problem((2, 30, 6), "rank-m-1", generator)
-    expected, expected_multiplier = spectral_direction(point, grad)
+    expected = spectral_direction(point, grad)
     parts = [(point[:, :4], grad[:, :4]), (point[:, 4:], grad[:, 4:])]
     packed: list[Tensor] = []
 
@@ -257,13 +267,11 @@ def test_rows_may_be_shared_in_one_sum(generator):
         return local
 
     for rows in parts:
-        spectral_direction(*rows, steps=0, row_sum=record)
+        spectral_direction(*rows, row_sum=record)
     assert [part.shape for part in packed] == [(2, 6, 13)] * 2
     total = packed[0] + packed[1]
     found = [spectral_direction(*rows, row_sum=lambda _: total.clone()) for rows in parts]
-    torch.testing.assert_close(torch.cat([part for part, _ in found], dim=1), expected)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
-    torch.testing.assert_close(found[0][1], expected_multiplier)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
 class Products(TorchDispatchMode):
@@ -292,7 +300,6 @@ class Training:
         self.weights = torch.linspace(1.0, 2.0, m, dtype=dtype)
         self.offset = torch.randn(k, n, m, generator=generator, dtype=dtype) / math.sqrt(n)
         self.momentum_buffer = torch.zeros_like(self.point)
-        self.multiplier = torch.zeros(k, m, m, dtype=dtype)
 
     def gradient(self) -> Tensor:
         return self.scales * self.point * self.weights - self.offset
@@ -301,43 +308,19 @@ class Training:
         return (self.point * (self.gradient() - self.offset)).sum() / 2
 
     def step(self, **options: Any) -> None:
-        state = (self.momentum_buffer, self.multiplier)
-        self.point = muon_(self.point, self.gradient(), *state, **options)
+        self.point = muon_(self.point, self.gradient(), self.momentum_buffer, **options)
 
 
-@pytest.mark.parametrize(
-    ("shape", "steps"), [((1, 64, 16), 1), ((1, 64, 16), 2), ((2, 24, 20), 2)], ids=str
-)
-def test_a_fixed_number_of_steps_follows_a_training(shape, steps, generator):
-    """By products alone, from the multiplier of the step before: tangent, nearly optimal."""
-    training = Training(*shape, generator, DOUBLE)
-    for number in range(40):
-        grad = training.gradient().lerp(
-            training.momentum_buffer.lerp(training.gradient(), 0.05), 0.95
-        )
-        start = training.multiplier.clone()
-        direction, multiplier = spectral_direction(training.point, grad, start, steps=steps)
-        inner = training.point.mT @ direction
-        torch.testing.assert_close(inner, -inner.mT, rtol=0, atol=1e-8)
-        inner = training.point.mT @ grad
-        normal = training.point @ ((inner + inner.mT) / 2 + multiplier)
-        left, _, right = torch.linalg.svd(grad - normal, full_matrices=False)
-        inner = training.point.mT @ left @ right
-        residual = torch.linalg.matrix_norm(inner + inner.mT).max() / shape[-1]
-        if number >= 10:
-            assert residual <= 1e-3, number
-        training.step(lr=0.01, steps=steps)
+@pytest.fixture
+def unreadable(monkeypatch):
+    """As on an accelerator: nothing may be read."""
+    monkeypatch.setattr(stiefel_muon, "is_free_to_read", lambda _: False)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["gaussian", "rank-1", "rank-8-and-noise", "ill-conditioned"])
-def test_a_fixed_number_of_steps_is_never_longer_than_one(kind, steps, generator):
-    for shape in ((2, 24, 20), (1, 9, 7), (1, 40, 8)):
-        point, grad = problem(shape, kind, generator)
-        for size in (0.0, 1.0, 1e3):  # of a multiplier that is no start
-            start = size * torch.randn(*point.mT.shape[:2], shape[-1], generator=generator).double()
-            direction, _ = spectral_direction(point, grad, start, steps=steps)
-            assert_feasible(point, direction)
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize(("kind", "shape"), mixed(12, GRADIENTS, SHAPES))
+def test_where_nothing_may_be_read_the_direction_is_as_good(shape, kind, generator):
+    test_the_direction_is_optimal_tangent_and_of_norm_one(shape, kind, DOUBLE, generator)
 
 
 @pytest.mark.parametrize(
@@ -351,26 +334,27 @@ def test_a_small_tangent_part_counts_beside_a_large_radial_one(shape, dtype, sha
     radial = point @ (inner + inner.mT) / 2
     tangent = gaussian - radial
     point, grad = point.to(dtype), (radial + share * tangent).to(dtype)
-    direction, _ = spectral_direction(point, grad)
+    direction = spectral_direction(point, grad)
     assert_feasible(point, direction)
-    best, multiplier = spectral_direction(point.double(), tangent)
-    assert_optimal(point.double(), tangent, best, multiplier)
+    best = spectral_direction(point.double(), tangent)
+    assert_optimal(point.double(), tangent, best)
     value = value_of(tangent, direction.double()) / value_of(tangent, best)
     assert value.min() >= 0.9995
-    new = muon_(point, grad, torch.zeros_like(grad), torch.zeros_like(inner).to(dtype), lr=0.3)
+    new = muon_(point, grad, torch.zeros_like(grad), lr=0.3)
     assert gram_error(new).max() <= 2 * orthonormality_tolerance(dtype, shape[-2])
     radial = radial.to(dtype)  # nothing but rounding is tangent
-    assert torch.linalg.matrix_norm(spectral_direction(point, radial)[0], 2).max() < 0.9
+    assert torch.linalg.matrix_norm(spectral_direction(point, radial), 2).max() < 0.9
 
 
-@pytest.mark.parametrize("m", [16, 128])
-def test_the_products_of_fixed_steps_are_counted(m, generator):
-    """About 550 of m x m for two steps, whatever the gradient is; five have n rows."""
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize("m", [16, 100])
+def test_the_products_where_nothing_may_be_read_are_counted(m, generator):
+    """About 40 of 2m x 2m, whatever the gradient is; five have n rows."""
     point, grad = problem((1, 4 * m, m), "gaussian", generator, torch.float32)
     with Products() as products:
-        muon_(point, grad, grad * 0, torch.zeros(1, m, m), lr=0.02, steps=2)
+        muon_(point, grad, grad * 0, lr=0.02)
     assert products.tall == 5
-    assert 480 <= products.small <= 630
+    assert 35 <= products.small <= 60
 
 
 @pytest.mark.parametrize(
@@ -379,7 +363,7 @@ def test_the_products_of_fixed_steps_are_counted(m, generator):
 )
 def test_every_direction_turns_by_the_arc_tangent_of_lr(shape, lr, dtype, generator):
     point, grad = problem(shape, "gaussian", generator, dtype)
-    new = muon_(point, grad, torch.zeros_like(grad), point.mH @ point * 0, lr=lr)
+    new = muon_(point, grad, torch.zeros_like(grad), lr=lr)
     cosines = torch.linalg.svdvals(point.mH @ new)
     expected = torch.full_like(cosines, math.cos(math.atan(float(lr))))
     if shape[-2] > 2 * shape[-1]:
@@ -392,65 +376,58 @@ def test_every_direction_turns_by_the_arc_tangent_of_lr(shape, lr, dtype, genera
     torch.testing.assert_close(distance, chord, rtol=2e-4, atol=0)
 
 
-@pytest.mark.parametrize(("kind", "steps", "dtype"), mixed(10, GRADIENTS, [None, 2], DTYPES))
-def test_one_step_stays_on_the_manifold(kind, steps, dtype, generator):
+@pytest.mark.parametrize(("kind", "dtype"), mixed(10, GRADIENTS, DTYPES))
+def test_one_step_stays_on_the_manifold(kind, dtype, generator):
     for shape in SHAPES:
         point, grad = problem(shape, kind, generator, dtype)
         before = point.clone(), grad.clone()
         buffer = torch.zeros_like(grad)
-        multiplier = torch.zeros_like(point.mH @ point)
         off = point + 1e-6 * torch.ones_like(point)  # as after many steps in float32
         for start in (point, off):
-            new = muon_(start, grad, buffer, multiplier, lr=0.3, steps=steps)
+            new = muon_(start, grad, buffer, lr=0.3)
             tolerance = orthonormality_tolerance(dtype, shape[-2])
             # what is off by e is mended to 3/4 e^2
             assert gram_error(new).max() <= tolerance + shape[-1] * gram_error(start).max().square()
         torch.testing.assert_close((point, grad), before, rtol=0, atol=0, equal_nan=True)
         if kind == "zero":
-            unmoved = muon_(point, grad, buffer * 0, multiplier, lr=0.3)
-            torch.testing.assert_close(unmoved, point)
-            assert not multiplier.any()
+            torch.testing.assert_close(muon_(point, grad, buffer * 0, lr=0.3), point)
 
 
-@pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize(("dtype", "powers"), [(torch.float32, (-38, -45)), (DOUBLE, (-120, -170))])
-def test_a_gradient_that_fades_away_leaves_finite_numbers(dtype, powers, steps, generator):
+def test_a_gradient_that_fades_away_leaves_finite_numbers(dtype, powers, generator):
     point, grad = problem((1, 20, 5), "gaussian", generator, dtype)
     scales = torch.logspace(*powers, 26, dtype=DOUBLE).reshape(-1, 1, 1)
     many, faded = point.expand(26, -1, -1), (grad.double() * scales).to(dtype)
-    direction, multiplier = spectral_direction(many, faded, steps=steps)
+    direction = spectral_direction(many, faded)
     assert direction.isfinite().all()
-    assert multiplier.isfinite().all()
     assert direction[0].any()
     assert not direction[-1].any()
-    new = muon_(many, faded, None, None, lr=0.5, steps=steps)
+    new = muon_(many, faded, None, lr=0.5)
     assert gram_error(new).max() <= orthonormality_tolerance(dtype, 20)
 
 
 def test_a_half_precision_point_does_not_overflow(generator):
     point, grad = problem((2, 20, 5), "gaussian", generator, torch.float32)
-    expected, _ = spectral_direction(point.half(), grad.half())
+    expected = spectral_direction(point.half(), grad.half())
     for scale in (1e-3, 1.0, 1e3):
-        direction, _ = spectral_direction(point.half(), (grad * scale).half())
+        direction = spectral_direction(point.half(), (grad * scale).half())
         torch.testing.assert_close(direction, expected, rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (0, 3, 3), (2, 5, 0), (2, 0, 0)], ids=str)
 def test_nothing_has_an_empty_direction(shape):
     point = torch.zeros(shape)
-    direction, multiplier = spectral_direction(point, point)
+    direction = spectral_direction(point, point)
     assert direction.shape == shape
-    assert multiplier.shape == (shape[0], shape[-1], shape[-1])
-    assert spectral_gap(point, point, direction, multiplier).shape == shape[:1]
-    assert muon_(point, point, None, None, lr=0.1).shape == shape
+    assert spectral_gap(point, point, direction).shape == shape[:1]
+    assert muon_(point, point, None, lr=0.1).shape == shape
 
 
 def test_the_gap_of_what_cannot_be_improved_is_zero_and_of_what_is_not_finite_nan(generator):
     point, grad = problem((3, 40, 6), "gaussian", generator)
     grad[1] = point[1] @ (grad[1, :6] + grad[1, :6].mT)  # no tangent part
     grad[2, 0, 0] = math.inf
-    direction, multiplier = spectral_direction(point, grad)
-    gap = spectral_gap(point, grad, direction, multiplier)
+    gap = spectral_gap(point, grad, spectral_direction(point, grad))
     assert gap[0].abs() <= 1e-4
     assert gap[1] == 0
     assert gap[2].isnan()
@@ -459,16 +436,15 @@ def test_the_gap_of_what_cannot_be_improved_is_zero_and_of_what_is_not_finite_na
 def test_rank_one_in_float64_stays_to_rounding(generator):
     """Where Q is singular rounding of M'M is amplified 1e9 times."""
     point, grad = problem((60, 64, 16), "rank-1", generator)
-    new = muon_(point, grad, None, None, lr=0.3)
+    new = muon_(point, grad, None, lr=0.3)
     assert gram_error(new).max() <= orthonormality_tolerance(DOUBLE, 64)
 
 
 def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
     point, grad = problem((1, 30, 6), "gaussian", generator)
-    state = (torch.zeros_like(grad), torch.zeros(1, 6, 6, dtype=DOUBLE))
-    torch.testing.assert_close(muon_(point, grad, *state, lr=0.0), point)
-    up = muon_(point, grad, torch.zeros_like(grad), state[1] * 0, lr=0.1, maximize=True)
-    down = muon_(point, -grad, torch.zeros_like(grad), state[1] * 0, lr=0.1)
+    torch.testing.assert_close(muon_(point, grad, torch.zeros_like(grad), lr=0.0), point)
+    up = muon_(point, grad, torch.zeros_like(grad), lr=0.1, maximize=True)
+    down = muon_(point, -grad, torch.zeros_like(grad), lr=0.1)
     torch.testing.assert_close(up, down)
 
 
@@ -498,11 +474,11 @@ def test_the_rule_descends(nesterov, generator):
 def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
     point, grad = problem(shape, "gaussian", generator)
     torch._dynamo.reset()
-    options = {"smoothing": 0.1, "steps": 1}
+    options = {"smoothing": 1e-3, "tolerance": 1e-3}
     compiled = torch.compile(spectral_direction, fullgraph=True, backend="aot_eager")
-    direction, _ = compiled(point, grad, **options)
-    expected, _ = spectral_direction(point, grad, **options)
-    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-4)
+    direction = compiled(point, grad, **options)
+    expected = spectral_direction(point, grad, **options)
+    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-3)
 
 
 @in_one_test(
@@ -513,8 +489,6 @@ def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
         ({"grad": torch.zeros(1, 5, 2)}, "`grad` must have the shape"),
         ({"grad": torch.zeros(1, 5, 3) * 1j}, "`grad` must fit into the dtype of `point`"),
         ({"point": torch.zeros(1, 5, 3, dtype=torch.int64)}, "`grad` must fit into the dtype"),
-        ({"multiplier": torch.zeros(1, 5, 5)}, "`multiplier` must have the shape"),
-        ({"steps": -1}, "`steps` must be in"),
         ({"tolerance": -1.0}, "`tolerance` must be in"),
         ({"smoothing": 0.0}, "`smoothing` must be in"),
     ],

@@ -111,7 +111,7 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
                 own_opt.step()
                 counts[index] += 1
     for index, (parameter, (own, own_opt)) in enumerate(zip(together, alone, strict=True)):
-        atol = 1e-5 if name == "muon" else 1e-11  # a search that ends at a tolerance
+        atol = 1e-5 if name == "muon" else 1e-11  # polynomials of a batch
         torch.testing.assert_close(parameter, own, rtol=0, atol=atol, msg=f"{index}")
         state = opt.state.get(parameter, {})
         if isinstance(parameter, so.ManifoldParameter):

@@ -4,32 +4,29 @@ X is the point, M the momentum, n x m with n >= m. The direction D solves
 
     maximise <M, D>   subject to   |D|_2 <= 1,   X'D + D'X = 0.
 
-With multipliers L of the second and R >= 0 of the first constraint, both symmetric of m x m, the
-optimum has D R = Z for Z = M - X L, so that R = (Z'Z)^(1/2) and D is the polar factor of Z; the
-dual problem is to minimise the nuclear norm |M - X L|_* (Bernstein 2025, Su 2025). Its
-joint form in L and R is convex, and L can be eliminated. With M = X B + N, X'N = 0, Q = N'N and
-K = (B - B')/2 what is left is a problem in R alone:
+Iterations for its dual problem, min |M - X L|_* over symmetric L, are published (Bernstein 2025,
+Su 2025). **None is needed.** Let M = X B + N with X'N = 0, K = (B - B')/2 and N = E C for an E with
+orthonormal columns. A tangent D is X A + E F with a skew A, and
 
-    minimise   g(R) = tr R / 2 + tr(Q R^(-1)) / 2 + <K, Y>,   R Y + Y R = K,
-    D(R) = 2 X Y + N R^(-1),     grad g = (I - D'D) / 2,   D'D = 4 Y'Y + R^(-1) Q R^(-1).
+    <M, D> = <K, A> + <C, F> = <W, Z>,   W = [[K, -C'/2], [C/2, 0]],   Z = [[A, -F'], [F, *]],
 
-Y is skew, so D(R) is tangent for every R: a search that stops early is still on the manifold. Every
-matrix here is of m x m and comes from X'M and M'M; nothing grows with n but two products before
-and two after.
+whatever the skew block * is. [A; F] is no longer than 1, and neither is [A, -F'] = -[A; F]'. So
+some * makes |Z| <= 1 (Parrott 1978), as does its skew part. The maximum is therefore that over all
+skew Z with |Z| <= 1: the polar factor of W, which is skew itself, and its value is |W|_*. A and F
+are blocks of that. In other words: of the skew n x n matrices that turn X as M asks, take the polar
+factor; W has rank 2m at most.
 
-**Smoothing.** Q + delta^2 I stands for Q. So R >= delta exists for every M, D is a smooth function
-of M, 0 for M = 0, and D'D = I - delta^2 R^(-2). No singular value s of Z loses more than 0.31 delta
-of the optimal value, the sum of all s. That is at least |M_T|_F^2 / |M_T|_2 for the tangent part
-M_T of M, as M_T / |M_T|_2 is feasible. With u >= |M_T|_2, u^4 the sum of the fourth powers of its
-singular values, delta = smoothing |M_T|_F^2 / (m u) leaves at least 1 - 0.31 smoothing of the
-optimum, whatever M is.
+Every matrix here is of m x m or 2m x 2m and comes from X'M and M'M; nothing grows with n but two
+products before and two after. C is the Cholesky factor of Q = N'N, and E F = N C^(-1) F.
 
-**Where values can be read** the search is over the dual variable, one eigenvalue decomposition of
-m x m an iteration, until a bound says that D is good enough: see
-:mod:`stiefel_opt.functional.spectral_search`. **Elsewhere** a fixed number of Newton steps for g,
-by products: R and R^(-1) by polynomials, and the equations R Y + Y R = K by doubling. What is kept
-between steps is T = -Lambda, of L = sym B + Lambda: R is the root of Q + (T + K)'(T + K). **Square
-matrices** have Lambda = 0: D is X times the polar factor of K, by polynomials.
+**Smoothing.** Q + delta^2 I stands for Q. So C is regular for every M, D is a smooth function of M,
+0 for M = 0, and D'D = I - delta^2 R^(-2) for R = F^(-1) C, symmetric, whose trace is the smoothed
+value. No eigenvalue of R loses more than 0.31 delta by that. The value is at least
+|M_T|_F^2 / |M_T|_2 for the tangent part M_T of M, as M_T / |M_T|_2 is feasible. With u >= |M_T|_2,
+u^4 the sum of the fourth powers of its singular values, delta = smoothing |M_T|_F^2 / (m u) leaves
+at least 1 - 0.31 smoothing of the optimum, whatever M is. Polar factors come from odd polynomials,
+which leave singular values below 1 where they are that small. **Square matrices** have no N: D is X
+times the polar factor of K.
 """
 
 from __future__ import annotations
@@ -43,21 +40,14 @@ from torch import Tensor
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import finest_dtype, is_free_to_read
 from stiefel_opt.functional.flows import Scalar, Setting, mend
-from stiefel_opt.functional.spectral_search import (
-    fits,
-    fixed_steps,
-    inner_product,
-    schedule,
-    search,
-    square_norm,
-    trace_of,
-)
 from stiefel_opt.linalg import (
+    BLOCKED,
     RowSum,
     add_product,
     add_product_,
     add_to_diagonal_,
     gram,
+    identity_for,
     keep_,
     own_gram,
     product,
@@ -68,15 +58,13 @@ from stiefel_opt.linalg import (
 )
 from stiefel_opt.roots import roots
 
-# Dual steps where nothing can be read: from a multiplier, and without one.
-_WARM: Final = 2
-_COLD: Final = 6
-_COARSER: Final = 30.0  # times smoothing, for fixed steps: rounding in D goes as its inverse
+_COARSE: Final = 3e-3  # least smoothing of Q where rounding by a large C^(-1) cannot be seen
 _RADIAL: Final = 1e-4  # share of |M|^2 below which M_T is worked out by itself
 _ROUNDING: Final = 4.0  # times eps |M|: what of M may be rounding
 _NOISE: Final = 64.0  # times eps |M|^2: what rounding leaves in Q
 _ILL: Final = 16.0  # mean condition of Z from which tall products in float32 lose too much
 _FEW_SMALL: Final = 0.035  # where a square matrix is cut off at first, over its mean singular value
+_SPREAD: Final = 0.05  # smallest over largest singular value from which a factorisation pays
 _STEEP: Final = 0.02  # 2 eta^2 from which square matrices take one product more
 _LONGEST: Final = 4.0  # atan(4) is 76 degrees
 
@@ -85,50 +73,47 @@ _LONGEST: Final = 4.0  # atan(4) is 76 degrees
 def spectral_direction(
     point: Tensor,
     grad: Tensor,
-    multiplier: Tensor | None = None,
     *,
-    steps: int | None = None,
-    tolerance: float = 5e-5,
-    smoothing: float = 1e-4,
+    tolerance: float | None = None,
+    smoothing: float | None = None,
     row_sum: RowSum | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""Return the steepest tangent direction of spectral norm 1, and its multiplier.
+) -> Tensor:
+    r"""Return the steepest tangent direction of spectral norm 1.
 
-    D maximises <M, D> over :math:`|D|_2 \le 1` with X'D skew. It is the polar factor of
-    :math:`M_T - X \Lambda` for the tangent part :math:`M_T = M - X\,\mathrm{sym}(X^\top M)`; the
-    multiplier :math:`\Lambda` minimises the nuclear norm of that.
+    D maximises <M, D> over :math:`|D|_2 \le 1` with X'D skew. It is P X for the polar factor P of
+    the skew n x n matrix that turns X as M asks, :math:`W = X K X^\top + (N X^\top - X N^\top) / 2`
+    with :math:`K = \mathrm{skew}(X^\top M)` and :math:`N = M - X X^\top M`.
 
     Args:
         point: X, orthonormal, ``(k, n, m)``, n >= m, real or complex.
         grad: M, the gradient or the momentum, same shape.
-        multiplier: Lambda of a similar problem, ``(k, m, m)``, as a start; zero is no start.
-        steps: Dual steps, a fixed number, by products alone. Default: where values can be read as
-            many iterations as ``tolerance`` asks for, elsewhere 2 with a multiplier and 6 without.
-        tolerance: What the value may lack of an upper bound, relative to it, beside smoothing.
-        smoothing: What the value may lack of the optimum by itself, relative to it, at the most;
-            fixed steps use 30 times as much.
+        tolerance: How far from 1 singular values of D may be, unless they count too little.
+            Default: 5e-5, and 1e-10 in float64.
+        smoothing: What the value may lack of the optimum, relative to it, at the most; where values
+            cannot be read (accelerators, compiled) that may be 1e-3 in any case. Default: 1e-4,
+            and 2e-5 in float64.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
-    Returns: D ``(k, n, m)`` and Lambda ``(k, m, m)``, without a history for backward; 0 where M is
-        0, not finite, or too large or too small for its square, which for n = m it may be.
+    Returns: D ``(k, n, m)``, without a history for backward; 0 where M is 0, not finite, or too
+        large or too small for its square, which for n = m it may be.
     Raises:
         ValueError: for shapes that do not fit, or numbers out of range.
         TypeError: for a real point with a complex gradient, and for integers.
     Note: Two products of n x m by m x m and two symmetric halves before, two after; for square
-        matrices one and one. One sum of m (2m + 1) numbers over the rows. The m x m work is in
-        float64 where the device has it, as are the tall products of the sums, and on a CPU those
-        of an ill-conditioned M; where M is all but radial, one more product and the sums again.
-        Without ``steps`` matrices with n >= 4m take 5 to 12 eigenvalue decompositions, those with n
-        below 2m about 20 and up to 110, where n = m + 1 may end at 0.997 of the optimum. A fixed
-        step is about 240 products of m x m, and 40 for the roots at the end; where it has not
-        converged D is shortened to norm 1, and with n below 2m the default number of them may lack
-        a tenth of the optimum.
-    Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem and its dual.
+        matrices one and one. One sum of m (2m + 1) numbers over the rows. Between them a Cholesky
+        factor of m x m and 14 to 40 products of 2m x 2m, for square matrices of m x m, about half
+        of the flops of each by symmetry: as many as the smallest singular values that count ask
+        for, and 40 where nothing can be read. Sums over the rows and the Cholesky factor are in
+        float64 where the device has it, and on a CPU the last tall products of an ill-conditioned
+        M; where M is all but radial, one more product and the sums again.
+    Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem; Parrott
+        (1978), On a quotient norm and the Sz.-Nagy-Foias lifting theorem, for the missing block.
     """
-    _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
+    accuracy = _accuracy(point, tolerance, smoothing)
+    _check(point, grad, row_sum)
     if _is_empty(point):
-        return torch.zeros_like(point), point.new_zeros(len(point), *point.shape[-1:] * 2)
-    found = _solve(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
+        return torch.zeros_like(point)
+    found = _solve(point, grad, *accuracy, row_sum)
     if found.along is None:
         direction = product(point, found.within)
     else:
@@ -136,36 +121,31 @@ def spectral_direction(
         direction = product(*_same(point, found.within, dtype))
         direction = add_product_(direction, *_same(found.moving, found.along, dtype))
         direction = direction.to(point.dtype)
-    return torch.where(found.sound, direction, 0.0), found.multiplier.to(point.dtype)
+    return torch.where(found.sound, direction, 0.0)
 
 
 @torch.no_grad()
 def spectral_gap(
-    point: Tensor,
-    grad: Tensor,
-    direction: Tensor,
-    multiplier: Tensor,
-    *,
-    row_sum: RowSum | None = None,
+    point: Tensor, grad: Tensor, direction: Tensor, *, row_sum: RowSum | None = None
 ) -> Tensor:
-    r"""Return how much the direction may lack of the optimal value, relative to it, ``(k,)``.
+    r"""Return how much a direction lacks of the optimal value, relative to it, ``(k,)``.
 
-    By weak duality no tangent direction of spectral norm 1 has a value beyond the nuclear norm of
-    :math:`M_T - X\Lambda`, whatever Lambda is: the gap is 1 - <M, D> / (that norm max(1, |D|_2)).
+    The optimal value is the nuclear norm of the W of :func:`spectral_direction`; the gap is
+    1 - <M, D> / (that norm max(1, |D|_2)).
 
     Args:
         point, grad, row_sum: as in :func:`spectral_direction`.
         direction: D, ``(k, n, m)``, tangent.
-        multiplier: Lambda, symmetric, ``(k, m, m)``.
 
     Returns: The gap of every matrix; 0 where the gradient has no tangent part beyond rounding, NaN
         where it is not finite or too large to be squared.
     Raises:
         ValueError: for shapes that do not fit.
-    Note: Eigenvalues of two m x m matrices, sums of 3 m^2 numbers over the rows. Rounding makes it
-        as large as the root of eps in the dtype of the m x m work.
+    Note: Eigenvalues of two m x m matrices and singular values of one of 2m x 2m, sums of 3 m^2
+        numbers over the rows. Rounding makes it as large as the root of eps in the dtype of the
+        m x m work.
     """
-    _check(point, grad, multiplier, None, 0.0, 0.5, row_sum)
+    _check(point, grad, row_sum)
     if direction.shape != point.shape:
         shape = tuple(point.shape)
         raise ValueError(fail("direction", f"have the shape {shape}", tuple(direction.shape)))
@@ -178,14 +158,14 @@ def spectral_gap(
     packed = torch.cat([own_gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
     packed = packed if row_sum is None else row_sum(packed)
     length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
-    inner = parts.skew - sym(multiplier.to(work))
-    own = sym(parts.square + own_gram(inner))
-    finite = own.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
-    own = torch.where(finite, own, 0.0)
-    bound = torch.linalg.eigvalsh(own).clamp(min=0.0).sqrt().sum(dim=-1)
-    gap = 1.0 - packed[:, 0, -1].real / (bound * length)
+    finite = (parts.square + parts.skew).isfinite().all(dim=-1, keepdim=True)
+    finite = finite.all(dim=-2, keepdim=True)
+    values, vectors = torch.linalg.eigh(torch.where(finite, parts.square, 0.0))
+    root = values.clamp(min=0.0).sqrt().unsqueeze(-1) * vectors.mH
+    best = torch.linalg.svdvals(_completed(torch.where(finite, parts.skew, 0.0), root)).sum(dim=-1)
+    gap = 1.0 - packed[:, 0, -1].real / (best * length)
     rounding = (parts.noise.flatten() * point.size(-1)).sqrt()
-    gap = torch.where(bound > rounding, gap, 0.0)
+    gap = torch.where(best > rounding, gap, 0.0)
     return torch.where(finite.flatten(), gap, math.nan).to(point.real.dtype)
 
 
@@ -193,15 +173,13 @@ def muon_(
     point: Tensor,
     grad: Tensor,
     momentum_buffer: Tensor | None,
-    multiplier: Tensor | None,
     *,
     lr: Scalar,
     momentum: float = 0.95,
     nesterov: bool = True,
     maximize: bool = False,
-    steps: int | None = None,
-    tolerance: float = 5e-5,
-    smoothing: float = 1e-4,
+    tolerance: float | None = None,
+    smoothing: float | None = None,
     setting: Setting = Setting(),  # noqa: B008
 ) -> Tensor:
     r"""One step of StiefelMuon; returns the new point and updates the state in place.
@@ -217,12 +195,11 @@ def muon_(
         point: X, orthonormal, ``(k, n, m)``.
         grad: G, same shape.
         momentum_buffer: B, same shape, updated. None: M = G.
-        multiplier: Lambda, ``(k, m, m)``, updated; zero at the start. None: every step is a start.
         lr: eta, a number or ``(k, 1, 1)``; acts as at most 4, an angle of 76 degrees.
         momentum: mu.
         nesterov: M is a lookahead, as above; else the buffer.
         maximize: X moves along D.
-        steps, tolerance, smoothing: as in :func:`spectral_direction`.
+        tolerance, smoothing: as in :func:`spectral_direction`.
         setting: How the step is worked out; of it ``ok`` and ``row_sum``.
 
     Returns: The new point, ``(k, n, m)``.
@@ -233,32 +210,27 @@ def muon_(
         does, one more sum of m^2 and two products: on a CPU only.
     """
     row_sum = setting.row_sum
-    _check(point, grad, multiplier, steps, tolerance, smoothing, row_sum)
+    accuracy = _accuracy(point, tolerance, smoothing)
+    _check(point, grad, row_sum)
     if _is_empty(point):
         return point.clone()
     buffer = moving = grad = zeroed(grad, setting.ok)
     if momentum_buffer is not None:
         buffer = momentum_buffer.lerp(grad, 1 - momentum)
         moving = grad.lerp(buffer, momentum) if nesterov else buffer
-    found = _solve(point, moving, multiplier, steps, tolerance, smoothing, row_sum)
-    ok = found.finite if setting.ok is None else found.finite & setting.ok
-    for state, new in ((momentum_buffer, buffer), (multiplier, found.multiplier)):
-        if state is not None:
-            keep_(state, new, ok)
+    found = _solve(point, moving, *accuracy, row_sum)
+    if momentum_buffer is not None:
+        ok = found.finite if setting.ok is None else found.finite & setting.ok
+        keep_(momentum_buffer, buffer, ok)
     step, limit = _step_of(lr, found.length)
     difference = roots(found.length * (step * step), limit).difference
     step = -step if maximize else step
-    if found.along is None and setting.correct is not False:
-        mending, within = mend(own_gram(point)), found.within
-        if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
-            within = within.baddbmm(mending, within)
-        found = found._replace(mending=mending, within=within)
+    if found.along is None:
+        return _turned(point, found, step, difference, limit, setting)
     # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
     moved = found.mending - found.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
     within = torch.where(found.sound, within, found.mending)
-    if found.along is None:
-        return add_product(point, *_same(point, within, point.dtype))
     moving = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
     along = found.along * -step
     along = along.baddbmm(along, difference)
@@ -273,6 +245,21 @@ def muon_(
     return new
 
 
+def _turned(
+    point: Tensor, found: _Found, step: Scalar, difference: Tensor, limit: float, setting: Setting
+) -> Tensor:
+    """Return X (I + mending - eta P) (I + difference) of a square matrix X."""
+    mending = found.mending if setting.correct is False else mend(own_gram(point))
+    turn = found.within * -step
+    if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
+        turn = turn.baddbmm(mending, turn).add_(mending)
+        turn = turn.baddbmm(turn, difference)
+    else:  # turn and difference commute
+        turn = symmetric_product(turn, difference, turn.clone(), beta=1.0, sign=-1).add_(mending)
+    within = torch.where(found.sound, turn.add_(difference), mending)
+    return add_product(point, *_same(point, within, point.dtype))
+
+
 class _Found(NamedTuple):
     """D = X within + M along, in m x m matrices, and what goes with it.
 
@@ -281,7 +268,6 @@ class _Found(NamedTuple):
         moving: M, or what is left of it.
         mending: c - I for X c nearest to X on the manifold.
         length: D'D.
-        multiplier: Lambda.
         finite: Whether M is, and its square, ``(k, 1, 1)``.
         sound: Whether D is other than 0, ``(k, 1, 1)``.
         gain: How much the sum of the two products amplifies rounding, ``(k, 1, 1)``.
@@ -292,7 +278,6 @@ class _Found(NamedTuple):
     moving: Tensor
     mending: Tensor
     length: Tensor
-    multiplier: Tensor
     finite: Tensor
     sound: Tensor
     gain: Tensor
@@ -314,86 +299,113 @@ class _Parts(NamedTuple):
 def _solve(
     point: Tensor,
     moving: Tensor,
-    multiplier: Tensor | None,
-    steps: int | None,
     tolerance: float,
     smoothing: float,
     row_sum: RowSum | None,
 ) -> _Found:
-    """Find the direction, in m x m matrices."""
+    """Find the direction, in small matrices."""
     if row_sum is None and point.size(-2) == point.size(-1):
         return _solve_square(point, moving, tolerance, 3.0 * smoothing)  # nothing else is lost
-    is_fixed = steps is not None or not is_free_to_read(point)
-    smoothing = smoothing * _COARSER if is_fixed else smoothing
     moving, parts = _tangent_parts(point, moving, row_sum)
     m = point.size(-1)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
     limits = torch.finfo(scale.dtype)
     sound = (scale > (limits.tiny / limits.eps) ** 0.5) & scale.isfinite()
-    factor = torch.where(sound, scale.reciprocal(), 0.0)  # M = 0 has R = delta and Y = 0
+    factor = torch.where(sound, scale.reciprocal(), 0.0)  # M = 0 has C = delta and K = 0
     spread = torch.where(sound, spread, 1.0)
     turn = torch.where(sound, parts.skew * factor, 0.0)
     own = torch.where(sound, parts.square * factor.square(), 0.0)
     noise = torch.where(sound, parts.noise * factor.square(), 0.0)
-    floor = (smoothing / m * spread).square() + noise
-    start = None if multiplier is None else _start(multiplier, turn, factor)
-    if is_fixed:
-        count = (_COLD if multiplier is None else _WARM) if steps is None else steps
-        inverse, half, shift, length = fixed_steps(turn, own, start, floor, count, smoothing / m)
-    else:
-        inverse, half, shift, length = search(turn, own, start, floor, tolerance)
+    coarse = smoothing if is_free_to_read(point) else max(smoothing, _COARSE)
+    floor = (coarse / m * spread).square() + noise
+    upper, _ = torch.linalg.cholesky_ex(own + identity_for(own) * floor, upper=True)
+    polar, _ = _polar_factor(
+        _completed(turn, upper).to(_at_least_single(point)), tolerance, 2.0 * smoothing
+    )
+    inner = skew(polar[:, :m, :m]).to(own.dtype)
+    outer = polar[:, m:, :m].to(own.dtype)
+    inverse: Tensor = torch.linalg.solve_triangular(upper, outer, upper=True)
+    length = sym(own_gram(inner) + torch.bmm(inverse.mH, torch.bmm(own, inverse)))
     along = inverse * factor
     # What M is multiplied by must fit into the dtype of M; where M is too small for that, D = 0.
     largest = along.abs().amax(dim=(-2, -1), keepdim=True)
     sound = sound & (largest < torch.finfo(_at_least_single(point)).max / 4)
     along, length = (torch.where(sound, matrix, 0.0) for matrix in (along, length))
     # N = M - X c B
-    within = torch.baddbmm(half, parts.inner, along, beta=2.0, alpha=-1.0)
+    within = torch.baddbmm(inner, parts.inner, along, alpha=-1.0)
     within = within.baddbmm(parts.mending, within)
-    shift = torch.where(sound, shift * scale, 0.0)
     within = torch.where(sound, within, 0.0)
-    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * square_norm(along)).sqrt() / m
+    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * _square_norm(along)).sqrt() / m
     finite = parts.noise.isfinite()
-    return _Found(within, along, moving, parts.mending, length, -shift, finite, sound, gain)
+    return _Found(within, along, moving, parts.mending, length, finite, sound, gain)
+
+
+def _completed(turn: Tensor, root: Tensor) -> Tensor:
+    """Return W of K and C, ``(k, 2m, 2m)``."""
+    half = root / 2
+    columns = torch.cat([turn, half], dim=-2), torch.cat([-half.mH, half * 0], dim=-2)
+    return torch.cat(columns, dim=-1)
 
 
 def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: float) -> _Found:
-    """Find P with D = X P: the polar factor of K, by odd polynomials of K.
-
-    Polynomials that take [l, 1] to 1 leave a singular value s < l of K / u at d >= s / l. What that
-    costs is at most the sum of l d (1 - d) <= l (1 - d^2) (0.28 + 0.27 d^2), known from P'P. So l
-    starts near what random matrices need, and falls only where a larger part of K is small.
-    """
+    """Find P with D = X P: the polar factor of K."""
     inner = gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
     finite = largest.isfinite()
     sound = (largest > 0) & finite
     inner = torch.where(sound, inner / largest, 0.0)  # squares must neither over- nor underflow
-    size = square_norm(inner)
+    size = _square_norm(inner)
     inner = skew(inner)
-    square = own_gram(inner)
-    trace = trace_of(square)
     # the skew part of what is all but symmetric is rounding
+    trace = _square_norm(inner)
     share = trace / (trace + size * (_ROUNDING * torch.finfo(inner.dtype).eps) ** 2)
-    share = torch.where(sound, share, 0.0)
-    fourth = torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)  # u^2
-    sound = sound & (fourth > 0)  # 0/0 where K is 0
-    inner = inner * torch.where(sound, fourth.rsqrt(), 0.0)
+    share = torch.where(sound & (trace > 0), share, 0.0)
+    polar, square = _polar_factor(inner, tolerance, smoothing)
+    zero, polar, square = torch.zeros_like(polar), polar * share, square * share.square()
+    sound = sound & (trace > 0)
+    return _Found(polar, None, moving, zero, square, finite, sound, torch.ones_like(trace))
+
+
+def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Return the polar factor P of a skew matrix K and P'P, by odd functions of K.
+
+    The first, x / (1 + c x^2), brings the small singular values near the large; then polynomials.
+    Functions that take [l, 1] to 1 leave a singular value s < l of K / u at d >= s / l. What that
+    costs is at most the sum of l d (1 - d) <= l (1 - d^2) (0.28 + 0.27 d^2), known from P'P. So l
+    starts near what random matrices need, and falls only where a larger part of K is small.
+    """
+    square = own_gram(matrix)
+    trace = _trace_of(square)
+    # u^2; singular values of real skew matrices other than 0 come in pairs
+    share = 1.0 if matrix.is_complex() else 0.5**0.5
+    fourth = share * torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)
+    sound = fourth > 0  # 0/0 where K is 0
+    polar = matrix * torch.where(sound, fourth.rsqrt(), 0.0)
+    scaled = polar
     square = square / torch.where(sound, fourth, 1.0)
     # |s|_1 >= |s|_2^3 / |s|_4^2, over m
-    m = point.size(-1)
-    mean = torch.where(sound, (trace / fourth) ** 1.5 / m, math.inf)
+    m = matrix.size(-1)
+    mean = torch.where(sound, (trace / fourth) ** 1.5 * (share / m), math.inf)
     low = least = smoothing / m  # of any K
-    if is_free_to_read(point):
+    # no guess in float64: a direction does not depend on the others of its batch then
+    if is_free_to_read(matrix) and not _is_double(matrix):
         least = min(smoothing * float(mean.min()), 1.0)
-        low = max(least, _FEW_SMALL * float(mean.min())) if least < 1.0 else 1.0
-    polar, eps = inner, torch.finfo(inner.dtype).eps
+        low = max(least, min(_FEW_SMALL * float(mean.min()), 1.0))
+    eps = torch.finfo(matrix.dtype).eps
+    pulls: list[float] = []
+    can_pull = is_free_to_read(matrix) and m >= BLOCKED  # else products are faster
+    while can_pull and (lower := _pulled(low, pulls)) < _SPREAD:
+        pulls.append(min(1.0 / lower, eps**-0.5))
+        regular = add_to_diagonal_(square * pulls[-1], 1.0)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(regular).L)
+        polar = skew(symmetric_product(polar, inverse.mul_(2.0 * pulls[-1] ** 0.5), sign=-1))
+        square = own_gram(polar)
     factors: list[float] = []
     while True:
-        lower = low
+        lower = _pulled(low, pulls)
         for factor in factors:
             lower *= factor * (3.0 - (factor * lower) ** 2) / 2.0
-        for factor in schedule(lower, max(tolerance, eps)):
+        for factor in _schedule(lower, max(tolerance, eps)):
             polar = _odd(polar, square, factor)
             factors.append(factor)
             if len(factors) % 3 == 0:  # what is not skew grows as small singular values do
@@ -401,12 +413,36 @@ def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: fl
             square = own_gram(polar)
         if low <= least:
             break
-        lost = (0.28 * m - 0.01 * trace_of(square) - 0.27 * square_norm(square)) * low
-        if bool((lost <= 0.31 * smoothing * inner_product(inner, polar)).all()):
+        lost = (0.28 * m - 0.01 * _trace_of(square) - 0.27 * _square_norm(square)) * low
+        if bool((lost <= 0.31 * smoothing * _inner_product(scaled, polar)).all()):
             break
         low = max(low / 30, least)
-    zero, polar, square = torch.zeros_like(polar), skew(polar) * share, square * share.square()
-    return _Found(polar, None, moving, zero, square, zero, finite, sound, torch.ones_like(mean))
+    return skew(polar), square
+
+
+def _schedule(lower: float, tolerance: float) -> list[float]:
+    """Return the factors f of x <- f x (3 - f^2 x^2) / 2 that take [lower, 1] to 1.
+
+    f^2 = 3 / (1 + l + l^2) gives both ends the same value, the next l, at the maximum 1: for small
+    l 2.6 times as much, where f = 1 gives 1.5. Rounding must not take what is near 1 below zero, so
+    l counts as at least 1e-3 there.
+
+    Reference: Chen & Chow (2014), A stable scaling of Newton-Schulz.
+    """
+    factors = []
+    while 1.0 - lower > tolerance:
+        kept = max(lower, 1e-3)
+        factors.append(math.sqrt(3.0 / (1.0 + kept + kept * kept)))
+        end = factors[-1] * lower
+        lower = end * (3.0 - end * end) / 2.0
+    return factors
+
+
+def _pulled(value: float, pulls: list[float]) -> float:
+    """Return what x <- 2 c^(1/2) x / (1 + c x^2), for one c after the other, makes of a value."""
+    for pull in pulls:
+        value = 2.0 * pull**0.5 * value / (1.0 + pull * value * value)
+    return value
 
 
 def _odd(matrix: Tensor, square: Tensor, factor: float) -> Tensor:
@@ -417,7 +453,7 @@ def _odd(matrix: Tensor, square: Tensor, factor: float) -> Tensor:
 
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
     """Return u and |A|_F^2 / u^2 >= 1 for A'A: u^4 = |A'A|_F^2, the sum of all s^4, >= |A|_2^4."""
-    trace = trace_of(square)
+    trace = _trace_of(square)
     share = torch.linalg.vector_norm(square / trace, dim=(-2, -1), keepdim=True)  # 1/m to 1
     return (trace * share).sqrt(), share.reciprocal()
 
@@ -433,7 +469,7 @@ def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> tup
     size = parts.noise / (_NOISE * torch.finfo(work).eps)
     if not is_free_to_read(point):
         return moving, parts
-    is_lost = trace_of(parts.square) + square_norm(parts.skew) < _RADIAL * size
+    is_lost = _trace_of(parts.square) + _square_norm(parts.skew) < _RADIAL * size
     if not bool(is_lost.any()):
         return moving, parts
     normal = sym(parts.inner)
@@ -456,10 +492,11 @@ def _parts_of(tall: Tensor, other: Tensor, row_sum: RowSum | None) -> _Parts:
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
-    mending = mend(point_own)
+    half = mend(point_own)
+    mending = torch.baddbmm(half, half, half, alpha=1.5)  # Q may be far smaller than |M|^2
     inner = inner.baddbmm(mending, inner)
     square = sym(own - own_gram(inner))
-    noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
+    noise = _trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, mending, noise)
 
 
@@ -468,20 +505,23 @@ def _is_empty(point: Tensor) -> bool:
     return 0 in (point.size(0), point.size(-1))
 
 
-def _start(multiplier: Tensor, turn: Tensor, factor: Tensor) -> Tensor:
-    """Return T of the multiplier; the optimal T is never longer than K."""
-    return fits(sym(multiplier.to(turn.dtype)) * -factor, turn)
+def _accuracy(
+    point: Tensor, tolerance: float | None, smoothing: float | None
+) -> tuple[float, float]:
+    """Return tolerance and smoothing: what is given, or what suits the dtype."""
+    usual = (1e-10, 2e-5) if _is_double(point) else (5e-5, 1e-4)
+    tolerance = usual[0] if tolerance is None else tolerance
+    smoothing = usual[1] if smoothing is None else smoothing
+    check_range("tolerance", tolerance, 0.0)
+    check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
+    return tolerance, smoothing
 
 
-def _check(
-    point: Tensor,
-    grad: Tensor,
-    multiplier: Tensor | None,
-    steps: int | None,
-    tolerance: float,
-    smoothing: float,
-    row_sum: RowSum | None,
-) -> None:
+def _is_double(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float64, torch.complex128)
+
+
+def _check(point: Tensor, grad: Tensor, row_sum: RowSum | None) -> None:
     shape = tuple(point.shape)
     if point.ndim != 3 or (row_sum is None and shape[-2] < shape[-1]):
         raise ValueError(fail("point", "be tall matrices (k, n, m)", f"shape {shape}"))
@@ -491,13 +531,6 @@ def _check(
     if not is_float or (grad.is_complex() and not point.is_complex()):
         kind = f"fit into the dtype of `point`, floating-point or complex, {point.dtype}"
         raise TypeError(fail("grad", kind, grad.dtype))
-    small = (shape[0], shape[-1], shape[-1])
-    if multiplier is not None and multiplier.shape != small:
-        raise ValueError(fail("multiplier", f"have the shape {small}", tuple(multiplier.shape)))
-    if steps is not None:
-        check_range("steps", steps, 0)
-    check_range("tolerance", tolerance, 0.0)
-    check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
 
 
 def _tall_dtype(point: Tensor, found: _Found) -> torch.dtype:
@@ -529,3 +562,19 @@ def _step_of(lr: Scalar, length: Tensor) -> tuple[Scalar, float]:
         return lr.to(length.real.dtype).clamp(-_LONGEST, _LONGEST), 2 * _LONGEST**2
     lr = max(-_LONGEST, min(lr, _LONGEST))
     return lr, 2 * lr * lr
+
+
+def _square_norm(matrix: Tensor) -> Tensor:
+    """Return |A|_F^2, ``(k, 1, 1)``."""
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return norm.square()
+
+
+def _trace_of(matrix: Tensor) -> Tensor:
+    """Return the trace of a symmetric matrix, ``(k, 1, 1)``."""
+    return matrix.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[:, None, None]
+
+
+def _inner_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return <A, B> of symmetric matrices, ``(k, 1, 1)``."""
+    return (left.conj() * right).real.sum(dim=(-2, -1), keepdim=True)

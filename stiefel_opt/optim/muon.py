@@ -53,11 +53,10 @@ class StiefelMuon(MuonLike):
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
-        Five products of n x m by m x m a step, and work on m x m matrices in float64: on a CPU 5 to
-        12 eigenvalue decompositions where n >= 4m, more where n is near m; elsewhere about 550
-        products. State is one tensor like the
-        parameter and one of m x m; square matrices need no m x m state. Rows shared by several
-        processes are added up once, 2 m^2 numbers for each matrix.
+        Five products of n x m by m x m a step, and for n > m a Cholesky factor of m x m in float64
+        and 14 to 40 products of 2m x 2m, for n = m about as many of m x m. State is one tensor like
+        the parameter. Rows shared by several processes are added up once, 2 m^2 numbers for each
+        matrix.
 
     Reference:
         Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem; Jordan et al., Muon
@@ -98,7 +97,7 @@ class StiefelMuon(MuonLike):
     @override
     def _state_names(self, group: Group) -> StateNames:
         ambient = () if group["momentum"] == 0 else ("momentum_ambient",)
-        return StateNames(small_of_tall=("multiplier",), ambient=ambient)
+        return StateNames(ambient=ambient)
 
     @override
     def _move(self, group: Group, given: Given) -> Tensor:
@@ -106,7 +105,6 @@ class StiefelMuon(MuonLike):
             given.point,
             given.grad,
             given.state.get("momentum_ambient"),
-            given.state.get("multiplier"),
             lr=given.lr,
             momentum=group["momentum"],
             nesterov=group["nesterov"],

@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 MASTER: Final = "master"
 ROWS: Final = "rows."
-_SMALL: Final = ("skew", "factor", "shift", "norm", "multiplier")
+_SMALL: Final = ("skew", "factor", "shift", "norm")
 _KEPT: Final = (*_SMALL, "normal", "base", "ambient", MASTER)  # the last words of our names
 _PREFIXES: Final = ("momentum_", "exp_avg_sq_", "max_exp_avg_sq_", "deferred_")
 
@@ -48,7 +48,7 @@ def is_kept(name: str) -> bool:
     """Say whether a name is one of ours, not torch's or a user's."""
     word = name.partition(".")[0]
     ours = word.startswith(_PREFIXES) and word.endswith(_KEPT)
-    return ours or word in ("multiplier", MASTER) or name.startswith(ROWS)
+    return ours or word == MASTER or name.startswith(ROWS)
 
 
 def is_small(name: str) -> bool:
