@@ -255,7 +255,7 @@ def tensor_parallel_layers_move_as_alone(name, heads):
     for (key, whole), shard in zip(alone.named_parameters(), net.parameters(), strict=True):
         gathered = shard.detach().full_tensor()
         worst = float((gathered - whole).detach().abs().max())
-        assert worst < 1e-10, (name, heads, key, worst)
+        assert worst < ROUGH.get(name, 1e-10), (name, heads, key, worst)
         assert so.orthonormality_error(gathered, whole.manifold) < 1e-13, (name, heads, key)
 
 
@@ -283,7 +283,7 @@ def test_two_processes_share_complex_rows():
 def test_two_processes_are_tensor_parallel():
     run(
         2,
-        *((tensor_parallel_layers_move_as_alone, name, 0) for name in ("sgd", "adam")),
+        *((tensor_parallel_layers_move_as_alone, name, 0) for name in ("sgd", "adam", "muon")),
         *((tensor_parallel_layers_move_as_alone, name, 2) for name in ("sgd", "cayley-sgd")),
     )
 
