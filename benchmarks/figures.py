@@ -797,7 +797,7 @@ def rotations(path: Path) -> None:
 DRAWN: dict[str, Callable[[Path], None]] = {
     draw.__name__: draw
     for draw in (
-        copying, pixel_digits, translation, video, vit_table, leading_eigenvalues,
+        copying, copying_1000, pixel_digits, translation, video, vit_table, leading_eigenvalues,
         eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
         convergence, flows, parametrizations, rotations, why, muon_transformer,
         manifold_muon,
