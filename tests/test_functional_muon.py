@@ -346,6 +346,19 @@ def test_a_small_tangent_part_counts_beside_a_large_radial_one(shape, dtype, sha
     assert torch.linalg.matrix_norm(spectral_direction(point, radial), 2).max() < 0.9
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 17, 16), (4, 40, 8), (4, 4, 3), (4, 9, 9), (4, 9, 1)], ids=str
+)
+def test_the_point_itself_as_a_gradient_has_hardly_a_direction(shape, dtype, generator):
+    """As of |X|^2: of its tangent part nothing but rounding is left, or less."""
+    point, gaussian = problem(shape, "gaussian", generator, dtype)
+    direction = spectral_direction(point, torch.cat([point[:3], gaussian[3:]]))
+    assert torch.linalg.matrix_norm(direction[:3].to(torch.complex128), 2).max() < 0.05
+    alone = spectral_direction(point[3:], gaussian[3:])
+    torch.testing.assert_close(direction[3:], alone, rtol=0, atol=1e-2)
+
+
 @pytest.mark.usefixtures("unreadable")
 @pytest.mark.parametrize("m", [16, 100])
 def test_the_products_where_nothing_may_be_read_are_counted(m, generator):

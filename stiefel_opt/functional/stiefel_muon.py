@@ -188,7 +188,7 @@ def muon_(
         \qquad X \leftarrow (X - \eta D)(I + \eta^2 D^\top D)^{-1/2}
 
     with D of :func:`spectral_direction` for M. Where D'D = I the root is the number
-    :math:`\sqrt{1 + \eta^2}`, and the principal angles between old and new point are all atan eta.
+    :math:`\sqrt{1 + \eta^2}`, and the angle between X v and the new X v is atan eta for every v.
     What rounding left in X'X is measured with the other sums and taken out with the step.
 
     Args:
@@ -309,6 +309,7 @@ def _solve(
     moving, parts = _tangent_parts(point, moving, row_sum)
     m = point.size(-1)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
+    scale = (scale.square() + parts.noise).sqrt()  # M_T may be no more than rounding
     limits = torch.finfo(scale.dtype)
     sound = (scale > (limits.tiny / limits.eps) ** 0.5) & scale.isfinite()
     factor = torch.where(sound, scale.reciprocal(), 0.0)  # M = 0 has C = delta and K = 0
@@ -389,7 +390,7 @@ def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[T
     low = least = smoothing / m  # of any K
     # no guess in float64: a direction does not depend on the others of its batch then
     if is_free_to_read(matrix) and not _is_double(matrix):
-        least = min(smoothing * float(mean.min()), 1.0)
+        least = min(max(low, smoothing * float(mean.min())), 1.0)
         low = max(least, min(_FEW_SMALL * float(mean.min()), 1.0))
     eps = torch.finfo(matrix.dtype).eps
     pulls: list[float] = []
