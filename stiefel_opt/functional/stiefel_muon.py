@@ -90,8 +90,7 @@ def spectral_direction(
         tolerance: How far from 1 singular values of D may be, unless they count too little.
             Default: 5e-5, and 1e-10 in float64.
         smoothing: What the value may lack of the optimum, relative to it, at the most; where values
-            cannot be read (accelerators, compiled) that may be 1e-3 in any case. Default: 1e-4,
-            and 2e-5 in float64.
+            cannot be read (accelerators, compiled) that may be 1e-3 in any case. Default: 1e-4.
         row_sum: Sum over the processes that share the rows. Default: all rows are here.
 
     Returns: D ``(k, n, m)``, without a history for backward; 0 where M is 0, not finite, or too
@@ -510,9 +509,9 @@ def _accuracy(
     point: Tensor, tolerance: float | None, smoothing: float | None
 ) -> tuple[float, float]:
     """Return tolerance and smoothing: what is given, or what suits the dtype."""
-    usual = (1e-10, 2e-5) if _is_double(point) else (5e-5, 1e-4)
-    tolerance = usual[0] if tolerance is None else tolerance
-    smoothing = usual[1] if smoothing is None else smoothing
+    usual = 1e-10 if _is_double(point) else 5e-5
+    tolerance = usual if tolerance is None else tolerance
+    smoothing = 1e-4 if smoothing is None else smoothing
     check_range("tolerance", tolerance, 0.0)
     check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
     return tolerance, smoothing
