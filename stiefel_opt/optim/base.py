@@ -386,7 +386,8 @@ class StiefelOptimizer(Optimizer, ABC):
         """Move the constrained parameters of a group; return those that were left as they were."""
         if not isinstance(lr, Tensor) or is_free_to_read(lr):
             lr = min(float(lr), _LONGEST_RATE)
-        move, missed = partial(self._move, group), list[Tensor]()
+        move = partial(self._move, group)
+        missed: list[Tensor] = []
         move_rows = partial(step_rows, self._step_plain, group)
         for constrained in everyone:
             with exact_products(constrained.steps):
