@@ -397,8 +397,8 @@ def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[T
     while can_pull and (lower := _pulled(low, pulls)) < _SPREAD:
         pulls.append(min(1.0 / lower, eps**-0.5))
         regular = add_to_diagonal_(square * pulls[-1], 1.0)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(regular).L)
-        polar = skew(symmetric_product(polar, inverse.mul_(2.0 * pulls[-1] ** 0.5), sign=-1))
+        solved = torch.cholesky_solve(polar, torch.linalg.cholesky_ex(regular).L)  # they commute
+        polar = skew(solved).mul_(2.0 * pulls[-1] ** 0.5)
         square = own_gram(polar)
     factors: list[float] = []
     while True:
