@@ -1,7 +1,7 @@
 """Optimizers side by side on problems that nobody tuned, by benchopt.
 
     pip install benchopt geoopt pymanopt pogo-torch scikit-learn
-    python benchmarks/benchopt_stiefel/run.py            # resumes; --problems PCA for some
+    python benchmarks/benchopt_stiefel/run.py            # resumes; two problems at a time
     benchopt run benchmarks/benchopt_stiefel             # any other selection, with its plots
 
 Every method has the same starts and batches, momentum 0.9 and the same number of steps. The
@@ -19,7 +19,10 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +128,7 @@ def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence
         display=False,
         show_progress=False,
         no_cache=True,
+        output_file=f"{problem}.parquet",  # jobs run side by side
     )
     found: Runs = {}
     for row in pandas.read_parquet(file).to_dict("records"):
@@ -154,32 +158,34 @@ def score(run: Mapping[str, float]) -> tuple[float, float]:
     return run.get("reached", math.inf), value if math.isfinite(value) else math.inf
 
 
-def fill(store: dict[str, Runs], path: Path, problems: list[str], solvers: list[Solver]) -> None:
-    """For each problem rates at seed 0, then the other seeds at the best of them."""
-    for problem in problems:
-        known = store.setdefault(problem, {})
-        noisy = PROBLEMS[problem][1] == "loss"
-        chosen = [s for s in solvers if not noisy or s not in (SEARCH, *RESTARTS.values())]
+def fill(problem: str, folder: Path) -> Runs:
+    """Rates at seed 0, then the other seeds at the best of them; goes on with what is there."""
+    path = folder / f"{problem}.json"
+    known: Runs = json.loads(path.read_text()) if path.exists() else {}
+    solvers = dict.fromkeys(solver for table in TABLES.values() for solver in table.values())
+    noisy = PROBLEMS[problem][1] == "loss"
+    chosen = [s for s in solvers if not noisy or s not in (SEARCH, *RESTARTS.values())]
 
-        def run(wanted: Mapping[Solver, Sequence[float]], seeds: Sequence[int]) -> bool:
-            if wanted:
-                for name, runs in solve(problem, wanted, seeds).items():  # noqa: B023
-                    known.setdefault(name, {}).update(runs)  # noqa: B023
-                write_json(path, store)
-            return bool(wanted)
+    def run(wanted: Mapping[Solver, Sequence[float]], seeds: Sequence[int]) -> bool:
+        if wanted:
+            for name, runs in solve(problem, wanted, seeds).items():
+                known.setdefault(name, {}).update(runs)
+            write_json(path, known)
+        return bool(wanted)
 
-        run({s: () if s == SEARCH else FIRST for s in chosen if ",".join(s) not in known}, [0])
-        while run({s: r for s in chosen if (r := next_rate(known[",".join(s)]))}, [0]):
-            pass
-        best = {s: best_rate(known[",".join(s)]) for s in chosen}
-        run(
-            {
-                s: () if s == SEARCH else (rate,) for s, rate in best.items()
-                if f"{rate:g} {SEEDS[-1]}" not in known[",".join(s)]
-            },
-            SEEDS,
-        )  # fmt: skip
-        print(f"{problem}: done", flush=True)
+    run({s: () if s == SEARCH else FIRST for s in chosen if ",".join(s) not in known}, [0])
+    while run({s: r for s in chosen if (r := next_rate(known[",".join(s)]))}, [0]):
+        pass
+    best = {s: best_rate(known[",".join(s)]) for s in chosen}
+    run(
+        {
+            s: () if s == SEARCH else (rate,) for s, rate in best.items()
+            if f"{rate:g} {SEEDS[-1]}" not in known[",".join(s)]
+        },
+        SEEDS,
+    )  # fmt: skip
+    print(f"{problem}: done", flush=True)
+    return known
 
 
 def best_rate(runs: Mapping[str, Run]) -> float:
@@ -263,16 +269,18 @@ def cell(runs: Mapping[str, Run], kind: str, best: Mapping[str, float]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--store", type=Path, default=Path("runs") / "benchopt.json")
+    parser.add_argument("--jobs", type=int, default=2, help="problems at a time (default: 2)")
+    parser.add_argument("--store", type=Path, default=Path("runs") / "benchopt", help="a folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "optimizers.json")
     options = parser.parse_args(argv)
     if os.environ.get("OMP_NUM_THREADS") != "1":
         raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
     import torch
 
-    store = json.loads(options.store.read_text()) if options.store.exists() else {}
-    solvers = list(dict.fromkeys(s for table in TABLES.values() for s in table.values()))
-    fill(store, options.store, options.problems, solvers)
+    options.store.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        found = pool.map(partial(fill, folder=options.store), options.problems)
+        store = dict(zip(options.problems, found, strict=True))
     units = {"steps": "steps", "gap": "gap left", "excess": "excess %", "loss": "loss"}
     header = ["Method", *(f"{p}: {units[PROBLEMS[p][1]]}" for p in options.problems)]
     tables = {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES}
