@@ -32,7 +32,7 @@ COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK)
 STYLES = {
     "StiefelSGD": (BLUE, "o"),
     "StiefelSGD, published flows": (SKY, "v"),
-    "StiefelSGD without momentum": (SKY, "x"),
+    "Wen & Yin without momentum": (SKY, "x"),
     "StiefelAdam": (RED, "s"),
     "StiefelMuon": (ORANGE, "D"),
     "ProjectedRGD": (GREEN, "^"),
@@ -47,7 +47,9 @@ STYLES = {
     "CayleyAdam": (PINK, "d"),
     "Cayley Adam": (PINK, "d"),
     "SGD with penalty": (BROWN, "x"),
+    "SGD, regularized": (BROWN, "x"),
     "Adam with penalty": (BROWN, "+"),
+    "Adam, regularized": (BROWN, "+"),
     "SGD": (GREY, "o"),
     "Adam": (GREY, "s"),
     "AdamW": (BLACK, "D"),

@@ -25,6 +25,8 @@ SAME = [  # one method under two names
     {"SCORNN", "Cayley by solve"},
     {"StiefelSGD, published flows", "Kong et al. as published"},
     {"SGDG", "Li et al. as published"},
+    {"SGD with penalty", "SGD, regularized"},
+    {"Adam with penalty", "Adam, regularized"},
 ]
 
 
