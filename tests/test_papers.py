@@ -687,6 +687,17 @@ def test_npz(name, split, tmp_path) -> None:
     assert len(limited.test_images) == 10
 
 
+def test_a_part_of_a_file_sorted_by_class_has_all_classes(tmp_path) -> None:
+    labels = np.repeat(np.arange(10), 40)
+    images = np.broadcast_to(labels[:, None, None], (400, 8, 8)).astype(np.uint8)
+    parts = {f"{part}_images": images for part in ("train", "test")}
+    labelled = {f"{part}_labels": labels.astype(np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "mnist.npz", **parts, **labelled)
+    limited = _images.load_images("mnist", tmp_path, limit=100)
+    assert set(limited.train_labels.tolist()) == set(range(10))
+    assert torch.equal(limited.train_images[:, 0, 0, 0], limited.train_labels.to(torch.uint8))
+
+
 def cifar_files(name: str, kind: str, train, test) -> dict[str, bytes]:
     """The published files, with these images: CIFAR-10 has five for training, CIFAR-100 one."""
     count = 5 if name == "cifar10" else 1

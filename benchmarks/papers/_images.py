@@ -80,7 +80,7 @@ class Images(NamedTuple):
 def load_images(name: str, directory: Path, limit: int | None = None) -> Images:
     """Read ``digits`` (needs no ``directory``), ``mnist``, ``cifar10`` or ``cifar100``.
 
-    ``limit`` keeps that many of the first training images.
+    ``limit`` keeps that many of the first training images, mixed if they come class by class.
 
     Raises FileNotFoundError that says what to put where, ValueError for a damaged file, and
     pickle.UnpicklingError for a pickle that asks for anything but a uint8 array.
@@ -102,7 +102,11 @@ def load_images(name: str, directory: Path, limit: int | None = None) -> Images:
                 f"{name} must be uint8 images with one label each, got {images.dtype} images of "
                 f"shape {images.shape} and {len(labels)} labels; fetch the file again"
             )
-    train = (train[0][:limit], train[1][:limit])
+    if limit is not None:
+        in_order = bool((np.diff(train[1].astype(np.int64)) >= 0).all())
+        count = len(train[1])
+        order = np.random.default_rng(0).permutation(count) if in_order else np.arange(count)
+        train = (train[0][order[:limit]], train[1][order[:limit]])
     classes = int(max(train[1].max(), test[1].max())) + 1
     tensors = [torch.tensor(part) for part in (*train, *test)]
     mean, deviation = (
