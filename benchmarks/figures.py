@@ -406,6 +406,27 @@ def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     save(figure, path)
 
 
+def attention(path: Path) -> None:
+    """Test errors and largest logits of every case, method and seed that did not overflow."""
+    runs = [run for run in read(path)["runs"] if run["largest_logit"] is not None]
+    cases, methods = (list(dict.fromkeys(run[key] for run in runs)) for key in ("case", "method"))
+    figure, (axes,) = start(2, (9.5, 1.6 + 0.42 * len(cases)), sharey=True)
+    labels = {"test_error": "test error (%), every seed", "largest_logit": "largest logit"}
+    for axis, (key, label) in zip(axes, labels.items(), strict=True):
+        for number, method in enumerate(methods):
+            own = [run for run in runs if run["method"] == method]
+            shift = 0.18 * (number - (len(methods) - 1) / 2)
+            places = [cases.index(run["case"]) + shift for run in own]
+            look = style(method, number) | {"linestyle": "", "markersize": 4}
+            axis.plot([run[key] for run in own], places, label=method, **look)
+        rows(axis, cases)
+        axis.set_xlabel(label)
+    axes[1].set_xscale("log")
+    plain_ticks(axes[1].xaxis)
+    legend(figure, axes[0])
+    save(figure, path)
+
+
 def leading_eigenvalues(path: Path) -> None:
     """Iterations of both flows in every draw."""
     figure, axes = start(1, (7.5, 2.8))
@@ -799,10 +820,10 @@ def rotations(path: Path) -> None:
 DRAWN: dict[str, Callable[[Path], None]] = {
     draw.__name__: draw
     for draw in (
-        copying, copying_1000, pixel_digits, translation, video, vit_table, leading_eigenvalues,
-        eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw, prw_plays, state_tracking,
-        convergence, flows, parametrizations, rotations, why, muon_transformer,
-        manifold_muon,
+        copying, copying_1000, pixel_digits, translation, video, vit_table, attention,
+        leading_eigenvalues, eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw,
+        prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
+        muon_transformer, manifold_muon,
     )
 }  # fmt: skip
 

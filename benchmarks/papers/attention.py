@@ -6,9 +6,10 @@
 Every case changes one thing of the first one, all methods have the paper's rates: no warm-up; four
 times the rates; both; twelve layers of width 64; products in bfloat16; queries and keys with
 singular values of sqrt(2), 2, or with a learned factor a layer. DIR holds CIFAR-10 or
-cifar10_20k.npz. Runs are those of orthogonal_vit.py.
+cifar10_20k.npz. Runs are those of orthogonal_vit.py; "overflow" is a logit that is no number.
 """
 
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,17 @@ def train(case: str, options: Namespace) -> dict[str, list[Record]]:
     return found
 
 
+def shown(values: Sequence[float]) -> str:
+    """Mean and range over the seeds, "-" without any."""
+    if not all(map(math.isfinite, values)):
+        return "overflow"
+    return spread(values, ".1f") if values else "-"
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every case; write test errors and largest logits, one table each."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0], formatter_class=Help)
@@ -69,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--data", default="cifar10", help="as of orthogonal_vit.py")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files")
     add("--limit", type=int, default=4000, help="training images")
-    add("--epochs", type=int, default=40, help="passes over them")
+    add("--epochs", type=int, default=20, help="passes over them")
     add("--cases", nargs="+", choices=CASES, default=list(CASES), help="what is changed")
     add_flags(parser, Path("runs/attention"), seeds=3)
     if parser.parse_known_args(argv)[0].smoke:
@@ -80,25 +92,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     for case in options.cases:
         found = train(case, options)
         for key, rows in tables.items():
-            cells = [
-                spread([run["history"][-1][key] for run in found[name]], ".1f")
-                if name in found else "-"
-                for name in METHODS
-            ]  # fmt: skip
-            rows.append([case, *cells])
+            ends = [[run["history"][-1][key] for run in found.get(name, [])] for name in METHODS]
+            rows.append([case, *(shown(values) for values in ends)])
         for name, group in found.items():
             for one in group:
-                last = {key: one["history"][-1][key] for key in tables}
+                last = {key: finite(one["history"][-1][key]) for key in tables}
                 runs.append({"case": case, "method": name, "seed": one["seed"], **last})
         title = (
             f"Attention, {options.data}: {options.limit} images, {options.epochs} epochs, seeds "
             f"{', '.join(map(str, options.seeds))}"
         )
-        texts = [
-            f"{label}:\n\n{markdown_table(['Case', *METHODS], tables[key])}"
-            for key, label in (("test_error", "Test error %"), ("largest_logit", "Largest logit"))
-        ]
-        write_table(options.output, title, "\n\n".join(texts), {"runs": runs})
+        texts = {
+            label: markdown_table(["Case", *METHODS], tables[key])
+            for key, label in (("test_error", "test error %"), ("largest_logit", "largest logit"))
+        }
+        text = "\n\n".join(f"{label}:\n\n{table}" for label, table in texts.items())
+        write_table(options.output, title, text, {"tables": texts, "runs": runs})
     print((options.output / "table.md").read_text())
 
 
