@@ -208,7 +208,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--preset", choices=PRESETS, default="demo", help="set all sizes; other flags override it")
     add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
-    add("--limit", type=int, help="use only the first LIMIT training images")
+    add("--limit", type=int, help="use only LIMIT training images")
     form = "OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]"
     add("--methods", nargs="+", metavar=form, help="runs to compare")
     add("--table", action="store_true", help="all 16 of the paper, beside its results; resumes")

@@ -147,7 +147,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add = parser.add_argument
     add("--data", choices=["digits", "mnist"], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of MNIST")
-    add("--limit", type=int, help="use only the first LIMIT training images")
+    add("--limit", type=int, help="use only LIMIT training images")
     add("--side", type=int, help="pixels in each direction after averaging; by default all")
     add("--permuted", action="store_true", help="shuffle the order of the pixels")
     add("--epochs", type=int, default=20, help="passes over the training images")
