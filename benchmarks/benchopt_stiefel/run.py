@@ -1,6 +1,7 @@
 """Optimizers side by side on problems that nobody tuned, by benchopt.
 
     pip install benchopt geoopt pymanopt pogo-torch scikit-learn
+    export OMP_NUM_THREADS=1
     python benchmarks/benchopt_stiefel/run.py            # resumes; two problems at a time
     benchopt run benchmarks/benchopt_stiefel             # any other selection, with its plots
 
@@ -18,6 +19,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -278,6 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     options.store.mkdir(parents=True, exist_ok=True)
+    resumed, begun = any(options.store.iterdir()), time.monotonic()
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         found = pool.map(partial(fill, folder=options.store), options.problems)
         store = dict(zip(options.problems, found, strict=True))
@@ -290,6 +293,7 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine(torch.device("cpu")),
         "rates": RATES,
         "seeds": SEEDS,
+        "seconds": None if resumed else round(time.monotonic() - begun),  # of the whole run
         "tables": tables,
         "runs": {
             problem: {name: summary(runs) for name, runs in store[problem].items()}
