@@ -102,7 +102,7 @@ def slope(norms: NDArray[np.float64]) -> float:
 
 
 def slope_interval(norms: NDArray[np.float64]) -> tuple[float, float]:
-    """95 % interval of the slope by resampling the runs."""
+    """Between which 95 % of the slopes of resampled runs lie: a little below that of the runs."""
     random = np.random.default_rng(0)
     runs = norms.shape[1]
     slopes = [slope(norms[:, random.integers(0, runs, runs)]) for _ in range(RESAMPLINGS)]
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record: dict[str, Any] = {"case": case.title, "slope": fitted, "slope_95": [low, high]}
         record |= {"K": at.tolist(), "running_minimum": [float(lowest[k - 1]) for k in at]}
         records.append(record | {"orthonormality_error": error})
-    header = ["Case", "Slope", "95 % interval", "First", "Last", "max abs(X'X - I)"]
+    header = ["Case", "Slope", "of resampled runs", "First", "Last", "max abs(X'X - I)"]
     verdict = f"{'PASS' if met else 'FAIL'}  slopes at most -0.5 (tolerance {TOLERANCE})"
     text = f"{markdown_table(header, rows)}\n\n{verdict}"
     print(f"\n{text}")

@@ -92,6 +92,20 @@ def test_the_search_ends_between_two_worse_rates(program: ModuleType) -> None:
     assert program.best_rate(runs) == 10.0
 
 
+def test_three_seeds_choose_a_rate_by_their_middle_and_are_not_shown(program: ModuleType) -> None:
+    ends = {"0.1": (1.0, 1.0, 9.0), "0.3": (0.5, 2.0, 2.0), "1": (math.nan, 0.1, math.nan)}
+    runs = {
+        f"{rate} {seed}": {"value": value}
+        for rate, values in ends.items()
+        for seed, value in zip(program.CHOOSING, values, strict=True)
+    }
+    runs["0.3 1"] = {"value": 0.0}  # a seed that is shown chooses nothing
+    assert program.best_rate(runs) == 0.1
+    assert program.shown(runs | {"0.1 2": {"value": 7.0}}) == {"0.1 2": {"value": 7.0}}
+    assert program.middle(runs, "0.1")["value"] == 1.0
+    assert program.middle(runs, "10") == {}
+
+
 @pytest.mark.parametrize(
     ("kind", "runs", "shown"),
     [
@@ -124,7 +138,7 @@ def test_outcomes(program: ModuleType, run: dict[str, float], shown: str) -> Non
 
 
 def test_the_rate_that_suits_the_others_is_tried_where_another_is_best(program: ModuleType) -> None:
-    """Only at the seed of the choice, and among problems of the kind: with noise, or without."""
+    """Only at the seeds of the choice, and among problems of the kind: with noise, or without."""
 
     def store(**runs):
         solver = ",".join(program.PACKAGES["StiefelAdam"])

@@ -9,9 +9,10 @@
 
 The paper's experiment was never run here: no copy of KTH could be had. `--preset paper` is it as
 far as appendix E tells: one action at a time, whole sequences padded with zeros, whole test sets,
-c = 32 with units of 32 x 32, 16 x 16 and 8 x 8, rate 1e-3, no clipping. Its loss, an l1 norm, is
-taken as the sum over the pixels, mean over the frames. The default is another, smaller experiment:
-the first convolution keeps the size, the rate is 3e-3, the loss a mean, gradients are clipped at 1.
+c = 32 with units of 32 x 32, 16 x 16 and 8 x 8, rate 1e-3; it says nothing of clipping, and
+nothing is clipped. Its loss, an l1 norm, is taken as the sum over the pixels, mean over the frames.
+The default is another, smaller experiment: the first convolution keeps the size, the rate is 3e-3,
+the loss a mean, gradients are clipped at 1.
 
 `mnist` wants idx files or mnist.npz. `kth` wants one .npz for each sequence with `frames`, uint8 of
 shape (T, side, side), named person01_walking_d1_1.npz: the four sequences of a video, as the list

@@ -87,7 +87,7 @@ def tcwy(vectors: Tensor) -> Tensor:
     Returns: Matrices with orthonormal columns, ``(..., N, M)``: all of them, if real with M < N.
     Raises:
         ValueError: for M > N, or a zero vector (looked at on the CPU only).
-    Note: 4 N M^2 + 7/3 M^3 flops; the backward 6 N M^2 + O(M^3).
+    Note: 4 N M^2 + M^3 flops (published: 7/3 M^3, by an inverse); the backward 6 N M^2 + O(M^3).
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
     return _compact(vectors, _check_vectors(vectors, vectors.size(-1)))

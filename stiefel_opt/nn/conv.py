@@ -45,7 +45,7 @@ class ConvNERU(nn.Module):
         TypeError: for unknown options, and for ``scale``, which is 1/q.
     Note: Two convolutions a step; those of the input are done for all steps at once. The
         constrained weight is ``hidden_conv.weight``, 1/q times a matrix with orthonormal rows once
-        flattened. For q = 1 it is square, which ``"tcwy"`` does not reach: use ``"cwy"``.
+        flattened. For q = 1 it is square, of one determinant with ``"tcwy"`` and ``"cwy"``.
     Reference: Likhosherstov et al. (AISTATS 2021), section 3.4 and appendix B.
     """
 

@@ -137,7 +137,7 @@ class TCWY(CWY):
 
     Args:
         manifold, generator: as in :class:`Parametrization`.
-    Note: 4 n m^2 + 7/3 m^3 flops, the least of all maps here; backward 6 n m^2.
+    Note: 4 n m^2 + m^3 flops, the least of the maps of tall matrices; backward 6 n m^2.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
 

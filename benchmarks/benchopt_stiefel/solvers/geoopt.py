@@ -6,7 +6,12 @@ class Solver(BaseSolver):
     """Retractions, with the momentum projected; one second moment a matrix in its Adam."""
 
     name = "geoopt"
-    parameters = {"method": ["SGD", "Adam"], "metric": ["euclidean"], "rate": FIRST}
+    parameters = {
+        "method": ["SGD", "Adam"],
+        "metric": ["euclidean"],
+        "nesterov": [False],
+        "rate": FIRST,
+    }
     requirements = ["pip::geoopt"]
     sampling_strategy = "run_once"
 
@@ -22,7 +27,8 @@ class Solver(BaseSolver):
             parameters = [*constrained, *plain]
             if self.method == "Adam":
                 return [geoopt.optim.RiemannianAdam(parameters, lr=self.rate)]
-            return [geoopt.optim.RiemannianSGD(parameters, lr=self.rate, momentum=MOMENTUM)]
+            options = {"lr": self.rate, "momentum": MOMENTUM, "nesterov": self.nesterov}
+            return [geoopt.optim.RiemannianSGD(parameters, **options)]
 
         self.result = descend(
             self.problem, make, lambda point: geoopt.ManifoldParameter(point, manifold=manifold)

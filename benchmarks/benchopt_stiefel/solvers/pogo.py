@@ -6,7 +6,7 @@ class Solver(BaseSolver):
     """POGO: a step along the manifold, then one towards it; torch's SGD for the rest."""
 
     name = "POGO"
-    parameters = {"rate": FIRST}
+    parameters = {"nesterov": [False], "rate": FIRST}
     requirements = ["pip::pogo-torch"]
     sampling_strategy = "run_once"
 
@@ -18,10 +18,11 @@ class Solver(BaseSolver):
         import torch
 
         def make(constrained, plain):
-            rule = pogo.base.SGD(momentum=MOMENTUM)
+            rule = pogo.base.SGD(momentum=MOMENTUM, nesterov=self.nesterov)
             found = [pogo.POGO(constrained, rule, self.rate)]
             if plain:
-                found.append(torch.optim.SGD(plain, lr=self.rate, momentum=MOMENTUM))
+                options = {"lr": self.rate, "momentum": MOMENTUM, "nesterov": self.nesterov}
+                found.append(torch.optim.SGD(plain, **options))
             return found
 
         self.result = descend(self.problem, make, wide=True)
