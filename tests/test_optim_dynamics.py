@@ -114,6 +114,37 @@ def exact(problem: Problem, metric: float, coefficient: float, friction: float =
     return X, Y, V
 
 
+@pytest.mark.parametrize("flow", ["whole", "first", "second", "third"])
+@pytest.mark.parametrize("form", ["published", "isometric"])
+def test_the_exact_dynamics_and_each_split_flow_stay_on_the_manifold(
+    problem: Problem, flow: str, form: str
+) -> None:
+    """Theorems 2 to 4 of Kong, Wang & Tao, and the same with the corrected coefficient."""
+    metric, scale = 0.25, np.size(problem.X)
+    coefficient = kappa(metric, form)
+    ends = [scale, scale + COLUMNS * COLUMNS]
+
+    def slope(_time: float, flat: Array) -> Array:
+        X, Y, V = (part.reshape(-1, COLUMNS) for part in np.split(flat, ends))
+        grad = problem.grad(X)
+        whole = momentum_dynamics(
+            X, Y, V, grad, friction=FRICTION, metric=metric, kappa=coefficient
+        )
+        third = (V, 0 * Y, -X @ (V.T @ V))
+        first = (X @ Y, whole[1], 0 * V)
+        second = tuple(w - f - t for w, f, t in zip(whole, first, third, strict=True))
+        rates = {"whole": whole, "first": first, "second": second, "third": third}[flow]
+        return np.concatenate([rate.ravel() for rate in rates])
+
+    start = np.concatenate([part.ravel() for part in (problem.X, problem.Y, problem.V)])
+    solution = solve_ivp(slope, (0, 1), start, method="DOP853", rtol=1e-12, atol=1e-12)
+    assert np.abs(solution.y[:, -1] - start).max() > 0.1
+    X, Y, V = (part.reshape(-1, COLUMNS) for part in np.split(solution.y[:, -1], ends))
+    np.testing.assert_allclose(X.T @ X, np.eye(COLUMNS), atol=1e-9)
+    np.testing.assert_allclose(X.T @ V, 0 * Y, atol=1e-9)
+    np.testing.assert_allclose(Y, -Y.T, atol=1e-9)
+
+
 def damped_errors(
     run: Stepper, problem: Problem, expected: State, metric: float, **options: Any
 ) -> tuple[Array, Array]:

@@ -93,7 +93,8 @@ def adam_(
     Returns: The new point, ``(k, n, m)``.
     Note: 10 products of n x m by m x m, 8 if "projected", one more off the canonical metric, two
         with ``setting.correct``, three in a step so long that rounding would be amplified.
-    Reference: Kong et al., Algorithm 2, with both moments corrected for their start at zero.
+    Reference: after Kong et al., Algorithm 2, with other maps, the geometry corrected, and both
+        moments corrected for their start at zero.
     """
     a = metric_parameter(metric)
     ok = setting.ok

@@ -136,7 +136,7 @@ def sgd_(
     Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 8 and 6; 2 more with
         ``setting.correct``, 3 more in a step so long, or a gradient so large, that rounding would
         be amplified.
-    Reference: Kong et al., Algorithm 1, with the geometry corrected.
+    Reference: after Kong et al., Algorithm 1, with other maps and the geometry corrected.
     """
     (X, G), (Z, U), ok = (point, grad), velocity, setting.ok
     reader = setting.reader or reader_for(point)

@@ -77,8 +77,8 @@ class StiefelSGD(SGDLike):
         outside change of a parameter may wait for an accelerator.
 
     Reference:
-        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1, with the geometry
-        corrected.
+        After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1: other maps of
+        the same splitting, with the geometry corrected.
     """
 
     rule = "StiefelSGD"
@@ -161,8 +161,8 @@ class StiefelAdam(AdamLike):
         state is two tensors like the parameter and two of m x m, with ``amsgrad`` three each.
 
     Reference:
-        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2, with the geometry and
-        the correction of the first moment corrected.
+        After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2: other maps of
+        the same splitting, with the geometry corrected, and both moments for their start at zero.
     """
 
     rule = "StiefelAdam"
