@@ -1,6 +1,8 @@
 """The benchmark of optimizers side by side: its problems, its search of a rate, its table."""
 
 import importlib.util
+import itertools
+import json
 import math
 import sys
 from pathlib import Path
@@ -81,29 +83,89 @@ def test_batches_go_through_the_data(utilities: ModuleType) -> None:
     assert not torch.equal(batch_of(12, 4, 0, 0), batch_of(12, 4, 0, 1))
 
 
+def at(program: ModuleType, rate: float, *values: float, **more: float) -> dict[str, dict]:
+    """Runs of a rate at the seeds that choose; one value stands for all of them."""
+    values = values * len(program.CHOOSING) if len(values) == 1 else values
+    ends = zip(program.CHOOSING, values, strict=True)
+    return {f"{rate:g} {seed}": {"value": value, **more} for seed, value in ends}
+
+
 def test_the_search_ends_between_two_worse_rates(program: ModuleType) -> None:
-    runs = {f"{rate:g} 0": {"value": abs(rate - 1.0)} for rate in program.FIRST}
+    runs: dict[str, dict] = {}
+    for rate in program.FIRST:
+        runs |= at(program, rate, abs(rate - 1.0))
     for expected in (1.0, 3.0):
-        assert program.next_rate(runs) == (expected,)
-        runs[f"{expected:g} 0"] = {"value": abs(expected - 1.0)}
-    assert program.next_rate(runs) == ()
+        assert expected in program.next_rates(runs)
+        assert program.lacking(runs, program.next_rates(runs), program.CHOOSING) == (expected,)
+        runs |= at(program, expected, abs(expected - 1.0))
+    assert program.lacking(runs, program.next_rates(runs), program.CHOOSING) == ()
     assert program.best_rate(runs) == 1.0
-    runs["10 0"] = {"value": 5.0, "reached": 7}  # the target, once reached, comes first
+    runs |= at(program, 10.0, 5.0, reached=7)  # the target, once reached, comes first
     assert program.best_rate(runs) == 10.0
+    assert math.isnan(program.best_rate(at(program, math.nan, 1.0)))
 
 
-def test_three_seeds_choose_a_rate_by_their_middle_and_are_not_shown(program: ModuleType) -> None:
-    ends = {"0.1": (1.0, 1.0, 9.0), "0.3": (0.5, 2.0, 2.0), "1": (math.nan, 0.1, math.nan)}
-    runs = {
-        f"{rate} {seed}": {"value": value}
-        for rate, values in ends.items()
-        for seed, value in zip(program.CHOOSING, values, strict=True)
-    }
-    runs["0.3 1"] = {"value": 0.0}  # a seed that is shown chooses nothing
-    assert program.best_rate(runs) == 0.1
-    assert program.shown(runs | {"0.1 2": {"value": 7.0}}) == {"0.1 2": {"value": 7.0}}
-    assert program.middle(runs, "0.1")["value"] == 1.0
-    assert program.middle(runs, "10") == {}
+def test_a_rate_is_chosen_by_all_of_its_seeds_and_by_no_other(program: ModuleType) -> None:
+    sure, bold = at(program, 0.1, 1.0, reached=150), at(program, 1.0, 1.0, reached=90)
+    assert program.best_rate(sure | bold) == 1.0
+    bold[f"1 {program.CHOOSING[-1]}"] = {"value": 1.0}  # does not arrive
+    assert program.best_rate(sure | bold) == 0.1
+    assert program.outcome(sure | bold, 1.0) == "90 steps, 4 of 5"
+    assert program.best_rate(at(program, 0.3, 5.0, 1.0, 1.0, 1.0, 1.0) | at(program, 3, 1.7)) == 3
+    assert program.best_rate(at(program, 1, 1, 1, 1, 1, math.nan) | at(program, 3, 9.0)) == 3
+    shown = {f"10 {seed}": {"value": 0.0} for seed in program.SEEDS}
+    assert program.best_rate(sure | shown) == 0.1
+    assert program.shown(sure | shown) == {}
+    assert program.shown(at(program, 10, 0.5) | shown) == shown
+    some = at(program, 3, 0.0)
+    del some[f"3 {program.CHOOSING[0]}"]  # has not run at all of them
+    assert program.best_rate(sure | some) == 0.1
+    assert program.outcome(sure | some, 3.0) == "-"
+
+
+def test_what_is_missing_is_run_and_nothing_else(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of each solver: the first rates and the neighbours of the best at their seeds, then it."""
+    calls: list[tuple[str, float, int]] = []
+
+    def solve(_problem, wanted, seeds):
+        found: dict[str, dict] = {}
+        for solver, rates in wanted.items():
+            for rate, seed in itertools.product(rates, seeds):
+                calls.append((",".join(solver), rate, seed))
+                worse = 0 if math.isnan(rate) else round(abs(math.log(rate)), 3)
+                found.setdefault(",".join(solver), {})[f"{rate:g} {seed}"] = {"value": worse}
+        return found
+
+    monkeypatch.setattr(program, "solve", solve)
+    known = program.fill("PCA", tmp_path)
+    name = ",".join(program.PACKAGES["StiefelSGD"])
+    tried = {(rate, seed) for rate in (*program.FIRST, 1.0, 3.0) for seed in program.CHOOSING}
+    mine = [(rate, seed) for solver, rate, seed in calls if solver == name]
+    assert sorted(mine) == sorted(tried | {(1.0, seed) for seed in program.SEEDS})
+    search = [seed for solver, _, seed in calls if solver == ",".join(program.SEARCH)]
+    assert sorted(search) == sorted({*program.CHOOSING, *program.SEEDS})
+    calls.clear()
+    assert program.fill("PCA", tmp_path) == known
+    assert calls == []
+    del known[name][f"0.1 {program.CHOOSING[2]}"]
+    (tmp_path / "PCA.json").write_text(json.dumps(known))
+    program.fill("PCA", tmp_path)
+    assert set(calls) == {(name, 0.1, seed) for seed in program.CHOOSING}
+    monkeypatch.setattr(program, "solve", lambda *_: {})
+    with pytest.raises(RuntimeError, match="has not run all"):
+        program.fill("ICA", tmp_path)
+
+
+def test_a_run_is_found_by_all_of_its_options(program: ModuleType) -> None:
+    row = {"solver_name": "POGO[...]", "p_solver_nesterov": False, "p_solver_rate": 0.1}
+    assert program.is_of(row, program.PACKAGES["POGO, SGD"])
+    assert not program.is_of(row, program.PACKAGES["POGO, SGD, Nesterov"])
+    row["p_solver_nesterov"] = True
+    assert program.is_of(row, program.PACKAGES["POGO, SGD, Nesterov"])
+    assert not program.is_of(row, program.PACKAGES["POGO, SGD"])
+    assert not program.is_of(row, program.PACKAGES["landing"])
 
 
 @pytest.mark.parametrize(
@@ -130,11 +192,11 @@ def test_cells(program: ModuleType, kind: str, runs, shown: str) -> None:
         ({"reached": math.inf, "value": 0.123456}, "0.1235"),
         ({"value": -20.0}, "-20"),
         ({"reached": math.inf, "value": math.nan}, "-"),
-        ({}, "-"),
     ],
 )
 def test_outcomes(program: ModuleType, run: dict[str, float], shown: str) -> None:
-    assert program.outcome(run) == shown
+    runs = {f"0.1 {seed}": run for seed in program.CHOOSING}
+    assert program.outcome(runs, 0.1) == shown
 
 
 def test_the_rate_that_suits_the_others_is_tried_where_another_is_best(program: ModuleType) -> None:
@@ -143,13 +205,13 @@ def test_the_rate_that_suits_the_others_is_tried_where_another_is_best(program: 
     def store(**runs):
         solver = ",".join(program.PACKAGES["StiefelAdam"])
         found = {name: {solver: runs.get(name, {})} for name in ("PCA", "ICA", "Procrustes")}
-        return found | {"RNN": {solver: {"0.3 0": {"value": 0.5}}}}
+        return found | {"RNN": {solver: at(program, 0.3, 0.5)}}
 
     problems = ["PCA", "ICA", "Procrustes", "RNN"]
     full = {
-        "PCA": {"0.1 0": {"reached": 40, "value": -1.0}, "3 0": {"value": 2.5}},
-        "ICA": {"1 0": {"value": -2.0}, "3 0": {"value": math.nan}, "3 1": {"reached": 1}},
-        "Procrustes": {"3 0": {"value": 0.25}, "1 0": {"value": 0.75}},
+        "PCA": at(program, 0.1, -1.0, reached=40) | at(program, 3, 2.5),
+        "ICA": at(program, 1, -2.0) | at(program, 3, math.nan) | {"3 1": {"reached": 1}},
+        "Procrustes": at(program, 3, 0.25) | at(program, 1, 0.75),
     }
     assert program.rate_rows(store(**full), problems) == [
         ["StiefelAdam", "PCA", "0.1", "40 steps", "3", "2.5"],

@@ -15,6 +15,9 @@ class Solver(BaseSolver):
     requirements = ["pip::geoopt"]
     sampling_strategy = "run_once"
 
+    def skip(self, problem):  # noqa: ARG002
+        return self.method == "Adam" and self.nesterov, "geoopt's Adam has no Nesterov variant"
+
     def set_objective(self, problem):
         self.problem = problem
 
