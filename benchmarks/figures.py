@@ -296,6 +296,11 @@ def copying_1000(path: Path) -> None:
     copying(path, "Copying over 1,000 steps, 190 units, three seeds")
 
 
+def copying_2000(path: Path) -> None:
+    """And at its greater length."""
+    copying(path, "Copying over 2,000 steps, 190 units, three seeds")
+
+
 def pixel_digits(path: Path) -> None:
     """Test error in order and permuted."""
     both = {}
@@ -820,7 +825,7 @@ def rotations(path: Path) -> None:
 DRAWN: dict[str, Callable[[Path], None]] = {
     draw.__name__: draw
     for draw in (
-        copying, copying_1000, pixel_digits, translation, video, vit_table, attention,
+        copying, copying_1000, copying_2000, pixel_digits, translation, video, vit_table, attention,
         leading_eigenvalues, eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw,
         prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
         muon_transformer, manifold_muon,
