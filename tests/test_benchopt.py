@@ -111,6 +111,9 @@ def test_a_rate_is_chosen_by_all_of_its_seeds_and_by_no_other(program: ModuleTyp
     bold[f"1 {program.CHOOSING[-1]}"] = {"value": 1.0}  # does not arrive
     assert program.best_rate(sure | bold) == 0.1
     assert program.outcome(sure | bold, 1.0) == "90 steps, 4 of 5"
+    lucky = at(program, 1.0, 1.0, reached=200)
+    lucky[f"1 {program.CHOOSING[0]}"] = {"value": 1.0, "reached": 10}
+    assert program.best_rate(sure | lucky) == 0.1
     assert program.best_rate(at(program, 0.3, 5.0, 1.0, 1.0, 1.0, 1.0) | at(program, 3, 1.7)) == 3
     assert program.best_rate(at(program, 1, 1, 1, 1, 1, math.nan) | at(program, 3, 9.0)) == 3
     shown = {f"10 {seed}": {"value": 0.0} for seed in program.SEEDS}
