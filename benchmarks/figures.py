@@ -276,9 +276,11 @@ CELLS = {
 METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 
 
-def copying(path: Path, title: str = "Copying over 200 steps, 128 units, three seeds") -> None:
-    """Loss over the baseline and digits repeated."""
-    found = histories(read(path)["runs"], "cell", **CELLS)
+def copying(path: Path) -> None:
+    """Loss over the baseline and digits repeated, for one length of the pause."""
+    runs = read(path)["runs"]
+    title = f"Copying over {runs[0]['length']:,} steps, {runs[0]['hidden']} units, three seeds"
+    found = histories(runs, "cell", **CELLS)
     for runs in found.values():
         for history in runs:
             for entry in history:
@@ -289,16 +291,6 @@ def copying(path: Path, title: str = "Copying over 200 steps, 128 units, three s
         Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
     ]
     plot_curves(path, title, found, panels)
-
-
-def copying_1000(path: Path) -> None:
-    """The same at the length and size of the paper."""
-    copying(path, "Copying over 1,000 steps, 190 units, three seeds")
-
-
-def copying_2000(path: Path) -> None:
-    """And at its greater length."""
-    copying(path, "Copying over 2,000 steps, 190 units, three seeds")
 
 
 def pixel_digits(path: Path) -> None:
@@ -822,10 +814,12 @@ def rotations(path: Path) -> None:
     save(figure, path)
 
 
-DRAWN: dict[str, Callable[[Path], None]] = {
+DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
+    ("copying", "copying_1000", "copying_2000"), copying
+) | {
     draw.__name__: draw
     for draw in (
-        copying, copying_1000, copying_2000, pixel_digits, translation, video, vit_table, attention,
+        pixel_digits, translation, video, vit_table, attention,
         leading_eigenvalues, eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw,
         prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
         muon_transformer, manifold_muon,

@@ -143,13 +143,18 @@ def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence
     found: Runs = {}
     for row in pandas.read_parquet(file).to_dict("records"):
         solver = next(solver for solver in rates if is_of(row, solver))
-        key = f"{row.get('p_solver_rate', math.nan):g} {row['p_dataset_seed']}"
+        key = key_of(row.get("p_solver_rate", math.nan), row["p_dataset_seed"])
         found.setdefault(",".join(solver), {})[key] = {
             name.removeprefix("objective_"): value
             for name, value in row.items()
             if name.startswith("objective_") and isinstance(value, (int, float))
         }
     return found
+
+
+def key_of(rate: float, seed: int) -> str:
+    """Under which a run is kept."""
+    return f"{rate:g} {seed}"
 
 
 def is_of(row: Mapping[str, Any], solver: Solver) -> bool:
@@ -203,12 +208,12 @@ def lacking(
     runs: Mapping[str, Run], rates: Sequence[float], seeds: Sequence[int]
 ) -> tuple[float, ...]:
     """The rates that have not run at all of the seeds."""
-    return tuple(r for r in rates if any(f"{r:g} {seed}" not in runs for seed in seeds))
+    return tuple(r for r in rates if any(key_of(r, seed) not in runs for seed in seeds))
 
 
 def end(runs: Mapping[str, Run], rate: float) -> tuple[int, float, float]:
     """What a rate ends with: how many seeds miss the target, and means of steps and of values."""
-    ends = [score(runs[f"{rate:g} {seed}"]) for seed in CHOOSING]
+    ends = [score(runs[key_of(rate, seed)]) for seed in CHOOSING]
     arrived = [steps for steps, _ in ends if math.isfinite(steps)]
     steps = statistics.fmean(arrived) if arrived else math.inf
     return len(ends) - len(arrived), steps, statistics.fmean(value for _, value in ends)
@@ -222,8 +227,8 @@ def best_rate(runs: Mapping[str, Run]) -> float:
 
 def shown(runs: Mapping[str, Run]) -> dict[str, Run]:
     """The runs at the best rate, without the seeds that chose it."""
-    rate = f"{best_rate(runs):g}" if runs else ""
-    keys = [f"{rate} {seed}" for seed in SEEDS]
+    rate = best_rate(runs) if runs else math.nan
+    keys = [key_of(rate, seed) for seed in SEEDS]
     return {key: runs[key] for key in keys if key in runs}
 
 
