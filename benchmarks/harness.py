@@ -282,14 +282,14 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], *, exact: bool = False) -> None:
     """Write ``content`` readably and in one move, so that a stopped run leaves no half file.
 
-    Six digits of a number are kept, and a list of numbers stands in one line.
+    Six digits of a number are kept, but for ``exact``; a list of numbers stands in one line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(path.suffix + ".part")
-    text = json.dumps(_shortened(content), indent=1)
+    text = json.dumps(content if exact else _shortened(content), indent=1)
     numbers = re.compile(r"\[\s+((?:-?[\d.e+-]+,?\s+)+)\]")
     text = numbers.sub(lambda found: "[" + " ".join(found.group(1).split()) + "]", text)
     unfinished.write_text(text + "\n")

@@ -190,7 +190,7 @@ def fill(problem: str, folder: Path) -> Runs:
         if wanted:
             for name, runs in solve(problem, wanted, seeds).items():
                 known[name].update(runs)
-            write_json(path, known)
+            write_json(path, known, exact=True)  # read again it gives the same tables
             for solver, left in wanted.items():
                 if lacking(known[",".join(solver)], left, seeds):
                     raise RuntimeError(f"{problem}: benchopt has not run all of {solver}")
