@@ -36,7 +36,7 @@ def recurrence(title: str, inputs: int, hidden: int) -> nn.Module:
 
 
 class Translator(nn.Module):
-    """Source words (S, count) with their numbers and target words (T, count) to logits."""
+    """Numbers of source words (S, count) and of target words (T, count) to logits."""
 
     def __init__(
         self, title: str, sources: int, targets: int, embedding: int, hidden: int, attention: str
@@ -65,7 +65,7 @@ class Translator(nn.Module):
     def decode(
         self, target: Tensor, states: Tensor, padding: Tensor, last: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Logits after each target word, and the last state."""
+        """What each target word leaves, to be read out by ``answer``, and the last state."""
         words = self.write(target)
         if self.additive:
             return self.decode_word_by_word(words, states, padding, last)
@@ -73,8 +73,7 @@ class Translator(nn.Module):
         scores = torch.einsum("tbh,sbh->bts", self.score(hidden), states)
         scores = scores.masked_fill(padding.T.unsqueeze(1), -math.inf)
         context = torch.einsum("bts,sbh->tbh", scores.softmax(-1), states)
-        joined = torch.tanh(self.join(torch.cat([hidden, context], dim=-1)))
-        return self.answer(joined), last
+        return torch.tanh(self.join(torch.cat([hidden, context], dim=-1))), last
 
     def decode_word_by_word(
         self, words: Tensor, states: Tensor, padding: Tensor, last: Tensor
@@ -87,10 +86,11 @@ class Translator(nn.Module):
             context = torch.einsum("sb,sbh->bh", shares, states)
             output, last = self.decoder(torch.cat([word, context], -1).unsqueeze(0), last)
             outputs.append(output)
-        return self.answer(torch.cat(outputs)), last
+        return torch.cat(outputs), last
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        return self.decode(target, *self.encode(source))[0]
+    def forward(self, source: Tensor, target: Tensor, wanted: Tensor) -> Tensor:
+        """Logits (wanted words, vocabulary): the read-out costs most, and padding needs none."""
+        return self.answer(self.decode(target, *self.encode(source))[0][wanted])
 
     @torch.no_grad()
     def translate(self, source: Tensor, longest: int) -> list[int]:
@@ -99,6 +99,6 @@ class Translator(nn.Module):
         found = [START]
         while found[-1] != END and len(found) <= longest:
             word = torch.tensor([[found[-1]]], device=source.device)
-            logits, last = self.decode(word, states, padding, last)
-            found.append(int(logits.argmax()))
+            left, last = self.decode(word, states, padding, last)
+            found.append(int(self.answer(left).argmax()))
         return [number for number in found[1:] if number != END]

@@ -122,11 +122,9 @@ class Translation:
         """Cross entropy of all target words together, and their number."""
         source, target = (side.to(self.options.device) for side in batch)
         begun = torch.cat([torch.full_like(target[:1], START), target[:-1]])
-        logits = self.model(source, begun).flatten(0, 1)
-        total = nn.functional.cross_entropy(
-            logits, target.flatten(), ignore_index=PAD, reduction="sum"
-        )
-        return total, int((target != PAD).sum())
+        words = target != PAD
+        logits = self.model(source, begun, words)
+        return nn.functional.cross_entropy(logits, target[words], reduction="sum"), len(logits)
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         total, count = self.sums(batch)
