@@ -136,18 +136,18 @@ def test_what_is_missing_is_run_and_nothing_else(
         found: dict[str, dict] = {}
         for solver, rates in wanted.items():
             for rate, seed in itertools.product(rates, seeds):
-                calls.append((",".join(solver), rate, seed))
+                calls.append((solver.key, rate, seed))
                 worse = 0 if math.isnan(rate) else abs(math.log(rate))
-                found.setdefault(",".join(solver), {})[f"{rate:g} {seed}"] = {"value": worse}
+                found.setdefault(solver.key, {})[f"{rate:g} {seed}"] = {"value": worse}
         return found
 
     monkeypatch.setattr(program, "solve", solve)
     known = program.fill("PCA", tmp_path)
-    name = ",".join(program.PACKAGES["StiefelSGD"])
+    name = program.PACKAGES["StiefelSGD"].key
     tried = {(rate, seed) for rate in (*program.FIRST, 1.0, 3.0) for seed in program.CHOOSING}
     mine = [(rate, seed) for solver, rate, seed in calls if solver == name]
     assert sorted(mine) == sorted(tried | {(1.0, seed) for seed in program.SEEDS})
-    search = [seed for solver, _, seed in calls if solver == ",".join(program.SEARCH)]
+    search = [seed for solver, _, seed in calls if solver == program.SEARCH.key]
     assert sorted(search) == sorted({*program.CHOOSING, *program.SEEDS})
     calls.clear()
     assert program.fill("PCA", tmp_path) == known
@@ -206,7 +206,7 @@ def test_the_rate_that_suits_the_others_is_tried_where_another_is_best(program: 
     """Only at the seeds of the choice, and among problems of the kind: with noise, or without."""
 
     def store(**runs):
-        solver = ",".join(program.PACKAGES["StiefelAdam"])
+        solver = program.PACKAGES["StiefelAdam"].key
         found = {name: {solver: runs.get(name, {})} for name in ("PCA", "ICA", "Procrustes")}
         return found | {"RNN": {solver: at(program, 0.3, 0.5)}}
 

@@ -27,7 +27,7 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -53,11 +53,21 @@ PROBLEMS = {
 }
 
 
-Solver = tuple[str, str]  # its name in benchopt, its options
+class Solver(NamedTuple):
+    """How benchopt is asked for one method."""
+
+    name: str
+    options: str = ""
+
+    @property
+    def key(self) -> str:
+        """Under which its runs are kept."""
+        return f"{self.name},{self.options}"
 
 
 def ours(method: str, **options: Any) -> Solver:
-    return "stiefel-opt", ",".join([f"method={method}", *(f"{k}={v}" for k, v in options.items())])
+    chosen = {"method": method} | options
+    return Solver("stiefel-opt", ",".join(f"{key}={value}" for key, value in chosen.items()))
 
 
 VARIANTS = {
@@ -88,18 +98,18 @@ PACKAGES = {
     "ProjectedRGD, Nesterov": ours("ProjectedRGD", nesterov=True),
     "CayleySGD": ours("CayleySGD"),
     "CayleySGD, Nesterov": ours("CayleySGD", nesterov=True),
-    "geoopt SGD": ("geoopt", "method=SGD"),
-    "geoopt SGD, Nesterov": ("geoopt", "method=SGD,nesterov=True"),
-    "geoopt SGD, canonical": ("geoopt", "method=SGD,metric=canonical"),
-    "POGO, SGD": ("POGO", ""),
-    "POGO, SGD, Nesterov": ("POGO", "nesterov=True"),
-    "landing": ("landing", ""),
-    "pymanopt CG": ("pymanopt CG", ""),
+    "geoopt SGD": Solver("geoopt", "method=SGD"),
+    "geoopt SGD, Nesterov": Solver("geoopt", "method=SGD,nesterov=True"),
+    "geoopt SGD, canonical": Solver("geoopt", "method=SGD,metric=canonical"),
+    "POGO, SGD": Solver("POGO"),
+    "POGO, SGD, Nesterov": Solver("POGO", "nesterov=True"),
+    "landing": Solver("landing"),
+    "pymanopt CG": Solver("pymanopt CG"),
     "StiefelAdam": VARIANTS["StiefelAdam, canonical, isometric"],
     "StiefelAdam, Euclidean": VARIANTS["StiefelAdam, euclidean, isometric"],
     "StiefelAdam, published flows": ours("StiefelAdam", transport="published"),
     "CayleyAdam": ours("CayleyAdam"),
-    "geoopt Adam": ("geoopt", "method=Adam"),
+    "geoopt Adam": Solver("geoopt", "method=Adam"),
 }
 TABLES = {"packages": PACKAGES, "variants": VARIANTS}
 SEARCH = PACKAGES["pymanopt CG"]
@@ -126,8 +136,8 @@ def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence
     names = {}
     for solver, chosen in rates.items():
         rate = f"rate=[{','.join(map(str, chosen))}]" if solver != SEARCH else ""
-        options = ",".join(filter(None, [solver[1], rate]))
-        names[solver] = f"{solver[0]}[{options}]" if options else solver[0]
+        options = ",".join(filter(None, [solver.options, rate]))
+        names[solver] = f"{solver.name}[{options}]" if options else solver.name
     dataset = PROBLEMS[problem][0]
     dataset += f"{'' if dataset.endswith('[') else ','}seed=[{','.join(map(str, seeds))}]]"
     file = run_benchmark(
@@ -144,7 +154,7 @@ def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence
     for row in pandas.read_parquet(file).to_dict("records"):
         solver = next(solver for solver in rates if is_of(row, solver))
         key = key_of(row.get("p_solver_rate", math.nan), row["p_dataset_seed"])
-        found.setdefault(",".join(solver), {})[key] = {
+        found.setdefault(solver.key, {})[key] = {
             name.removeprefix("objective_"): value
             for name, value in row.items()
             if name.startswith("objective_") and isinstance(value, (int, float))
@@ -159,12 +169,12 @@ def key_of(rate: float, seed: int) -> str:
 
 def is_of(row: Mapping[str, Any], solver: Solver) -> bool:
     """Whether a row of benchopt's table is a run of this solver with these options."""
-    name, options = solver
-    wanted = dict(option.split("=") for option in options.split(",")) if options else {}
-    for key, default in DEFAULTS.get(name, {}).items():
+    given = filter(None, solver.options.split(","))
+    wanted = dict(option.split("=") for option in given)
+    for key, default in DEFAULTS.get(solver.name, {}).items():
         wanted.setdefault(key, default)
     same = all(str(row.get(f"p_solver_{key}")) == value for key, value in wanted.items())
-    return row["solver_name"].split("[")[0] == name and same
+    return row["solver_name"].split("[")[0] == solver.name and same
 
 
 def score(run: Mapping[str, float]) -> tuple[float, float]:
@@ -185,21 +195,21 @@ def fill(problem: str, folder: Path) -> Runs:
         wanted = {
             solver: left
             for solver, some in rates.items()
-            if (left := lacking(known.setdefault(",".join(solver), {}), some, seeds))
+            if (left := lacking(known.setdefault(solver.key, {}), some, seeds))
         }
         if wanted:
             for name, runs in solve(problem, wanted, seeds).items():
                 known[name].update(runs)
             write_json(path, known, exact=True)  # read again it gives the same tables
             for solver, left in wanted.items():
-                if lacking(known[",".join(solver)], left, seeds):
+                if lacking(known[solver.key], left, seeds):
                     raise RuntimeError(f"{problem}: benchopt has not run all of {solver}")
         return bool(wanted)
 
     run({s: NO_RATE if s == SEARCH else FIRST for s in chosen}, CHOOSING)
-    while run({s: next_rates(known[",".join(s)]) for s in chosen}, CHOOSING):
+    while run({s: next_rates(known[s.key]) for s in chosen}, CHOOSING):
         pass
-    run({s: (best_rate(known[",".join(s)]),) for s in chosen}, SEEDS)
+    run({s: (best_rate(known[s.key]),) for s in chosen}, SEEDS)
     print(f"{problem}: done", flush=True)
     return known
 
@@ -250,7 +260,7 @@ def rows(store: dict[str, Runs], table: str, problems: list[str]) -> list[list[s
                 seed = key.split()[1]
                 best[seed] = min(best.get(seed, math.inf), score(run)[1])
         for label, solver in TABLES[table].items():
-            runs = store[problem].get(",".join(solver), {})
+            runs = store[problem].get(solver.key, {})
             cells[label].append(cell(shown(runs), PROBLEMS[problem][1], best))
     return list(cells.values())
 
@@ -259,7 +269,7 @@ def rate_rows(store: dict[str, Runs], problems: list[str]) -> list[list[str]]:
     """What the rate does that suits the other problems of the kind, at the seeds of the choice."""
     found = []
     for label, problem in product(("StiefelSGD, Nesterov", "StiefelAdam"), problems):
-        solver, noisy = ",".join(PACKAGES[label]), PROBLEMS[problem][1] == "loss"
+        solver, noisy = PACKAGES[label].key, PROBLEMS[problem][1] == "loss"
         kin = [p for p in problems if p != problem and (PROBLEMS[p][1] == "loss") == noisy]
         runs = store[problem].get(solver, {})
         if not runs or not all(store[p].get(solver) for p in kin) or not kin:
