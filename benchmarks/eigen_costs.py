@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,7 @@ STEPS, ROUNDS = 10, 7
 FITTED = 3
 STEP = 0.05
 
-ITERATIONS = 400
+ITERATIONS = 399  # one before QR, every 10 or 100 steps, would repair the last one
 RATE = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -94,9 +96,9 @@ def scaling_table(found: dict[str, Any]) -> str:
     return "\n\n".join(texts)
 
 
-def inner_iterations(problem: Problem) -> dict[str, Any]:
-    """Gap and |X'X - I| after `ITERATIONS` steps at the published rate, by inner iterations."""
-    limit = Limit(ITERATIONS, watch=True, target=-1.0)
+def inner_iterations(problems: Sequence[Problem]) -> dict[str, Any]:
+    """Gaps and |X'X - I| after `ITERATIONS` steps at the published rate, by inner iterations."""
+    limit = Limit(ITERATIONS, target=-math.inf)
     cases = {
         **{f"Cayley map, {k} iterations": loop(CayleyLoop, iterations=k) for k in (1, 2, 4, 8, 16)},
         **{
@@ -113,21 +115,20 @@ def inner_iterations(problem: Problem) -> dict[str, Any]:
     }
     result: dict[str, Any] = {}
     for name, method in cases.items():
-        run = method(problem, RATE, limit)
-        curves = {"gaps": run.gaps, "errors": run.errors}
+        runs = [method(problem, RATE, limit) for problem in problems]
+        if any(len(run.gaps) < ITERATIONS for run in runs):
+            raise ValueError(f"{name} must stay bounded, got a run that did not; lower its rate")
         result[name] = {
-            key: [float(f"{value:.3g}") for value in values[::10]] for key, values in curves.items()
-        } | {"steps": len(run.gaps)}
+            "gaps": [run.gaps[-1] for run in runs],
+            "errors": [run.error for run in runs],
+        }
     return result
 
 
 def inner_table(found: dict[str, Any]) -> str:
-    rows = []
-    for name, entry in found.items():
-        complete = entry["steps"] == ITERATIONS
-        rows.append([
-            name,
-            f"{entry['gaps'][-1]:.0e}" if complete else "diverged",
-            f"{entry['errors'][-1]:.0e}" if complete else "diverged",
-        ])  # fmt: skip
-    return markdown_table(["After 400 steps", "Relative gap", "Orthonormality"], rows)
+    """The draw that is worst."""
+    rows = [
+        [name, f"{max(entry['gaps'], key=abs):.0e}", f"{max(entry['errors']):.0e}"]
+        for name, entry in found.items()
+    ]
+    return markdown_table([f"After {ITERATIONS} steps", "Relative gap", "Orthonormality"], rows)

@@ -58,15 +58,11 @@ class Problem:
 
 @dataclass
 class Run:
-    """Relative gap and seconds after every iteration, |X'X - I| at the end or after each."""
+    """Relative gap and seconds after every iteration, |X'X - I| at the end."""
 
     gaps: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
-
-    @property
-    def error(self) -> float:
-        return self.errors[-1] if self.errors else math.nan
+    error: float = math.nan
 
     @property
     def reached(self) -> bool:
@@ -88,14 +84,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Limit:
-    """A run ends at the target, after so many iterations, or after so many seconds.
-
-    ``watch``: record |X'X - I| after every iteration, outside the time. ``target`` 0: go on.
-    """
+    """A run ends at the target, after so many iterations, or after so many seconds."""
 
     iterations: float
     seconds: float = math.inf
-    watch: bool = False
     target: float = TARGET
 
 
@@ -153,18 +145,15 @@ def optimize(
             break
         run.gaps.append(gap)
         run.seconds.append(spent)
-        if limit.watch:
-            run.errors.append(orthonormality_error(point))
         if gap <= limit.target:  # far below -target: no orthonormal X has such a value
             break
         began = clock()
-    if not limit.watch:
-        run.errors.append(orthonormality_error(point))
+    run.error = orthonormality_error(point)
     return run
 
 
 class Reached(Exception):  # noqa: N818
-    """Ends a run of pymanopt."""
+    """Ends a run of pymanopt, at the target or at the limit."""
 
 
 def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bool) -> Run:
@@ -175,11 +164,17 @@ def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bo
     last: list[Any] = [None, None]
     began = clock()
 
+    def multiplied(factor: Any) -> Any:
+        result = A @ factor
+        run.gaps.append(best)
+        run.seconds.append(clock() - began)
+        if run.seconds[-1] > limit.seconds:
+            raise Reached
+        return result
+
     def product(X: Any) -> Any:
         if last[0] is None or not np.array_equal(X, last[0]):
-            last[:] = X.copy(), A @ X
-            run.gaps.append(best)
-            run.seconds.append(clock() - began)
+            last[:] = X.copy(), multiplied(X)
         return last[1]
 
     @pymanopt.function.numpy(manifold)
@@ -189,8 +184,8 @@ def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bo
         if problem.gap(value) < best:
             best = run.gaps[-1] = problem.gap(value)
             run.seconds[-1] = clock() - began
-            run.errors = [orthonormality_error(torch.from_numpy(X))]
-            if best <= TARGET or run.seconds[-1] > limit.seconds:
+            run.error = orthonormality_error(torch.from_numpy(X))
+            if best <= TARGET:
                 raise Reached
         return -value
 
@@ -200,9 +195,7 @@ def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bo
 
     @pymanopt.function.numpy(manifold)
     def hessian(X: Any, direction: Any) -> Any:  # noqa: ARG001
-        run.gaps.append(best)
-        run.seconds.append(clock() - began)
-        return -2 * (A @ direction)
+        return -2 * multiplied(direction)
 
     task = pymanopt.Problem(manifold, cost, euclidean_gradient=gradient, euclidean_hessian=hessian)
     rule = TrustRegions if second_order else ConjugateGradient
@@ -226,4 +219,4 @@ def eigensolver_run(problem: Problem, options: Options, _: Limit, *, iterative: 
     seconds = clock() - began
     X = torch.from_numpy(np.ascontiguousarray(vectors))
     value = float((X * problem.image(X)).sum())
-    return Run([problem.gap(value)], [seconds], [orthonormality_error(X)])
+    return Run([problem.gap(value)], [seconds], orthonormality_error(X))

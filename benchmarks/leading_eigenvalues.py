@@ -135,18 +135,14 @@ def compete(
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     for number, (problem, _) in enumerate(tqdm(draws, desc=f"{label}: draws")):
         found: dict[str, list[Run]] = {method.name: [] for method in methods}
-        limit = Limit(MOST.iterations, MOST.seconds, watch=number == 0)
         for repeat in range(repeats):
             shift = (number + repeat) % len(methods)
             for method in (*methods[shift:], *methods[:shift]):
                 earlier = found[method.name]
-                if number and not runs[method.name][0].reached:
-                    continue  # it would not arrive on the other draws either
                 if repeat == 0 or (method.kind == "torch" and earlier[0].reached):
-                    earlier.append(method.run(problem, settings[method.name], limit))
+                    earlier.append(method.run(problem, settings[method.name], MOST))
         for method in methods:
-            if found[method.name]:
-                runs[method.name].append(min(found[method.name], key=lambda run: run.time))
+            runs[method.name].append(min(found[method.name], key=lambda run: run.time))
     return runs
 
 
@@ -162,7 +158,7 @@ def table(
     ours = runs[STIEFEL_SGD.name]
     for method in methods:
         own = runs[method.name]
-        pairs = zip(own, ours, strict=False)  # one draw of those that miss it
+        pairs = zip(own, ours, strict=True)
         ratio = statistics.median(run.time / mine.time for run, mine in pairs if mine.reached)
         direct = method.kind == "eigensolver"
         lines.append([
@@ -300,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 content["tables"][label] = scaling_table(found)
                 print(f"\n{content['tables'][label]}\n", flush=True)
             elif group == "inner":
-                found = content["results"][label] = inner_iterations(draw_problem(n, m, 0)[0])
+                draws = [draw_problem(n, m, number)[0] for number in range(arguments.draws)]
+                found = content["results"][label] = inner_iterations(draws)
                 content["tables"][label] = inner_table(found)
                 print(f"\n{label}\n{content['tables'][label]}\n", flush=True)
             else:

@@ -23,8 +23,8 @@ differ from the print, line by line:
   Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.)
 - **Equation (13)** lacks ``- h X V'V`` in the line of V; Algorithm 1, line 5 and M.4 have it, so do
   we.
-- **Algorithm 2, lines 5 and 6.** Printed: the factor sqrt(1 - beta2^t) alone, Adam's correction of
-  the second moment. Here: the usual correction of both moments.
+- **Algorithm 2, lines 5 and 6; Algorithm 5, line 5.** Printed: the factor sqrt(1 - beta2^t) alone,
+  Adam's correction of the second moment. Here: the usual correction of both moments.
 - **Algorithm 2, line 6.** Printed: the projection I - Xh (Xh'Xh)^(-1) Xh'. Here: I - XX', the same
   matrix, as Xh and X span the same space.
 - **Algorithm 5, line 5.** Printed: ``p^(-1/2)``. Here: p^(1/2), as in Algorithm 2.
