@@ -573,7 +573,8 @@ def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path) -> None:
 
 def test_winner_is_the_lowest_mean_and_says_whether_seeds_overlap() -> None:
     def runs(*errors: float) -> list[list[dict[str, float]]]:
-        other = {"orthonormality_error": 0.0, "images_per_second": 1.0}
+        other = dict.fromkeys(("train_loss", "largest_logit", "orthonormality_error"), 0.0)
+        other["images_per_second"] = 1.0
         return [[{"test_error": error, **other}] for error in errors]
 
     table, winner = _vit_results.final_table({"a": runs(3.0, 5.0), "b": runs(2.0, 2.5)})

@@ -19,7 +19,8 @@ from _common import (
 from _training import Record
 from _vit_methods import PUBLISHED
 
-HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Orthonormality", "Images/s"]
+HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Training loss", "Largest logit"]
+HEADER += ["Orthonormality", "Images/s"]
 PUBLISHED_HEADER = ["Published CIFAR-10 %", "CIFAR-100 %"]
 PANELS = [
     Panel("test_error", "test error (%)", "Test error after each epoch", "log"),
@@ -51,7 +52,8 @@ def published_table(records: Sequence[Record]) -> str:
 
 def row(title: str, runs: Sequence[History]) -> list[str]:
     """What the last epochs of a method's runs gave."""
-    errors = [run[-1]["test_error"] for run in runs]
+    last = [run[-1] for run in runs]
+    errors = [entry["test_error"] for entry in last]
     speed = statistics.median(epoch["images_per_second"] for run in runs for epoch in run)
     return [
         title,
@@ -59,7 +61,9 @@ def row(title: str, runs: Sequence[History]) -> list[str]:
         f"{statistics.stdev(errors):.2f}" if len(errors) > 1 else "-",
         f"{min(errors):.2f} to {max(errors):.2f}",
         str(len(errors)),
-        f"{max(run[-1]['orthonormality_error'] for run in runs):.1e}",
+        f"{statistics.fmean(entry['train_loss'] for entry in last):.3f}",
+        f"{max(entry['largest_logit'] for entry in last):.1f}",
+        f"{max(entry['orthonormality_error'] for entry in last):.1e}",
         f"{speed:.0f}",
     ]
 
