@@ -383,6 +383,17 @@ def vit_table(path: Path) -> None:
     errors(path, {title: read(path, name)["runs"] for title, name in names.items()})
 
 
+def vit_long(path: Path) -> None:
+    """Test error of the longest training after every epoch."""
+    found: dict[str, list[list[dict[str, float]]]] = {}
+    for run in read(path)["runs"]:
+        errors = enumerate(run["test_errors"].split(), 1)
+        history = [{"epoch": epoch, "error": float(error)} for epoch, error in errors]
+        found.setdefault(run["title"], []).append(history)
+    panel = Panel("error", "test error (%)", range=(36, 60))
+    plot_curves(path, "CIFAR-10, 16,000 images, 3 layers of 96", found, [panel])
+
+
 def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """One diagram a set of runs: the test errors of every seed, and their mean."""
     count = len({run["title"] for runs in sets.values() for run in runs})
@@ -819,7 +830,7 @@ DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
 ) | {
     draw.__name__: draw
     for draw in (
-        pixel_digits, translation, video, vit_table, attention,
+        pixel_digits, translation, video, vit_table, vit_long, attention,
         leading_eigenvalues, eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw,
         prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
         muon_transformer, manifold_muon,
