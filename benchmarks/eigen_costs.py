@@ -27,7 +27,7 @@ STEPS, ROUNDS = 10, 7
 FITTED = 3
 STEP = 0.05
 
-ITERATIONS = 399  # one before QR, every 10 or 100 steps, would repair the last one
+ITERATIONS = 399  # with one more, QR every 10 or 100 steps would have taken the error out
 RATE = {"lr": 0.1, "momentum": 0.9}
 
 

@@ -387,8 +387,10 @@ def vit_long(path: Path) -> None:
     """Test error of the longest training after every epoch."""
     found: dict[str, list[list[dict[str, float]]]] = {}
     for run in read(path)["runs"]:
-        errors = enumerate(run["test_errors"].split(), 1)
-        history = [{"epoch": epoch, "error": float(error)} for epoch, error in errors]
+        history = [
+            {"epoch": epoch, "error": float(error)}
+            for epoch, error in enumerate(run["test_errors"].split(), 1)
+        ]
         found.setdefault(run["title"], []).append(history)
     panel = Panel("error", "test error (%)", range=(36, 60))
     plot_curves(path, "CIFAR-10, 16,000 images, 3 layers of 96", found, [panel])
@@ -469,7 +471,7 @@ def eigen_methods(path: Path) -> None:
             axis.plot(arrived, [place] * len(arrived), linestyle="", markersize=6, **look)
             if missing:
                 gap = max(result["final_gap"])
-                text = f"{missing} of {len(result['seconds'])} ended at {gap:.0e}"
+                text = f"{missing} of {len(result['seconds'])} end at {gap:.0e} or less"
                 axis.annotate(text, (1.5 * limit, place), va="center", fontsize=7, color="0.3")
         rows(axis, list(found))
         axis.axvline(limit, color="0.4", linewidth=1, linestyle=":")
@@ -708,7 +710,7 @@ def eigen_methods_scaling(path: Path) -> None:
 
 
 def eigen_methods_inner(path: Path) -> None:
-    """Gap and orthonormality after 399 steps against inner iterations; the worst draw."""
+    """Gap and orthonormality at the end against inner iterations; the worst draw."""
     found = read(path, path.stem.removesuffix("_inner"))["results"]
     found = next(result for name, result in found.items() if name.endswith(", inner"))
     figure, axes = start(2, (11, 4))
@@ -724,7 +726,7 @@ def eigen_methods_inner(path: Path) -> None:
         axes[0][0].loglog(counts, gaps, label=kind, **look)
         axes[0][1].loglog(counts, errors, label=kind, **look)
     for axis, label in zip(axes[0], ("|relative gap|", "max |X'X - I|"), strict=True):
-        axis.set(xlabel="inner iterations", ylabel=f"{label} after 399 steps")
+        axis.set(xlabel="inner iterations", ylabel=f"{label} at the end")
         axis.minorticks_off()
         axis.set_xticks([1, 2, 4, 8, 16, 100], ["1", "2", "4", "8", "16", "100"])
         axis.grid(alpha=0.3)
