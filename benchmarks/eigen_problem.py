@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,28 +58,28 @@ class Problem:
 
 @dataclass
 class Run:
-    """Relative gap and seconds after every iteration, |X'X - I| at the end."""
+    """Where a run has got to: products with A, seconds, relative gap and |X'X - I|."""
 
-    gaps: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    products: int = 0
+    seconds: float = 0.0
+    gap: float = math.inf
     error: float = math.nan
 
     @property
     def reached(self) -> bool:
-        return bool(self.gaps) and abs(self.gaps[-1]) <= TARGET and self.error <= TARGET
+        return abs(self.gap) <= TARGET and self.error <= TARGET
 
     @property
     def iterations(self) -> float:
-        return len(self.gaps) if self.reached else math.inf
+        return self.products if self.reached else math.inf
 
     @property
     def time(self) -> float:
-        return self.seconds[-1] if self.reached else math.inf
+        return self.seconds if self.reached else math.inf
 
     @property
     def final_gap(self) -> float:
-        usable = self.gaps and self.error <= TARGET and abs(self.gaps[-1]) < 1
-        return abs(self.gaps[-1]) if usable else math.inf
+        return abs(self.gap) if self.error <= TARGET and abs(self.gap) < 1 else math.inf
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ def optimize(
     point = problem.start
     began = clock()
     image = problem.weighted(problem.image(point))
-    while len(run.gaps) < limit.iterations and spent < limit.seconds:
+    while run.products < limit.iterations and spent < limit.seconds:
         grad = -2 * image
         parameter.grad = grad.mT.unsqueeze(0) if wide else grad
         if before is not None:
-            before(optimizer, options, len(run.gaps) + 1)
+            before(optimizer, options, run.products + 1)
         optimizer.step()
         point = parameter.detach()[0].mT if wide else parameter.detach()
         image = problem.weighted(problem.image(point))
@@ -143,8 +143,7 @@ def optimize(
         gap = problem.gap(value)
         if not abs(gap) < DIVERGED:  # also NaN
             break
-        run.gaps.append(gap)
-        run.seconds.append(spent)
+        run.products, run.seconds, run.gap = run.products + 1, spent, gap
         if gap <= limit.target:  # far below -target: no orthonormal X has such a value
             break
         began = clock()
@@ -157,18 +156,17 @@ class Reached(Exception):  # noqa: N818
 
 
 def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bool) -> Run:
-    """One entry for each product AX or AD that it needs; cost and gradient at X share theirs."""
+    """Counts each product AX or AD that it needs; cost and gradient at X share theirs."""
     A = problem.matrix.numpy()
     manifold = PymanoptStiefel(*problem.start.shape)
-    run, best = Run(), math.inf
+    run = Run()
     last: list[Any] = [None, None]
     began = clock()
 
     def multiplied(factor: Any) -> Any:
         result = A @ factor
-        run.gaps.append(best)
-        run.seconds.append(clock() - began)
-        if run.seconds[-1] > limit.seconds:
+        run.products, run.seconds = run.products + 1, clock() - began
+        if run.seconds > limit.seconds:
             raise Reached
         return result
 
@@ -179,13 +177,11 @@ def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bo
 
     @pymanopt.function.numpy(manifold)
     def cost(X: Any) -> float:
-        nonlocal best
         value = float(np.sum(X * product(X)))
-        if problem.gap(value) < best:
-            best = run.gaps[-1] = problem.gap(value)
-            run.seconds[-1] = clock() - began
+        if problem.gap(value) < run.gap:
+            run.gap, run.seconds = problem.gap(value), clock() - began
             run.error = orthonormality_error(torch.from_numpy(X))
-            if best <= TARGET:
+            if run.gap <= TARGET:
                 raise Reached
         return -value
 
@@ -206,7 +202,7 @@ def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bo
 
 
 def eigensolver_run(problem: Problem, options: Options, _: Limit, *, iterative: bool) -> Run:
-    """LOBPCG or Lanczos with a tolerance; one entry, at the end."""
+    """LOBPCG or Lanczos with a tolerance; all of its products count as one."""
     A, start = problem.matrix.numpy(), problem.start.numpy()
     tolerance = options["tolerance"]
     began = clock()
@@ -219,4 +215,4 @@ def eigensolver_run(problem: Problem, options: Options, _: Limit, *, iterative: 
     seconds = clock() - began
     X = torch.from_numpy(np.ascontiguousarray(vectors))
     value = float((X * problem.image(X)).sum())
-    return Run([problem.gap(value)], [seconds], orthonormality_error(X))
+    return Run(1, seconds, problem.gap(value), orthonormality_error(X))

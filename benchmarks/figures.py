@@ -471,7 +471,7 @@ def eigen_methods(path: Path) -> None:
             axis.plot(arrived, [place] * len(arrived), linestyle="", markersize=6, **look)
             if missing:
                 gap = max(result["final_gap"])
-                text = f"{missing} of {len(result['seconds'])} end at {gap:.0e} or less"
+                text = f"{missing} of {len(result['seconds'])}: gap <= {gap:.0e}"
                 axis.annotate(text, (1.5 * limit, place), va="center", fontsize=7, color="0.3")
         rows(axis, list(found))
         axis.axvline(limit, color="0.4", linewidth=1, linestyle=":")
@@ -719,7 +719,7 @@ def eigen_methods_inner(path: Path) -> None:
         counts, gaps, errors = [], [], []
         for name, entry in found.items():
             parts = name.split(", ")
-            if parts[0] == kind and len(parts) == 2:
+            if parts[0] == kind and len(parts) == 2 and None not in entry["gaps"]:
                 counts.append(int(parts[1].split()[0]))
                 gaps.append(max(map(abs, entry["gaps"])))
                 errors.append(max(entry["errors"]))
