@@ -10,6 +10,8 @@ import torch
 from cases import in_one_test, in_turn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 from stiefel_opt.functional.recurrence import NONLINEARITIES, rollout
@@ -395,6 +397,53 @@ def test_short_products_of_reflections_never_form_the_transition(generator, monk
     torch.testing.assert_close(module(inputs), expected)
     module(inputs)[0].sum().backward()
     assert bool(module.parametrizations.weight_hh_l0.original.grad.any())
+
+
+class Chain(TorchDispatchMode):
+    """The longest chain of matrix products and solves, each of which needs the one before."""
+
+    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "linalg_solve_triangular")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length: dict[int, int] = {}  # by storage; views and writes into it are its own
+        self.alive: list[Any] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        product = func.overloadpacket.__name__.removesuffix("_") in self.PRODUCTS
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        length = max((self.length.get(storage(t), 0) for t in given), default=0) + product
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, Tensor):
+                self.length[storage(made)] = max(length, self.length.get(storage(made), 0))
+                self.alive.append(made)
+        return result
+
+
+def storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("steps", [4, 32])
+@pytest.mark.parametrize("count", [1, 3, 15])
+def test_products_one_after_the_other_do_not_grow_with_the_number_of_reflections(steps, count):
+    """Products and solves in a chain, the T and L of table 1 of Likhosherstov et al. (2021).
+
+    CWY has two a step, one if L = N, after a preparation that knows no L; one by one, L
+    reflections are 2 L more.
+    """
+
+    def chain(transition: str, reflections: int) -> int:
+        options = {"transition": transition, "reflections": reflections, "dtype": torch.float64}
+        module = OrthogonalRNN(1, 16, nonlinearity="abs", **options)
+        with torch.no_grad(), Chain() as mode:
+            out = module(torch.ones(steps, BATCH, 1, dtype=torch.float64))[0]
+        return mode.length[storage(out)]
+
+    assert chain("cwy", count) == 2 * steps + 2
+    assert chain("cwy", 16) == steps + 3
+    assert chain("householder", count) == steps + 2 * count
 
 
 READINGS = [{"scale": 0.5}, {"transposed": True}, {"heads": 2}, {"scale": 0.5, "heads": 3}]
