@@ -212,6 +212,7 @@ def test_every_row_of_the_page_has_a_place_and_a_verdict() -> None:
         assert verdict in ("reproduced", "partly", "not", "not tried"), claim
         assert all((claim, published, ours, scale)), cells
         assert (ours == "-") <= (verdict == "not tried"), claim
+        assert re.search(r"`([SB]/\w+\.py|pytest )|as above", command), (claim, command)
         cited = {name for _, name in places(place)}
         assert cited <= CONTENTS[paper].keys(), (claim, cited)
         found[paper] |= cited
