@@ -21,7 +21,7 @@ import stiefel_opt as so
 
 # One grid for everybody: rates times momenta, plain and Nesterov's; betas for the Adams.
 SGD_RATES = (0.2, 0.4, 0.1, 0.3, 0.5, 0.6, 0.65, 0.25, 0.15, 0.05)  # the likely ones first
-ADAM_RATES = (0.01, 0.02, 0.005, 0.05, 0.1, 0.002, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+ADAM_RATES = (0.01, 0.02, 0.005, 0.05, 0.1, 0.002, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 MOMENTA = (0.9, 0.85, 0.8, 0.95)
 HEAVY = tuple({"momentum": mu, "nesterov": ahead} for mu, ahead in product(MOMENTA, (False, True)))
 BETAS = tuple({"betas": (mu, decay)} for mu, decay in product(MOMENTA, (0.999, 0.99)))
