@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / "benchmarks" / "papers"), str(ROOT / "benchmarks")]
 SOURCES = sorted(
     path for folder in ("stiefel_opt", "benchmarks") for path in (ROOT / folder).rglob("*.py")
 )
+PAGES = sorted({*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")} - {ROOT / "docs" / "papers.md"})
 TABLE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 
 KONG = {
@@ -123,8 +124,11 @@ MORE = re.compile(r"(?:,| and| to|, and) \(?((?:\d+[a-d]?)(?:\.\d+)*|[a-z]\.\d+)
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Docstrings and runs of comments, in lower case, on one line each."""
+    """Docstrings and runs of comments, or sections of a page, in lower case, on one line each."""
     source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from (" ".join(part.lower().split()) for part in source.split("\n#"))
+        return
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, kinds) and (text := ast.get_docstring(node)):
@@ -166,7 +170,7 @@ def citations() -> list[tuple[str, str, int, str]]:
     """Every numbered place that is cited: its file, the text, where in it, and which place."""
     return [
         (str(path.relative_to(ROOT)), text, at, place)
-        for path in SOURCES
+        for path in (*SOURCES, *PAGES)
         for text in dict.fromkeys(texts(path))
         for at, place in places(text)
         if source_of(text, at) is not None
