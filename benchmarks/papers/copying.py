@@ -137,16 +137,16 @@ def at_rate(options: Namespace, rate: float | None) -> Namespace:
 
 
 def try_rates(options: Namespace) -> dict[str, dict[str, float]]:
-    """The loss over the baseline that each cell reaches at T = 100 with each rate of the grid."""
+    """The loss over the baseline that each cell reaches at T = 100, mean over seeds, by rate."""
     tried: dict[str, dict[str, float]] = {title: {} for title in options.methods}
     for rate in options.grid:
         short = at_rate(options, rate)
-        short.length, short.seeds = GRID_LENGTH, options.seeds[:1]
+        short.length = GRID_LENGTH
         short.output = options.output / f"rate-{rate:g}"
 
         def keep(records: Mapping[str, Sequence[Record]], rate: float = rate) -> None:
-            for title, (one,) in records.items():
-                reached = one["history"][-1]["of_baseline"]
+            for title, runs in records.items():
+                reached = statistics.fmean(run["history"][-1]["of_baseline"] for run in runs)
                 tried[title][f"{rate:g}"] = reached if math.isfinite(reached) else math.inf
 
         train_all(short, options.methods, partial(build_trainer, short), keep)
