@@ -167,25 +167,9 @@ def legend(figure: Any, axis: Any, **options: Any) -> None:
     )
 
 
-def nearest(pixels: Any) -> Any:
-    """The picture in our colours, in steps to white, as edges need, and greys: none is changed."""
-    from PIL import Image
-
-    full = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (*COLOURS, *BLUES, GREY)])
-    share = np.linspace(0.0, 1.0, 17)[:, None, None]
-    palette = np.unique((full * (1 - share) + 255 * share).round().reshape(-1, 3), axis=0)
-    packed, place = np.unique(pixels @ [65536, 256, 1], return_inverse=True)
-    found = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], 1)
-    index = np.square(found[:, None] - palette).sum(2).argmin(1).astype(np.uint8)
-    few = Image.fromarray(index[place].reshape(pixels.shape[:2]), mode="P")
-    few.putpalette(palette.astype(np.uint8).tobytes())
-    return few
-
-
 def save(figure: Any, path: Path) -> None:
     """Replace the file at once, in at most 256 colours, which are a third of the bytes."""
     from matplotlib import pyplot
-    from matplotlib.image import AxesImage
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,11 +177,7 @@ def save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(temporary, dpi=DPI)
         with Image.open(temporary) as image:
-            pixels = np.array(image.convert("RGB"), dtype=np.int32)
-        if figure.findobj(AxesImage):
-            few = Image.fromarray(pixels.astype(np.uint8)).quantize(dither=Image.Dither.NONE)
-        else:
-            few = nearest(pixels)
+            few = image.convert("RGB").quantize(dither=Image.Dither.NONE)
         few.save(temporary, optimize=True)
         os.replace(temporary, path)
     finally:
