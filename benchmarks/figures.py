@@ -29,7 +29,7 @@ BLUE, RED, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BROWN, BLACK = "#E69F00", "#56B4E9", "#8C564B", "#000000"
 BLUES = ("#BFDBEE", "#99C6E3", "#6CAED6", "#3D93C6", "#0072B2")  # few to many reflections
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK)
-STYLES = {
+STYLES: dict[str, tuple[str, ...]] = {  # the third tells apart curves of one colour
     "StiefelSGD": (BLUE, "o"),
     "StiefelSGD, published flows": (SKY, "v"),
     "Wen & Yin without momentum": (SKY, "x"),
@@ -40,17 +40,17 @@ STYLES = {
     "ProjectedRGD, qr": (GREEN, "v"),
     "RGD-C-C": (GREEN, "x"),
     "RGD-C-C (Wen & Yin)": (GREEN, "x"),
-    "RGD-E-C": (GREEN, "+"),
-    "RGD-C-QR": (GREEN, "<"),
-    "RGD-E-QR": (GREEN, ">"),
+    "RGD-E-C": (GREEN, "+", "--"),
+    "RGD-C-QR": (GREEN, "<", ":"),
+    "RGD-E-QR": (GREEN, ">", "-."),
     "CayleySGD": (PINK, "D"),
-    "CayleyAdam": (PINK, "d"),
-    "Cayley Adam": (PINK, "d"),
+    "CayleyAdam": (PINK, "d", ":"),
+    "Cayley Adam": (PINK, "d", ":"),
     "SGD with penalty": (BROWN, "x"),
     "SGD, regularized": (BROWN, "x"),
     "Adam with penalty": (BROWN, "+"),
     "Adam, regularized": (BROWN, "+"),
-    "SGD": (GREY, "o"),
+    "SGD": (GREY, "o", "--"),
     "Adam": (GREY, "s"),
     "AdamW": (BLACK, "D"),
     "Muon": (GREEN, "d"),
@@ -58,10 +58,10 @@ STYLES = {
     "orthonormal in attention": (BROWN, "p"),
     "geoopt SGD": (ORANGE, "o"),
     "geoopt Adam": (ORANGE, "s"),
-    "geotorch": (ORANGE, "P"),
+    "geotorch": (ORANGE, "P", "--"),
     "Kong et al. as published": (SKY, "v"),
-    "Li et al. as published": (PINK, "v"),
-    "SGDG": (PINK, "v"),
+    "Li et al. as published": (PINK, "v", "--"),
+    "SGDG": (PINK, "v", "--"),
     "SGDG(1.5), published": (PINK, "X"),
     "POGO": (BROWN, "P"),
     "POT": (BROWN, "o"),
@@ -75,28 +75,28 @@ STYLES = {
     "scipy lobpcg": (BLACK, "v"),
     "scipy eigsh": (BLACK, "*"),
     "CWY": (BLUE, "^"),
-    "T-CWY": (SKY, "D"),
-    "HR": (SKY, "s"),
-    "sequential HR": (SKY, "s"),
+    "T-CWY": (SKY, "D", "--"),
+    "HR": (SKY, "s", ":"),
+    "sequential HR": (SKY, "s", ":"),
     "EXPRNN": (ORANGE, "^"),
     "exponential": (ORANGE, "^"),
-    "DTRIV": (ORANGE, "v"),
-    "DTRIV-inf": (ORANGE, "d"),
+    "DTRIV": (ORANGE, "v", "--"),
+    "DTRIV-inf": (ORANGE, "d", "--"),
     "SCORNN": (PINK, "^"),
     "Cayley by solve": (PINK, "^"),
     "URNN": (BROWN, "^"),
-    "EURNN": (BROWN, "v"),
+    "EURNN": (BROWN, "v", "--"),
     "OWN": (BROWN, "d"),
     "LSTM": (BLACK, "o"),
     "ConvLSTM": (BLACK, "s"),
     "RNN": (GREY, "^"),
-    "GRU": (GREY, "v"),
+    "GRU": (GREY, "v", "--"),
     "Glorot start": (GREY, "+"),
-    "Orthogonal start": (GREY, "x"),
-    "Zero kernel": (GREY, "d"),
+    "Orthogonal start": (GREY, "x", "--"),
+    "Zero kernel": (GREY, "d", ":"),
     "torch householder": (GREY, "D"),
-    "torch matrix_exp": (GREY, "P"),
-    "torch cayley": (GREY, "*"),
+    "torch matrix_exp": (GREY, "P", "--"),
+    "torch cayley": (GREY, "*", ":"),
     "torch_householder": (BROWN, "D"),
     "free, same start": (GREY, "X"),
     "free, same start, clipped": (PINK, "P"),
@@ -104,6 +104,7 @@ STYLES = {
     "free, torch's start": (BROWN, "*"),
 }
 MARKERS = "os^vDdPX"
+OPEN = {"fillstyle": "none", "linestyle": "--"}  # the other of two curves of one method
 MORE = ", three times the steps"
 
 
@@ -120,7 +121,7 @@ class Panel(NamedTuple):
 
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
-    """Colour and marker of a method, whatever stands around its name; others by ``index``."""
+    """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
     plain = name.removeprefix("Tagged ")
     for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
@@ -128,9 +129,9 @@ def style(name: str, index: int = 0) -> dict[str, Any]:
         index = min(max(int(math.log2(int(plain[6:]))) - 2, 0), len(BLUES) - 1)
         return {"color": BLUES[index], "marker": "^"}
     other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-    colour, marker = STYLES.get(name) or STYLES.get(plain, other)
-    across = {"fillstyle": "none", "linestyle": "--"} if name.endswith("across heads") else {}
-    return {"color": colour, "marker": marker, **across}
+    colour, marker, *dashes = STYLES.get(name) or STYLES.get(plain, other)
+    look = {"color": colour, "marker": marker, "linestyle": dashes[0] if dashes else "-"}
+    return look | (OPEN if name.endswith("across heads") else {})
 
 
 def start(columns: int, size: tuple[float, float], rows: int = 1, **options: Any) -> Any:
@@ -160,11 +161,14 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend(figure: Any, axis: Any, **options: Any) -> None:
+def legend(figure: Any, *axes: Any) -> None:
     """Beside the diagrams, where it covers nothing."""
-    figure.legend(
-        *axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, **options
-    )
+    lines = {}
+    for axis in axes:
+        handles, names = axis.get_legend_handles_labels()
+        lines |= dict(zip(names, handles, strict=True))
+    beside = {"loc": "outside right upper", "fontsize": 8, "handlelength": 3}  # shows dashes
+    figure.legend(lines.values(), lines, **beside)
 
 
 def save(figure: Any, path: Path) -> None:
@@ -194,42 +198,52 @@ def plot_curves(
     histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
     panels: Sequence[Panel],
 ) -> None:
-    """Each method's mean over seeds as a line, with the range as a band; one diagram a panel."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = start(len(panels), (4.3 * len(panels) + 1.8, 3.8))
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for index, (name, runs) in enumerate(histories.items()):
-            look = style(name, index)
-            points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
-            places = [entries[0][panel.x] for entries in points]
-            values = [[entry[panel.key] for entry in entries] for entries in points]
-            means = [statistics.fmean(v) for v in values]
-            every = max(1, len(places) // 6)
-            shift = index % every  # equal curves show their markers in turn
-            axis.plot(
-                places, means, label=name, markevery=(shift, every), markersize=5,
-                linewidth=1.4, **look,
-            )  # fmt: skip
-            low, high = [min(v) for v in values], [max(v) for v in values]
-            axis.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
-        for name, level in panel.levels.items():
-            axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
-            axis.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right",
-                          va="bottom", fontsize=8, color="0.3")  # fmt: skip
-        axis.set(xlabel=panel.x, ylabel=panel.label, title=panel.title, yscale=panel.scale)
-        axis.set_ylim(*panel.range)
-        low, high = axis.get_ylim()
-        if panel.scale == "log" and high < 1000 * low:
-            plain_ticks(axis.yaxis)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
-    legend(figure, axes[0][0])
+    """One diagram a panel, of the methods that have what it shows."""
+    figure, (axes,) = start(len(panels), (4.3 * len(panels) + 1.8, 3.8))
+    for axis, panel in zip(axes, panels, strict=True):
+        curves(axis, histories, panel)
+    legend(figure, *axes)
     if len(panels) > 1:
         figure.suptitle(title, fontsize=10)
     else:
-        axes[0][0].set_title(title, fontsize=10)
+        axes[0].set_title(title, fontsize=10)
     save(figure, path)
+
+
+def curves(
+    axis: Any, histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], panel: Panel
+) -> None:
+    """Each method's mean over seeds as a line, with the range as a band."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, (name, runs) in enumerate(histories.items()):
+        runs = [run for run in runs if run and panel.key in run[0]]
+        if not runs:
+            continue
+        look = style(name, index)
+        points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
+        places = [entries[0][panel.x] for entries in points]
+        values = [[entry[panel.key] for entry in entries] for entries in points]
+        means = [statistics.fmean(v) for v in values]
+        every = max(1, len(places) // 4)
+        shift = every * index // len(histories)  # equal curves show their markers in turn
+        axis.plot(
+            places, means, label=name, markevery=(shift, every), markersize=5, linewidth=1.4, **look
+        )
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axis.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    for name, level in panel.levels.items():
+        axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
+        beside = {"xycoords": ("axes fraction", "data"), "va": "center"}  # where no curve goes
+        axis.annotate(name, (1.01, level), fontsize=8, color="0.3", **beside)
+    axis.set(xlabel=panel.x, ylabel=panel.label, yscale=panel.scale)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_ylim(*panel.range)
+    low, high = axis.get_ylim()
+    if panel.scale == "log" and high < 1000 * low:
+        plain_ticks(axis.yaxis)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
 
 
 def read(path: Path, name: str | None = None) -> dict[str, Any]:
@@ -246,6 +260,12 @@ def histories(runs: Sequence[Mapping[str, Any]], key: str, **titles: str) -> dic
     return found
 
 
+def seeds(found: Mapping[str, Sequence[Any]]) -> str:
+    """How many runs each method has."""
+    fewest, most = (pick(map(len, found.values())) for pick in (min, max))
+    return f"{most} seeds" if fewest == most else f"{fewest} to {most} seeds"
+
+
 CELLS = {
     "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
     "dtriv-inf": "DTRIV-inf", "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN",
@@ -259,18 +279,17 @@ METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 def copying(path: Path) -> None:
     """Loss over the baseline and digits repeated, for one length of the pause."""
     runs = read(path)["runs"]
-    title = f"Copying over {runs[0]['length']:,} steps, {runs[0]['hidden']} units, three seeds"
-    found = histories(runs, "cell", **CELLS)
-    for runs in found.values():
-        for history in runs:
-            for entry in history:
-                entry["right"] = 100 * entry["digits_right"]
-                entry["training step"] = entry["step"]
+    for entry in itertools.chain(*(run["history"] for run in runs)):
+        entry["right"] = 100 * entry["digits_right"]
+        entry["training step"] = entry["step"]
+    levels = {"no memory": 1.0, "a tenth": 0.1}
     panels = [
-        Panel("of_baseline", "test loss / loss without memory", scale="log", x="training step"),
+        Panel("of_baseline", "test loss / loss without memory", "", "log", levels, "training step"),
         Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
     ]
-    plot_curves(path, title, found, panels)
+    found = histories(runs, "cell", **CELLS)
+    size = f"{runs[0]['length']:,} steps, {runs[0]['hidden']} units"
+    plot_curves(path, f"Copying over {size}, {seeds(found)}", found, panels)
 
 
 def pixel_digits(path: Path) -> None:
@@ -321,7 +340,7 @@ def muon_transformer(path: Path) -> None:
             history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
             found.setdefault(METHODS.get(method, method), []).append(history)
     panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
-    plot_curves(path, "Character transformer, three seeds", found, [panel])
+    plot_curves(path, f"Character transformer, {seeds(found)}", found, [panel])
 
 
 def manifold_muon(path: Path) -> None:
@@ -425,7 +444,7 @@ def leading_eigenvalues(path: Path) -> None:
         isometric = result["flows"] == "isometric"
         look = style("StiefelSGD" if isometric else "StiefelSGD, published flows")
         values = result["iterations"]
-        axis.plot(values, [place] * len(values), linestyle="", **look)
+        axis.plot(values, [place] * len(values), **look | {"linestyle": ""})
         axis.plot(statistics.median(values), place, "|", color=BLACK, markersize=16)
         names.append(f"{result['n']} x {result['m']}, {result['flows']} flows")
     rows(axis, names)
@@ -445,10 +464,10 @@ def eigen_methods(path: Path) -> None:
     for axis, group in zip(axes[0], groups, strict=True):
         found = content["results"][group]
         for place, (name, result) in enumerate(found.items()):
-            look = style(name)
+            look = style(name) | {"linestyle": ""}
             arrived = [seconds for seconds in result["seconds"] if seconds is not None]
             missing = len(result["seconds"]) - len(arrived)
-            axis.plot(arrived, [place] * len(arrived), linestyle="", markersize=6, **look)
+            axis.plot(arrived, [place] * len(arrived), markersize=6, **look)
             if missing:
                 gap = max(result["final_gap"])
                 text = f"{missing} of {len(result['seconds'])}: gap <= {gap:.0e}"
@@ -476,11 +495,12 @@ def prw(path: Path) -> None:
             skipped = method.endswith("seconds") or "from" in method or "authors" in method
             if skipped or found["pairs"] < count:
                 continue
-            look = style(method) | ({"fillstyle": "none"} if "published" in method else {})
+            look = style(method) | {"linestyle": ""}
+            look |= {"fillstyle": "none"} if "published" in method else {}
             gap = max(found["mean_gap_percent"], 1e-3)
             seconds = found["median_processor_seconds"]
             size = 10 if method.startswith("line search") else 7
-            axis.plot(seconds, gap, linestyle="", markersize=size, label=method, **look)
+            axis.plot(seconds, gap, markersize=size, label=method, **look)
         axis.set(xscale="log", yscale="log", title=f"{count} {titles[name]}")
         axis.set_xlabel("processor time of a pair, median (s)")
         plain_ticks(axis.xaxis)
@@ -590,7 +610,7 @@ def convergence(path: Path) -> None:
     for result in read(path)["results"]:
         method = result["case"].partition(",")[0]
         label = f"{result['case']}: slope {result['slope']:.2f}"
-        fewer = {"fillstyle": "none", "linestyle": "--"} if method in known else {}
+        fewer = OPEN if method in known else {}
         axis.loglog(result["K"], result["running_minimum"], **style(method) | fewer,
                     markersize=4, markevery=6, label=label)  # fmt: skip
         known.add(method)
@@ -626,7 +646,7 @@ def flows(path: Path) -> None:
         for form in names:
             name = f"Stiefel{kind}" + (", published flows" if form == "published" else "")
             look = style(name if kind == "SGD" else f"Stiefel{kind}")
-            look |= {"fillstyle": "none", "linestyle": "--"} if form == "published" else {}
+            look |= OPEN if form == "published" else {}
             runs = [r for r in content["blow_up"] if (r["optimizer"], r["form"]) == (kind, form)]
             fine = [run for run in runs if run["broke_at"] is None]
             axes[1].loglog([run["lr"] for run in fine], [run["largest_momentum"] for run in fine],
@@ -784,8 +804,7 @@ def rotations(path: Path) -> None:
         method = curve["method"]
         axes[0].plot(
             curve["steps"], curve["kl"], label=f"{method}, rate {curve['rate']:g}", markersize=5,
-            **style(method, number),
-            **({"fillstyle": "none"} if method.removesuffix(MORE) in known else {}),
+            **style(method, number) | (OPEN if method.removesuffix(MORE) in known else {}),
         )  # fmt: skip
         known.add(method)
     axes[0].set(xlabel="step", ylabel="KL from full precision, held out (nats)", ylim=(0, None))
