@@ -126,8 +126,9 @@ def style(name: str, index: int = 0) -> dict[str, Any]:
     for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker
-        index = min(max(int(math.log2(int(plain[6:]))) - 2, 0), len(BLUES) - 1)
-        return {"color": BLUES[index], "marker": "^"}
+        count, _, parts = plain[6:].partition("/")  # a number, N or N/2
+        shade = 4 - math.log2(int(parts or 1)) if count == "N" else math.log2(int(count)) - 2
+        return {"color": BLUES[min(max(int(shade), 0), 4)], "marker": "^"}
     other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
     colour, marker, *dashes = STYLES.get(name) or STYLES.get(plain, other)
     look = {"color": colour, "marker": marker, "linestyle": dashes[0] if dashes else "-"}
@@ -293,31 +294,40 @@ def copying(path: Path) -> None:
 
 
 def pixel_digits(path: Path) -> None:
-    """Test error in order and permuted."""
-    both = {}
-    for part in ("", "_permuted"):
-        for name, runs in histories(
-            read(path, f"pixel_digits{part}")["runs"], "cell", **CELLS
-        ).items():
-            for kept, found in zip(both.setdefault(name, runs), runs, strict=True):
-                for old, new in zip(kept, found, strict=True):
-                    old[f"error{part}"] = new["test_error"]
-    panels = [
-        Panel("error", "test error (%)", "pixels in order", range=(0, None)),
-        Panel("error_permuted", "test error (%)", "pixels in one shuffled order", range=(0, None)),
-    ]
-    plot_curves(path, "8 x 8 digits pixel by pixel, 64 units, three seeds", both, panels)
+    """Test accuracy in order and permuted."""
+    runs, panels = [], []
+    for part, title in {"": "pixels in order", "_permuted": "pixels in one shuffled order"}.items():
+        own = read(path, f"pixel_digits{part}")["runs"]
+        for entry in itertools.chain(*(run["history"] for run in own)):
+            entry[title] = 100 - entry["test_error"]
+        named = f"{title}, {seeds(histories(own, 'cell'))}"
+        panels.append(Panel(title, "test accuracy (%)", named, range=(None, 100)))
+        runs += own
+    title = "8 x 8 digits pixel by pixel, 64 units"
+    plot_curves(path, title, histories(runs, "cell", **CELLS), panels)
 
 
 def translation(path: Path) -> None:
-    """Perplexity as the paper counts it, 2^loss."""
-    runs = [run for run in read(path)["runs"] if run["pairs"] is None]
-    found = histories(runs, "cell")
-    for seeds in found.values():
-        for entry in itertools.chain(*seeds):
-            entry["two"] = 2 ** entry["loss"]
-    panel = Panel("two", "perplexity of a test word, 2^loss", scale="log", range=(0.98, None))
-    plot_curves(path, "3,200 generated phrases, 64 units, three seeds", found, [panel])
+    """Perplexity as the paper counts it, 2^loss; one diagram a set of pairs."""
+    runs = read(path)["runs"]
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        number = f"{run['limit']:,}" if run["limit"] else "all"
+        pairs = "generated phrases" if run["pairs"] is None else f"{number} pairs of sentences"
+        sets.setdefault(f"{pairs}, N = {run['hidden']}", []).append(run)
+    for title, group in sets.items():
+        for run in group:
+            cell, _, count = run["cell"].partition(" L=")
+            if count:  # the same share of N has the same look in every set
+                run["cell"] = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
+            for entry in run["history"]:
+                entry[title] = 2 ** entry["loss"]
+    label = "perplexity of a test word, 2^loss"
+    panels = [
+        Panel(title, label, f"{title}, {seeds(histories(group, 'cell'))}", "log")
+        for title, group in sets.items()
+    ]
+    plot_curves(path, "Translation", histories(runs, "cell"), panels)
 
 
 def video(path: Path) -> None:
