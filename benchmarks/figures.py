@@ -436,18 +436,25 @@ def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
 
 
 def attention(path: Path) -> None:
-    """Test errors and largest logits of every case, method and seed that did not overflow."""
-    runs = [run for run in read(path)["runs"] if run["largest_logit"] is not None]
+    """Test errors and largest logits of every case, method and seed, or that it overflowed."""
+    runs = read(path)["runs"]
     cases, methods = (list(dict.fromkeys(run[key] for run in runs)) for key in ("case", "method"))
     figure, (axes,) = start(2, (9.5, 1.6 + 0.42 * len(cases)), sharey=True)
     labels = {"test_error": "test error (%), every seed", "largest_logit": "largest logit"}
     for axis, (key, label) in zip(axes, labels.items(), strict=True):
         for number, method in enumerate(methods):
-            own = [run for run in runs if run["method"] == method]
             shift = 0.18 * (number - (len(methods) - 1) / 2)
-            places = [cases.index(run["case"]) + shift for run in own]
             look = style(method, number) | {"linestyle": "", "markersize": 4}
-            axis.plot([run[key] for run in own], places, label=method, **look)
+            places = {case: place + shift for place, case in enumerate(cases)}
+            own = [run for run in runs if run["method"] == method]
+            fine = [run for run in own if run["largest_logit"] is not None]
+            axis.plot([run[key] for run in fine], [places[run["case"]] for run in fine],
+                      label=method, **look)  # fmt: skip
+            for case in {run["case"] for run in own if run["largest_logit"] is None}:
+                axis.annotate(
+                    "overflow", (0.99, places[case]), xycoords=("axes fraction", "data"),
+                    ha="right", va="center", fontsize=7, color=look["color"],
+                )  # fmt: skip
         rows(axis, cases)
         axis.set_xlabel(label)
     axes[1].set_xscale("log")
