@@ -740,19 +740,30 @@ def eigen_methods_inner(path: Path) -> None:
     """Gap and orthonormality at the end against inner iterations; the worst draw."""
     found = read(path, path.stem.removesuffix("_inner"))["results"]
     found = next(result for name, result in found.items() if name.endswith(", inner"))
-    figure, axes = start(2, (11, 4))
-    kinds = {"Cayley map": style("CayleySGD"), "inverse root": style("StiefelSGD")}
-    for kind, look in kinds.items():
-        counts, gaps, errors = [], [], []
-        for name, entry in found.items():
-            parts = name.split(", ")
-            if parts[0] == kind and len(parts) == 2 and None not in entry["gaps"]:
-                counts.append(int(parts[1].split()[0]))
-                gaps.append(max(map(abs, entry["gaps"])))
-                errors.append(max(entry["errors"]))
-        axes[0][0].loglog(counts, gaps, label=kind, **look)
-        axes[0][1].loglog(counts, errors, label=kind, **look)
-    for axis, label in zip(axes[0], ("|relative gap|", "max |X'X - I|"), strict=True):
+    figure, (axes,) = start(2, (11, 4))
+    looks = {
+        "Cayley map": style("CayleySGD"),
+        "Cayley map, QR every so many steps": style("SGDG") | {"linestyle": ""},
+        "inverse root": style("StiefelSGD"),
+    }
+    points: dict[str, list[tuple[int, float, float]]] = {label: [] for label in looks}
+    for name, entry in found.items():
+        kind, *parts = name.split(", ")
+        if parts and None not in entry["gaps"]:
+            count, error = int(parts[0].split()[0]), max(entry["errors"])
+            for often in parts[1:]:  # QR every 10 steps
+                kind += ", QR every so many steps"
+                axes[1].annotate(f"   {often[3:-6]}", (count, error), va="center", fontsize=8)
+            points[kind].append((count, max(entry["gaps"], key=abs), error))
+    for label, look in looks.items():
+        counts, gaps, errors = np.array(points[label]).T
+        axes[0].loglog(counts, abs(gaps), label=label, **look)
+        below = look | {"linestyle": "", "markerfacecolor": "white"}
+        axes[0].loglog(counts[gaps < 0], -gaps[gaps < 0], **below)
+        axes[1].loglog(counts, errors, label=label, **look)
+    for axis, label in zip(
+        axes, ("|relative gap|, open if below zero,", "max |X'X - I|"), strict=True
+    ):
         axis.set(xlabel="inner iterations", ylabel=f"{label} at the end")
         axis.minorticks_off()
         axis.set_xticks([1, 2, 4, 8, 16, 100], ["1", "2", "4", "8", "16", "100"])
