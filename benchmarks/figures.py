@@ -29,7 +29,7 @@ BLUE, RED, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, BROWN, BLACK = "#E69F00", "#56B4E9", "#8C564B", "#000000"
 BLUES = ("#BFDBEE", "#99C6E3", "#6CAED6", "#3D93C6", "#0072B2")  # few to many reflections
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK)
-STYLES = {
+STYLES: dict[str, tuple[str, ...]] = {  # the third tells apart curves of one colour
     "StiefelSGD": (BLUE, "o"),
     "StiefelSGD, published flows": (SKY, "v"),
     "Wen & Yin without momentum": (SKY, "x"),
@@ -40,17 +40,17 @@ STYLES = {
     "ProjectedRGD, qr": (GREEN, "v"),
     "RGD-C-C": (GREEN, "x"),
     "RGD-C-C (Wen & Yin)": (GREEN, "x"),
-    "RGD-E-C": (GREEN, "+"),
-    "RGD-C-QR": (GREEN, "<"),
-    "RGD-E-QR": (GREEN, ">"),
+    "RGD-E-C": (GREEN, "+", "--"),
+    "RGD-C-QR": (GREEN, "<", ":"),
+    "RGD-E-QR": (GREEN, ">", "-."),
     "CayleySGD": (PINK, "D"),
-    "CayleyAdam": (PINK, "d"),
-    "Cayley Adam": (PINK, "d"),
+    "CayleyAdam": (PINK, "d", ":"),
+    "Cayley Adam": (PINK, "d", ":"),
     "SGD with penalty": (BROWN, "x"),
     "SGD, regularized": (BROWN, "x"),
     "Adam with penalty": (BROWN, "+"),
     "Adam, regularized": (BROWN, "+"),
-    "SGD": (GREY, "o"),
+    "SGD": (GREY, "o", "--"),
     "Adam": (GREY, "s"),
     "AdamW": (BLACK, "D"),
     "Muon": (GREEN, "d"),
@@ -58,10 +58,10 @@ STYLES = {
     "orthonormal in attention": (BROWN, "p"),
     "geoopt SGD": (ORANGE, "o"),
     "geoopt Adam": (ORANGE, "s"),
-    "geotorch": (ORANGE, "P"),
+    "geotorch": (ORANGE, "P", "--"),
     "Kong et al. as published": (SKY, "v"),
-    "Li et al. as published": (PINK, "v"),
-    "SGDG": (PINK, "v"),
+    "Li et al. as published": (PINK, "v", "--"),
+    "SGDG": (PINK, "v", "--"),
     "SGDG(1.5), published": (PINK, "X"),
     "POGO": (BROWN, "P"),
     "POT": (BROWN, "o"),
@@ -75,28 +75,28 @@ STYLES = {
     "scipy lobpcg": (BLACK, "v"),
     "scipy eigsh": (BLACK, "*"),
     "CWY": (BLUE, "^"),
-    "T-CWY": (SKY, "D"),
-    "HR": (SKY, "s"),
-    "sequential HR": (SKY, "s"),
+    "T-CWY": (SKY, "D", "--"),
+    "HR": (SKY, "s", ":"),
+    "sequential HR": (SKY, "s", ":"),
     "EXPRNN": (ORANGE, "^"),
     "exponential": (ORANGE, "^"),
-    "DTRIV": (ORANGE, "v"),
-    "DTRIV-inf": (ORANGE, "d"),
+    "DTRIV": (ORANGE, "v", "--"),
+    "DTRIV-inf": (ORANGE, "d", "--"),
     "SCORNN": (PINK, "^"),
     "Cayley by solve": (PINK, "^"),
     "URNN": (BROWN, "^"),
-    "EURNN": (BROWN, "v"),
+    "EURNN": (BROWN, "v", "--"),
     "OWN": (BROWN, "d"),
     "LSTM": (BLACK, "o"),
     "ConvLSTM": (BLACK, "s"),
     "RNN": (GREY, "^"),
-    "GRU": (GREY, "v"),
+    "GRU": (GREY, "v", "--"),
     "Glorot start": (GREY, "+"),
-    "Orthogonal start": (GREY, "x"),
-    "Zero kernel": (GREY, "d"),
+    "Orthogonal start": (GREY, "x", "--"),
+    "Zero kernel": (GREY, "d", ":"),
     "torch householder": (GREY, "D"),
-    "torch matrix_exp": (GREY, "P"),
-    "torch cayley": (GREY, "*"),
+    "torch matrix_exp": (GREY, "P", "--"),
+    "torch cayley": (GREY, "*", ":"),
     "torch_householder": (BROWN, "D"),
     "free, same start": (GREY, "X"),
     "free, same start, clipped": (PINK, "P"),
@@ -104,6 +104,7 @@ STYLES = {
     "free, torch's start": (BROWN, "*"),
 }
 MARKERS = "os^vDdPX"
+OPEN = {"fillstyle": "none", "linestyle": "--"}  # the other of two curves of one method
 MORE = ", three times the steps"
 
 
@@ -120,17 +121,18 @@ class Panel(NamedTuple):
 
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
-    """Colour and marker of a method, whatever stands around its name; others by ``index``."""
+    """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
     plain = name.removeprefix("Tagged ")
     for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker
-        index = min(max(int(math.log2(int(plain[6:]))) - 2, 0), len(BLUES) - 1)
-        return {"color": BLUES[index], "marker": "^"}
+        count, _, parts = plain[6:].partition("/")  # a number, N or N/2
+        shade = 4 - math.log2(int(parts or 1)) if count == "N" else math.log2(int(count)) - 2
+        return {"color": BLUES[min(max(int(shade), 0), 4)], "marker": "^"}
     other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-    colour, marker = STYLES.get(name) or STYLES.get(plain, other)
-    across = {"fillstyle": "none", "linestyle": "--"} if name.endswith("across heads") else {}
-    return {"color": colour, "marker": marker, **across}
+    colour, marker, *dashes = STYLES.get(name) or STYLES.get(plain, other)
+    look = {"color": colour, "marker": marker, "linestyle": dashes[0] if dashes else "-"}
+    return look | (OPEN if name.endswith("across heads") else {})
 
 
 def start(columns: int, size: tuple[float, float], rows: int = 1, **options: Any) -> Any:
@@ -160,32 +162,19 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend(figure: Any, axis: Any, **options: Any) -> None:
+def legend(figure: Any, *axes: Any) -> None:
     """Beside the diagrams, where it covers nothing."""
-    figure.legend(
-        *axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, **options
-    )
-
-
-def nearest(pixels: Any) -> Any:
-    """The picture in our colours, in steps to white, as edges need, and greys: none is changed."""
-    from PIL import Image
-
-    full = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (*COLOURS, *BLUES, GREY)])
-    share = np.linspace(0.0, 1.0, 17)[:, None, None]
-    palette = np.unique((full * (1 - share) + 255 * share).round().reshape(-1, 3), axis=0)
-    packed, place = np.unique(pixels @ [65536, 256, 1], return_inverse=True)
-    found = np.stack([packed >> 16, packed >> 8 & 255, packed & 255], 1)
-    index = np.square(found[:, None] - palette).sum(2).argmin(1).astype(np.uint8)
-    few = Image.fromarray(index[place].reshape(pixels.shape[:2]), mode="P")
-    few.putpalette(palette.astype(np.uint8).tobytes())
-    return few
+    lines = {}
+    for axis in axes:
+        handles, names = axis.get_legend_handles_labels()
+        lines |= dict(zip(names, handles, strict=True))
+    beside = {"loc": "outside right upper", "fontsize": 8, "handlelength": 3}  # shows dashes
+    figure.legend(lines.values(), lines, **beside)
 
 
 def save(figure: Any, path: Path) -> None:
     """Replace the file at once, in at most 256 colours, which are a third of the bytes."""
     from matplotlib import pyplot
-    from matplotlib.image import AxesImage
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,11 +182,7 @@ def save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(temporary, dpi=DPI)
         with Image.open(temporary) as image:
-            pixels = np.array(image.convert("RGB"), dtype=np.int32)
-        if figure.findobj(AxesImage):
-            few = Image.fromarray(pixels.astype(np.uint8)).quantize(dither=Image.Dither.NONE)
-        else:
-            few = nearest(pixels)
+            few = image.convert("RGB").quantize(dither=Image.Dither.NONE)
         few.save(temporary, optimize=True)
         os.replace(temporary, path)
     finally:
@@ -214,42 +199,52 @@ def plot_curves(
     histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
     panels: Sequence[Panel],
 ) -> None:
-    """Each method's mean over seeds as a line, with the range as a band; one diagram a panel."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = start(len(panels), (4.3 * len(panels) + 1.8, 3.8))
-    for axis, panel in zip(axes[0], panels, strict=True):
-        for index, (name, runs) in enumerate(histories.items()):
-            look = style(name, index)
-            points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
-            places = [entries[0][panel.x] for entries in points]
-            values = [[entry[panel.key] for entry in entries] for entries in points]
-            means = [statistics.fmean(v) for v in values]
-            every = max(1, len(places) // 6)
-            shift = index % every  # equal curves show their markers in turn
-            axis.plot(
-                places, means, label=name, markevery=(shift, every), markersize=5,
-                linewidth=1.4, **look,
-            )  # fmt: skip
-            low, high = [min(v) for v in values], [max(v) for v in values]
-            axis.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
-        for name, level in panel.levels.items():
-            axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
-            axis.annotate(name, (0.99, level), xycoords=("axes fraction", "data"), ha="right",
-                          va="bottom", fontsize=8, color="0.3")  # fmt: skip
-        axis.set(xlabel=panel.x, ylabel=panel.label, title=panel.title, yscale=panel.scale)
-        axis.set_ylim(*panel.range)
-        low, high = axis.get_ylim()
-        if panel.scale == "log" and high < 1000 * low:
-            plain_ticks(axis.yaxis)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
-    legend(figure, axes[0][0])
+    """One diagram a panel, of the methods that have what it shows."""
+    figure, (axes,) = start(len(panels), (4.3 * len(panels) + 1.8, 3.8))
+    for axis, panel in zip(axes, panels, strict=True):
+        curves(axis, histories, panel)
+    legend(figure, *axes)
     if len(panels) > 1:
         figure.suptitle(title, fontsize=10)
     else:
-        axes[0][0].set_title(title, fontsize=10)
+        axes[0].set_title(title, fontsize=10)
     save(figure, path)
+
+
+def curves(
+    axis: Any, histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], panel: Panel
+) -> None:
+    """Each method's mean over seeds as a line, with the range as a band."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, (name, runs) in enumerate(histories.items()):
+        runs = [run for run in runs if run and panel.key in run[0]]
+        if not runs:
+            continue
+        look = style(name, index)
+        points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
+        places = [entries[0][panel.x] for entries in points]
+        values = [[entry[panel.key] for entry in entries] for entries in points]
+        means = [statistics.fmean(v) for v in values]
+        every = max(1, len(places) // 4)
+        shift = every * index // len(histories)  # equal curves show their markers in turn
+        axis.plot(
+            places, means, label=name, markevery=(shift, every), markersize=5, linewidth=1.4, **look
+        )
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axis.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    for name, level in panel.levels.items():
+        axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
+        beside = {"xycoords": ("axes fraction", "data"), "va": "center"}  # where no curve goes
+        axis.annotate(name, (1.01, level), fontsize=8, color="0.3", **beside)
+    axis.set(xlabel=panel.x, ylabel=panel.label, yscale=panel.scale)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_ylim(*panel.range)
+    low, high = axis.get_ylim()
+    if panel.scale == "log" and high < 1000 * low:
+        plain_ticks(axis.yaxis)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
 
 
 def read(path: Path, name: str | None = None) -> dict[str, Any]:
@@ -266,6 +261,12 @@ def histories(runs: Sequence[Mapping[str, Any]], key: str, **titles: str) -> dic
     return found
 
 
+def seeds(found: Mapping[str, Sequence[Any]]) -> str:
+    """How many runs each method has."""
+    fewest, most = (pick(map(len, found.values())) for pick in (min, max))
+    return f"{most} seeds" if fewest == most else f"{fewest} to {most} seeds"
+
+
 CELLS = {
     "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
     "dtriv-inf": "DTRIV-inf", "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN",
@@ -279,57 +280,68 @@ METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 def copying(path: Path) -> None:
     """Loss over the baseline and digits repeated, for one length of the pause."""
     runs = read(path)["runs"]
-    title = f"Copying over {runs[0]['length']:,} steps, {runs[0]['hidden']} units, three seeds"
-    found = histories(runs, "cell", **CELLS)
-    for runs in found.values():
-        for history in runs:
-            for entry in history:
-                entry["right"] = 100 * entry["digits_right"]
-                entry["training step"] = entry["step"]
+    for entry in itertools.chain(*(run["history"] for run in runs)):
+        entry["right"] = 100 * entry["digits_right"]
+        entry["training step"] = entry["step"]
+    levels = {"no memory": 1.0, "a tenth": 0.1}
     panels = [
-        Panel("of_baseline", "test loss / loss without memory", scale="log", x="training step"),
+        Panel("of_baseline", "test loss / loss without memory", "", "log", levels, "training step"),
         Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
     ]
-    plot_curves(path, title, found, panels)
+    found = histories(runs, "cell", **CELLS)
+    size = f"{runs[0]['length']:,} steps, {runs[0]['hidden']} units"
+    plot_curves(path, f"Copying over {size}, {seeds(found)}", found, panels)
 
 
 def pixel_digits(path: Path) -> None:
-    """Test error in order and permuted."""
-    both = {}
-    for part in ("", "_permuted"):
-        for name, runs in histories(
-            read(path, f"pixel_digits{part}")["runs"], "cell", **CELLS
-        ).items():
-            for kept, found in zip(both.setdefault(name, runs), runs, strict=True):
-                for old, new in zip(kept, found, strict=True):
-                    old[f"error{part}"] = new["test_error"]
-    panels = [
-        Panel("error", "test error (%)", "pixels in order", range=(0, None)),
-        Panel("error_permuted", "test error (%)", "pixels in one shuffled order", range=(0, None)),
-    ]
-    plot_curves(path, "8 x 8 digits pixel by pixel, 64 units, three seeds", both, panels)
+    """Test accuracy in order and permuted."""
+    runs, panels = [], []
+    for part, title in {"": "pixels in order", "_permuted": "pixels in one shuffled order"}.items():
+        own = read(path, f"pixel_digits{part}")["runs"]
+        for entry in itertools.chain(*(run["history"] for run in own)):
+            entry[title] = 100 - entry["test_error"]
+        named = f"{title}, {seeds(histories(own, 'cell'))}"
+        panels.append(Panel(title, "test accuracy (%)", named, range=(None, 100)))
+        runs += own
+    title = "8 x 8 digits pixel by pixel, 64 units"
+    plot_curves(path, title, histories(runs, "cell", **CELLS), panels)
 
 
 def translation(path: Path) -> None:
-    """Perplexity as the paper counts it, 2^loss."""
-    runs = [run for run in read(path)["runs"] if run["pairs"] is None]
-    found = histories(runs, "cell")
-    for seeds in found.values():
-        for entry in itertools.chain(*seeds):
-            entry["two"] = 2 ** entry["loss"]
-    panel = Panel("two", "perplexity of a test word, 2^loss", scale="log", range=(0.98, None))
-    plot_curves(path, "3,200 generated phrases, 64 units, three seeds", found, [panel])
+    """Perplexity as the paper counts it, 2^loss; one diagram a set of pairs."""
+    runs = read(path)["runs"]
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        number = f"{run['limit']:,}" if run["limit"] else "all"
+        pairs = "generated phrases" if run["pairs"] is None else f"{number} pairs of sentences"
+        sets.setdefault(f"{pairs}, N = {run['hidden']}", []).append(run)
+    for title, group in sets.items():
+        for run in group:
+            cell, _, count = run["cell"].partition(" L=")
+            if count:  # the same share of N has the same look in every set
+                run["cell"] = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
+            for entry in run["history"]:
+                entry[title] = 2 ** entry["loss"]
+    label = "perplexity of a test word, 2^loss"
+    panels = [
+        Panel(title, label, f"{title}, {seeds(histories(group, 'cell'))}", "log")
+        for title, group in sets.items()
+    ]
+    plot_curves(path, "Translation", histories(runs, "cell"), panels)
 
 
 def video(path: Path) -> None:
-    """Validation error of every recurrent unit."""
+    """Test error of every recurrent unit and seed."""
     content = read(path)
-    panel = Panel(
-        "valid", "summed |error| of a frame (grey levels 0 to 1)", range=(60, 115),
-        levels={"last frame again": content["last_frame"]},
-    )  # fmt: skip
     found = histories(content["runs"], "method")
-    plot_curves(path, "Next video frame, 32 x 32 pixels, three seeds", found, [panel])
+    figure, ((axis,),) = start(1, (8, 4))
+    dots(
+        axis, {method: [run[-1]["test"] for run in runs] for method, runs in found.items()},
+        "summed |error| of a test frame (grey levels 0 to 1)",
+    )  # fmt: skip
+    still = f"showing the last frame again: {content['last_frame']:.1f}"
+    axis.set_title(f"Next video frame, 32 x 32 pixels; {still}", fontsize=10)
+    save(figure, path)
 
 
 def muon_transformer(path: Path) -> None:
@@ -341,7 +353,7 @@ def muon_transformer(path: Path) -> None:
             history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
             found.setdefault(METHODS.get(method, method), []).append(history)
     panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
-    plot_curves(path, "Character transformer, three seeds", found, [panel])
+    plot_curves(path, f"Character transformer, {seeds(found)}", found, [panel])
 
 
 def manifold_muon(path: Path) -> None:
@@ -384,16 +396,28 @@ def vit_table(path: Path) -> None:
 
 
 def vit_long(path: Path) -> None:
-    """Test error of the longest training after every epoch."""
-    found: dict[str, list[list[dict[str, float]]]] = {}
-    for run in read(path)["runs"]:
-        history = [
-            {"epoch": epoch, "error": float(error)}
-            for epoch, error in enumerate(run["test_errors"].split(), 1)
-        ]
-        found.setdefault(run["title"], []).append(history)
-    panel = Panel("error", "test error (%)", range=(36, 60))
-    plot_curves(path, "CIFAR-10, 16,000 images, 3 layers of 96", found, [panel])
+    """Test error of the longest training after every epoch, and of every seed at its end."""
+    runs = read(path)["runs"]
+    for run in runs:
+        values = map(float, run["test_errors"].split())
+        run["history"] = [{"epoch": epoch, "error": value} for epoch, value in enumerate(values, 1)]
+    found = histories(runs, "title")
+    figure, (axes,) = start(2, (10, 3.8))
+    curves(axes[0], found, Panel("error", "test error (%)", range=(36, 60)))
+    last = {title: [run[-1]["error"] for run in group] for title, group in found.items()}
+    dots(axes[1], last, "test error at the end (%)")
+    figure.suptitle(f"CIFAR-10, 16,000 images, 3 layers of 96, {seeds(found)}", fontsize=10)
+    save(figure, path)
+
+
+def dots(axis: Any, found: Mapping[str, Sequence[float]], label: str) -> None:
+    """One row a method: every seed, and their mean."""
+    for place, (method, values) in enumerate(found.items()):
+        look = style(method) | {"linestyle": ""}
+        axis.plot(values, [place] * len(values), markersize=5, **look)
+        axis.plot(statistics.fmean(values), place, "|", color=BLACK, markersize=14)
+    rows(axis, list(found))
+    axis.set_xlabel(f"{label}; every seed, and the mean")
 
 
 def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -406,29 +430,31 @@ def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         for run in runs:
             last = run["last_epoch"] if "last_epoch" in run else run["history"][-1]
             found.setdefault(run["title"], []).append(last["test_error"])
-        for place, (method, values) in enumerate(found.items()):
-            look = style(method) | {"linestyle": ""}
-            axis.plot(values, [place] * len(values), markersize=5, **look)
-            axis.plot(statistics.fmean(values), place, "|", color=BLACK, markersize=14)
-        rows(axis, list(found))
+        dots(axis, found, "test error (%)")
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("test error (%); every seed, and the mean")
     save(figure, path)
 
 
 def attention(path: Path) -> None:
-    """Test errors and largest logits of every case, method and seed that did not overflow."""
-    runs = [run for run in read(path)["runs"] if run["largest_logit"] is not None]
+    """Test errors and largest logits of every case, method and seed, or that it overflowed."""
+    runs = read(path)["runs"]
     cases, methods = (list(dict.fromkeys(run[key] for run in runs)) for key in ("case", "method"))
     figure, (axes,) = start(2, (9.5, 1.6 + 0.42 * len(cases)), sharey=True)
     labels = {"test_error": "test error (%), every seed", "largest_logit": "largest logit"}
     for axis, (key, label) in zip(axes, labels.items(), strict=True):
         for number, method in enumerate(methods):
-            own = [run for run in runs if run["method"] == method]
             shift = 0.18 * (number - (len(methods) - 1) / 2)
-            places = [cases.index(run["case"]) + shift for run in own]
             look = style(method, number) | {"linestyle": "", "markersize": 4}
-            axis.plot([run[key] for run in own], places, label=method, **look)
+            places = {case: place + shift for place, case in enumerate(cases)}
+            own = [run for run in runs if run["method"] == method]
+            fine = [run for run in own if run["largest_logit"] is not None]
+            axis.plot([run[key] for run in fine], [places[run["case"]] for run in fine],
+                      label=method, **look)  # fmt: skip
+            for case in {run["case"] for run in own if run["largest_logit"] is None}:
+                axis.annotate(
+                    "overflow", (0.99, places[case]), xycoords=("axes fraction", "data"),
+                    ha="right", va="center", fontsize=7, color=look["color"],
+                )  # fmt: skip
         rows(axis, cases)
         axis.set_xlabel(label)
     axes[1].set_xscale("log")
@@ -445,7 +471,7 @@ def leading_eigenvalues(path: Path) -> None:
         isometric = result["flows"] == "isometric"
         look = style("StiefelSGD" if isometric else "StiefelSGD, published flows")
         values = result["iterations"]
-        axis.plot(values, [place] * len(values), linestyle="", **look)
+        axis.plot(values, [place] * len(values), **look | {"linestyle": ""})
         axis.plot(statistics.median(values), place, "|", color=BLACK, markersize=16)
         names.append(f"{result['n']} x {result['m']}, {result['flows']} flows")
     rows(axis, names)
@@ -465,10 +491,10 @@ def eigen_methods(path: Path) -> None:
     for axis, group in zip(axes[0], groups, strict=True):
         found = content["results"][group]
         for place, (name, result) in enumerate(found.items()):
-            look = style(name)
+            look = style(name) | {"linestyle": ""}
             arrived = [seconds for seconds in result["seconds"] if seconds is not None]
             missing = len(result["seconds"]) - len(arrived)
-            axis.plot(arrived, [place] * len(arrived), linestyle="", markersize=6, **look)
+            axis.plot(arrived, [place] * len(arrived), markersize=6, **look)
             if missing:
                 gap = max(result["final_gap"])
                 text = f"{missing} of {len(result['seconds'])}: gap <= {gap:.0e}"
@@ -496,11 +522,12 @@ def prw(path: Path) -> None:
             skipped = method.endswith("seconds") or "from" in method or "authors" in method
             if skipped or found["pairs"] < count:
                 continue
-            look = style(method) | ({"fillstyle": "none"} if "published" in method else {})
+            look = style(method) | {"linestyle": ""}
+            look |= {"fillstyle": "none"} if "published" in method else {}
             gap = max(found["mean_gap_percent"], 1e-3)
             seconds = found["median_processor_seconds"]
             size = 10 if method.startswith("line search") else 7
-            axis.plot(seconds, gap, linestyle="", markersize=size, label=method, **look)
+            axis.plot(seconds, gap, markersize=size, label=method, **look)
         axis.set(xscale="log", yscale="log", title=f"{count} {titles[name]}")
         axis.set_xlabel("processor time of a pair, median (s)")
         plain_ticks(axis.xaxis)
@@ -610,7 +637,7 @@ def convergence(path: Path) -> None:
     for result in read(path)["results"]:
         method = result["case"].partition(",")[0]
         label = f"{result['case']}: slope {result['slope']:.2f}"
-        fewer = {"fillstyle": "none", "linestyle": "--"} if method in known else {}
+        fewer = OPEN if method in known else {}
         axis.loglog(result["K"], result["running_minimum"], **style(method) | fewer,
                     markersize=4, markevery=6, label=label)  # fmt: skip
         known.add(method)
@@ -646,7 +673,7 @@ def flows(path: Path) -> None:
         for form in names:
             name = f"Stiefel{kind}" + (", published flows" if form == "published" else "")
             look = style(name if kind == "SGD" else f"Stiefel{kind}")
-            look |= {"fillstyle": "none", "linestyle": "--"} if form == "published" else {}
+            look |= OPEN if form == "published" else {}
             runs = [r for r in content["blow_up"] if (r["optimizer"], r["form"]) == (kind, form)]
             fine = [run for run in runs if run["broke_at"] is None]
             axes[1].loglog([run["lr"] for run in fine], [run["largest_momentum"] for run in fine],
@@ -713,19 +740,30 @@ def eigen_methods_inner(path: Path) -> None:
     """Gap and orthonormality at the end against inner iterations; the worst draw."""
     found = read(path, path.stem.removesuffix("_inner"))["results"]
     found = next(result for name, result in found.items() if name.endswith(", inner"))
-    figure, axes = start(2, (11, 4))
-    kinds = {"Cayley map": style("CayleySGD"), "inverse root": style("StiefelSGD")}
-    for kind, look in kinds.items():
-        counts, gaps, errors = [], [], []
-        for name, entry in found.items():
-            parts = name.split(", ")
-            if parts[0] == kind and len(parts) == 2 and None not in entry["gaps"]:
-                counts.append(int(parts[1].split()[0]))
-                gaps.append(max(map(abs, entry["gaps"])))
-                errors.append(max(entry["errors"]))
-        axes[0][0].loglog(counts, gaps, label=kind, **look)
-        axes[0][1].loglog(counts, errors, label=kind, **look)
-    for axis, label in zip(axes[0], ("|relative gap|", "max |X'X - I|"), strict=True):
+    figure, (axes,) = start(2, (11, 4))
+    looks = {
+        "Cayley map": style("CayleySGD"),
+        "Cayley map, QR every so many steps": style("SGDG") | {"linestyle": ""},
+        "inverse root": style("StiefelSGD"),
+    }
+    points: dict[str, list[tuple[int, float, float]]] = {label: [] for label in looks}
+    for name, entry in found.items():
+        kind, *parts = name.split(", ")
+        if parts and None not in entry["gaps"]:
+            count, error = int(parts[0].split()[0]), max(entry["errors"])
+            for often in parts[1:]:  # QR every 10 steps
+                kind += ", QR every so many steps"
+                axes[1].annotate(f"   {often[3:-6]}", (count, error), va="center", fontsize=8)
+            points[kind].append((count, max(entry["gaps"], key=abs), error))
+    for label, look in looks.items():
+        counts, gaps, errors = np.array(points[label]).T
+        axes[0].loglog(counts, abs(gaps), label=label, **look)
+        below = look | {"linestyle": "", "markerfacecolor": "white"}
+        axes[0].loglog(counts[gaps < 0], -gaps[gaps < 0], **below)
+        axes[1].loglog(counts, errors, label=label, **look)
+    for axis, label in zip(
+        axes, ("|relative gap|, open if below zero,", "max |X'X - I|"), strict=True
+    ):
         axis.set(xlabel="inner iterations", ylabel=f"{label} at the end")
         axis.minorticks_off()
         axis.set_xticks([1, 2, 4, 8, 16, 100], ["1", "2", "4", "8", "16", "100"])
@@ -804,8 +842,7 @@ def rotations(path: Path) -> None:
         method = curve["method"]
         axes[0].plot(
             curve["steps"], curve["kl"], label=f"{method}, rate {curve['rate']:g}", markersize=5,
-            **style(method, number),
-            **({"fillstyle": "none"} if method.removesuffix(MORE) in known else {}),
+            **style(method, number) | (OPEN if method.removesuffix(MORE) in known else {}),
         )  # fmt: skip
         known.add(method)
     axes[0].set(xlabel="step", ylabel="KL from full precision, held out (nats)", ylim=(0, None))
