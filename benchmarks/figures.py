@@ -308,8 +308,8 @@ def pixel_digits(path: Path) -> None:
 
 
 def translation(path: Path) -> None:
-    """Perplexity as the paper counts it, 2^loss; one diagram a set of pairs."""
-    runs = read(path)["runs"]
+    """Perplexity as the paper counts it, 2^loss; one diagram a set of pairs with a curve."""
+    runs = [run for run in read(path)["runs"] if len(run["history"]) > 1]
     sets: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         number = f"{run['limit']:,}" if run["limit"] else "all"
