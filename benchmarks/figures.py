@@ -99,6 +99,7 @@ STYLES: dict[str, tuple[str, ...]] = {  # the third tells apart curves of one co
     "torch cayley": (GREY, "*", ":"),
     "torch_householder": (BROWN, "D"),
     "free, same start": (GREY, "X"),
+    "Free control": (GREY, "X"),
     "free, same start, clipped": (PINK, "P"),
     "free, Gaussian start": (SKY, "P"),
     "free, torch's start": (BROWN, "*"),
@@ -261,16 +262,17 @@ def histories(runs: Sequence[Mapping[str, Any]], key: str, **titles: str) -> dic
     return found
 
 
-def seeds(found: Mapping[str, Sequence[Any]]) -> str:
-    """How many runs each method has."""
+def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
+    """3 seeds, or 3 to 5 seeds where methods differ."""
     fewest, most = (pick(map(len, found.values())) for pick in (min, max))
-    return f"{most} seeds" if fewest == most else f"{fewest} to {most} seeds"
+    return f"{'' if fewest == most else f'{fewest} to '}{most} seed{'' if most == 1 else 's'}"
 
 
 CELLS = {
     "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
     "dtriv-inf": "DTRIV-inf", "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN",
-    "adam": "StiefelAdam", "rgd": "ProjectedRGD", "lstm": "LSTM", "free": "free, same start",
+    "adam": "Tagged StiefelAdam", "rgd": "Tagged ProjectedRGD", "lstm": "LSTM",
+    "free": "Free control",
 }  # fmt: skip
 
 
@@ -290,7 +292,7 @@ def copying(path: Path) -> None:
     ]
     found = histories(runs, "cell", **CELLS)
     size = f"{runs[0]['length']:,} steps, {runs[0]['hidden']} units"
-    plot_curves(path, f"Copying over {size}, {seeds(found)}", found, panels)
+    plot_curves(path, f"Copying over {size}, {number_of_seeds(found)}", found, panels)
 
 
 def pixel_digits(path: Path) -> None:
@@ -300,7 +302,7 @@ def pixel_digits(path: Path) -> None:
         own = read(path, f"pixel_digits{part}")["runs"]
         for entry in itertools.chain(*(run["history"] for run in own)):
             entry[title] = 100 - entry["test_error"]
-        named = f"{title}, {seeds(histories(own, 'cell'))}"
+        named = f"{title}, {number_of_seeds(histories(own, 'cell'))}"
         panels.append(Panel(title, "test accuracy (%)", named, range=(None, 100)))
         runs += own
     title = "8 x 8 digits pixel by pixel, 64 units"
@@ -324,7 +326,7 @@ def translation(path: Path) -> None:
                 entry[title] = 2 ** entry["loss"]
     label = "perplexity of a test word, 2^loss"
     panels = [
-        Panel(title, label, f"{title}, {seeds(histories(group, 'cell'))}", "log")
+        Panel(title, label, f"{title}, {number_of_seeds(histories(group, 'cell'))}", "log")
         for title, group in sets.items()
     ]
     plot_curves(path, "Translation", histories(runs, "cell"), panels)
@@ -353,7 +355,7 @@ def muon_transformer(path: Path) -> None:
             history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
             found.setdefault(METHODS.get(method, method), []).append(history)
     panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
-    plot_curves(path, f"Character transformer, {seeds(found)}", found, [panel])
+    plot_curves(path, f"Character transformer, {number_of_seeds(found)}", found, [panel])
 
 
 def manifold_muon(path: Path) -> None:
@@ -407,7 +409,8 @@ def vit_long(path: Path) -> None:
     curves(axes[0], found, Panel("error", "test error (%)", range=(36, 60)))
     last = {title: [run[-1]["error"] for run in group] for title, group in found.items()}
     dots(axes[1], last, "test error at the end (%)")
-    figure.suptitle(f"CIFAR-10, 16,000 images, 3 layers of 96, {seeds(found)}", fontsize=10)
+    title = f"CIFAR-10, 16,000 images, 3 layers of 96, {number_of_seeds(found)}"
+    figure.suptitle(title, fontsize=10)
     save(figure, path)
 
 
@@ -752,9 +755,10 @@ def eigen_methods_inner(path: Path) -> None:
         kind, *parts = name.split(", ")
         if parts and None not in entry["gaps"]:
             count, error = int(parts[0].split()[0]), max(entry["errors"])
-            for often in parts[1:]:  # QR every 10 steps
+            if len(parts) > 1:
                 kind += ", QR every so many steps"
-                axes[1].annotate(f"   {often[3:-6]}", (count, error), va="center", fontsize=8)
+                often = parts[1].removeprefix("QR ").removesuffix(" steps")
+                axes[1].annotate(f"   {often}", (count, error), va="center", fontsize=8)
             points[kind].append((count, max(entry["gaps"], key=abs), error))
     for label, look in looks.items():
         counts, gaps, errors = np.array(points[label]).T

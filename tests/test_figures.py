@@ -20,6 +20,7 @@ SAME = [  # one method under two names
     {"ProjectedRGD", "ProjectedRGD, cayley"},
     {"RGD-C-C", "RGD-C-C (Wen & Yin)"},
     {"CayleyAdam", "Cayley Adam"},
+    {"Free control", "free, same start"},
     {"HR", "sequential HR"},
     {"EXPRNN", "exponential"},
     {"SCORNN", "Cayley by solve"},

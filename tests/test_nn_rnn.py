@@ -399,6 +399,10 @@ def test_short_products_of_reflections_never_form_the_transition(generator, monk
     assert bool(module.parametrizations.weight_hh_l0.original.grad.any())
 
 
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class Chain(TorchDispatchMode):
     """The longest chain of matrix products and solves, each of which needs the one before."""
 
@@ -406,23 +410,19 @@ class Chain(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.length: dict[int, int] = {}  # by storage; views and writes into it are its own
-        self.alive: list[Any] = []
+        self.length: dict[int, int] = {}  # by storage, which a tensor shares with its views
+        self.alive: list[Any] = []  # a storage that is freed would give its address to another
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         product = func.overloadpacket.__name__.removesuffix("_") in self.PRODUCTS
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        length = max((self.length.get(storage(t), 0) for t in given), default=0) + product
+        length = max((self.length.get(address(t), 0) for t in given), default=0) + product
         for made in pytree.tree_leaves(result):
             if isinstance(made, Tensor):
-                self.length[storage(made)] = max(length, self.length.get(storage(made), 0))
+                self.length[address(made)] = max(length, self.length.get(address(made), 0))
                 self.alive.append(made)
         return result
-
-
-def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("steps", [4, 32])
@@ -439,7 +439,7 @@ def test_products_one_after_the_other_do_not_grow_with_the_number_of_reflections
         module = OrthogonalRNN(1, 16, nonlinearity="abs", **options)
         with torch.no_grad(), Chain() as mode:
             out = module(torch.ones(steps, BATCH, 1, dtype=torch.float64))[0]
-        return mode.length[storage(out)]
+        return mode.length[address(out)]
 
     assert chain("cwy", count) == 2 * steps + 2
     assert chain("cwy", 16) == steps + 3

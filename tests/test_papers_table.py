@@ -212,7 +212,7 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 
 def test_every_row_of_the_page_has_a_place_and_a_verdict() -> None:
     found: dict[str, set[str]] = {paper: set() for paper in CONTENTS}
-    folders: dict[tuple[str, str], str] = {}
+    folders: dict[str, str] = {}
     for paper, cells in rows():
         claim, place, published, ours, command, scale, verdict = cells
         assert verdict in ("reproduced", "partly", "not", "not tried"), claim
@@ -233,10 +233,11 @@ def test_every_row_of_the_page_has_a_place_and_a_verdict() -> None:
             )
             for flag in re.findall(r"--[\w-]+", flags):
                 assert f'"{flag}"' in known, (program, flag)
-            if program.startswith("S/"):
-                folder = re.search(r"--output (\S+)|$", flags)
-                first = folders.setdefault((program, str(folder and folder[1])), flags)
-                assert flags == first, f"{program}: two commands write to one folder"
+            named = re.search(r"--output (\S+)", flags)
+            if named or program.startswith("S/"):
+                folder = named[1] if named else program  # its own
+                first = folders.setdefault(folder, f"{program}{flags}")
+                assert f"{program}{flags}" == first, f"two commands write to {folder}"
     for paper, contents in CONTENTS.items():
         experiments = {name for name in contents if name.split()[0] in ("table", "figure")}
         missing = experiments - found[paper] - {"figure 5"}
