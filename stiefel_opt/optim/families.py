@@ -1,31 +1,109 @@
-"""The families of rules: which function of torch moves plain tensors, and its options."""
+"""Families of optimizers by the rule of torch that moves their plain tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 from typing_extensions import override
 
+from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt.functional.flows import Scalar
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.plain import Group, init_adam, init_muon, step_adam, step_muon, step_sgd
+from stiefel_opt.optim.checkpoint import TorchRule
+from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.state import StateDict
+from stiefel_opt.optim.torch_rules import (
+    Group,
+    init_adam,
+    init_muon,
+    step_adam,
+    step_muon,
+    step_sgd,
+)
 
-_NO_OPTIONS = ("self", "params", "__class__")
+_NO_OPTIONS: Final = ("self", "params", "__class__")
 
 
 class SGDLike(StiefelOptimizer):
     """Plain tensors move by ``torch.optim.SGD``: momentum, dampening, weight decay, Nesterov."""
 
+    sums_over_rows = True
     _sparse_allowed = True
+    _torch_rule = TorchRule(
+        "torch.optim.SGD",
+        frozenset({"momentum_buffer"}),
+        frozenset({"momentum", "dampening", "nesterov"}),
+    )
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_range("momentum", group["momentum"], 0.0)
+        check_range("dampening", group["dampening"], float("-inf"))
+        check_flag("nesterov", group["nesterov"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            given = f"momentum {group['momentum']} and dampening {group['dampening']}"
+            raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
+
+    def options_of_sgd(self, group: Group, X: Tensor, step: Step, *names: str) -> dict[str, Any]:
+        """Return the arguments that every rule of SGD takes, and the options of these names."""
+        options = {name: group[name] for name in ("momentum", "nesterov", *names)}
+        options |= {"lr": step.lr, "sums": step.sums, "reader": step.reader}
+        return options | {"force": _force_of_sgd(group, X, step.number)}
 
     @override
     def _step_plain(self, *arguments: Any, **options: Any) -> None:
         step_sgd(*arguments, **options)
 
+    @override
+    def update_plain(self, *arguments: Any) -> None:
+        step_sgd(*arguments)
+
+
+def _force_of_sgd(group: Group, X: Tensor, number: Scalar) -> Scalar:
+    """Return SGD's factor on the gradient: the sign, and dampening from the second step on."""
+    sign = -1.0 if group["maximize"] else 1.0
+    if group["dampening"] == 0 or group["momentum"] == 0:
+        return sign
+    damped = sign * (1.0 - group["dampening"])
+    if isinstance(number, Tensor):
+        factors = X.new_tensor([sign, damped])
+        return factors[0].where(number == 1, factors[1])
+    return sign if number == 1 else damped
+
 
 class AdamLike(StiefelOptimizer):
     """Plain tensors move by ``torch.optim.Adam``, or AdamW with ``decoupled_weight_decay``."""
+
+    sums_over_rows = True
+    _torch_rule = TorchRule(
+        "torch.optim.Adam or AdamW",
+        frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        frozenset({"betas", "eps", "amsgrad"}),
+    )
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", beta, 0.0, 1.0)
+        check_range("eps", group["eps"], 0.0)
+        for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
+            check_flag(name, group[name])
+        if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
+            wanted = "be a number with foreach=True"
+            raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
+
+    def options_of_adam(self, group: Group, step: Step, *names: str) -> dict[str, Any]:
+        """Return the arguments that every rule of Adam takes, and the options of these names."""
+        options = {name: group[name] for name in ("betas", "eps", *names)}
+        options |= {"lr": step.lr, "step": step.number, "sums": step.sums, "reader": step.reader}
+        return options | {"force": -1.0 if group["maximize"] else 1.0}
 
     @override
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
@@ -35,9 +113,13 @@ class AdamLike(StiefelOptimizer):
     def _step_plain(self, *arguments: Any, **options: Any) -> None:
         step_adam(*arguments, **options)
 
+    @override
+    def update_plain(self, *arguments: Any) -> None:
+        step_adam(*arguments)
+
 
 class MuonLike(AdamLike):
-    """Those with two dimensions move by ``torch.optim.Muon`` where ``plain`` says so."""
+    """Plain tensors of two dimensions move by ``torch.optim.Muon`` where ``plain`` says so."""
 
     @override
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
@@ -52,8 +134,8 @@ class MuonLike(AdamLike):
         group: Group,
         parameters: list[Tensor],
         grads: list[Tensor],
-        states: Sequence[Group],
-        left: Tensor | None = None,
+        states: Sequence[StateDict],
+        stays: Tensor | None = None,
     ) -> None:
         kinds: tuple[list[Any], list[Any]] = ([], [])
         for item in zip(parameters, grads, states, strict=True):
@@ -61,7 +143,7 @@ class MuonLike(AdamLike):
             kinds[is_whole and _follows_muon(group, item[0])].append(item)
         by_adam, by_muon = (list(map(list, zip(*kind, strict=True))) for kind in kinds)
         if by_adam:
-            super()._step_plain(group, *by_adam, left)
+            super()._step_plain(group, *by_adam, stays)
         if by_muon:
             step_muon(group, *by_muon)
 
