@@ -43,8 +43,8 @@ test: lint
 	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-integrations: $(READY_FOR_INTEGRATIONS)
-	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/test_integrations.py \
-		tests/test_examples.py $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(RUN_INTEGRATIONS) -m pytest tests/integrations tests/products/test_integrations.py \
+		tests/docs/test_examples.py $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -52,15 +52,15 @@ lint: $(READY)
 	$(RUN) -m mypy
 
 bench: $(READY_FOR_BENCH)
-	$(RUN) benchmarks/step_time.py
-	$(RUN) benchmarks/flows.py
-	$(RUN) benchmarks/flops.py
-	$(RUN) benchmarks/parametrizations.py
-	$(RUN) benchmarks/modules.py
-	$(RUN) benchmarks/publish.py
+	$(RUN) -m benchmarks.speed.step_time
+	$(RUN) -m benchmarks.accuracy.flows
+	$(RUN) -m benchmarks.speed.flops
+	$(RUN) -m benchmarks.speed.parametrizations
+	$(RUN) -m benchmarks.speed.modules
+	$(RUN) -m benchmarks.common.publish
 
 rotations: $(READY_FOR_ROTATIONS)
-	HF_HUB_OFFLINE=1 $(RUN_ROTATIONS) benchmarks/rotations.py --merge $(ROTATIONS_ARGS)
+	HF_HUB_OFFLINE=1 $(RUN_ROTATIONS) -m benchmarks.accuracy.rotations --merge $(ROTATIONS_ARGS)
 
 docs: $(READY_FOR_DOCS)
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/docs

@@ -5,7 +5,7 @@
 
 Three methods, two seeds each: AdamW on the free model; StiefelAdam and StiefelSGD on the model
 whose query and key weights are orthonormal within every head, after Kong, Wang & Tao (ICLR 2023).
-The experiments of the paper, with its 16 methods, are in benchmarks/papers/orthogonal_vit.py.
+The experiments of the paper, with its 16 methods, are in benchmarks/papers/kong/orthogonal_vit.py.
 """
 
 import math

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from contract import IS_ON_CPU, OPTIMIZERS
+
+sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks; behind what is installed
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)

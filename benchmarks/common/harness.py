@@ -1,0 +1,323 @@
+"""What every benchmark here shares: interleaved timing, memory of one step, machine, JSON.
+
+**Timing.** Contestants are timed in rounds. A round times each of them once, in an order that
+rotates from round to round, so that a slow moment of the machine hits all of them alike. Ratios
+are taken inside a round and only then summarised: the ratio of two medians would mix moments.
+
+**Memory.** See `step_memory`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import stiefel_opt as so
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt", "pymanopt")
+
+
+def do_nothing() -> None:
+    """Default for `Contestant.prepare`."""
+
+
+@dataclass
+class Contestant:
+    """One competitor of a timing: what is timed, and what must happen between two timed calls."""
+
+    name: str
+    call: Callable[[], object]
+    prepare: Callable[[], object] = do_nothing  # before every call, outside the timed region
+    repetitions: int = 1  # calls averaged into one timing; set by `calibrate`
+
+
+@dataclass
+class Timings:
+    """Seconds per call of every contestant, one entry per round: ``seconds[name][round]``."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        return float(np.median(self.seconds[name]))
+
+    def quartiles(self, name: str) -> tuple[float, float]:
+        low, high = np.percentile(self.seconds[name], (25.0, 75.0))
+        return float(low), float(high)
+
+    def ratio(self, name: str, other: str) -> float:
+        """Median over the rounds of time(name) / time(other), both of the same round."""
+        pairs = zip(self.seconds[name], self.seconds[other], strict=True)
+        return float(np.median([mine / theirs for mine, theirs in pairs]))
+
+    def summary(self, name: str) -> dict[str, Any]:
+        low, high = self.quartiles(name)
+        return {
+            "median_ms": 1e3 * self.median(name),
+            "quartiles_ms": [1e3 * low, 1e3 * high],
+            "rounds_ms": [float(f"{1e3 * seconds:.4g}") for seconds in self.seconds[name]],
+        }
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished; nothing to wait for on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def seconds_per_call(contestant: Contestant, repetitions: int, device: torch.device) -> float:
+    """Mean seconds of one call; `prepare` runs before each call and is not counted."""
+    total = 0.0
+    for _ in range(repetitions):
+        contestant.prepare()
+        synchronize(device)
+        start = time.perf_counter()
+        contestant.call()
+        synchronize(device)
+        total += time.perf_counter() - start
+    return total / repetitions
+
+
+def calibrate(contestants: Sequence[Contestant], device: torch.device, seconds: float) -> None:
+    """Warm every contestant up and choose repetitions so that one timing lasts ``seconds``.
+
+    A call that alone takes longer is repeated once per round, which keeps slow rivals affordable.
+    """
+    for contestant in contestants:
+        seconds_per_call(contestant, 2, device)
+        once = seconds_per_call(contestant, 1, device)
+        if once < seconds:  # short enough for a second look, and for the caches to settle
+            once = min(once, seconds_per_call(contestant, 3, device))
+        contestant.repetitions = min(1000, max(1, math.ceil(seconds / once)))
+
+
+def interleave(
+    contestants: Sequence[Contestant], *, rounds: int, device: torch.device, seconds: float = 0.02
+) -> Timings:
+    """Time all contestants in ``rounds`` interleaved rounds of rotating order, warmed up."""
+    calibrate(contestants, device, seconds)
+    timings = Timings({contestant.name: [] for contestant in contestants})
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for number in range(rounds):
+            gc.collect()
+            shift = number % len(contestants)
+            for contestant in (*contestants[shift:], *contestants[:shift]):
+                measured = seconds_per_call(contestant, contestant.repetitions, device)
+                timings.seconds[contestant.name].append(measured)
+    finally:
+        if collecting:
+            gc.enable()
+    return timings
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one call: highest point above its start, and what was still held at its end."""
+
+    peak: int
+    kept: int
+
+
+def step_memory(
+    call: Callable[[], object], device: torch.device, prepare: Callable[[], object] = do_nothing
+) -> StepMemory:
+    """Peak of live tensor bytes during ``call`` above those at its start, and bytes kept after.
+
+    On a CPU torch's allocator reports every allocation and every release to the profiler,
+    including temporaries inside one operator; the running sum of these signed sizes over the
+    span of the call is the number of live bytes above the start, and its maximum is the peak.
+    Buffers allocated before the profiler runs are unknown to it and their release would be
+    missed, which could only overstate the peak; so the call runs twice under the profiler and
+    only the second one is counted. Workspace that a maths library takes from malloc by itself is
+    invisible. On CUDA the caching allocator's own statistics are read instead.
+    `check_step_memory` verifies the method against a known answer.
+    """
+    prepare()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        return StepMemory(peak, torch.cuda.memory_allocated(device) - before)
+    label = "measured call"
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        call()
+        prepare()
+        with torch.profiler.record_function(label):
+            call()
+    recorded = profiler.profiler
+    if recorded is None or recorded.kineto_results is None:
+        raise RuntimeError("the profiler returned no events; torch was built without kineto")
+    events = recorded.kineto_results.events()
+    span = next(event for event in events if event.name() == label)
+    start, end = span.start_ns(), span.start_ns() + span.duration_ns()
+    sizes = [
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and start <= event.start_ns() <= end
+    ]
+    live = peak = 0
+    for _, size in sorted(sizes, key=lambda entry: entry[0]):
+        live += size
+        peak = max(peak, live)
+    return StepMemory(peak, live)
+
+
+def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last address of the storage of ``tensor``."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def held_bytes(owner: object, excluded: Sequence[torch.Tensor]) -> int:
+    """Bytes of memory behind all tensors that ``owner`` reaches, without that of ``excluded``.
+
+    Walks attributes, dicts, lists, tuples and sets, so that buffers an optimizer keeps outside its
+    ``state`` are seen too. Counted is the union of address ranges: storages may overlap.
+    """
+    ranges: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    waiting: list[object] = [owner]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, (type, str, bytes, types.ModuleType)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            ranges.append(memory_range(item))
+        elif isinstance(item, Mapping):
+            waiting.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting.extend(item)
+        elif not callable(item) or isinstance(item, torch.optim.Optimizer):
+            waiting.extend(getattr(item, "__dict__", {}).values())
+            slots = (name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ()))
+            waiting.extend(getattr(item, name, None) for name in slots)
+    outside = [memory_range(tensor) for tensor in excluded]
+    return union_length(ranges + outside) - union_length(outside)
+
+
+def union_length(ranges: Sequence[tuple[int, int]]) -> int:
+    """Total length of the union of half-open ranges."""
+    total = reached = 0
+    for low, high in sorted(ranges):
+        total += max(0, high - max(low, reached))
+        reached = max(reached, high)
+    return total
+
+
+def check_step_memory() -> None:
+    """Measure allocations of known size and fail if `step_memory` gets them wrong."""
+    held: list[torch.Tensor] = []
+
+    def known() -> None:
+        held.clear()  # a buffer of the previous call is released ...
+        first = torch.empty(1 << 20)
+        second = torch.empty(1 << 19)
+        del first  # ... and the peak of 4 + 2 MiB stands before the next 1 MiB
+        held.append(torch.empty(1 << 18))
+        del second
+
+    measured = step_memory(known, torch.device("cpu"))
+    mebibyte = 1 << 20
+    # The 1 MiB kept from the call before is released first: 6 - 1 above the start, 1 - 1 kept.
+    if measured != StepMemory(peak=5 * mebibyte, kept=0):
+        raise RuntimeError(f"the memory measurement is off: expected 5 MiB and 0, got {measured}")
+
+
+def processor_name() -> str:
+    """The processor's model as the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Processor, cores, device, versions and date; no host name, no path."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "load_average_1_minute": round(os.getloadavg()[0], 2),
+        "device": str(device),
+        "device_name": name,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": {
+            "stiefel-opt": so.__version__,
+            **{package: version(package) for package in PACKAGES},
+        },
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def write_json(path: Path, content: dict[str, Any], *, exact: bool = False) -> None:
+    """Write ``content`` readably and in one move, so that a stopped run leaves no half file.
+
+    Six digits of a number are kept, but for ``exact``; a list of numbers stands in one line.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(path.suffix + ".part")
+    text = json.dumps(content if exact else _shortened(content), indent=1)
+    numbers = re.compile(r"\[\s+((?:-?[\d.e+-]+,?\s+)+)\]")
+    text = numbers.sub(lambda found: "[" + " ".join(found.group(1).split()) + "]", text)
+    unfinished.write_text(text + "\n")
+    unfinished.replace(path)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shortened(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns also line up in a terminal; the first column is text."""
+    table = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    lines = []
+    for number, row in enumerate(table):
+        cells = [
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+        if number == 0:
+            rule = [
+                "-" * (width + 1) + (":" if index else "-") for index, width in enumerate(widths)
+            ]
+            lines.append("|" + "|".join(rule) + "|")
+    return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""The methods of `leading_eigenvalues.py`, and the grids on which all of them are tuned alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import geoopt
+import pogo
+import pogo.base
+import torch
+from torch import Tensor
+
+import stiefel_opt as so
+from benchmarks.papers.kong.eigen_loops import PolarLoop, PublishedLoop
+from benchmarks.papers.kong.eigen_problem import (
+    Limit,
+    Options,
+    Problem,
+    Run,
+    eigensolver_run,
+    optimize,
+    pymanopt_run,
+)
+
+# One grid for everybody: rates times momenta, plain and Nesterov's; betas for the Adams.
+SGD_RATES = (0.2, 0.4, 0.1, 0.3, 0.5, 0.6, 0.65, 0.25, 0.15, 0.05)  # the likely ones first
+ADAM_RATES = (0.01, 0.02, 0.005, 0.05, 0.1, 0.002, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+MOMENTA = (0.9, 0.85, 0.8, 0.95)
+HEAVY = tuple({"momentum": mu, "nesterov": ahead} for mu, ahead in product(MOMENTA, (False, True)))
+BETAS = tuple({"betas": (mu, decay)} for mu, decay in product(MOMENTA, (0.999, 0.99)))
+TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6)
+NOTHING: tuple[dict[str, Any], ...] = ({},)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to run a problem, and what is tuned; ``kind`` says whom it is compared with.
+
+    Attributes:
+        families: Options beside the rate.
+        rates: Learning rates; empty: there is none.
+        elementwise: Whether it depends on the basis. If not, it is tuned in that of the
+            eigenvectors, where the iterations are the same and cost less.
+    """
+
+    name: str
+    run: Callable[[Problem, Options, Limit], Run]
+    families: tuple[dict[str, Any], ...] = HEAVY
+    rates: tuple[float, ...] = SGD_RATES
+    kind: str = "torch"  # or "pymanopt", "eigensolver"
+    elementwise: bool = False
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        if not self.rates:
+            return list(self.families)
+        return [{"lr": lr, **family} for family in self.families for lr in self.rates]
+
+
+def ours(rule: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[..., Run]:
+    return partial(optimize, tag=so.ManifoldParameter, build=partial(rule, **options))
+
+
+def loop(rule: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[..., Run]:
+    return partial(optimize, tag=torch.nn.Parameter, build=partial(rule, **options))
+
+
+def geoopt_method(rule: Callable[..., torch.optim.Optimizer]) -> Callable[..., Run]:
+    tag = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
+    return partial(optimize, tag=tag, build=rule)
+
+
+def pogo_sgd(parameters: list[Tensor], lr: float, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pogo.POGO(parameters, pogo.base.SGD(**options), lr)
+    return optimizer
+
+
+def vanishing_friction(optimizer: torch.optim.Optimizer, options: Options, iteration: int) -> None:
+    """Friction 3/t: mu = exp(-3/k) at the k-th iteration, for the same step in time as at mu."""
+    squared_step = options["lr"] * -math.log(options["momentum"]) / (1 - options["momentum"])
+    momentum = math.exp(-3 / iteration)
+    optimizer.param_groups[0]["momentum"] = momentum
+    optimizer.param_groups[0]["lr"] = squared_step * iteration * (1 - momentum) / 3
+
+
+PUBLISHED_FAMILY, PUBLISHED_RATE = ({"momentum": 0.9},), (0.1,)
+PUBLISHED = {"transport": "published", "rotation": "euler"}
+STIEFEL_SGD = Method("StiefelSGD", ours(so.StiefelSGD))
+MOMENTUMLESS = Method("RGD-C-C (Wen & Yin)", ours(so.ProjectedRGD), NOTHING)
+CAYLEY = Method("CayleySGD", ours(so.CayleySGD))
+GEOOPT = Method("geoopt SGD", geoopt_method(geoopt.optim.RiemannianSGD))
+POGO = Method("POGO", partial(optimize, tag=torch.nn.Parameter, build=pogo_sgd, wide=True))
+
+METHODS = (
+    STIEFEL_SGD,
+    Method("StiefelSGD, published flows", ours(so.StiefelSGD, **PUBLISHED)),
+    Method("StiefelAdam", ours(so.StiefelAdam), BETAS, ADAM_RATES, elementwise=True),
+    MOMENTUMLESS,
+    Method("ProjectedRGD, cayley", ours(so.ProjectedRGD)),
+    Method("ProjectedRGD, qr", ours(so.ProjectedRGD, retraction="qr")),
+    CAYLEY,
+    Method("CayleyAdam", ours(so.CayleyAdam), BETAS, ADAM_RATES),
+    GEOOPT,
+    Method("geoopt Adam", geoopt_method(geoopt.optim.RiemannianAdam), BETAS, ADAM_RATES),
+    POGO,
+    Method(
+        "pymanopt conjugate gradient", partial(pymanopt_run, second_order=False),
+        NOTHING, (), "pymanopt",
+    ),
+    Method(
+        "pymanopt trust regions", partial(pymanopt_run, second_order=True), NOTHING, (), "pymanopt"
+    ),
+    Method(
+        "scipy lobpcg", partial(eigensolver_run, iterative=True),
+        tuple({"tolerance": t} for t in TOLERANCES), (), "eigensolver",
+    ),
+    Method(
+        "scipy eigsh", partial(eigensolver_run, iterative=False),
+        tuple({"tolerance": t} for t in TOLERANCES), (), "eigensolver",
+    ),
+)  # fmt: skip
+
+# Figure 4: metrics and maps at the published rate; PublishedLoop has a phi_2 of its own.
+VARIANTS = tuple(
+    Method(name, run, PUBLISHED_FAMILY, PUBLISHED_RATE)
+    for name, run in (
+        (STIEFEL_SGD.name, ours(so.StiefelSGD)),
+        ("metric euclidean", ours(so.StiefelSGD, metric="euclidean")),
+        ("metric a = -1", ours(so.StiefelSGD, metric=-1.0)),
+        ("projected", ours(so.StiefelSGD, transport="projected")),
+        ("friction 3/t", partial(ours(so.StiefelSGD), before=vanishing_friction)),
+        ("published, euler", ours(so.StiefelSGD, **PUBLISHED)),
+        ("published, euclidean", ours(so.StiefelSGD, metric="euclidean", **PUBLISHED)),
+        ("published, cayley", ours(so.StiefelSGD, transport="published", rotation="cayley")),
+        ("published, expm", ours(so.StiefelSGD, transport="published", rotation="expm")),
+        ("published, phi_2 cayley", loop(PublishedLoop, rotation="cayley", coupling="cayley")),
+        ("published, phi_2 expm", loop(PublishedLoop, rotation="expm", coupling="expm")),
+    )
+)
+
+# Figure 6: the polar retraction inside Cayley SGD, "no extra handling for momentum". What is made
+# tangent in its place is not said, so there is a row for each reading. With the momentum made
+# tangent it is ProjectedRGD in the Euclidean metric: the orthogonal projection of mu M - G.
+PROJECTED = {"metric": "euclidean"}
+RETRACTIONS = tuple(
+    Method(name, run, PUBLISHED_FAMILY)
+    for name, run in (
+        (STIEFEL_SGD.name, ours(so.StiefelSGD)),
+        ("CayleySGD", ours(so.CayleySGD)),
+        ("CayleySGD, exact", ours(so.CayleySGD, exact=True)),
+        ("QR, momentum projected", ours(so.ProjectedRGD, retraction="qr", **PROJECTED)),
+        ("polar, momentum projected", ours(so.ProjectedRGD, retraction="polar", **PROJECTED)),
+        ("polar, gradient projected", loop(PolarLoop, tangent="gradient")),
+        ("polar, direction projected", loop(PolarLoop, tangent="direction")),
+        ("polar, nothing projected", loop(PolarLoop, tangent="nothing")),
+    )
+)
+
+GROUPS = {"methods": METHODS, "variants": VARIANTS, "retractions": RETRACTIONS}

@@ -1,0 +1,134 @@
+"""What a step costs by size, and what inner iterations are worth, for `leading_eigenvalues.py`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import geoopt
+import numpy as np
+import torch
+
+import stiefel_opt as so
+from benchmarks.common.harness import markdown_table
+from benchmarks.papers.kong.eigen_contestants import geoopt_method, loop, ours, pogo_sgd
+from benchmarks.papers.kong.eigen_loops import CayleyLoop, PublishedLoop
+from benchmarks.papers.kong.eigen_problem import Limit, Problem, clock
+
+SIZES = {
+    "m": [(2000, m) for m in (4, 8, 16, 32, 64, 128)],
+    "n": [(n, 16) for n in (500, 1000, 2000, 4000, 8000, 16000)],
+}
+STEPS, ROUNDS = 10, 7
+# The largest sizes: below them calls cost more than arithmetic.
+FITTED = 3
+STEP = 0.05
+
+ITERATIONS = 399  # with one more, QR every 10 or 100 steps would have taken the error out
+RATE = {"lr": 0.1, "momentum": 0.9}
+
+
+def contestants() -> dict[str, tuple[Any, Any, bool]]:
+    """How a parameter is tagged, its optimizer at momentum 0.9, and whether it is wide."""
+    heavy = {"lr": STEP, "momentum": 0.9}
+    stiefel = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
+    plain = torch.nn.Parameter
+    return {
+        "StiefelSGD": (so.ManifoldParameter, partial(so.StiefelSGD, **heavy), False),
+        "RGD-C-C (Wen & Yin)": (so.ManifoldParameter, partial(so.ProjectedRGD, lr=STEP), False),
+        "CayleySGD": (so.ManifoldParameter, partial(so.CayleySGD, **heavy), False),
+        "Li et al. as published": (plain, partial(CayleyLoop, **heavy), False),
+        "Kong et al. as published": (plain, partial(PublishedLoop, iterations=8, **heavy), False),
+        "geoopt SGD": (stiefel, partial(geoopt.optim.RiemannianSGD, **heavy), False),
+        "POGO": (plain, partial(pogo_sgd, **heavy), True),
+    }
+
+
+def scaling() -> dict[str, Any]:
+    """Milliseconds of `optimizer.step()` alone: medians of rounds that take turns."""
+    result: dict[str, Any] = {}
+    for letter, sizes in SIZES.items():
+        for n, m in sizes:
+            generator = torch.Generator().manual_seed(n + m)
+            start = torch.linalg.qr(torch.randn(n, m, generator=generator).double()).Q
+            grad = torch.randn(n, m, generator=generator).double() / n**0.5
+            rivals = []
+            for name, (tag, build, wide) in contestants().items():
+                own, slope = (start.T[None], grad.T[None]) if wide else (start, grad)
+                parameter = tag(own.clone().contiguous())
+                rivals.append((name, parameter, build([parameter]), slope.contiguous(), []))
+            for number in range(ROUNDS + 1):
+                for _, parameter, optimizer, slope, seconds in rivals:
+                    spent = 0.0
+                    for step in range(STEPS):
+                        # The sign alternates, so that the point neither converges nor drifts.
+                        parameter.grad = slope * (-1) ** step
+                        began = clock()
+                        optimizer.step()
+                        spent += clock() - began
+                    if number:
+                        seconds.append(1e3 * spent / STEPS)
+            for name, *_, seconds in rivals:
+                entry = result.setdefault(letter, {}).setdefault(name, {"sizes": sizes, "ms": []})
+                entry["ms"].append(statistics.median(seconds))
+        for entry in result[letter].values():
+            along = [n if letter == "n" else m for n, m in sizes][-FITTED:]
+            fit = np.polyfit(np.log(along), np.log(entry["ms"][-FITTED:]), 1)
+            entry["exponent"] = float(fit[0])
+    return result
+
+
+def scaling_table(found: dict[str, Any]) -> str:
+    texts = []
+    for letter, entries in found.items():
+        sizes = SIZES[letter]
+        other = f"{'n' if letter == 'm' else 'm'} = {sizes[0][0 if letter == 'm' else 1]}"
+        along = [f"{letter} = {m if letter == 'm' else n}" for n, m in sizes]
+        header = [f"ms of a step, {other}", *along, "Exponent"]
+        rows = [
+            [name, *(f"{ms:.2f}" for ms in entry["ms"]), f"{entry['exponent']:.2f}"]
+            for name, entry in entries.items()
+        ]
+        texts.append(markdown_table(header, rows))
+    return "\n\n".join(texts)
+
+
+def inner_iterations(problems: Sequence[Problem]) -> dict[str, Any]:
+    """Gaps and |X'X - I| after `ITERATIONS` steps at the published rate, by inner iterations."""
+    limit = Limit(ITERATIONS, target=-math.inf)
+    cases = {
+        **{f"Cayley map, {k} iterations": loop(CayleyLoop, iterations=k) for k in (1, 2, 4, 8, 16)},
+        **{
+            f"Cayley map, 2 iterations, QR every {k} steps": loop(CayleyLoop, iterations=2, every=k)
+            for k in (1, 10, 100)
+        },
+        **{
+            f"inverse root, {k} iterations": loop(PublishedLoop, iterations=k)
+            for k in (2, 4, 6, 8, 100)
+        },
+        "CayleySGD": ours(so.CayleySGD),
+        "StiefelSGD": ours(so.StiefelSGD),
+        "geoopt SGD": geoopt_method(geoopt.optim.RiemannianSGD),
+    }
+    result: dict[str, Any] = {}
+    for name, method in cases.items():
+        runs = [method(problem, RATE, limit) for problem in problems]
+        result[name] = {
+            "gaps": [run.gap if run.products == ITERATIONS else None for run in runs],
+            "errors": [run.error for run in runs],
+        }
+    return result
+
+
+def inner_table(found: dict[str, Any]) -> str:
+    """The draw that is worst."""
+    rows = []
+    for name, entry in found.items():
+        ends = ["diverged", "diverged"]
+        if None not in entry["gaps"]:
+            ends = [f"{max(entry['gaps'], key=abs):.0e}", f"{max(entry['errors']):.0e}"]
+        rows.append([name, *ends])
+    return markdown_table([f"After {ITERATIONS} steps", "Relative gap", "Orthonormality"], rows)

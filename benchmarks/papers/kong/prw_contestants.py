@@ -1,0 +1,275 @@
+"""Contestants of the benchmark of projection-robust Wasserstein: data, rules, how each is run.
+
+Everybody starts at the same random projection, but for two rows that say so. Everybody is scored
+alike: by the objective of the projection it ends with, under a plan converged to 1e-8. What a rival
+reports by itself is not used: its plans are far from converged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import stiefel_opt as so
+from benchmarks.common.harness import Contestant, interleave
+
+Array = np.ndarray
+ITERATIONS = 50
+
+# Scale of the plays: with it the mean squared norm of a word is one, that of the published vectors.
+PLAYS_SCALE = 9.03907924297
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two clouds with weights and the regularization, and the start that everybody shares."""
+
+    name: str
+    x: Array
+    y: Array
+    a: Array
+    b: Array
+    reg: float
+
+    def start(self, number: int = 0, k: int = 2) -> Array:
+        """Random starts; the same for all methods."""
+        seed = [zlib.crc32(self.name.encode()), number]
+        gaussian = np.random.default_rng(seed).standard_normal((self.x.shape[1], k))
+        point, triangular = np.linalg.qr(gaussian)
+        return point * np.sign(np.diag(triangular))
+
+    def solve(self, **options: Any) -> so.ot.PRWResult:
+        return so.ot.projection_robust_wasserstein(
+            self.x, self.y, self.a, self.b, reg=self.reg, **options
+        )
+
+    def objective(self, projection: Array) -> float:
+        """What the projection is worth; NaN if it is none."""
+        gram = projection.T @ projection
+        if not np.abs(gram - np.eye(gram.shape[0])).max() < 1e-4:  # also true for NaN
+            return float("nan")
+        return self.solve(init=projection, max_iter=0).objective
+
+
+class Clock:
+    """Seconds on the wall and of the processor: on a shared machine only the second are ours."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        return time.perf_counter() - self.began[0], time.process_time() - self.began[1]
+
+
+@dataclass
+class Run:
+    """One method on one pair."""
+
+    objective: float
+    seconds: float
+    processor_seconds: float
+    converged: bool = True
+
+
+def load_pairs(name: str, folder: Path) -> list[Pair]:
+    """All 45 pairs of digits, or all 66 pairs of plays."""
+    if name == "mnist":
+        with np.load(folder / "mnist_features.npz") as file:
+            clouds = {str(digit): file[f"digit_{digit}"].astype(float) for digit in range(10)}
+        weights = {key: np.full(len(cloud), 1 / len(cloud)) for key, cloud in clouds.items()}
+        reg = 8.0
+    else:
+        with np.load(folder / "shakespeare_w2v.npz") as file:
+            names = sorted(key[:-2] for key in file.files if key.endswith("_x"))
+            clouds = {key: file[f"{key}_x"].astype(float) / PLAYS_SCALE for key in names}
+            weights = {key: file[f"{key}_w"].astype(float) for key in names}
+        weights = {key: weight / weight.sum() for key, weight in weights.items()}
+        reg = 0.2
+    return [
+        Pair(f"{left}-{right}", clouds[left], clouds[right], weights[left], weights[right], reg)
+        for left, right in combinations(clouds, 2)
+    ]
+
+
+# ---- settings ----
+
+# Rates for projection-robust Wasserstein distances by Kong, Wang & Tao (ICLR 2023), table 3. POT
+# has none for these data: those of the code of Huang, Ma & Lai (2021) for digits, the rate of RGAS
+# for plays. `tune` tries multiples of them; momentum and beta are the published ones.
+RULES = ("StiefelSGD", "RGAS", "RAGAS", "CayleySGD", "Momentumless")
+RATES = {
+    "mnist": {
+        "StiefelSGD": 1e-3, "RGAS": 8e-4, "RAGAS": 0.01, "CayleySGD": 7e-4, "Momentumless": 6e-4,
+        "POT": 4e-3,
+    },
+    "shakespeare": {
+        "StiefelSGD": 2.0, "RGAS": 2.0, "RAGAS": 0.08, "CayleySGD": 15.0, "Momentumless": 2.0,
+        "POT": 0.4,
+    },
+}  # fmt: skip
+BETA = {"mnist": 0.8, "shakespeare": 0.9}
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+TUNING_PAIRS = {
+    "mnist": ("0-1", "2-3", "4-9", "6-7"),
+    "shakespeare": ("H5-Ham", "H5-JC", "Oth-Rom"),
+}
+
+
+def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]], Any]:
+    """The optimizer of our own solver, with a fixed rate."""
+    if rule == "RGAS":
+        return lambda params: so.ot.RGAS(params, lr=lr)
+    if rule == "RAGAS":
+        return lambda params: so.ot.RAGAS(params, lr=lr, beta=BETA[dataset])
+    if rule == "CayleySGD":
+        return lambda params: so.CayleySGD(params, lr=lr, momentum=0.5)
+    if rule == "Momentumless":
+        return lambda params: so.ProjectedRGD(
+            params, lr=lr, metric="canonical", retraction="cayley"
+        )
+    return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5)
+
+
+# ---- running ----
+
+
+def run_ours(pair: Pair, **options: Any) -> Run:
+    """Our solver; the time is that of the whole call."""
+    clock = Clock()
+    result = pair.solve(**options)
+    seconds = clock.read()
+    return Run(result.objective, *seconds, result.converged)
+
+
+def run_fixed(pair: Pair, rule: str, lr: float, dataset: str, iterations: int = ITERATIONS) -> Run:
+    """Our solver with a fixed rate, for as many iterations as everybody has."""
+    optimizer = factory(rule, lr, dataset)
+    return run_ours(pair, init=pair.start(), optimizer=optimizer, max_iter=iterations, tol=0.0)
+
+
+def pot_projection(pair: Pair, tau: float, iterations: int) -> Array:
+    reduction = importlib.import_module("ot.dr")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, projection = reduction.projection_robust_wasserstein(
+            pair.x, pair.y, pair.a, pair.b, tau=tau, U0=pair.start(), reg=pair.reg, k=2,
+            stopThr=0.0, maxiter=iterations,
+        )  # fmt: skip
+    return projection
+
+
+def run_pot(pair: Pair, tau: float, iterations: int = ITERATIONS) -> Run:
+    clock = Clock()
+    try:
+        projection = pot_projection(pair, tau, iterations)
+    except np.linalg.LinAlgError:  # its QR refuses what overflowed
+        projection = np.full((pair.x.shape[1], 2), np.nan)
+    seconds = clock.read()
+    objective = pair.objective(projection)
+    return Run(objective, *seconds, bool(np.isfinite(objective)))
+
+
+def run_authors(folder: Path, pair: Pair, rule: str, lr: float, dataset: str) -> Run:
+    """The code released with Lin et al. (2020), from our start, never stopping early.
+
+    A run counts as failed if its plan has lost its mass or its projection is no longer orthonormal.
+    """
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    solver = importlib.import_module("Optimization.riemann_adap").RiemmanAdaptive(
+        reg=pair.reg, step_size_0=None, max_iter=ITERATIONS, threshold=1e-300,
+        max_iter_sinkhorn=30, threshold_sinkhorn=1e-3, use_gpu=False,
+    )  # fmt: skip
+    solver.U = pair.start()
+    solver.Omega = solver.U @ solver.U.T
+    method = solver.run_riemanngrad if rule == "RGAS" else solver.run_riemannadap
+    clock = Clock()
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            method(pair.a, pair.b, pair.x, pair.y, 2, lr, BETA[dataset])
+        except np.linalg.LinAlgError:
+            solver.pi = np.full((1, 1), np.nan)
+    seconds = clock.read()
+    sound = bool(abs(solver.pi.sum() - 1) < 0.5)  # false for NaN
+    objective = pair.objective(solver.U) if sound else float("nan")
+    return Run(objective, *seconds, bool(np.isfinite(objective)))
+
+
+# ---- one iteration, one transport ----
+
+
+def time_iterations(pairs: dict[str, Pair], rounds: int) -> dict[str, Any]:
+    """Milliseconds an iteration of POT's function and of ours with its one Sinkhorn iteration.
+
+    Ours pays for its first potentials and for converging its last plan within these iterations.
+    """
+    results = {}
+    for dataset, pair in pairs.items():
+        common = {"init": pair.start(), "max_iter": ITERATIONS, "tol": 0.0}
+        tau = RATES[dataset]["POT"] / 2
+        rules = {
+            "RGAS, one Sinkhorn iteration": (factory("RGAS", tau / pair.reg, dataset), 1),
+            "StiefelSGD, one Sinkhorn iteration": (None, 1),
+            "RGAS, converged": (factory("RGAS", tau / pair.reg, dataset), None),
+            "StiefelSGD, converged": (None, None),
+        }
+        contestants = [Contestant("POT", lambda p=pair, t=tau: pot_projection(p, t, ITERATIONS))]
+        for name, (optimizer, iterations) in rules.items():
+            options = {**common, "optimizer": optimizer, "sinkhorn_iterations": iterations}
+            contestants.append(Contestant(name, lambda p=pair, o=options: p.solve(**o)))
+        timings = interleave(contestants, rounds=rounds, device=torch.device("cpu"), seconds=0.0)
+        results[dataset] = {
+            contestant.name: {
+                "ms_per_iteration": 1e3 * timings.median(contestant.name) / ITERATIONS,
+                "quartiles": [1e3 * s / ITERATIONS for s in timings.quartiles(contestant.name)],
+                "over_POT": timings.ratio(contestant.name, "POT"),
+            }
+            for contestant in contestants
+        }
+    return results
+
+
+def compare_transport(pairs: dict[str, Pair]) -> dict[str, Any]:
+    """Seconds and marginal error of one transport from nothing: POT's solvers and ours."""
+    ot = importlib.import_module("ot")
+    results: dict[str, Any] = {}
+    for dataset, pair in pairs.items():
+        for title, point in (("random", pair.start()), ("best", pair.solve().projection)):
+            cost = ot.dist(pair.x @ point, pair.y @ point)
+            rows: dict[str, Any] = {}
+            plans = {}
+            for method in ("sinkhorn", "sinkhorn_log", "sinkhorn_stabilized"):
+                clock = Clock()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    plans[f"POT {method}"] = ot.sinkhorn(
+                        pair.a, pair.b, cost, pair.reg,
+                        method=method, stopThr=1e-9, numItermax=20_000,
+                    )  # fmt: skip
+                rows[f"POT {method}"] = {"processor_seconds": clock.read()[1]}
+            clock = Clock()
+            plans["ours"] = pair.solve(init=point, max_iter=0).plan
+            rows["ours"] = {"processor_seconds": clock.read()[1]}
+            for name, plan in plans.items():
+                errors = np.abs(plan.sum(1) - pair.a).sum(), np.abs(plan.sum(0) - pair.b).sum()
+                rows[name]["marginal_error"] = float(max(errors))
+                rows[name]["cost"] = float((plan * cost).sum())
+            clock = Clock()
+            exact = so.ot.projected_wasserstein(pair.x, pair.y, point, pair.a, pair.b)
+            rows["POT emd, exact"] = {"processor_seconds": clock.read()[1], "cost": exact}
+            results[f"{dataset} {pair.name}, {title} projection"] = rows
+    return results

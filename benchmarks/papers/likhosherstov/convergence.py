@@ -1,0 +1,170 @@
+"""SGD on the vectors of CWY with step k^-0.5: does the gradient vanish as fast as promised?
+
+Theorem 4 of Likhosherstov et al. (AISTATS 2021): for f with Lipschitz gradients and noise of
+bounded variance, v_k = v_(k-1) - k^-0.5 (noisy gradient) from fixed nonzero vectors gives
+
+    min over k < K of E |grad_v f(H(v_1) ... H(v_L))|^2 = o(K^(-0.5 + eps)) for any eps > 0,
+
+on O(N) with any L, and by T-CWY on St(N, M). Here f(X) = |AX - B|^2 / 2 with Gaussian A and B (a
+weighted Procrustes problem, which has saddle points), the noise is Gaussian, added to the gradient
+with respect to X, and the expectation is a mean over runs that differ in the noise alone. The slope
+of the running minimum is fitted on the last two decades of K in logarithms; its interval comes from
+200 resamplings of the runs. A slope of at most -0.5 is what the theorem says.
+
+    python -m benchmarks.papers.likhosherstov.convergence  # a minute; JSON and PNG in results
+    python -m benchmarks.papers.likhosherstov.convergence --steps 100000 --runs 64
+    python -m benchmarks.papers.likhosherstov.convergence --smoke  # seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.common import figures
+from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
+from stiefel_opt.functional import cwy
+
+TOLERANCE = 0.05  # eps of the theorem, and the fit's own error
+RESAMPLINGS = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """L reflections of N rows, of whose product the first M columns are the point."""
+
+    title: str
+    rows: int
+    columns: int
+    reflections: int
+
+
+CASES = (
+    Case("CWY, O(12), L = 12", 12, 12, 12),
+    Case("CWY, O(12), L = 6", 12, 12, 6),
+    Case("T-CWY, St(24, 6)", 24, 6, 6),
+)
+
+
+def descend(
+    case: Case, runs: int, steps: int, noise: float, seed: int, device: torch.device
+) -> tuple[NDArray[np.float64], float]:
+    """Squared norms of the exact gradient, (steps, runs), and the largest |X'X - I| at the end."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+
+    left = gaussian(case.rows, case.rows) / math.sqrt(case.rows)
+    right = gaussian(case.rows, case.columns) / math.sqrt(case.columns)
+    start = gaussian(case.rows, case.reflections)
+    vectors = start.expand(runs, -1, -1).clone().requires_grad_()
+    norms = torch.empty(steps, runs, dtype=torch.float64, device=device)
+    for step in tqdm(range(1, steps + 1), desc=case.title, disable=None):
+        point = cwy(vectors, case.columns)
+        slope = left.mT @ (left @ point.detach() - right)
+        (exact,) = torch.autograd.grad(point, vectors, slope, retain_graph=True)
+        pushed = slope + noise * gaussian(runs, case.rows, case.columns)
+        (noisy,) = torch.autograd.grad(point, vectors, pushed)
+        norms[step - 1] = exact.square().sum((-2, -1))
+        with torch.no_grad():
+            vectors -= step**-0.5 * noisy
+    point = cwy(vectors.detach(), case.columns)
+    identity = torch.eye(case.columns, dtype=torch.float64, device=device)
+    return norms.cpu().numpy(), float((point.mT @ point - identity).abs().max())
+
+
+def running_minimum(norms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Smallest mean over the runs up to each step."""
+    return np.minimum.accumulate(norms.mean(1))
+
+
+def marks(steps: int) -> NDArray[np.int64]:
+    """Numbers of steps, evenly spread in logarithms over two decades, less if there are fewer."""
+    return np.unique(np.geomspace(max(2, steps // 100), steps, 60).round().astype(np.int64))
+
+
+def slope(norms: NDArray[np.float64]) -> float:
+    """Least-squares slope of log(running minimum) against log(K)."""
+    at = marks(len(norms))
+    return float(np.polyfit(np.log(at), np.log(running_minimum(norms)[at - 1]), 1)[0])
+
+
+def slope_interval(norms: NDArray[np.float64]) -> tuple[float, float]:
+    """Between which 95 % of the slopes of resampled runs lie: a little below that of the runs."""
+    random = np.random.default_rng(0)
+    runs = norms.shape[1]
+    slopes = [slope(norms[:, random.integers(0, runs, runs)]) for _ in range(RESAMPLINGS)]
+    low, high = np.percentile(slopes, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6_000)
+    parser.add_argument("--runs", type=int, default=32, help="that differ in the noise")
+    parser.add_argument("--noise", type=float, default=0.3, help="deviation of each entry")
+    parser.add_argument("--seed", type=int, default=0, help="of the problem, start and noise")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--smoke", action="store_true", help="few steps, no bar")
+    parser.add_argument("--output", type=Path, default=RESULTS / "convergence.json")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.steps, options.runs = 200, 4
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases, print the slopes; the exit status is 1 if one is above -0.5 + 0.05."""
+    options = parse(argv)
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    print(
+        f"{len(CASES)} cases, {options.runs} runs of {options.steps} steps each: "
+        f"about {len(CASES) * options.steps / 500:.0f} seconds on one core of a CPU.",
+        flush=True,
+    )
+    rows, records, met = [], [], True
+    for case in CASES:
+        norms, error = descend(
+            case, options.runs, options.steps, options.noise, options.seed, device
+        )
+        low, high = slope_interval(norms)
+        fitted, lowest = slope(norms), running_minimum(norms)
+        met = met and (options.smoke or fitted <= -0.5 + TOLERANCE)
+        rows.append([case.title, f"{fitted:.3f}", f"{low:.3f} to {high:.3f}",
+                     f"{lowest[0]:.3g}", f"{lowest[-1]:.3g}", f"{error:.1e}"])  # fmt: skip
+        at = np.unique(np.geomspace(1, options.steps, 60).round().astype(int))
+        record: dict[str, Any] = {"case": case.title, "slope": fitted, "slope_95": [low, high]}
+        record |= {"K": at.tolist(), "running_minimum": [float(lowest[k - 1]) for k in at]}
+        records.append(record | {"orthonormality_error": error})
+    header = ["Case", "Slope", "of resampled runs", "First", "Last", "max abs(X'X - I)"]
+    verdict = f"{'PASS' if met else 'FAIL'}  slopes at most -0.5 (tolerance {TOLERANCE})"
+    text = f"{markdown_table(header, rows)}\n\n{verdict}"
+    print(f"\n{text}")
+    content = {
+        "machine": machine(device),
+        "settings": {k: getattr(options, k) for k in ("steps", "runs", "noise", "seed")},
+        "tables": [text],
+        "results": records,
+    }
+    write_json(options.output, content)
+    figures.convergence(options.output.with_suffix(".png"))
+    print(f"Plot: {options.output.with_suffix('.png').name}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""What `torch.compile` gains for the optimizer's step on a CPU, and what it costs to get it.
+
+The rows of `step_time.py`: the same parameters and gradients, eager steps and steps of one compiled
+graph (`torch.compile(optimizer.step, fullgraph=True)`, torch's default backend) in turns. The two
+are not the same arithmetic: an eager step on a CPU reads sums to choose how far a series goes and
+takes rounding out in every eighth step; a graph may read nothing, so it always goes to the end
+and takes rounding out in every step.
+
+    python -m benchmarks.speed.compiled                                  # about six minutes
+    python -m benchmarks.speed.compiled --rows latency-128x2 --rounds 21
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.harness import (
+    RESULTS,
+    Contestant,
+    interleave,
+    machine,
+    markdown_table,
+    write_json,
+)
+from benchmarks.speed.contestants import ADAM, SGD, Entry, Row, orthonormality_error, ours
+from benchmarks.speed.step_time import ROWS
+
+DEFAULT = ("latency-128x2", "heads-384x384", "one-2048x256", "batch-2000x16x16")
+EAGER_STEPS = 2  # they make the state, which a graph needs
+
+
+def compiled(entry: Entry) -> tuple[Contestant, float]:
+    """The step of ``entry`` as one graph, and the seconds that its first call took."""
+    for _ in range(EAGER_STEPS):
+        entry.contestant.call()
+        entry.contestant.prepare()
+    step = torch.compile(entry.optimizer.step, fullgraph=True)
+    began = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler record function")
+        step()
+    seconds = time.perf_counter() - began
+    return Contestant("compiled", step, entry.contestant.prepare), seconds
+
+
+def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time one optimizer on one row, eager and compiled."""
+    torch.compiler.reset()
+    eager, graph = (
+        next(entry for entry in ours(row, device) if entry.contestant.name == name)
+        for _ in range(2)
+    )
+    step, seconds = compiled(graph)
+    plain = Contestant("eager", eager.contestant.call, eager.contestant.prepare)
+    timings = interleave([plain, step], rounds=rounds, device=device)
+    gain = timings.ratio("eager", "compiled")
+    saved = timings.median("eager") - timings.median("compiled")
+    return {
+        "row": row.label,
+        "optimizer": name,
+        "eager": timings.summary("eager"),
+        "compiled": timings.summary("compiled"),
+        "gain": gain,
+        "compile_seconds": seconds,
+        "steps_to_pay_back": seconds / saved if saved > 0 else math.inf,
+        "errors": [orthonormality_error(entry.matrices()) for entry in (eager, graph)],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    header = (
+        "one step", "optimizer", "eager ms", "compiled ms", "eager / compiled",
+        "seconds to compile", "steps to pay back", "error, eager / compiled",
+    )  # fmt: skip
+    rows = []
+    for found in results:
+        steps = found["steps_to_pay_back"]
+        rows.append([
+            found["row"], found["optimizer"],
+            *(f"{found[kind]['median_ms']:.2f}" for kind in ("eager", "compiled")),
+            f"{found['gain']:.2f}", f"{found['compile_seconds']:.0f}",
+            f"{steps:,.0f}" if math.isfinite(steps) else "never",
+            " / ".join(f"{error:.0e}" for error in found["errors"]),
+        ])  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=DEFAULT)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--output", type=Path, default=RESULTS / "compiled.json")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    results = []
+    for row in ROWS:
+        for name in (SGD, ADAM) if row.name in arguments.rows else ():
+            results.append(measure(row, name, arguments.rounds, arguments.device))
+            print(table(results[-1:]), flush=True)
+    text = table(results)
+    print(f"\n{text}")
+    settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
+    content = {
+        "machine": machine(arguments.device), "settings": settings,
+        "tables": {"compiled": text}, "results": results,
+    }  # fmt: skip
+    write_json(arguments.output, content)
+
+
+if __name__ == "__main__":
+    main()

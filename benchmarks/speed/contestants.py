@@ -1,0 +1,232 @@
+"""The contestants of `step_time.py`: every optimizer with its own copy of the same parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import stiefel_opt as so
+from benchmarks.common.harness import Contestant
+
+try:
+    import geoopt
+    import pogo
+    import pogo.base
+except ImportError as error:
+    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
+
+MOMENTUM = 0.9
+BETAS = (0.9, 0.999)
+LR = 0.1
+STEP_SIZE = 0.1
+SQUARE_SOLVE_LIMIT = 1024  # geoopt's canonical metric solves n x n systems: only up to here
+
+SGD, ADAM = "StiefelSGD", "StiefelAdam"
+POGO, GEOOPT_SGD, GEOOPT_ADAM = "POGO, SGD", "geoopt SGD", "geoopt Adam"
+GEOOPT_CANONICAL = "geoopt SGD, canonical"
+TORCH_SGD, TORCH_ADAM = "torch SGD", "torch Adam"
+SIX, SIX_SEPARATE = "six products", "six products, one by one"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``parameters`` parameters holding ``batch`` matrices of shape n x m each, and the bars.
+
+    The bars are upper limits of ratios of times; None where there is no bar.
+    """
+
+    name: str
+    parameters: int
+    batch: int
+    n: int
+    m: int
+    heads: bool = False  # the batch is the heads of one (batch * m, n) weight
+    fused: bool = False  # half of them are queries, half keys, and plain values stand below
+    sgd_to_pogo: float = 1.0
+    sgd_to_products: float | None = 1.6
+    adam_to_geoopt_adam: float = 1.0
+    adam_to_sgd: float = 2.0
+    temporaries: float = 3.0  # of the parameters of the group, both optimizers
+
+    @property
+    def matrices(self) -> int:
+        return self.parameters * self.batch
+
+    @property
+    def label(self) -> str:
+        if self.fused:
+            side = f"{self.batch * self.m * 3 // 2} x {self.n}"
+            return f"{self.parameters} fused q, k, v of {side}, {self.batch} heads"
+        if self.heads:
+            side = f"{self.batch * self.m} x {self.n}"
+            return f"{self.parameters} parameters of {side}, {self.batch} heads"
+        if self.batch > 1:
+            return f"one batch of {self.batch} x {self.n} x {self.m}"
+        count = f"{self.parameters} separate" if self.parameters > 1 else "one"
+        return f"{count} {self.n} x {self.m}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer with its own parameters: what is timed, and how its matrices are read."""
+
+    contestant: Contestant
+    parameters: list[Tensor]
+    matrices: Callable[[], Tensor]  # (k, n, m), tall
+    optimizer: torch.optim.Optimizer
+    constrained: bool
+
+
+Build = Callable[[list[Tensor]], torch.optim.Optimizer]
+Layout = Callable[[Tensor], Tensor]  # (batch, n, m) -> the tensor a parameter holds
+
+
+def tall_batch(values: Tensor) -> Tensor:
+    return values
+
+
+def single(values: Tensor) -> Tensor:
+    return values[0]
+
+
+def wide_batch(values: Tensor) -> Tensor:
+    return values.mT
+
+
+def stacked_heads(values: Tensor) -> Tensor:
+    batch, n, m = values.shape
+    return values.mT.reshape(batch * m, n)
+
+
+def fused_heads(values: Tensor) -> Tensor:
+    """Queries and keys, and below them values, which nobody constrains: any numbers."""
+    rows = stacked_heads(values)
+    return torch.cat([rows, rows[: len(rows) // 2]])
+
+
+def start(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Orthonormal X and Gaussian G, (parameters, batch, n, m): the same for every contestant."""
+    generator = torch.Generator().manual_seed(7)
+    shape = (row.parameters, row.batch, row.n, row.m)
+    gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
+    points = torch.linalg.qr(gaussian).Q.float().contiguous()
+    gradients = torch.randn(shape, generator=generator)
+    # Largest singular value of a Gaussian n x m matrix: sqrt(n) + sqrt(m), to a few per cent.
+    gradients *= STEP_SIZE * (1 + MOMENTUM) / LR / (math.sqrt(row.n) + math.sqrt(row.m))
+    return points.to(device), gradients.to(device)
+
+
+def adam_lr(row: Row) -> float:
+    """Rate at which a step with direction (1 - b1)/(1 + b1) sign(G) has size `STEP_SIZE`."""
+    direction = (1 - BETAS[0]) / (1 + BETAS[0]) * (math.sqrt(row.n) + math.sqrt(row.m))
+    return STEP_SIZE / direction
+
+
+def read_matrices(parameters: list[Tensor], row: Row, layout: Layout) -> Tensor:
+    """The matrices of all parameters, tall, (k, n, m), in float64."""
+    stack = torch.stack([parameter.detach() for parameter in parameters]).double()
+    if layout is fused_heads:
+        stack, layout = stack[:, : row.batch * row.m], stacked_heads
+    if layout is wide_batch or layout is stacked_heads:
+        return stack.reshape(row.matrices, row.m, row.n).mT
+    return stack.reshape(row.matrices, row.n, row.m)
+
+
+def orthonormality_error(matrices: Tensor) -> float:
+    """max |X'X - I| over float64 copies, computed here and not by any contestant."""
+    gram = matrices.mT @ matrices
+    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
+    return float((gram - identity).abs().max())
+
+
+def flip_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.neg_()
+
+
+def enter(
+    name: str, row: Row, device: torch.device, layout: Layout, tag: Callable[[Tensor], Tensor],
+    build: Build, *, constrained: bool = True,
+) -> Entry:  # fmt: skip
+    """Copy the row's start into the layout of one contestant and build its optimizer."""
+    points, gradients = start(row, device)
+    parameters = [tag(layout(point).contiguous().clone()) for point in points]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = layout(gradient).contiguous().clone()
+    optimizer = build(parameters)
+    step: Callable[[], object] = optimizer.step
+    contestant = Contestant(name, step, partial(flip_gradients, parameters))
+    return Entry(
+        contestant, parameters, partial(read_matrices, parameters, row, layout), optimizer,
+        constrained,
+    )  # fmt: skip
+
+
+def ours(row: Row, device: torch.device) -> Iterator[Entry]:
+    as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
+    manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
+    if row.fused:
+        half = row.batch * row.m // 2
+        as_in_model = fused_heads
+        manifold = so.Stiefel(heads=row.batch // 2, rows=((0, half), (half, 2 * half)))
+    tag = partial(so.ManifoldParameter, manifold=manifold)
+    sgd = partial(so.StiefelSGD, lr=LR, momentum=MOMENTUM)
+    yield enter(SGD, row, device, as_in_model, tag, sgd)
+    yield enter(ADAM, row, device, as_in_model, tag, partial(so.StiefelAdam, lr=adam_lr(row)))
+
+
+def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
+    as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
+    tall = tall_batch if row.batch > 1 else single
+    plain = torch.nn.Parameter
+    euclidean = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
+    canonical = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=True))
+    geoopt_sgd = partial(geoopt.optim.RiemannianSGD, lr=LR, momentum=MOMENTUM)
+    geoopt_adam = partial(geoopt.optim.RiemannianAdam, lr=adam_lr(row), betas=BETAS)
+
+    def pogo_sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = pogo.POGO(
+            parameters, pogo.base.SGD(momentum=MOMENTUM), LR
+        )
+        return optimizer
+
+    yield enter(POGO, row, device, wide_batch, plain, pogo_sgd)
+    yield enter(GEOOPT_SGD, row, device, tall, euclidean, geoopt_sgd)
+    yield enter(GEOOPT_ADAM, row, device, tall, euclidean, geoopt_adam)
+    if row.n <= SQUARE_SOLVE_LIMIT and row.batch == 1:
+        # Batches of its n x n systems fail in MKL's threaded LU: "incorrect on entry to SLASWP".
+        yield enter(GEOOPT_CANONICAL, row, device, tall, canonical, geoopt_sgd)
+    torch_sgd = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+    yield enter(TORCH_SGD, row, device, as_in_model, plain, torch_sgd, constrained=False)
+    torch_adam = partial(torch.optim.Adam, lr=adam_lr(row), betas=BETAS)
+    yield enter(TORCH_ADAM, row, device, as_in_model, plain, torch_adam, constrained=False)
+
+
+def products(row: Row, device: torch.device) -> Iterator[Contestant]:
+    """Six products n x m by m x m for every matrix: as one batch, and one parameter at a time."""
+    points, gradients = start(row, device)
+    small = gradients[..., : row.m, :].contiguous()
+    results = torch.empty_like(points)
+    joined = [tensor.flatten(0, 1) for tensor in (points, small, results)]
+
+    def six() -> None:
+        tall, factor, result = joined
+        for _ in range(6):
+            torch.bmm(tall, factor, out=result)
+
+    yield Contestant(SIX, six)
+    if row.parameters > 1:
+        pieces = list(zip(points.unbind(), small.unbind(), results.unbind(), strict=True))
+
+        def six_one_by_one() -> None:
+            for _ in range(6):
+                for tall, factor, result in pieces:
+                    torch.bmm(tall, factor, out=result)
+
+        yield Contestant(SIX_SEPARATE, six_one_by_one)

@@ -1,0 +1,381 @@
+"""What one optimizer step really costs in flops, beside the published counts and beside its time.
+
+`torch.utils.flop_counter` sees every product; factorisations, solves and in-place products it
+counts as zero, so their formulas are given here. Counted are eight consecutive steps of one float32
+parameter n x m, divided by eight, with the gradient in place: that includes the correction of
+rounding that our optimizers make once in eight steps. Rivals in the same run: geoopt (canonical and
+Euclidean metric) and pogo-torch.
+
+The published counts are those of Likhosherstov et al. (AISTATS 2021), Table 2, for gradient descent
+without momentum and for the forward pass of T-CWY and OWN; they count an inverse of d x d as d^3, a
+triangular one as d^3 / 3, a QR decomposition as 2 m^2 (n - m/3), that is R without Q, an
+eigendecomposition as 8 d^3 / 3, and of the Cayley map the systems of 2m x 2m and 3m x 3m. Our
+gradient descent gets by with smaller systems: its counts are those of another, cheaper algorithm.
+
+Times are medians over interleaved rounds, the ratio is taken to the bare product n x m by m x m of
+the same round, and the error max |X'X - I| stands beside them.
+
+    python -m benchmarks.speed.flops                      # a few minutes
+    python -m benchmarks.speed.flops --sizes 1000,10 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import stiefel_opt as so
+from benchmarks.common.harness import (
+    RESULTS,
+    Contestant,
+    interleave,
+    machine,
+    markdown_table,
+    write_json,
+)
+from benchmarks.speed.contestants import flip_gradients, orthonormality_error
+
+try:
+    import geoopt
+    import pogo
+    import pogo.base
+except ImportError as error:
+    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
+
+SIZES = ((1000, 10), (2000, 50), (512, 128), (384, 384))
+STEPS = 8  # counted, and the period of the correction of rounding
+STEP_SIZE = 0.1
+SQUARE_SOLVE_LIMIT = 1024  # geoopt's canonical metric solves n x n systems: only up to here
+PRODUCT = "one product n x m by m x m"
+
+Shape = Sequence[int]
+
+
+# ---- flops of what torch's counter does not know ------------------------------------------------
+
+
+def batch(shape: Shape) -> int:
+    return math.prod(shape[:-2])
+
+
+def qr_flops(matrix: Shape, *_: Any, **__: Any) -> int:
+    """R by Householder reflections, and as much again to form Q: 4 n m^2 - 4 m^3 / 3."""
+    n, m = max(matrix[-2:]), min(matrix[-2:])
+    return round(batch(matrix) * (4 * n * m**2 - 4 * m**3 / 3))
+
+
+def solve_flops(matrix: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """LU and two triangular solves: 2 m^3 / 3 + 2 m^2 r."""
+    m = matrix[-1]
+    return round(batch(matrix) * (2 * m**3 / 3 + 2 * m * math.prod(right[-2:])))
+
+
+def inverse_flops(matrix: Shape, *_: Any, **__: Any) -> int:
+    return 2 * batch(matrix) * matrix[-1] ** 3
+
+
+def cholesky_flops(matrix: Shape, *_: Any, **__: Any) -> int:
+    return round(batch(matrix) * matrix[-1] ** 3 / 3)
+
+
+def triangular_flops(matrix: Shape, right: Shape, *_: Any, **__: Any) -> int:
+    """m^2 r, whether the matrix stands left or right."""
+    return batch(matrix) * matrix[-1] * math.prod(right[-2:])
+
+
+def eigen_flops(matrix: Shape, *_: Any, **__: Any) -> int:
+    """Values and vectors of a symmetric matrix: about 9 m^3."""
+    return 9 * batch(matrix) * matrix[-1] ** 3
+
+
+def svd_flops(matrix: Shape, *_: Any, **__: Any) -> int:
+    n, m = max(matrix[-2:]), min(matrix[-2:])
+    return batch(matrix) * (6 * n * m**2 + 20 * m**3)
+
+
+def exponential_flops(matrix: Shape, *_: Any, **__: Any) -> int:
+    """Five products for the longest series that torch uses; squarings are not known."""
+    return 10 * batch(matrix) * matrix[-1] ** 3
+
+
+def added_product_flops(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
+    return 2 * batch(left) * left[-2] * left[-1] * right[-1]
+
+
+aten = torch.ops.aten
+FORMULAS: dict[Any, Callable[..., int]] = {
+    aten.linalg_qr: qr_flops,
+    aten._linalg_solve_ex: solve_flops,
+    aten.linalg_inv_ex: inverse_flops,
+    aten.linalg_cholesky_ex: cholesky_flops,
+    aten.linalg_solve_triangular: triangular_flops,
+    aten._linalg_eigh: eigen_flops,
+    aten._linalg_svd: svd_flops,
+    aten.linalg_matrix_exp: exponential_flops,
+    aten.baddbmm_: added_product_flops,
+    aten.addmm_: added_product_flops,
+}
+
+
+def count(call: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def check_formulas() -> None:
+    """Fail if an operation of known cost is not seen, or seen at another cost."""
+    tall, small = torch.randn(2, 30, 6), torch.eye(6).expand(2, 6, 6).contiguous()
+    known: list[tuple[str, Callable[[], object], float]] = [
+        ("qr", lambda: torch.linalg.qr(tall), 2 * (4 * 30 * 36 - 4 * 216 / 3)),
+        ("solve", lambda: torch.linalg.solve(small, tall.mT), 2 * (144 + 2 * 36 * 30)),
+        ("solve_ex", lambda: torch.linalg.solve_ex(small, small), 2 * (144 + 2 * 216)),
+        ("inv", lambda: torch.linalg.inv(small), 2 * 2 * 216),
+        ("cholesky", lambda: torch.linalg.cholesky_ex(small), 2 * 72),
+        (
+            "triangular solve",
+            lambda: torch.linalg.solve_triangular(small, tall, upper=True, left=False),
+            2 * 36 * 30,
+        ),
+        ("eigh", lambda: torch.linalg.eigh(small), 2 * 9 * 216),
+        ("svd", lambda: torch.linalg.svd(tall), 2 * (6 * 30 * 36 + 20 * 216)),
+        ("matrix_exp", lambda: torch.linalg.matrix_exp(small), 2 * 10 * 216),
+        ("baddbmm_", lambda: tall.clone().baddbmm_(tall, small), 2 * 2 * 30 * 36),
+        ("bmm", lambda: torch.bmm(tall, small), 2 * 2 * 30 * 36),
+        ("addmm_", lambda: tall[0].clone().addmm_(tall[0], small[0]), 2 * 30 * 36),
+    ]
+    for name, call, expected in known:
+        if (found := count(call)) != expected:
+            raise RuntimeError(f"{name} is counted as {found} flops instead of {expected:.0f}")
+
+
+# ---- the methods ---------------------------------------------------------------------------------
+
+Published = Callable[[int, int], float]
+Build = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Method:
+    """An optimizer, how a parameter is tagged for it, and its published count if there is one."""
+
+    name: str
+    build: Build
+    tag: Callable[[Tensor], Tensor] = so.ManifoldParameter
+    published: Published | None = None
+    wide: bool = False
+    solves_n: bool = False
+
+
+def qr_canonical(n: int, m: int) -> float:
+    return 10 * n * m**2 - 2 * m**3 / 3
+
+
+def qr_euclidean(n: int, m: int) -> float:
+    return 14 * n * m**2 - 2 * m**3 / 3
+
+
+def cayley_canonical(n: int, m: int) -> float:
+    return 28 * n * m**2 + 16 * m**3
+
+
+def cayley_euclidean(n: int, m: int) -> float:
+    return 72 * n * m**2 + 25 * m**3
+
+
+def own(n: int, m: int) -> float:
+    return 4 * n * m**2 + 14 * m**3 / 3
+
+
+def tcwy(n: int, m: int) -> float:
+    return 4 * n * m**2 + 7 * m**3 / 3
+
+
+# Forward passes: free numbers to orthonormal matrix, beside the published counts.
+MAPS: dict[str, tuple[Callable[[Tensor], Tensor], Published]] = {
+    "T-CWY, forward": (so.functional.tcwy, tcwy),
+    "OWN, forward": (so.functional.own, own),
+}
+
+
+def pogo_sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pogo.POGO(parameters, pogo.base.SGD(momentum=0.9), 0.1)
+    return optimizer
+
+
+def descent(**options: Any) -> Build:
+    return partial(so.ProjectedRGD, lr=0.1, **options)
+
+
+def geoopt_tag(canonical: bool) -> Callable[[Tensor], Tensor]:
+    return partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=canonical))
+
+
+def geoopt_sgd(momentum: float) -> Build:
+    return partial(geoopt.optim.RiemannianSGD, lr=0.1, momentum=momentum)
+
+
+METHODS = (
+    Method("RGD-C-QR", descent(retraction="qr"), published=qr_canonical),
+    Method("RGD-E-QR", descent(retraction="qr", metric="euclidean"), published=qr_euclidean),
+    Method("RGD-C-C", descent(), published=cayley_canonical),
+    Method("RGD-E-C", descent(metric="euclidean"), published=cayley_euclidean),
+    Method("RGD-E-polar", descent(retraction="polar", metric="euclidean")),
+    Method("RGD-C-QR, momentum", descent(retraction="qr", momentum=0.9)),
+    Method("RGD-C-C, momentum", descent(momentum=0.9)),
+    Method("CayleySGD", partial(so.CayleySGD, lr=0.1)),
+    Method("CayleySGD, exact", partial(so.CayleySGD, lr=0.1, exact=True)),
+    Method("CayleyAdam", partial(so.CayleyAdam, lr=0.1)),
+    Method("StiefelSGD", partial(so.StiefelSGD, lr=0.1)),
+    Method("StiefelAdam", partial(so.StiefelAdam, lr=1e-3)),
+    Method("geoopt SGD (RGD-E-QR)", geoopt_sgd(0.0), geoopt_tag(False), qr_euclidean),
+    Method(
+        "geoopt SGD, canonical (RGD-C-C)", geoopt_sgd(0.0), geoopt_tag(True), cayley_canonical,
+        solves_n=True,
+    ),
+    Method("geoopt SGD, momentum", geoopt_sgd(0.9), geoopt_tag(False)),
+    Method("POGO, momentum", pogo_sgd, torch.nn.Parameter, wide=True),
+)  # fmt: skip
+
+
+def start(n: int, m: int, method: Method) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """One parameter with a Gaussian gradient in place, and its optimizer."""
+    generator = torch.Generator().manual_seed(7)
+    value = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64)).Q.float()
+    # The largest singular value of a Gaussian matrix is close to sqrt(n) + sqrt(m).
+    grad = torch.randn(n, m, generator=generator) * (10 * STEP_SIZE / (n**0.5 + m**0.5))
+    if method.wide:
+        value, grad = value.mT.unsqueeze(0), grad.mT.unsqueeze(0)
+    parameter = method.tag(value.contiguous().clone())
+    parameter.grad = grad.contiguous().clone()
+    return [parameter], method.build([parameter])
+
+
+def steps_of(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Eight steps with a gradient of changing sign, so that the point goes nowhere."""
+    for _ in range(STEPS):
+        optimizer.step()
+        flip_gradients(parameters)
+
+
+def measure(n: int, m: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """Flops, time and error of every method at one size."""
+    methods = [method for method in METHODS if not method.solves_n or n <= SQUARE_SOLVE_LIMIT]
+    contestants, entries, flops = [], {}, {}
+    for method in methods:
+        parameters, optimizer = start(n, m, method)
+        steps_of(parameters, optimizer)  # the first step makes state and measures the start
+        flops[method.name] = count(partial(steps_of, parameters, optimizer)) / STEPS
+        parameters, optimizer = start(n, m, method)
+        entries[method.name] = parameters
+        prepare = partial(flip_gradients, parameters)
+        step: Callable[[], object] = optimizer.step
+        contestants.append(Contestant(method.name, step, prepare))
+    outcomes: dict[str, Tensor] = {}
+
+    def forward(name: str, free: Tensor) -> None:
+        outcomes[name] = MAPS[name][0](free)
+
+    for name in MAPS if m < n else ():  # both need fewer columns than rows
+        call = partial(forward, name, torch.randn(n, m))
+        flops[name] = count(call)
+        contestants.append(Contestant(name, call))
+    tall, small = torch.randn(1, n, m), torch.randn(1, m, m)
+    result = torch.empty_like(tall)
+    contestants.append(Contestant(PRODUCT, lambda: torch.bmm(tall, small, out=result)))
+    timings = interleave(contestants, rounds=rounds, device=device)
+    points = {
+        method.name: parameter.detach().mT if method.wide else parameter.detach()
+        for method in methods
+        for parameter in entries[method.name]
+    }
+    published = {method.name: method.published for method in methods}
+    published |= {name: formula for name, (_, formula) in MAPS.items()}
+    rows = []
+    for name, point in (points | outcomes).items():
+        formula = published[name]
+        rows.append({
+            "n": n, "m": m, "method": name,
+            "flops": flops[name],
+            "published_flops": formula(n, m) if formula else None,
+            "time_over_product": timings.ratio(name, PRODUCT),
+            "orthonormality_error": orthonormality_error(point.double().reshape(n, m)),
+            **timings.summary(name),
+        })  # fmt: skip
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Flops in units of 2 n m^2, one product n x m by m x m."""
+    lines = []
+    for row in rows:
+        product = 2 * row["n"] * row["m"] ** 2
+        published = row["published_flops"]
+        low, high = row["quartiles_ms"]
+        lines.append([
+            row["method"],
+            f"{row['flops'] / product:.1f}",
+            f"{published / product:.1f}" if published else "",
+            f"{row['flops'] / published:.2f}" if published else "",
+            f"{row['median_ms']:.2f} ({low:.2f} - {high:.2f})",
+            f"{row['time_over_product']:.1f}",
+            f"{row['orthonormality_error']:.0e}",
+        ])  # fmt: skip
+    header = (
+        "step", "flops / 2nm^2", "published", "counted / published", "ms (quartiles)",
+        "time / product", "error",
+    )  # fmt: skip
+    return markdown_table(header, lines)
+
+
+def size(text: str) -> tuple[int, int]:
+    n, m = (int(part) for part in text.split(","))
+    if n < m or m < 1:
+        raise argparse.ArgumentTypeError(f"expected n,m with n >= m >= 1, got {text}")
+    return n, m
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="n,m ...")
+    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RESULTS / "flops.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count, time, print and write."""
+    arguments = parse(argv)
+    torch.set_num_threads(arguments.threads)
+    device = torch.device("cpu")
+    check_formulas()
+    about = machine(device)
+    began = time.perf_counter()
+    results: list[dict[str, Any]] = []
+    tables = {}
+    for n, m in arguments.sizes:
+        rows = measure(n, m, arguments.rounds, device)
+        results += rows
+        tables[f"{n} x {m}"] = table(rows)
+        print(f"\n{n} x {m}\n{tables[f'{n} x {m}']}", flush=True)
+    settings = {"dtype": "float32", "threads": arguments.threads, "rounds": arguments.rounds}
+    content = {"machine": about, "settings": settings, "tables": tables, "results": results}
+    write_json(arguments.output, content)
+    print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes in all.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

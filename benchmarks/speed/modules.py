@@ -1,0 +1,262 @@
+"""What the recurrent modules cost beside the loops that one would write without them.
+
+**OrthogonalRNN** at N = 512 and 784 steps (an image of 28 x 28, pixel by pixel): forward and
+backward of the whole module, the map to the orthogonal matrix included, against the same loop with
+a free weight, ``h = tanh(x + h @ W.T)`` under autograd with the input products done at once, and
+against ``torch.nn.RNN``. Beside each time: max |Q'Q - I| of the transition, in float64, and for
+CWY how far the outputs are from a float64 loop with the transition formed.
+
+**delta_product** at T = 2048, d = 64 and two factors a token: forward and backward against the loop
+over tokens and factors under autograd, in its cheapest form, two matrix-vector products a factor.
+Beside each time: the largest difference from the loop in float64, relative to its largest output.
+
+    python -m benchmarks.speed.modules  # a few minutes
+    python -m benchmarks.speed.modules --rows delta --rounds 5 \\
+        --add  # keeps the other rows of the file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from benchmarks.common.harness import (
+    RESULTS,
+    Contestant,
+    interleave,
+    machine,
+    markdown_table,
+    write_json,
+)
+from stiefel_opt.functional import delta_product
+from stiefel_opt.nn import OrthogonalRNN
+
+HIDDEN, STEPS = 512, 784
+FREE, TORCH = "free weight, loop", "free weight, nn.RNN"
+RNN_LIMIT = 1.3  # times the loop with a free weight
+RIVALS = ("exponential", "free weight, ours")  # shown beside; the bar is not for them
+TRANSITIONS: dict[str, dict[str, Any]] = {
+    "tagged": {"transition": "tagged"},
+    "CWY, L = N": {"transition": "cwy"},
+    "CWY, L = 128": {"transition": "cwy", "reflections": 128},
+    "exponential": {"transition": "matrix_exp"},
+    "free weight, ours": {"transition": None},
+}
+TOKENS, SIZE, FACTORS = 2048, 64, 2
+LOOP, CHUNKS = "loop", "chunk-wise"
+DELTA_LIMIT = 5.0  # times faster than the loop
+
+
+class FreeLoop(nn.Module):
+    """The loop that OrthogonalRNN is measured against: nothing but a free weight."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(width, size)
+        self.weight = nn.Parameter(nn.init.orthogonal_(torch.empty(size, size)))
+
+    def forward(self, sequence: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = sequence.new_zeros(sequence.size(1), len(self.weight))
+        outputs = []
+        for entering in self.input(sequence):
+            hidden = torch.tanh(entering + hidden @ self.weight.mT)
+            outputs.append(hidden)
+        return torch.stack(outputs), hidden.unsqueeze(0)
+
+
+def forward_and_backward(module: nn.Module, sequence: Tensor) -> Callable[[], None]:
+    """One pass as in training, with a loss that looks at every output."""
+    generator = torch.Generator().manual_seed(1)
+    size = HIDDEN * sequence.size(1) * len(sequence)
+    weights = torch.randn(size, generator=generator).view(len(sequence), -1, HIDDEN)
+    weights = weights.to(sequence.device)
+
+    def call() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        (module(sequence)[0] * weights).sum().backward()
+
+    return call
+
+
+@torch.no_grad()
+def rnn_errors(module: nn.Module, sequence: Tensor) -> dict[str, float]:
+    """Orthonormality of the transition, and the outputs against a float64 loop with it formed."""
+    if not isinstance(module, OrthogonalRNN) or module.transition is None:
+        return {}
+    transition = module.weight_hh_l0.detach().double()
+    identity = torch.eye(HIDDEN, dtype=torch.float64, device=transition.device)
+    hidden = sequence.new_zeros(sequence.size(1), HIDDEN).double()
+    bias = (module.bias_ih_l0 + module.bias_hh_l0).double()
+    entering = sequence.double() @ module.weight_ih_l0.double().mT + bias
+    worst = 0.0
+    for step, output in zip(entering, module(sequence)[0], strict=True):
+        hidden = torch.tanh(step + hidden @ transition.mT)
+        worst = max(worst, float((hidden - output).abs().max()))
+    return {
+        "orthonormality_error": float((transition.mT @ transition - identity).abs().max()),
+        "output_error": worst,
+    }
+
+
+def measure_rnn(batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time all transitions on sequences of single pixels."""
+    torch.manual_seed(0)
+    sequence = torch.randn(STEPS, batch, 1).to(device)
+    modules: dict[str, nn.Module] = {FREE: FreeLoop(1, HIDDEN), TORCH: nn.RNN(1, HIDDEN)}
+    modules |= {name: OrthogonalRNN(1, HIDDEN, **row) for name, row in TRANSITIONS.items()}
+    contestants = []
+    for name, module in modules.items():
+        contestants.append(Contestant(name, forward_and_backward(module.to(device), sequence)))
+    timings = interleave(contestants, rounds=rounds, device=device)
+    found, bars = {}, []
+    for name, module in modules.items():
+        ratio = timings.ratio(name, FREE)
+        spread = ratio_quartiles(timings.seconds[name], timings.seconds[FREE])
+        found[name] = timings.summary(name) | rnn_errors(module, sequence)
+        found[name] |= {"ratio": ratio, "ratio_quartiles": spread}
+        if name in TRANSITIONS and name not in RIVALS:
+            what = f"{name} / {FREE}"
+            met = ratio <= RNN_LIMIT
+            bars.append({"what": what, "value": ratio, "limit": RNN_LIMIT, "met": met})
+    lines = [
+        [
+            name,
+            f"{row['median_ms']:.0f}",
+            f"{row['ratio']:.2f}",
+            "{:.2f} - {:.2f}".format(*row["ratio_quartiles"]),
+            f"{row['orthonormality_error']:.0e}" if "output_error" in row else "-",
+            f"{row['output_error']:.0e}" if "output_error" in row else "-",
+        ]
+        for name, row in found.items()
+    ]
+    header = (f"N = {HIDDEN}, {STEPS} steps, batch {batch}", "ms", "over the free loop")
+    header = (*header, "quartiles", "|Q'Q - I|", "error of outputs")
+    return {"contestants": found, "bars": bars, "table": markdown_table(header, lines)}
+
+
+def ratio_quartiles(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    ratios = torch.tensor(mine) / torch.tensor(theirs)
+    return [float(q) for q in ratios.quantile(torch.tensor([0.25, 0.75]))]
+
+
+def delta_loop(queries: Tensor, keys: Tensor, values: Tensor, strengths: Tensor) -> Tensor:
+    """Token by token and factor by factor, each factor as a rank-one update of the state."""
+    state = values.new_zeros(*values.shape[:-3], keys.size(-1), values.size(-1))
+    outputs = []
+    tokens = zip(
+        queries.unbind(-2), keys.unbind(-3), values.unbind(-3), strengths.unbind(-2), strict=True
+    )
+    for query, token_keys, token_values, token_strengths in tokens:
+        for key, value, strength in zip(
+            token_keys.unbind(-2), token_values.unbind(-2), token_strengths.unbind(-1), strict=True
+        ):
+            column = key.unsqueeze(-1)
+            change = strength[..., None, None] * (value.unsqueeze(-2) - column.mT @ state)
+            state = state + column * change
+        outputs.append((query.unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outputs, dim=-2)
+
+
+def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time the chunk-wise form and the loop, gradients with respect to everything."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(batch, TOKENS, *shape, generator=generator).to(device)
+
+    inputs = [random(SIZE), normalize(random(FACTORS, SIZE), dim=-1), random(FACTORS, SIZE)]
+    inputs = [part.requires_grad_() for part in (*inputs, 2 * torch.sigmoid(random(FACTORS)))]
+    weights = random(SIZE)
+    functions: dict[str, Callable[..., Tensor]] = {
+        LOOP: delta_loop,
+        CHUNKS: lambda *given: delta_product(*given)[0],
+    }
+
+    def call(function: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad((function(*inputs) * weights).sum(), inputs)
+
+    contestants = [Contestant(name, call(function)) for name, function in functions.items()]
+    timings = interleave(contestants, rounds=rounds, device=device)
+    with torch.no_grad():
+        exact = delta_loop(*(part.double() for part in inputs))
+        errors = {
+            name: float((function(*inputs) - exact).abs().max() / exact.abs().max())
+            for name, function in functions.items()
+        }
+    double = float((functions[CHUNKS](*(p.detach().double() for p in inputs)) - exact).abs().max())
+    ratio = timings.ratio(LOOP, CHUNKS)
+    spread = ratio_quartiles(timings.seconds[LOOP], timings.seconds[CHUNKS])
+    found = {name: timings.summary(name) | {"error": errors[name]} for name in functions}
+    found[CHUNKS] |= {"ratio": ratio, "ratio_quartiles": spread, "error_in_float64": double}
+    limit = DELTA_LIMIT
+    bar = {"what": f"{LOOP} / {CHUNKS}", "value": ratio, "limit": limit, "met": ratio >= limit}
+    lines = [
+        [LOOP, f"{found[LOOP]['median_ms']:.1f}", "1", "-", f"{errors[LOOP]:.0e}", "-"],
+        [
+            CHUNKS,
+            f"{found[CHUNKS]['median_ms']:.1f}",
+            f"{ratio:.0f}",
+            f"{spread[0]:.0f} - {spread[1]:.0f}",
+            f"{errors[CHUNKS]:.0e}",
+            f"{double:.0e}",
+        ],
+    ]
+    header = (f"T = {TOKENS}, d = {SIZE}, {FACTORS} factors, batch {batch}", "ms")
+    header = (*header, "times faster", "quartiles", "error", "error in float64")
+    return {"contestants": found, "bars": [bar], "table": markdown_table(header, lines)}
+
+
+ROWS: dict[str, tuple[Callable[[int, int, torch.device], dict[str, Any]], int]] = {
+    "delta": (measure_delta, 1),
+    "rnn-batch-16": (measure_rnn, 16),
+    "rnn-batch-64": (measure_rnn, 64),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen rows; the exit status is 1 if a bar fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
+    parser.add_argument("--output", type=Path, default=RESULTS / "modules.json")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    about = machine(arguments.device)
+    print(f"{about['processor']}, {arguments.threads} threads, on {about['device_name']}")
+    settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
+    began, results = time.perf_counter(), []
+    if arguments.add and arguments.output.exists():
+        earlier = json.loads(arguments.output.read_text())["results"]
+        results = [result for result in earlier if result["row"] not in arguments.rows]
+    for name in arguments.rows:
+        measure, batch = ROWS[name]
+        results.append({"row": name, **measure(batch, arguments.rounds, arguments.device)})
+        print(f"\n{results[-1]['table']}", flush=True)
+        tables = {result["row"]: result["table"] for result in results}
+        content = {"machine": about, "settings": settings, "tables": tables, "results": results}
+        write_json(arguments.output, content)
+    bars = [(result["row"], bar) for result in results for bar in result["bars"]]
+    met = sum(bar["met"] for _, bar in bars)
+    minutes = (time.perf_counter() - began) / 60
+    print(f"\n{met} of {len(bars)} bars met; {minutes:.1f} minutes in all.")
+    for row, bar in bars:
+        if not bar["met"]:
+            print(f"  FAIL  {row}: {bar['what']} {bar['value']:.2f}, bar {bar['limit']:.2f}")
+    return 0 if met == len(bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""What the steepest tangent direction under the spectral norm costs, and who finds it.
+
+    maximise <M, D>   subject to   |D|_2 <= 1,   X'D + D'X = 0
+
+**Rivals**, all written here from their formulas:
+
+- *dual ascent* (Bernstein, Thinking Machines, 2025): L <- L - 0.01 (1 - k/100) (X'D + D'X) with
+  D = msign(M + 2 X L), up to 100 times; msign is ten polynomials (Polar Express), in float32 and in
+  bfloat16. The method's own stopping rule, |X'D + D'X|_F / m < 1e-6. *module-wise* (Yoshihara,
+  2026): the same in bfloat16, 20 steps of 0.1.
+- *ADMM* (Buchanan, 2025) for the split |V|_* with V = M + 2 X L: a least squares problem for L,
+  singular values of V lowered by 1/rho, and a price; the thresholding by msign. rho = 2 and 10
+  steps, and as many as the value needs to reach 0.9999 of the optimum, known beforehand.
+- *SPEL* (NVIDIA's Emerging-Optimizers): msign(X - lr msign(M)), Muon's five polynomials each, which
+  take singular values to between 0.7 and 1.2; no tangent space.
+- *torch.optim.Muon*, whose weights are not constrained: the floor.
+- *StiefelSGD*, another direction altogether: what a step of this package costs otherwise.
+
+**Trajectory.** A layer with orthonormal weights in a small network learns a teacher of the same
+shape from minibatches, by `muon_`; after a few steps every contestant gets the same X, momentum and
+state at each of several steps. For square matrices the direction is a polar factor: no
+loop runs there. Everybody's direction is judged in float64: made tangent and of
+spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F / m before that.
+
+**Time** is that of the processor on one thread, which other programs change little; rivals take
+turns, and ratios are of the same round.
+
+    python -m benchmarks.speed.muon                 # six shapes, some minutes on one core
+    python -m benchmarks.speed.muon --quick         # two shapes, a minute or two
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import stiefel_opt as so
+from benchmarks.common.harness import RESULTS, Contestant, machine, markdown_table, write_json
+from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
+
+SHAPES = [(256, 64), (512, 128), (3072, 128), (256, 256), (2048, 256), (768, 768)]
+QUICK = [(512, 128), (128, 128)]
+LR = 0.02
+MOMENTUM = 0.95
+WARM_STEPS = 12
+STEPS = (20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 300)
+OURS = "stiefel_opt.muon_"
+CPU = torch.device("cpu")
+
+# Polar Express (Amsel et al. 2025), table of the paper: degree 5, for singular values from 1e-3;
+# all but the last are shrunk by 1.01 against rounding.
+_EXPRESS = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+]
+_LAST = (1.875, -1.25, 0.375)
+
+
+Directions = Callable[[], Tensor]
+
+
+def msign(matrix: Tensor, steps: int = 10, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The polar factor by ``steps`` polynomials of degree 5, on the wide side."""
+    tall = matrix.size(-2) > matrix.size(-1)
+    result = matrix.to(dtype)
+    result = result.mT if tall else result
+    result = result / (result.norm() * 1.01).clamp(min=1e-30)
+    for number in range(steps):
+        safety = 1.01 if number < len(_EXPRESS) else 1.0
+        first, third, fifth = _EXPRESS[number] if number < len(_EXPRESS) else _LAST
+        own = result @ result.mT
+        factor = own * (fifth / safety**5)
+        factor.diagonal().add_(third / safety**3)
+        factor = factor @ own
+        factor.diagonal().add_(first / safety)
+        result = factor @ result
+    return (result.mT if tall else result).to(matrix.dtype)
+
+
+def dual_ascent(
+    point: Tensor, moving: Tensor, dtype: torch.dtype, steps: int = 100, rate: float = 0.01
+) -> Tensor:
+    """The direction of the published loop."""
+    inner = point.mT @ moving
+    shift = -(inner + inner.mT) / 4
+    direction = moving
+    for number in range(steps):
+        direction = msign(moving + 2 * point @ shift, dtype=dtype)
+        error = point.mT @ direction
+        error = error + error.mT
+        if float(error.norm()) / error.size(-1) < 1e-6:
+            break
+        shift = shift - rate * (1 - number / steps) * error
+    return direction
+
+
+def admm(point: Tensor, moving: Tensor, rho: float = 2.0, steps: int = 10) -> Tensor:
+    """The direction by alternating directions; M is scaled to mean singular value near 1."""
+    moving = moving * (math.sqrt(moving.size(-1)) / moving.norm())
+    inner = point.mT @ moving
+    shift = -(inner + inner.mT) / 4
+    split, price = moving + 2 * point @ shift, torch.zeros_like(moving)
+    identity = torch.eye(moving.size(-1), dtype=moving.dtype)
+    for _ in range(steps):
+        inner = point.mT @ (split + price / rho - moving)
+        shift = (inner + inner.mT) / 4
+        target = moving + 2 * point @ shift - price / rho
+        above = (identity + msign(target.mT @ target - identity / rho**2)) / 2
+        split = (target - msign(target) / rho) @ above
+        price = price + rho * (split - moving - 2 * point @ shift)
+    return msign(moving + 2 * point @ shift)
+
+
+def steps_enough(point: Tensor, moving: Tensor) -> int:
+    """Steps of ADMM to 0.9999 of the optimum, or the most of the list."""
+    best = optimum(point, moving)
+    for steps in STEPS:
+        if value_of(point, moving, admm(point, moving, steps=steps))[0] >= 0.9999 * best:
+            break
+    return steps
+
+
+def spel(point: Tensor, moving: Tensor) -> Tensor:
+    """The new point of Muon's step, pulled back by Muon's polynomials."""
+    return five_steps(point - LR * five_steps(moving))
+
+
+def five_steps(matrix: Tensor) -> Tensor:
+    """Muon's polynomials (Jordan et al. 2024) in float32: about the polar factor."""
+    result = matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
+    result = result / result.norm().clamp(min=1e-7)
+    for _ in range(5):
+        own = result @ result.mT
+        result = 3.4445 * result + (-4.775 * own + 2.0315 * own @ own) @ result
+    return result.mT if matrix.size(-2) > matrix.size(-1) else result
+
+
+class Layer:
+    """ReLU features of an orthonormal layer, a fixed head on top, and a teacher of that kind."""
+
+    def __init__(self, n: int, m: int, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        draw: dict[str, Any] = {"generator": self.generator}
+        self.scales = torch.arange(1, n + 1) ** -0.5
+        self.scales *= math.sqrt(n) / self.scales.norm()
+        self.teacher = torch.linalg.qr(torch.randn(n, m, **draw)).Q
+        self.labels = torch.randn(m, 10, **draw)
+        self.head = 3 * torch.randn(m, 10, **draw) / math.sqrt(m)
+        self.point = torch.linalg.qr(torch.randn(1, n, m, **draw)).Q
+        self.momentum_buffer = torch.zeros(1, n, m)
+
+    def gradient(self, batch: int = 512) -> Tensor:
+        inputs = torch.randn(batch, self.scales.numel(), generator=self.generator) * self.scales
+        labels = (torch.relu(inputs @ self.teacher) @ self.labels).argmax(dim=-1)
+        point = self.point[0].clone().requires_grad_()
+        outputs = torch.relu(inputs @ point) @ self.head
+        (grad,) = torch.autograd.grad(torch.nn.functional.cross_entropy(outputs, labels), point)
+        return grad.unsqueeze(0)
+
+
+def value_of(point: Tensor, moving: Tensor, direction: Tensor) -> tuple[float, float]:
+    """Value of D made feasible, and the residual before."""
+    point, moving, direction = point.double(), moving.double(), direction.double()
+    inner = point.mT @ direction
+    inner = (inner + inner.mT) / 2
+    residual = 2 * float(inner.norm()) / inner.size(-1)
+    tangent = direction - point @ inner
+    tangent = tangent / torch.linalg.matrix_norm(tangent, 2)
+    return float((moving * tangent).sum()), residual
+
+
+def optimum(point: Tensor, moving: Tensor) -> float:
+    """The optimal value, or what weak duality leaves above it."""
+    point, moving = point.double()[None], moving.double()[None]
+    best = spectral_direction(point, moving)
+    gap = float(spectral_gap(point, moving, best))
+    return float((moving * best).sum()) / (1 - gap)
+
+
+def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str, Directions]]:
+    """Whole steps from here, and what finds the directions alone."""
+    ahead = layer.momentum_buffer.clone()
+    moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
+    flat, flat_moving = layer.point[0], moving[0]
+    free = torch.nn.Parameter(flat.clone())
+    held = so.ManifoldParameter(flat.clone(), manifold=so.Stiefel())
+    free.grad, held.grad = grad[0].clone(), grad[0].clone()
+    floor = torch.optim.Muon([free], lr=LR, weight_decay=0.0)
+    other = so.StiefelSGD([held], lr=LR)
+    state: list[Tensor] = []
+    is_square = flat.size(0) == flat.size(1)
+    enough = 0 if is_square else steps_enough(flat, flat_moving)
+
+    def restore() -> None:
+        state[:] = [layer.momentum_buffer.clone()]
+
+    def ours() -> Tensor:
+        return muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM)
+
+    def direction() -> Tensor:
+        return spectral_direction(layer.point, moving)[0]
+
+    def retracted(find: Directions) -> Callable[[], Tensor]:
+        return lambda: msign(flat - LR * find())
+
+    rivals: dict[str, Directions] = {
+        "dual ascent, float32": lambda: dual_ascent(flat, flat_moving, torch.float32),
+        "dual ascent, bfloat16": lambda: dual_ascent(flat, flat_moving, torch.bfloat16),
+        "module-wise": lambda: dual_ascent(flat, flat_moving, torch.bfloat16, 20, 0.1),
+        "ADMM, 10 steps": lambda: admm(flat, flat_moving),
+        "ADMM to 0.9999": lambda: admm(flat, flat_moving, steps=enough),
+    }
+    if is_square:
+        rivals = {}
+    searches: dict[str, Directions] = {
+        OURS: direction,
+        **rivals,
+        "SPEL": lambda: (flat - spel(flat, flat_moving)) / LR,
+    }
+    steps = [
+        Contestant(OURS, ours, restore),
+        *[Contestant(name, retracted(find)) for name, find in rivals.items()],
+        Contestant("SPEL", lambda: spel(flat, flat_moving)),
+        Contestant("torch.optim.Muon", floor.step),
+        Contestant("StiefelSGD", other.step),
+    ]
+    return steps, searches
+
+
+def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
+    """Times and values at one shape, at ``samples`` steps of one training."""
+    layer = Layer(n, m)
+    values: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[float]] = {}
+    for number in range(WARM_STEPS + samples):
+        grad = layer.gradient()
+        if number >= WARM_STEPS:
+            steps, searches = contestants(layer, grad)
+            ahead = layer.momentum_buffer.clone()
+            moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
+            best = optimum(layer.point[0], moving[0])
+            for name, find in searches.items():
+                value, residual = value_of(layer.point[0], moving[0], find())
+                values.setdefault(name, []).append((value / best, residual))
+            for turn in range(rounds):
+                for contestant in steps[turn:] + steps[:turn]:
+                    contestant.prepare()
+                    start = time.process_time()
+                    contestant.call()
+                    elapsed = time.process_time() - start
+                    seconds.setdefault(contestant.name, []).append(elapsed)
+        layer.point = muon_(layer.point, grad, layer.momentum_buffer, lr=LR, momentum=MOMENTUM)
+    return {"rows": summary(seconds, values)}
+
+
+def summary(
+    seconds: dict[str, list[float]], values: dict[str, list[tuple[float, float]]]
+) -> list[dict[str, Any]]:
+    """One row for each contestant; ratios of the same round."""
+    rows = []
+    for name, found in seconds.items():
+        ratios = torch.tensor(found) / torch.tensor(seconds[OURS])
+        row: dict[str, Any] = {
+            "name": name,
+            "median_ms": 1e3 * float(torch.tensor(found).median()),
+            "over_ours": float(ratios.median()),
+            "least_and_most": [float(ratios.min()), float(ratios.max())],
+        }
+        if name in values:
+            row["worst_value"] = min(value for value, _ in values[name])
+            row["worst_residual"] = max(residual for _, residual in values[name])
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two shapes, few rounds, no file")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=1, help="steps of the training to stop at")
+    parser.add_argument("--shapes", nargs="*", default=[], help="such as 512x128; default: all")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rounds, samples = (1, 1) if arguments.quick else (arguments.rounds, arguments.samples)
+    asked = [tuple(map(int, name.split("x"))) for name in arguments.shapes] or SHAPES
+    file = RESULTS / "muon.json"
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    for n, m in QUICK if arguments.quick else asked:
+        name = f"{n} x {m}"
+        found = measure(n, m, rounds, samples) | {"rounds": rounds}
+        table = table_of(found["rows"])
+        print(f"\n{name}\n\n{table}", flush=True)
+        if not arguments.quick:
+            content["machine"] = machine(CPU)
+            content.setdefault("tables", {})[name] = table
+            content.setdefault("shapes", {})[name] = found
+            write_json(file, content)
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """One row for each contestant."""
+    cells = [
+        [
+            row["name"],
+            f"{row['median_ms']:.2f}",
+            f"{row['over_ours']:.2f}",
+            f"{row['least_and_most'][0]:.2f} to {row['least_and_most'][1]:.2f}",
+            f"{row['worst_value']:.5f}" if "worst_value" in row else "",
+            f"{row['worst_residual']:.0e}" if "worst_residual" in row else "",
+        ]
+        for row in rows
+    ]
+    return markdown_table(
+        ["", "ms", "over ours", "of all rounds", "value / optimum", "residual"], cells
+    )
+
+
+if __name__ == "__main__":
+    main()

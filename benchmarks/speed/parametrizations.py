@@ -1,0 +1,498 @@
+"""One orthonormal weight from free parameters, forward and backward, against other packages.
+
+Every contestant is a module with one parametrized weight; timed is ``module.weight`` alone and
+together with ``weight.backward(G)``, G Gaussian, in float32. Orthonormality error, max |W'W - I| in
+float64, and the peak of temporary memory stand beside the times. Questions, one section each:
+
+    squares   N x N for N = 64 ... 2048, as in figure 1c of the CWY paper, with a chart
+    few       CWY with L reflections, N = 1024, L from 16 to 1024
+    tall      4096 x 256 and 30000 x 50
+    batch     512 matrices of 32 x 32
+
+Where a bar compares with another method the last column says how far a perfect implementation of
+the same formula could go: the other's time over that of the formula's products alone, at the rate
+of one product in the same rounds. Sequential HR makes 14 passes over N x N for each reflection, so
+its bytes a second stand beside the rate of a copy.
+
+A contestant whose first call takes longer than `SLOW` seconds is timed by that call alone; one
+that would take longer than `LIMIT`, judged by a smaller size, or hold more than `ROOM`, or that
+forms an n x n matrix for a tall weight, is not run. Rows are written as they come; ``--add`` keeps
+the other rows of the file, so that sections can be run one by one.
+
+    python -m benchmarks.speed.parametrizations --threads 1
+    python -m benchmarks.speed.parametrizations --threads 1 --sections tall --add
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is chatty otherwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+import stiefel_opt as so
+from benchmarks.common import figures
+from benchmarks.common.harness import (
+    RESULTS,
+    Contestant,
+    Timings,
+    check_step_memory,
+    interleave,
+    machine,
+    markdown_table,
+    step_memory,
+    version,
+    write_json,
+)
+
+try:
+    import geotorch
+    from torch_householder import torch_householder_orgqr
+except ImportError as error:
+    raise SystemExit(f"{error}; pip install --no-deps geotorch torch_householder") from error
+
+SECONDS = 0.1  # that a timing lasts at least: a rival that fills memory cools the caches
+SLOW = 1.0  # seconds of a call that is timed once
+LIMIT = 30.0  # seconds of a call that is not made
+ROOM = 8 * 2**30  # bytes that a graph may hold
+SIZES = (64, 128, 256, 512, 1024, 2048)
+TALL_SHAPES = ((4096, 256), (30000, 50))
+COUNTS = (16, 64, 128, 256, 512, 1024)
+
+CWY, TCWY, OWN, EXP, CAYLEY = "CWY", "T-CWY", "OWN", "exponential", "Cayley by solve"
+HR = "sequential HR"
+TORCH = {name: f"torch {name}" for name in ("householder", "matrix_exp", "cayley")}
+GEOTORCH, ORGQR, PRODUCT, COPY = "geotorch", "torch_householder", "one product", "a copy"
+PASSES = 14  # forward: v'Q reads; (2v/|v|^2)(v'Q) writes; - reads, reads, writes; backward: nine
+CPU = torch.device("cpu")
+
+
+class Orgqr(nn.Module):
+    """The parametrization in the README of torch_householder."""
+
+    def forward(self, free: Tensor) -> Tensor:
+        eye = torch.eye(*free.shape[-2:])
+        result: Tensor = torch_householder_orgqr(free.tril(-1) + eye)
+        return result
+
+
+def weight(*shape: int) -> nn.Module:
+    module = nn.Module()
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator)
+    # Already orthonormal: what registration costs is not the question here.
+    module.weight = nn.Parameter(torch.linalg.qr(values).Q.contiguous())
+    return module
+
+
+def ours(name: str, *, gaussian: bool = True, **options: Any) -> Callable[..., nn.Module]:
+    def build(*shape: int) -> nn.Module:
+        module = so.orthogonal(weight(*shape), "weight", name, **options)
+        if gaussian:
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.normal_()
+        return module
+
+    return build
+
+
+def torchs(name: str) -> Callable[..., nn.Module]:
+    def build(*shape: int) -> nn.Module:
+        result: nn.Module = parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
+        return result
+
+    return build
+
+
+def geotorchs(*shape: int) -> nn.Module:
+    module = weight(*shape)
+    geotorch.orthogonal(module, "weight")
+    return module
+
+
+def orgqrs(*shape: int) -> nn.Module:
+    module = weight(*shape)
+    with torch.no_grad():
+        module.weight.normal_()
+    parametrize.register_parametrization(module, "weight", Orgqr())
+    return module
+
+
+SQUARE: dict[str, Callable[..., nn.Module]] = {
+    CWY: ours("cwy"),
+    CAYLEY: ours("cayley"),
+    EXP: ours("matrix_exp"),
+    HR: ours("householder"),
+    TORCH["householder"]: torchs("householder"),
+    TORCH["matrix_exp"]: torchs("matrix_exp"),
+    TORCH["cayley"]: torchs("cayley"),
+    GEOTORCH: geotorchs,
+    ORGQR: orgqrs,
+}
+TALL: dict[str, Callable[..., nn.Module]] = {
+    TCWY: ours("tcwy"),
+    OWN: ours("own"),
+    CAYLEY: ours("cayley"),
+    EXP: ours("matrix_exp"),
+    TORCH["householder"]: torchs("householder"),
+    ORGQR: orgqrs,
+}
+
+
+@dataclass
+class Result:
+    """What one contestant did in one row; times in seconds, None where it was not run."""
+
+    name: str
+    forward: float | None = None
+    both: float | None = None
+    error: float | None = None
+    memory: int | None = None
+    rounds: int = 0
+    note: str = ""
+
+
+class Entry:
+    """A module with its two timed calls."""
+
+    def __init__(self, name: str, build: Callable[..., nn.Module], shape: tuple[int, ...]) -> None:
+        self.name = name
+        self.module = build(*shape)
+        generator = torch.Generator().manual_seed(1)
+        self.grad = torch.randn(shape, generator=generator)
+
+    def forward(self) -> Tensor:
+        result: Tensor = self.module.weight
+        return result
+
+    def both(self) -> None:
+        self.forward().backward(self.grad)
+
+    def prepare(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def error(self) -> float:
+        with torch.no_grad():
+            return so.orthonormality_error(self.module.weight).item()
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(
+    title: str,
+    builds: dict[str, Callable[..., nn.Module]],
+    shape: tuple[int, ...],
+    rounds: int,
+    expected: dict[str, float],
+    products: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """Time one row; ``expected`` are seconds guessed from smaller rows, updated here."""
+    entries: list[Entry] = []
+    results: dict[str, Result] = {}
+    for name, build in builds.items():
+        results[name] = Result(name)
+        if expected.get(name, 0.0) > LIMIT:
+            results[name].note = f"over {LIMIT:g} s by a smaller size"
+            continue
+        if name == HR and (held := 4 * math.prod(shape) * shape[-1]) > ROOM:
+            results[name].note = f"autograd would hold {held / 2**30:.0f} GiB"
+            continue
+        entry = Entry(name, build, shape)
+        first = seconds(entry.both)
+        results[name].error = entry.error()
+        if first > SLOW:
+            results[name].both, results[name].rounds, results[name].note = first, 1, "one call"
+            results[name].forward = seconds(entry.forward)
+        else:
+            entries.append(entry)
+    contestants = []
+    for entry in entries:
+        contestants.append(Contestant(f"{entry.name}, forward", entry.forward, entry.prepare))
+        contestants.append(Contestant(f"{entry.name}, both", entry.both, entry.prepare))
+    if products is not None:
+        contestants.append(Contestant(PRODUCT, products))
+        contestants.append(Contestant(COPY, copy))
+    timings = interleave(contestants, rounds=rounds, device=CPU, seconds=SECONDS)
+    for entry in entries:
+        found = results[entry.name]
+        found.forward = timings.median(f"{entry.name}, forward")
+        found.both = timings.median(f"{entry.name}, both")
+        found.rounds = rounds
+        found.memory = step_memory(entry.both, CPU, entry.prepare).peak
+    for name, found in results.items():
+        expected[name] = math.inf if found.both is None else 8.0 * found.both
+    first = next(iter(builds))
+    table = table_of(title, results, timings, first)
+    print(table + "\n", flush=True)
+    timed = [entry.name for entry in entries]
+    return {
+        "row": title,
+        "table": table,
+        "shape": shape,
+        "threads": torch.get_num_threads(),
+        "results": [vars(found) for found in results.values()],
+        "timings": {name: timings.summary(name) for name in timings.seconds},
+        "ratios": {name: ratio(timings, results, name, first) for name in builds},
+        "products": {name: timings.ratio(f"{name}, both", PRODUCT) for name in timed}
+        if products
+        else None,
+    }
+
+
+def ratio(timings: Timings, results: dict[str, Result], name: str, other: str) -> float | None:
+    """Time of ``name`` over time of ``other``, forward and backward; inside rounds if it can be."""
+    if f"{name}, both" in timings.seconds and f"{other}, both" in timings.seconds:
+        return timings.ratio(f"{name}, both", f"{other}, both")
+    mine, theirs = results[name].both, results[other].both
+    return None if mine is None or theirs is None else mine / theirs
+
+
+def table_of(title: str, results: dict[str, Result], timings: Timings, first: str) -> str:
+    rows = []
+    for name, found in results.items():
+        if found.both is None or found.forward is None:
+            rows.append([name, "-", "-", "-", "-", "-", "-", found.note])
+            continue
+        times = ratio(timings, results, name, first)
+        spread = ""
+        if f"{name}, both" in timings.seconds:
+            low, high = timings.quartiles(f"{name}, both")
+            spread = f"{1e3 * low:.2f}-{1e3 * high:.2f}"
+        rows.append(
+            [
+                name,
+                f"{1e3 * found.forward:.2f}",
+                f"{1e3 * (found.both - found.forward):.2f}",
+                spread,
+                "" if times is None else f"{times:.2f}",
+                f"{found.error:.1e}",
+                "" if found.memory is None else f"{found.memory / 2**20:.1f}",
+                found.note,
+            ]
+        )
+    header = [title, "forward ms", "backward ms", "both, quartiles", f"x {first}", "error",
+              "MiB", ""]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A ratio of times, forward and backward, with a limit; ``least`` says which side is good.
+
+    ``bound`` is the ratio that the products of the formula would allow if nothing else took time.
+    """
+
+    what: str
+    value: float | None
+    limit: float
+    least: bool = True
+    bound: float | None = None
+
+    @property
+    def met(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.least else self.value <= self.limit
+
+
+def bound(row: dict[str, Any], rival: str, flops: float, product: float) -> float | None:
+    """Time of ``rival`` over that of ``flops`` at the rate of a product of ``product`` flops."""
+    over = row["products"].get(rival)
+    return None if over is None else over * product / flops
+
+
+def bars(rows: dict[str, dict[str, Any]]) -> Iterator[Bar]:
+    if tall := rows.get("4096 x 256"):
+        n, m = 4096, 256
+        ratios = tall["ratios"]
+        # Gram matrix (nine sixteenths) and product; three products, two solves, K backward.
+        flops = (1.125 + 2 + 6) * n * m**2 + 3.125 * m**3
+        most = bound(tall, OWN, flops, 2 * n * m**2)
+        yield Bar("T-CWY over torch's default, 4096 x 256", ratios[TORCH["householder"]], 300.0)
+        yield Bar("T-CWY over OWN, 4096 x 256", ratios[OWN], 1.5, bound=most)
+    if few := rows.get("1024 x 1024, L = 128"):
+        n, count = 1024, 128
+        flops = 6 * n**2 * count + 8 * n * count**2
+        most = bound(few, HR, flops, 2 * n**3)
+        ratios = few["ratios"]
+        yield Bar("CWY over sequential HR, L = 128", ratios[HR], 50.0, bound=most)
+        yield Bar("CWY, L = 128, over torch matrix_exp", ratios[TORCH["matrix_exp"]], 100.0)
+    if square := rows.get("1024 x 1024"):
+        inverse = square["ratios"][CAYLEY]
+        yield Bar("CWY, L = N, in Cayley by solve", inverse and 1 / inverse, 1.1, least=False)
+        counted = square["products"].get(CWY)
+        yield Bar("CWY, L = N, in its 7 products", counted and counted / 7, 1.4, least=False)
+    if batch := rows.get("512 x 32 x 32"):
+        peers = [value for name, value in batch["ratios"].items() if name != CWY and value]
+        yield Bar("the nearest peer over CWY, 512 x 32 x 32", min(peers), 1.0)
+
+
+def rates(rows: dict[str, dict[str, Any]]) -> str:
+    """How near CWY with few reflections and sequential HR are to what the machine can do."""
+    row = rows.get("1024 x 1024, L = 128")
+    if row is None:
+        return ""
+    n, count = 1024, 128
+    medians = {name: found["median_ms"] / 1e3 for name, found in row["timings"].items()}
+    lines = []
+    flops = 6 * n**2 * count + 8 * n * count**2
+    for name, work in ((f"CWY, L = {count}, both", flops), (PRODUCT, 2 * n**3)):
+        lines.append([name, f"{1e3 * medians[name]:.2f}", f"{work / medians[name] / 1e9:.0f}", "-"])
+    for name, work in ((f"{HR}, both", 4 * PASSES * n**2 * count), (COPY, 8 * COPIED)):
+        if name in medians:
+            rate = f"{work / medians[name] / 1e9:.0f}"
+            lines.append([name, f"{1e3 * medians[name]:.2f}", "-", rate])
+    return markdown_table(["1024 x 1024, L = 128", "ms", "GFlop/s", "GB/s"], lines)
+
+
+def of_figure(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of squares, as many reflections as columns."""
+    return [row for row in rows if row["row"] == "{0} x {0}".format(row["shape"][0])]
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Forward and backward of every square size, one column for each map."""
+    lines = []
+    for row in of_figure(rows):
+        times = {found["name"]: found["both"] for found in row["results"]}
+        known = [times.get(name) for name in SQUARE]
+        lines.append([row["row"], *("-" if t is None else f"{1e3 * t:.3g}" for t in known)])
+    return markdown_table(["ms, forward and backward", *SQUARE], lines)
+
+
+def bar_table(judged: list[Bar]) -> str:
+    """What was asked for beside what was measured."""
+    lines = [
+        [
+            bar.what,
+            "not run" if bar.value is None else f"{bar.value:.2f}",
+            f"{'at least' if bar.least else 'at most'} {bar.limit:g}",
+            "yes" if bar.met else "no",
+            "" if bar.bound is None else f"{bar.bound:.2f}",
+        ]
+        for bar in judged
+    ]
+    header = ["ratio of times, forward and backward", "measured", "bar", "met"]
+    return markdown_table([*header, "if products were all"], lines)
+
+
+def product_of(rows: int, columns: int) -> Callable[[], object]:
+    left, right = torch.randn(rows, columns), torch.randn(columns, columns)
+    return lambda: left @ right
+
+
+COPIED = 1 << 24  # numbers, more than the caches hold
+_SOURCE, _TARGET = torch.zeros(COPIED), torch.zeros(COPIED)
+
+
+def copy() -> None:
+    _TARGET.copy_(_SOURCE)
+
+
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure the chosen sections, one row after the other."""
+    rounds = arguments.rounds
+    if "squares" in arguments.sections:
+        expected: dict[str, float] = {}
+        for size in arguments.sizes:
+            shape = (size, size)
+            title = f"{size} x {size}"
+            yield measure(title, SQUARE, shape, rounds, expected, product_of(size, size))
+    if "few" in arguments.sections:
+        for count in COUNTS:
+            builds = {f"CWY, L = {count}": ours("cwy", reflections=count)}
+            if count == 128:
+                builds[HR] = ours("householder", reflections=count)
+                builds[TORCH["matrix_exp"]] = torchs("matrix_exp")
+            counted = product_of(1024, 1024) if count == 128 else None
+            title = f"1024 x 1024, L = {count}"
+            yield measure(title, builds, (1024, 1024), rounds, {}, counted)
+    if "tall" in arguments.sections:
+        for shape in TALL_SHAPES:
+            builds = dict(TALL)
+            if shape == (30000, 50):
+                # torch keeps an n x n base: 3.6 GB
+                del builds[TORCH["householder"]]
+            title = f"{shape[0]} x {shape[1]}"
+            yield measure(title, builds, shape, rounds, {}, product_of(*shape))
+    if "batch" in arguments.sections:
+        yield measure("512 x 32 x 32", SQUARE, (512, 32, 32), rounds, {})
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    sections = ["squares", "few", "tall", "batch"]
+    parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
+    parser.add_argument("--output", type=Path, default=RESULTS / "parametrizations.json")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the chosen sections; the exit status is 1 if a bar fails."""
+    arguments = parse(argv)
+    torch.manual_seed(0)
+    torch.set_num_threads(arguments.threads)
+    warnings.filterwarnings("ignore", module="geotorch")
+    check_step_memory()
+    about = machine(CPU)
+    for package in ("geotorch", "torch_householder"):
+        about["versions"][package] = version(package)
+    print(f"{about['processor']}, {about['cores']} cores, {arguments.threads} thread(s)\n")
+    rows: dict[str, dict[str, Any]] = {}
+    if arguments.add and arguments.output.exists():
+        rows = {row["row"]: row for row in json.loads(arguments.output.read_text())["rows"]}
+    settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
+    for row in run(arguments):
+        rows[row["row"]] = row
+        store(rows, {"machine": about, "settings": settings}, arguments.output)
+    print(rates(rows) + "\n")
+    judged = list(bars(rows))
+    for bar in judged:
+        verdict = "PASS" if bar.met else "FAIL"
+        value = "not run" if bar.value is None else f"{bar.value:.2f}"
+        sign = ">=" if bar.least else "<="
+        most = "" if bar.bound is None else f", products alone {bar.bound:.2f}"
+        print(f"  {verdict}  {bar.what}: {value} (bar {sign} {bar.limit:g}{most})")
+    if of_figure(list(rows.values())):
+        figures.parametrizations(arguments.output.with_suffix(".png"))
+    return 0 if all(bar.met for bar in judged) else 1
+
+
+def store(rows: dict[str, dict[str, Any]], about: dict[str, Any], path: Path) -> None:
+    """Write all rows so far with what follows from them."""
+    judged = list(bars(rows))
+    tables = {
+        "squares": summary(list(rows.values())),
+        "bars": bar_table(judged),
+        "rates": rates(rows),
+        **{name: row["table"] for name, row in rows.items()},
+    }
+    verdicts = [{**vars(bar), "met": bar.met} for bar in judged]
+    write_json(path, about | {"tables": tables, "bars": verdicts, "rows": list(rows.values())})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""How long a step takes in two checkouts of this package, interleaved on one machine.
+
+Each checkout has a process of its own; rounds of both alternate, so that the ratio holds when the
+speed of the machine drifts. Rows and gradients are those of `step_time.py`, and one row more: the
+queries and keys of fused attention weights.
+
+    python -m benchmarks.speed.two_checkouts --before ../earlier       # about five minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROWS = {  # name: parameters, leading shape, n, m
+    "separate-384x32": (168, (), 384, 32),
+    "heads-384x384": (14, "heads", 384, 32),
+    "fused-1152x384": (14, "fused", 384, 32),
+    "one-4096x512": (1, (), 4096, 512),
+    "one-2048x256": (1, (), 2048, 256),
+    "one-30000x50": (1, (), 30000, 50),
+    "one-1024x1024": (1, (), 1024, 1024),
+    "batch-2000x16x16": (1, (2000,), 16, 16),
+    "separate-16x16": (2000, (), 16, 16),
+    "latency-128x2": (1, (), 128, 2),
+}
+RULES = ("StiefelSGD", "StiefelAdam")
+
+
+def build(row: str, rule: str) -> tuple[Any, list[Any]]:
+    """The optimizer of a row, with gradients in place."""
+    import torch
+
+    import stiefel_opt as so
+
+    count, lead, n, m = ROWS[row]
+    generator = torch.Generator().manual_seed(7)
+    size = 0.1 * 1.9 / 0.1 / (math.sqrt(n) + math.sqrt(m))
+    params = []
+    for _ in range(count):
+        if lead in ("heads", "fused"):
+            rows = 2 * n if lead == "fused" else n
+            tall = torch.linalg.qr(torch.randn(rows // m, n, m, generator=generator)).Q
+            value = tall.mT.reshape(rows, n)
+            ranges = ((0, n), (n, 2 * n)) if lead == "fused" else None
+            reading = so.Stiefel(heads=n // m, rows=ranges)
+            if lead == "fused":
+                value = torch.cat([value, torch.randn(n, n, generator=generator)])
+        else:
+            value = torch.linalg.qr(torch.randn(*lead, n, m, generator=generator)).Q.contiguous()
+            reading = so.Stiefel()
+        params.append(so.ManifoldParameter(value, reading))
+        params[-1].grad = torch.randn(value.shape, generator=generator) * size
+    lr = 0.1
+    if rule == "StiefelAdam":
+        lr = 0.1 / (0.1 / 1.9 * (math.sqrt(n) + math.sqrt(m)))
+    return getattr(so, rule)(params, lr=lr), params
+
+
+def work() -> None:
+    """Answer each line ``row rule seconds threads`` with milliseconds a step, and the error."""
+    import torch
+
+    import stiefel_opt as so
+
+    known: dict[tuple[str, str], Any] = {}
+    for line in sys.stdin:
+        row, rule, seconds, threads = line.split()
+        torch.set_num_threads(int(threads))
+        if (row, rule) not in known:
+            known.clear()
+            known[row, rule] = build(row, rule)
+            optimizer, params = known[row, rule]
+            for _ in range(20):
+                optimizer.step()
+                torch._foreach_neg_([p.grad for p in params])
+        optimizer, params = known[row, rule]
+        times = []
+        until = time.perf_counter() + float(seconds)
+        while time.perf_counter() < until or len(times) < 5:
+            began = time.perf_counter()
+            optimizer.step()
+            times.append(time.perf_counter() - began)
+            torch._foreach_neg_([p.grad for p in params])
+        error = max(float(so.orthonormality_error(p)) for p in params[:3])
+        print(statistics.median(times) * 1e3, error, flush=True)
+
+
+def main() -> None:
+    """Time both checkouts and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    here = Path(__file__).resolve().parents[2]
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--after", type=Path, default=here)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.25, help="of one round")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--output", type=Path, default=here / "benchmarks/results/two_checkouts.json"
+    )
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work()
+        return
+    import torch
+
+    from benchmarks.common.harness import machine, markdown_table, write_json
+
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--work"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(path)},
+        )
+        for path in (options.before, options.after)
+    ]
+
+    def ask(worker: Any, row: str, rule: str) -> list[float]:
+        worker.stdin.write(f"{row} {rule} {options.seconds} {options.threads}\n")
+        worker.stdin.flush()
+        return [float(word) for word in worker.stdout.readline().split()]
+
+    record = []
+    for row in options.rows:
+        for rule in RULES:
+            found = [[ask(worker, row, rule) for worker in workers] for _ in range(options.rounds)]
+            ratios = sorted(after[0] / before[0] for before, after in found)
+            record.append({
+                "row": row,
+                "rule": rule,
+                "before_ms": statistics.median(pair[0][0] for pair in found),
+                "after_ms": statistics.median(pair[1][0] for pair in found),
+                "ratio": statistics.median(ratios),
+                "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+                "errors": [found[-1][0][1], found[-1][1][1]],
+            })  # fmt: skip
+            last = record[-1]
+            print(f"{row} {rule}: {last['before_ms']:.3f} {last['after_ms']:.3f} ms, "
+                  f"after / before {last['ratio']:.3f}", flush=True)  # fmt: skip
+    cells = [
+        [
+            r["row"], r["rule"], f"{r['before_ms']:.2f}", f"{r['after_ms']:.2f}",
+            f"{r['ratio']:.2f} ({r['quartiles'][0]:.2f} - {r['quartiles'][1]:.2f})",
+            f"{r['errors'][0]:.0e} / {r['errors'][1]:.0e}",
+        ]
+        for r in record
+    ]  # fmt: skip
+    header = ("row", "rule", "before, ms", "after, ms", "after / before", "errors")
+    text = markdown_table(header, cells)
+    print(text)
+    about = machine(torch.device("cpu"))
+    settings = {"rounds": options.rounds, "threads": options.threads, "dtype": "float32"}
+    write_json(
+        options.output, {"machine": about, "settings": settings, "table": text, "results": record}
+    )
+
+
+if __name__ == "__main__":
+    main()

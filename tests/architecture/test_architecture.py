@@ -1,0 +1,210 @@
+"""The house stands as planned: who may import whom, and what the package never does."""
+
+import ast
+import functools
+import inspect
+import io
+import itertools
+import operator
+import sys
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stiefel_opt as so
+from stiefel_opt import compat
+
+ROOT = Path(__file__).parents[2]
+BASE = {"manifold", "geometry", "_checks"}
+MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ sees all
+    "_checks": set(),
+    "_optional": set(),
+    "device": {"_checks"},
+    "linalg": {"device"},
+    "roots": {"linalg", "device"},
+    "distributed": set(),
+    "geometry": {"linalg", "_checks"},
+    "stacked": set(),
+    "foreign": {"_checks", "device"},
+    "manifold": {"_checks"},
+    "points": BASE,
+    "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
+    "watching": {*BASE, "parameter", "device", "distributed"},
+    "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
+    "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},
+    "penalty": {"report", "_checks"},
+    "functional": {"linalg", "roots", "device", "geometry", "_checks"},
+    "optim": {*BASE, "parameter", "linalg", "device", "functional", "distributed"},
+    "parametrizations": {*BASE, "device", "functional", "stacked", "watching"},
+    "nn": {*BASE, "device", "constraints", "parametrizations", "functional", "watching"},
+    "ot": {"geometry", "parameter", "_checks", "optim", "_optional"},
+    "integrations": {*BASE, "constraints", "report", "nn"},
+    "rotations": {"geometry", "parameter", "_checks", "_optional", "distributed", "optim"},
+    "compat": {"optim", "functional", "manifold", "_checks"},
+}
+PUBLIC = (
+    "stiefel_opt.functional",
+    "stiefel_opt.nn",
+    "stiefel_opt.parametrizations",
+    "stiefel_opt.rotations",
+)
+THIRD_PARTY = {"torch", "numpy", "typing_extensions"}  # others by importlib, where they are used
+
+
+@functools.cache
+def trees(*folders: str) -> list[tuple[str, ast.Module]]:
+    """Every file below the folders, by its path from the root, parsed."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert files
+    names = (file.relative_to(ROOT).as_posix() for file in files)
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return [(name, ast.parse(text)) for name, text in zip(names, texts, strict=True)]
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Every imported name, dotted from the top: ``from a.b import c`` is ``a.b.c``."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def test_a_file_of_the_package_sees_only_what_its_room_may_see() -> None:
+    unused = {(room, other) for room, others in MAY_IMPORT.items() for other in others}
+    for place, tree in trees("stiefel_opt"):
+        room = place.split("/")[1].removesuffix(".py")
+        for name in imports(tree):
+            top, *below = name.split(".")
+            if top != "stiefel_opt":
+                known = top in THIRD_PARTY | sys.stdlib_module_names
+                assert known, f"{place}: {name} is no core dependency"
+            elif room != "__init__":
+                seen = below[0] in {room, *MAY_IMPORT[room]}
+                assert seen, f"{place}: {room} must not see {below[0]}"
+                unused.discard((room, below[0]))
+    assert not unused, f"permissions that nobody uses: {sorted(unused)}"
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    """By files, without what only a type checker imports or a function imports when called."""
+    files = {
+        place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for place, tree in trees("stiefel_opt")
+    }
+    sees = {
+        name: {file_of(found, files) for found in imports(ast.Module(at_import(tree.body), []))}
+        for name, tree in files.items()
+    }
+    while free := {name for name, others in sees.items() if not others & sees.keys() - {name}}:
+        sees = {name: others for name, others in sees.items() if name not in free}
+    assert not sees, f"a circle among {sorted(sees)}"
+
+
+def file_of(name: str, files: dict[str, ast.Module]) -> str:
+    """The file that ``name`` is or is a name of."""
+    return name if name in files else name.rpartition(".")[0]
+
+
+def at_import(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements that run when a file is imported, those of conditions and classes too."""
+    found: list[ast.stmt] = []
+    for statement in body:
+        if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
+            found += at_import(statement.orelse)
+        elif isinstance(statement, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            parts = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+            found += [own for part in parts for own in at_import(part)]
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            found.append(statement)
+    return found
+
+
+METHODS = [
+    found
+    for found in (*vars(so).values(), *map(vars(compat).get, compat.__all__))
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+]
+NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_a_declaration_of_sixty_lines(method: type) -> None:
+    """Of code: without docstrings, comments and blank lines."""
+    lines: set[int] = set()
+    statement: list[tokenize.TokenInfo] = []
+    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(method)).readline):
+        if token.type != tokenize.NEWLINE:
+            statement += [token] if token.type not in NOT_CODE else []
+            continue
+        if {part.type for part in statement} != {tokenize.STRING}:
+            lines |= {row for part in statement for row in range(part.start[0], part.end[0] + 1)}
+        statement = []
+    assert 0 < len(lines) <= 60
+
+
+def test_a_gradient_passes_few_files() -> None:
+    """A steady step of one tall weight, without the hook that torch calls before it."""
+    layer = so.constrain(torch.nn.Linear(64, 128, bias=False))
+    optimizer = so.StiefelSGD(layer.parameters(), lr=0.01)
+    path: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        place = frame.f_code.co_filename
+        is_ours = event == "call" and "/stiefel_opt/" in place and "/tests/" not in place
+        if is_ours and not place.endswith("/foreign.py"):
+            path.append(place)
+
+    for step in range(10):  # the eighth, and every eighth after it, removes rounding
+        layer(torch.randn(32, 64)).square().mean().backward()
+        before = sys.getprofile()
+        sys.setprofile(note if step == 9 else before)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(before)
+        optimizer.zero_grad()
+    assert len(path) > 20
+    assert len(set(path)) <= 8, sorted(set(path))
+    assert sum(itertools.starmap(operator.ne, itertools.pairwise(path))) <= 20
+
+
+def test_one_file_asks_for_the_device_and_for_the_compiler() -> None:
+    """Called `is_compiling` of any module but ours, `.is_cpu`, `.is_cuda` or `.device.type`."""
+    for place, tree in trees("stiefel_opt"):
+        if place == "stiefel_opt/device.py":
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            asks = node.attr in {"is_compiling", "is_cpu", "is_cuda", "is_mps"}
+            asks |= ast.unparse(node).endswith(".device.type")
+            assert not asks, f"{place}:{node.lineno}: {ast.unparse(node)} belongs into device.py"
+
+
+def test_the_package_asserts_and_prints_nothing() -> None:
+    for place, tree in trees("stiefel_opt"):
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Assert), f"{place}:{node.lineno}: raise a clear error"
+            is_print = isinstance(node, ast.Name) and node.id == "print"
+            assert not is_print, f"{place}:{node.lineno}: return text instead of printing it"
+
+
+def test_examples_and_benchmarks_use_the_public_face_only() -> None:
+    for place, tree in trees("examples", "benchmarks"):
+        for name in imports(tree):
+            if name.split(".")[0] == "stiefel_opt":
+                assert name == "stiefel_opt" or name.startswith(PUBLIC), f"{place}: {name}"
+                assert "._" not in name, f"{place}: {name}"
+
+
+def test_tests_import_no_private_names() -> None:
+    for place, tree in trees("tests"):
+        for name in imports(tree):
+            assert not (name.startswith("stiefel_opt") and "._" in name), f"{place}: {name}"

@@ -1,0 +1,130 @@
+"""Pictures of the benchmarks: one look a method, drawn from the results that are kept."""
+
+import importlib
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+figures = importlib.import_module("benchmarks.common.figures")
+
+SAME = [  # one method under two names
+    {"ProjectedRGD", "ProjectedRGD, cayley"},
+    {"RGD-C-C", "RGD-C-C (Wen & Yin)"},
+    {"CayleyAdam", "Cayley Adam"},
+    {"Free control", "free, same start"},
+    {"HR", "sequential HR"},
+    {"EXPRNN", "exponential"},
+    {"SCORNN", "Cayley by solve"},
+    {"StiefelSGD, published flows", "Kong et al. as published"},
+    {"SGDG", "Li et al. as published"},
+    {"SGD with penalty", "SGD, regularized"},
+    {"Adam with penalty", "Adam, regularized"},
+]
+
+
+def test_no_two_methods_look_alike() -> None:
+    names = defaultdict(set)
+    for name, look in figures.STYLES.items():
+        names[look[:2]].add(name)
+    assert [alike for alike in names.values() if len(alike) > 1 and alike not in SAME] == []
+
+
+def test_what_stands_around_a_name_does_not_change_its_colour() -> None:
+    for name in ("StiefelAdam", "Tagged StiefelAdam", "StiefelAdam across heads"):
+        assert figures.style(name, 3)["color"] == figures.RED
+
+
+@pytest.fixture
+def drawn_figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that is saved."""
+    found: list[Any] = []
+    save = figures.save
+    monkeypatch.setattr(figures, "save", lambda *given: (found.append(given[0]), save(*given)))
+    return found
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("name", figures.DRAWN)
+def test_a_picture_is_drawn_from_the_results_beside_it(
+    name: str, tmp_path: Path, drawn_figures: list[Any]
+) -> None:
+    for file in RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    figures.main([name, "--folder", str(tmp_path)])
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.tmp*"))
+    for figure in drawn_figures:
+        methods_look_as_everywhere(figure)
+
+
+LONG = set(figures.DRAWN) - {"muon_transformer", "convergence"}  # seconds each
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in figures.DRAWN]
+)
+def test_legends_cover_nothing(name: str, tmp_path: Path, drawn_figures: list[Any]) -> None:
+    for file in RESULTS.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    figures.main([name, "--folder", str(tmp_path)])
+    for figure in drawn_figures:
+        figure.draw_without_rendering()
+        titles = [*(axis.title for axis in figure.axes), *filter(None, [figure._suptitle])]
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert not any(box.overlaps(axis.get_tightbbox()) for axis in figure.axes)
+            assert not any(box.overlaps(title.get_window_extent()) for title in titles)
+        for axis in (axis for axis in figure.axes if axis.get_legend()):
+            box = axis.get_legend().get_window_extent()
+            for line in axis.lines:
+                assert not box.count_contains(line.get_transform().transform(line.get_xydata()))
+            assert not any(box.overlaps(bar.get_window_extent()) for bar in axis.patches)
+
+
+def methods_look_as_everywhere(figure: Any) -> None:
+    """A line whose label begins with the name of a method has its colour and its marker.
+
+    No two curves of one diagram share their colour and their dashes.
+    """
+    for line in (line for axis in figure.axes for line in axis.lines):
+        name = line.get_label().partition(", ")[0]
+        for known in (line.get_label(), name):
+            if known in figures.STYLES:
+                assert (line.get_color(), line.get_marker()) == figures.STYLES[known][:2]
+                break
+    for axis in figure.axes:
+        curves = [line for line in axis.lines if not line.get_label().startswith("_")]
+        looks = [(line.get_color(), line.get_linestyle()) for line in curves]
+        looks = [look for look in looks if look[1] != "None"]  # dots have a marker only
+        assert len(looks) == len(set(looks))
+
+
+@pytest.mark.usefixtures("example", "drawn")
+def test_a_saved_picture_keeps_its_colours(tmp_path: Path) -> None:
+    from PIL import Image
+
+    figure, axes = figures.start(1, (2, 2))
+    for place, colour in enumerate(figures.COLOURS):
+        axes[0][0].bar(place, 1, color=colour)
+    figures.save(figure, tmp_path / "bars.png")
+    with Image.open(tmp_path / "bars.png") as image:
+        found = {colour for _, colour in image.convert("RGB").getcolors(10_000)}
+    wanted = {tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in figures.COLOURS}
+    assert wanted | {(255, 255, 255)} <= found
+
+
+def test_pictures_are_small_and_shown_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    shown = set(re.findall(r"results/(\w+\.png)", "".join(page.read_text() for page in pages)))
+    for file in RESULTS.glob("*.png"):
+        assert file.stat().st_size < 100_000, file.name
+        assert file.name in shown, file.name
+    assert all((RESULTS / name).exists() for name in shown)

@@ -1,0 +1,827 @@
+"""Examples: smoke runs, exact continuation after a kill, and readers that execute nothing."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import os
+import pickle
+import signal
+import struct
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import in_one_test, in_turn, mixed
+from processes import server
+
+from benchmarks.common import augment, programs, training
+from benchmarks.common import images as image_files
+from benchmarks.papers.kong import attention, orthogonal_vit, prw_pictures, vit_methods, vit_results
+
+pytestmark = pytest.mark.usefixtures("example")
+SPEED = "images_per_second"
+OTHERS = ["momentumless:within", "cayley-adam:within", "penalty-sgd:within"]
+METHODS = ["adamw:none", "stiefel-adam:within", "stiefel-sgd:within", "stiefel-sgd:across"]
+
+
+def saved(folder: Path) -> list[Path]:
+    """The checkpoints that are whole: a kill may leave one beside them that is not."""
+    return sorted(p for p in (folder / "checkpoints").glob("*.pt") if ".tmp" not in p.suffixes)
+
+
+def checkpoints(folder: Path) -> dict[str, Any]:
+    return {path.name: torch.load(path, weights_only=True) for path in saved(folder)}
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a checkpoint but the measured seconds."""
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    for key, value in items:
+        if isinstance(value, dict | list | tuple):
+            yield from leaves(value, f"{path}/{key}")
+        elif key not in ("seconds", "images_per_second"):
+            yield f"{path}/{key}", value
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    actual, expected = dict(leaves(actual)), dict(leaves(expected))
+    assert actual.keys() == expected.keys()
+    assert any(isinstance(value, torch.Tensor) for value in actual.values())
+    for path, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(actual[path], value), path
+        else:
+            assert actual[path] == value, path
+
+
+# ------------------------------------------------------------------------------------ whole program
+
+
+def test_smoke_trains_every_method_and_writes_all_results(tmp_path, capsys) -> None:
+    orthogonal_vit.main(["--smoke", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"Plot: {tmp_path / 'curves.png'}" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "table.txt").read_text()
+    assert table in printed
+    assert (tmp_path / "table.md").read_text() == f"## {table}"
+    results = json.loads((tmp_path / "results.json").read_text())
+    titles = [run["title"] for run in results["runs"]]
+    assert titles == [orthogonal_vit.parse_method(name).title for name in METHODS]
+    for run in results["runs"]:
+        assert [epoch["epoch"] for epoch in run["history"]] == [1, 2, 3]
+        first, last = run["history"][0], run["history"][-1]
+        assert last["train_loss"] < first["train_loss"]
+        assert run["title"] in table
+        constrained = run["constraint"] != "none"
+        assert (last["orthonormality_error"] < 1e-5) == constrained
+    assert len(checkpoints(tmp_path)) == len(METHODS)
+    assert not list(tmp_path.rglob("*.tmp*"))
+
+
+def test_flags_are_all_it_asks_for(tmp_path, capsys) -> None:
+    flags = ["--smoke", "--optimizer", "sgd", "--lr", "0.05", "--seeds", "2", "--limit", "64"]
+    orthogonal_vit.main([*flags, "--augment", "crop-flip", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "SGD at rate 0.05" in printed
+    assert printed.index("About") < printed.index("epoch 1")
+    assert len(json.loads((tmp_path / "results.json").read_text())["runs"]) == 2
+
+
+def test_the_demo_is_the_default() -> None:
+    options = orthogonal_vit.parse_arguments([])
+    names = [(method.optimizer, method.constraint) for method in options.methods]
+    assert names == [("adamw", "none"), ("stiefel-adam", "within"), ("stiefel-sgd", "within")]
+    assert options.data == "digits"
+    assert len(options.seeds) >= 2
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_95_per_cent_with_every_method(tmp_path) -> None:
+    orthogonal_vit.main(["--output", str(tmp_path)])
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert len(runs) == 6
+    for run in runs:
+        assert run["history"][-1]["test_error"] <= 5.0, run["title"]
+
+
+@pytest.mark.parametrize("method", ["adamw:none", "stiefel-sgd:within", *OTHERS[1:]])
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(method, tmp_path, monkeypatch) -> None:
+    flags = ["--smoke", "--methods", method, "--epochs", "3", "--augment", "crop-flip"]
+    flags += ["--limit", "128"]
+    orthogonal_vit.main([*flags, "--output", str(tmp_path / "whole")])
+    save = training.Trainer.save
+
+    def interrupted(trainer: training.Trainer) -> None:
+        save(trainer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "save", interrupted)
+    for epoch in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            orthogonal_vit.main([*flags, "--output", str(tmp_path / "parts"), "--resume"])
+        (state,) = checkpoints(tmp_path / "parts").values()
+        assert len(state["history"]) == epoch
+    monkeypatch.undo()
+    orthogonal_vit.main([*flags, "--output", str(tmp_path / "parts"), "--resume"])
+    assert_same_bits(checkpoints(tmp_path / "parts"), checkpoints(tmp_path / "whole"))
+
+
+def test_killed_run_resumes_bit_for_bit_and_finished_runs_are_left_alone(
+    tmp_path, monkeypatch
+) -> None:
+    methods = ["stiefel-sgd:within", "stiefel-adam:across"]
+    flags = ["--smoke", "--epochs", "6", "--limit", "256", "--methods", *methods, "--output"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = server().Process(target=orthogonal_vit.main, args=([*flags, str(killed)],))
+    process.start()
+    while len(saved(killed)) < 2:  # the second one is that of a first epoch
+        assert process.is_alive()
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    done = {len(state["history"]) for state in checkpoints(killed).values()}
+    assert 6 in done
+    assert done - {6}, "the second run must have been cut short"
+    orthogonal_vit.main([*flags, str(killed), "--resume"])
+    orthogonal_vit.main([*flags, str(whole)])
+    assert_same_bits(checkpoints(killed), checkpoints(whole))
+
+    def train(*_: object) -> None:
+        raise AssertionError("a finished run must not be trained again")
+
+    monkeypatch.setattr(training.Trainer, "train_epoch", train)
+    (killed / "curves.png").unlink()
+    orthogonal_vit.main([*flags, str(killed), "--resume"])
+    assert (killed / "curves.png").exists()
+
+
+def test_resume_refuses_another_configuration(tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", "adamw", "--epochs", "1", "--output", str(tmp_path)]
+    orthogonal_vit.main(flags)
+    with pytest.raises(ValueError, match=r"must keep batch_size = 32 of .*, got 16; choose"):
+        orthogonal_vit.main([*flags, "--resume", "--batch-size", "16"])
+
+
+WRONG_FLAGS = [
+    (["--methods", "adam:within"], "it would leave the manifold"),
+    (["--methods", "lion"], "a method must be OPTIMIZER:CONSTRAINT"),
+    (["--optimizer", "adamw", "--constraint", "across"], "use stiefel-sgd or stiefel-adam"),
+    (["--methods", "penalty-sgd:none"], "use within or across"),
+    (["--methods", "cayley-sgd:within:1:1:1"], "a method must be OPTIMIZER:CONSTRAINT"),
+    (["--seeds", "0"], "must be at least 1, got 0"),
+]
+
+
+def test_wrong_flags_are_explained(capsys) -> None:
+    for flags, message in WRONG_FLAGS:
+        with pytest.raises(SystemExit):
+            orthogonal_vit.parse_arguments(flags)
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("flags", [["--heads", "5"], ["--patch", "3"], ["--batch-size", "999"]])
+def test_sizes_that_do_not_fit_are_explained(flags, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"--(heads|batch-size) must"):
+        orthogonal_vit.main(["--smoke", *flags, "--output", str(tmp_path)])
+
+
+# -------------------------------------------------------------------------------- the paper's table
+
+
+def last_epochs(folder: Path) -> dict[str, dict[str, float]]:
+    """What the last epoch of each finished run gave, less its seconds."""
+    found = {}
+    for path in (folder / "runs").glob("*.json"):
+        last = json.loads(path.read_text())["history"][-1]
+        found[path.name] = {k: v for k, v in last.items() if k not in ("seconds", SPEED)}
+    return found
+
+
+def test_the_cases_of_attention(tmp_path, capsys) -> None:
+    cases = ["no warm-up", "singular values 2", "learned factor", "bfloat16"]
+    attention.main(["--smoke", "--cases", *cases, "--output", str(tmp_path)])
+    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
+    kinds = {case: {run["method"] for run in runs if run["case"] == case} for case in cases}
+    assert kinds["no warm-up"] == kinds["bfloat16"] == set(attention.METHODS)
+    assert kinds["singular values 2"] == kinds["learned factor"] == {"StiefelAdam", "StiefelSGD"}
+    largest = {(run["case"], run["method"]): run["largest_logit"] for run in runs}
+    assert min(largest.values()) > 0
+    for method in ("StiefelAdam", "StiefelSGD"):  # queries and keys of twice the length each
+        assert largest["singular values 2", method] > 2 * largest["learned factor", method]
+    for path in tmp_path.glob("singular-values-2/runs/*.json"):
+        assert json.loads(path.read_text())["history"][-1]["orthonormality_error"] < 1e-5
+    assert (tmp_path / "table.md").read_text() in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("drawn")
+def test_the_whole_table_by_one_command(tmp_path, capsys) -> None:
+    flags = ["--smoke", "--table", "--limit", "64", "--epochs", "1"]
+    orthogonal_vit.main([*flags, "--output", str(tmp_path)])
+    assert f"Plot: {tmp_path / 'table.png'}" in capsys.readouterr().out
+    for name in ("table", "curves-within", "curves-across", "curves-none"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "results.json").read_text())
+    rows = [line for line in results["tables"][0].splitlines() if " ± " in line]
+    assert len(rows) == len(results["runs"]) == len(vit_methods.PUBLISHED) == 16
+    for row, run in zip(rows, results["runs"], strict=True):
+        published = vit_methods.PUBLISHED[f"{run['optimizer']}:{run['constraint']}"]
+        assert [cell.strip() for cell in row.split("|")][-3:-1] == list(published)
+        assert f"{run['last_epoch']['test_error']:.2f}" in row
+        kept = run["last_epoch"]["orthonormality_error"] < 1e-5
+        assert kept == vit_methods.OPTIMIZERS[run["optimizer"]].exact
+
+
+def test_a_table_resumes_run_by_run_without_being_asked_to(tmp_path, monkeypatch) -> None:
+    flags = ["--smoke", "--table", "--limit", "64", "--epochs", "2", "--methods"]
+    flags += ["stiefel-sgd", "cayley-adam", "regularizer-sgd:across", "--output"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    orthogonal_vit.main([*flags, str(whole)])
+    save, epochs = training.Trainer.save, iter(range(100))
+
+    def interrupted(trainer: training.Trainer) -> None:
+        save(trainer)
+        if next(epochs) == 4:  # the first epoch of the third run
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        orthogonal_vit.main([*flags, str(parts)])
+    assert len(last_epochs(parts)) == 2
+    assert len(checkpoints(parts)) == 1
+    orthogonal_vit.main([*flags, str(parts)])
+    assert next(epochs) == 6, "no epoch may be trained twice"
+    assert last_epochs(parts) == last_epochs(whole)
+    assert not checkpoints(parts)
+    assert not list(parts.rglob("*.tmp*"))
+    with pytest.raises(
+        ValueError, match=r"must keep limit = 64 of StiefelSGD-within.*json, got 96"
+    ):
+        orthogonal_vit.main([*flags, str(parts), "--limit", "96"])
+
+
+def test_the_table_has_three_seeds_and_takes_other_flags() -> None:
+    options = orthogonal_vit.parse_arguments(["--table", "--preset", "cpu", "--width", "96"])
+    assert [len(options.methods), options.seeds, options.width] == [16, [0, 1, 2], 96]
+    assert options.output == Path("runs/orthogonal_vit/cpu-table")
+    assert orthogonal_vit.parse_arguments(["--table", "--seeds", "4", "7"]).seeds == [4, 7]
+    (method,) = orthogonal_vit.parse_arguments(["--table", "--methods", "cayley-sgd"]).methods
+    assert method.constraint == "within"
+
+
+def test_start_again_without_resume(tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", "sgd", "--epochs", "1", "--limit", "64", "--output"]
+    orthogonal_vit.main([*flags, str(tmp_path)])
+    orthogonal_vit.main([*flags, str(tmp_path), "--batch-size", "16"])
+    assert json.loads((tmp_path / "runs" / "SGD-seed-0.json").read_text())["batch_size"] == 16
+
+
+@in_one_test(
+    ("name", "plain", "constrained"),
+    [
+        ("stiefel-sgd", {"lr": 0.15, "momentum": 0.9}, {"lr": 0.15, "momentum": 0.9}),
+        ("cayley-sgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 1.0, "momentum": 0.9}),
+        ("momentumless", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}),
+        ("rgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.9}),
+        ("stiefel-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("cayley-adam", {"lr": 1e-2, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("regularizer-sgd", {"lr": 0.1, "momentum": 0.9}, None),
+        ("regularizer-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, None),
+        ("adamw", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.2}, None),
+    ],
+)
+def test_both_kinds_of_weights_get_the_published_settings(name, plain, constrained) -> None:
+    options = orthogonal_vit.parse_arguments(["--preset", "smoke", "--patch", "8"])
+    method = orthogonal_vit.parse_method(name)
+    model = orthogonal_vit.VisionTransformer(options, cifar_like())
+    orthogonal_vit.constrain_attention(model, method.constraint)
+    optimizer = orthogonal_vit.build_optimizer(method, model)
+    kinds = {bool(group.get("stiefel")): group for group in optimizer.param_groups}
+    assert len(kinds) == len(optimizer.param_groups) == (1 if constrained is None else 2)
+    for tagged, expected in ((False, plain), (True, constrained or {})):
+        for key, value in ({"weight_decay": 5e-5} | expected if expected else {}).items():
+            assert kinds[tagged][key] == pytest.approx(value), (tagged, key)
+
+
+def test_one_rate_keeps_the_ratio_and_two_replace_it() -> None:
+    def parsed(text: str, batch_size: int = 128) -> tuple[float, float, str]:
+        return orthogonal_vit.parse_method(text, None, batch_size)[2:]
+
+    assert parsed("cayley-sgd", 64) == (0.05, 0.5, "CayleySGD within heads")
+    assert parsed("cayley-sgd:across:0.2") == (0.2, 2.0, "CayleySGD across heads at rate 0.2")
+    title = "CayleySGD within heads at rates 0.2 and 0.3"
+    assert parsed("cayley-sgd:within:0.2:0.3") == (0.2, 0.3, title)
+
+
+def test_the_regularizer_is_a_step_of_its_own() -> None:
+    options = orthogonal_vit.parse_arguments(["--preset", "smoke", "--patch", "8"])
+    model = orthogonal_vit.VisionTransformer(options, cifar_like()).double()
+    orthogonal_vit.constrain_attention(model, "within")
+    method = orthogonal_vit.parse_method("regularizer-sgd:within:0")
+    optimizer = orthogonal_vit.build_optimizer(method, model, weight=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+            parameter.grad = torch.ones_like(parameter)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        expected = before[name]
+        if name.endswith(("q.weight", "k.weight")):
+            heads = expected.unflatten(0, (options.heads, -1))
+            gram = heads @ heads.mT - torch.eye(heads.size(1), dtype=torch.float64)
+            expected = (heads - 0.1 * gram @ heads).flatten(0, 1)
+            assert not torch.allclose(expected, before[name])
+        torch.testing.assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("name", ["penalty-sgd", "regularizer-sgd"])
+def test_the_penalty_pulls_towards_the_manifold(name, tmp_path) -> None:
+    flags = ["--smoke", "--optimizer", name, "--constraint", "within", "--output"]
+    errors = {}
+    for weight in ("1e-6", "0.1"):
+        orthogonal_vit.main([*flags, str(tmp_path / weight), "--penalty", weight])
+        (errors[weight],) = last_epochs(tmp_path / weight).values()
+    weak, strong = (error["orthonormality_error"] for error in errors.values())
+    assert weak > 3 * strong > 1e-5
+    with pytest.raises(ValueError, match=r"must keep penalty = 0\.1 of"):
+        orthogonal_vit.main([*flags, str(tmp_path / "0.1"), "--penalty", "1", "--resume"])
+
+
+def small_clouds(data: str, folder: Path) -> list[str]:
+    """Files as `prw_pictures.py` reads them, with three clouds of few points."""
+    generator = np.random.default_rng(0)
+    clouds = generator.standard_normal((3, 12, 5)) + np.arange(3)[:, None, None]
+    if data == "mnist":
+        arrays = {f"digit_{i}": cloud for i, cloud in enumerate(clouds)}
+        names = ["0", "1", "2"]
+    else:
+        names = ["Ham", "JC", "Oth"]
+        arrays = {f"{name}_x": cloud for name, cloud in zip(names, clouds, strict=True)}
+        arrays |= {f"{name}_w": generator.dirichlet(np.ones(12)) for name in names}
+    np.savez(folder / prw_pictures.FILES[data], **arrays)
+    return names
+
+
+@pytest.mark.usefixtures("drawn")
+def test_prw_smoke_finds_the_planted_subspace_and_draws_it(tmp_path, capsys) -> None:
+    assert prw_pictures.main(["--smoke", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"Plot: {tmp_path / 'pair.png'}" in printed
+    assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "results.json").read_text())["result"]
+    assert result["converged"]
+    largest = max(result["principal_angles"])
+    assert largest < 0.2  # 200 points; 3,000 are the default
+    side = "below" if largest < prw_pictures.LARGEST_ANGLE else "not below"
+    assert f"{largest:.4f} rad, {side} {prw_pictures.LARGEST_ANGLE}." in printed
+
+
+@pytest.mark.parametrize("data", ["mnist", "shakespeare"])
+def test_prw_measures_all_pairs_of_a_file(data, tmp_path, capsys) -> None:
+    names = small_clouds(data, tmp_path)
+    flags = ["--data", data, "--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert prw_pictures.main(flags) == 0
+    result = json.loads((tmp_path / "out" / "results.json").read_text())["result"]
+    assert result["names"] == names
+    assert result["pairs"] == result["converged"] == 3
+    distances = np.array(result["distances"])
+    assert (distances == distances.T).all()
+    assert (distances[~np.eye(3, dtype=bool)] > 0).all()
+    assert (tmp_path / "out" / "distances.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_prw_says_which_file_is_missing(tmp_path) -> None:
+    for flags in (["--data-dir", str(tmp_path)], []):
+        with pytest.raises(SystemExit, match=r"must be a folder with shakespeare_w2v.npz"):
+            prw_pictures.main(["--data", "shakespeare", *flags])
+    for flags in (["--dimension", "1"], ["--points", "0"]):
+        with pytest.raises(SystemExit, match=f"{flags[0]} must be at least"):
+            prw_pictures.main(flags)
+
+
+# ------------------------------------------------------------------------------------------- pieces
+
+
+def cifar_like() -> image_files.Images:
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.tensor([0, 1, 2, 3, 4, 9])
+    channels = torch.ones(3, 1, 1)
+    return image_files.Images(images, labels, images, labels, 10, channels, channels)
+
+
+def test_paper_preset_has_the_papers_size() -> None:
+    options = orthogonal_vit.parse_arguments(["--preset", "paper"])
+    model = orthogonal_vit.VisionTransformer(options, cifar_like())
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert round(size / 1e6, 1) == 6.3
+    assert options.width // options.heads == 32
+
+
+def test_rates_are_the_published_ones_at_the_published_batch() -> None:
+    def rates(*flags: str) -> list[float]:
+        return [method.lr for method in orthogonal_vit.parse_arguments(list(flags)).methods]
+
+    assert rates("--preset", "paper") == [1e-3, 1e-3, 0.15, 0.15]
+    assert rates("--preset", "paper", "--batch-size", "64") == [1e-3, 1e-3, 0.075, 0.075]
+    assert rates("--lr", "0.5", "--methods", "sgd", "stiefel-sgd:across:0.25", "sgd") == [0.5, 0.25]
+
+
+def test_stiefel_optimizer_without_constraint_is_torchs_own(tmp_path) -> None:
+    flags = ["--smoke", "--output", str(tmp_path), "--lr", "0.01", "--constraint", "none"]
+    for name in ("sgd", "stiefel-sgd", "adam", "stiefel-adam"):
+        orthogonal_vit.main([*flags, "--optimizer", name])
+    states = checkpoints(tmp_path)
+    end = "-at-rate-0.01-seed-0.pt"
+    for name in ("SGD", "Adam"):
+        ours, theirs = states[f"Stiefel{name}{end}"], states[f"{name}{end}"]
+        assert_same_bits(ours["model"], theirs["model"])
+
+
+def test_last_block_may_drop_what_nothing_reads() -> None:
+    block = orthogonal_vit.Block(16, heads=2, feed_forward=8)
+    tokens = torch.randn(3, 5, 16)
+    torch.testing.assert_close(block(tokens, keep=1), block(tokens)[:, :1])
+
+
+def test_schedule_warms_up_and_ends_at_one_per_cent() -> None:
+    factors = [training.rate_factor(step, 10, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(1 / 11)
+    assert max(factors) == factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.505)
+    assert factors[100] == pytest.approx(0.01)
+    assert factors[:11] == sorted(factors[:11])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+
+
+def test_auto_augment_is_the_policy_of_cifar() -> None:
+    images = torch.randint(20, 200, (300, 3, 32, 32), dtype=torch.uint8)
+
+    def augmented(seed: int) -> torch.Tensor:
+        return augment.auto_augment(images, torch.Generator().manual_seed(seed))
+
+    assert augmented(3).dtype == torch.uint8
+    assert torch.equal(augmented(3), augmented(3))
+    # Each pair leaves an image alone where neither of its operations is drawn, or has no size.
+    alone = [
+        math.prod(
+            1 - chance * (size > 0 or name not in augment.DULL) for name, chance, size in pair
+        )
+        for pair in augment.POLICY
+    ]
+    same = sum((augmented(seed) == images).flatten(1).all(1).float().mean() for seed in range(4))
+    assert float(same) / 4 == pytest.approx(sum(alone) / 25, abs=0.05)
+
+
+@in_one_test("name", ["rotate", "translate x", "translate y", "shear y", *augment.DULL])
+def test_an_operation_of_no_size_changes_nothing(name) -> None:
+    images = torch.randint(0, 256, (4, 3, 8, 8)).float()
+    assert torch.equal(augment.operate(name, images, 0.0, torch.ones(4)), images)
+
+
+@pytest.mark.parametrize("name", ["autocontrast", "equalize"])
+def test_a_channel_of_one_level_stays(name) -> None:
+    images = torch.full((2, 3, 8, 8), 7.0)
+    assert torch.equal(augment.operate(name, images, 1.0, torch.ones(2)), images)
+
+
+def test_operations_do_what_their_names_say() -> None:
+    images = torch.randint(0, 256, (2, 3, 32, 32)).float()
+    signs = torch.tensor([1.0, -1.0])
+    shifted = augment.operate("translate x", images, 1.0, signs)
+    fourteen = round(150 / 331 * 32)
+    assert torch.equal(shifted[0, :, :, :-fourteen], images[0, :, :, fourteen:])
+    assert (shifted[0, :, :, 1 - fourteen :] == augment.GREY).all()
+    rows, columns = torch.arange(32.0)[:, None], torch.arange(32.0)
+    slope = (20 + 4 * rows).expand(2, 3, 32, 32)
+    for sheared, sign in zip(augment.operate("shear y", slope, 1.0, signs), signs, strict=True):
+        wanted = 20 + 4 * (rows + 0.3 * sign * (columns + 0.5))  # the upper left corner stays
+        torch.testing.assert_close(
+            sheared[:, 12:20], wanted.round().expand(3, 32, 32)[:, 12:20], atol=1.0, rtol=0
+        )
+    left = augment.operate("rotate", images, 1.0, signs)
+    assert torch.equal(left, augment.operate("rotate", images, 1.0, -signs))
+    assert torch.equal(augment.operate("posterize", images, 1.0, signs) % 16, images * 0)
+    dull = augment.operate("color", images, 1.0, signs)[1]
+    assert float(dull.std(0).mean()) < 0.2 * float(images[1].std(0).mean())
+    assert float(augment.operate("brightness", images, 1.0, signs)[1].max()) <= 26
+    narrow = (images / 4).floor() + 60
+    wide = augment.operate("autocontrast", narrow, 1.0, signs)
+    assert (float(wide.min()), float(wide.max())) == (0.0, 255.0)
+    dark = torch.randint(0, 256, (2, 3, 128, 128)).float().square() / 255 // 1
+    level = augment.operate("equalize", dark, 1.0, signs)
+    assert float(level.mean()) == pytest.approx(127.5, abs=4)
+
+
+def test_crop_flip_shifts_and_mirrors_each_image() -> None:
+    images = torch.randint(1, 256, (64, 3, 16, 16), dtype=torch.uint8)
+    result = image_files.crop_flip(images, torch.Generator().manual_seed(3))
+    assert torch.equal(result, image_files.crop_flip(images, torch.Generator().manual_seed(3)))
+    seen = set()
+    for image, changed in zip(images, result, strict=True):
+        padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
+        found = [
+            (top, left, mirrored)
+            for top in range(5)
+            for left in range(5)
+            for mirrored in (False, True)
+            if torch.equal(
+                changed,
+                (padded.flip(2) if mirrored else padded)[:, top : top + 16, left : left + 16],
+            )
+        ]
+        assert len(found) == 1
+        seen.update(found)
+    assert {flip for *_, flip in seen} == {False, True}
+    assert {top for top, *_ in seen} == {left for _, left, _ in seen} == set(range(5))
+
+
+def test_atomic_write_keeps_the_old_file_when_it_fails(tmp_path) -> None:
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+
+    def fail() -> None:
+        with programs.atomic(path) as temporary:
+            temporary.write_text("ne")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_winner_is_the_lowest_mean_and_says_whether_seeds_overlap() -> None:
+    def runs(*errors: float) -> list[list[dict[str, float]]]:
+        other = dict.fromkeys(("train_loss", "largest_logit", "orthonormality_error"), 0.0)
+        other["images_per_second"] = 1.0
+        return [[{"test_error": error, **other}] for error in errors]
+
+    table, winner = vit_results.final_table({"a": runs(3.0, 5.0), "b": runs(2.0, 2.5)})
+    assert winner == (
+        "Lowest mean test error: b, 2.25 %, 1.75 points below a "
+        "(their ranges over the seeds do not overlap)."
+    )
+    assert "4.00" in table
+    assert "1.41" in table
+    _, winner = vit_results.final_table({"a": runs(1.0, 5.0), "b": runs(2.0, 2.5)})
+    assert winner.endswith("(their ranges over the seeds overlap).")
+    assert vit_results.final_table({"a": runs(1.0), "b": runs(2.0)})[1].endswith("(one seed only).")
+
+
+def test_missing_package_is_one_clear_error() -> None:
+    with pytest.raises(SystemExit, match=r"run: pip install 'stiefel-opt\[examples\]'"):
+        programs.require("stiefel_opt_has_no_such_extra")
+
+
+# ------------------------------------------------------------------------------------- data readers
+
+
+class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
+    """Writes bytes as Python 2 wrote str, which is how the published CIFAR batches are stored."""
+
+    dispatch = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined] # noqa: RUF012
+
+    def save_bytes(self, value: bytes) -> None:
+        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)
+        self.memoize(value)
+
+    dispatch[bytes] = save_bytes
+
+
+def python2_pickle(value: object) -> bytes:
+    file = io.BytesIO()
+    Python2Pickler(file, protocol=2).dump(value)
+    return file.getvalue().replace(b"numpy._core.", b"numpy.core.")
+
+
+def python3_pickle(value: object) -> bytes:
+    return pickle.dumps(value, protocol=2)
+
+
+def python3_new_pickle(value: object) -> bytes:
+    return pickle.dumps(value, protocol=4)
+
+
+@pytest.fixture
+def split() -> Callable[..., tuple[np.ndarray, np.ndarray]]:
+    generator = np.random.default_rng(1)
+
+    def make(count: int, side: int = 32, channels: int = 3, classes: int = 10):
+        pixels = generator.integers(0, 256, (count, channels, side, side), dtype=np.uint8)
+        return pixels, np.arange(count) % classes
+
+    return make
+
+
+def assert_read(images: image_files.Images, train, test, classes: int) -> None:
+    for actual, expected in zip(images[:4], (*train, *test), strict=True):
+        np.testing.assert_array_equal(actual.numpy(), expected)
+    assert images.train_images.dtype == images.test_images.dtype == torch.uint8
+    assert images.train_labels.dtype == images.test_labels.dtype == torch.int64
+    assert images.classes == classes
+    pixels = images.normalize(images.train_images)
+    torch.testing.assert_close(
+        pixels.mean((0, 2, 3)), torch.zeros(pixels.shape[1]), atol=1e-5, rtol=0
+    )
+    torch.testing.assert_close(pixels.std((0, 2, 3), correction=0), torch.ones(pixels.shape[1]))
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    raw = header + array.astype(np.uint8).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    in_turn(["{0}-ubyte", "{0}-ubyte.gz", "{1}-ubyte"], ["", "MNIST/raw"]),
+)
+def test_mnist_from_idx_files(name, folder, split, tmp_path) -> None:
+    train, test = split(12, 7, 1), split(10, 7, 1)
+    arrays = (train[0][:, 0], train[1], test[0][:, 0], test[1])
+    for stem, array in zip(image_files.IDX_STEMS, arrays, strict=True):
+        write_idx(tmp_path / folder / name.format(stem, stem.replace("-idx", ".idx")), array)
+    assert_read(image_files.load_images("mnist", tmp_path), train, test, classes=10)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
+def test_npz(name, split, tmp_path) -> None:
+    channels = 1 if name == "mnist" else 3
+    train, test = split(12, 8, channels), split(10, 8, channels)
+    stored = [
+        part[:, 0] if name == "mnist" else part.transpose(0, 2, 3, 1) for part, _ in (train, test)
+    ]
+    np.savez(
+        tmp_path / f"{name}_small.npz",
+        train_images=stored[0],
+        train_labels=train[1].astype(np.uint8),
+        test_images=stored[1],
+        test_labels=test[1].astype(np.uint8),
+    )
+    assert_read(image_files.load_images(name, tmp_path), train, test, classes=10)
+    limited = image_files.load_images(name, tmp_path, limit=4)
+    assert len(limited.train_images) == len(limited.train_labels) == 4
+    assert len(limited.test_images) == 10
+
+
+def test_a_part_of_a_file_sorted_by_class_has_all_classes(tmp_path) -> None:
+    labels = np.repeat(np.arange(10), 40)
+    images = np.broadcast_to(labels[:, None, None], (400, 8, 8)).astype(np.uint8)
+    parts = {f"{part}_images": images for part in ("train", "test")}
+    labelled = {f"{part}_labels": labels.astype(np.uint8) for part in ("train", "test")}
+    np.savez(tmp_path / "mnist.npz", **parts, **labelled)
+    limited = image_files.load_images("mnist", tmp_path, limit=100)
+    assert set(limited.train_labels.tolist()) == set(range(10))
+    assert torch.equal(limited.train_images[:, 0, 0, 0], limited.train_labels.to(torch.uint8))
+
+
+def cifar_files(name: str, kind: str, train, test) -> dict[str, bytes]:
+    """The published files, with these images: CIFAR-10 has five for training, CIFAR-100 one."""
+    count = 5 if name == "cifar10" else 1
+    parts = zip(np.array_split(train[0], count), np.array_split(train[1], count), strict=True)
+    names = [f"data_batch_{i}" for i in range(1, 6)] if name == "cifar10" else ["train"]
+    names.append("test_batch" if name == "cifar10" else "test")
+    files = {}
+    for file_name, (images, labels) in zip(names, [*parts, test], strict=True):
+        flat = images.reshape(len(images), -1)
+        if kind == "binary":
+            coarse = [] if name == "cifar10" else [labels[:, None] // 5]
+            columns = [*coarse, labels[:, None], flat]
+            files[f"{file_name}.bin"] = np.hstack(columns).astype(np.uint8).tobytes()
+            continue
+        content: dict[bytes, object] = {b"batch_label": b"a batch", b"data": flat}
+        if name == "cifar10":
+            content[b"labels"] = labels.tolist()
+        else:
+            content |= {b"coarse_labels": (labels // 5).tolist(), b"fine_labels": labels.tolist()}
+        writers = {
+            "python": python2_pickle,
+            "protocol 2": python3_pickle,
+            "new": python3_new_pickle,
+        }
+        files[file_name] = writers[kind](content)
+    return files
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "name"),
+    mixed(
+        6,
+        ["python", "protocol 2", "new", "binary"],
+        ["folder", "the folder itself", "archive"],
+        ["cifar10", "cifar100"],
+    ),
+)
+def test_cifar_in_its_public_forms(kind, place, name, split, tmp_path) -> None:
+    classes = 10 if name == "cifar10" else 100
+    train, test = split(110, classes=classes), split(6, classes=classes)
+    files = cifar_files(name, kind, train, test)
+    folder, archive, *_ = image_files.CIFAR[name][kind == "binary"]
+    if place == "archive":
+        with tarfile.open(tmp_path / f"{archive}.tar.gz", "w:gz") as tar:
+            for file_name, raw in files.items():
+                member = tarfile.TarInfo(f"{folder}/{file_name}")
+                member.size = len(raw)
+                tar.addfile(member, io.BytesIO(raw))
+    else:
+        (tmp_path / folder).mkdir()
+        for file_name, raw in files.items():
+            (tmp_path / folder / file_name).write_bytes(raw)
+    directory = tmp_path / folder if place == "the folder itself" else tmp_path
+    assert_read(image_files.load_images(name, directory), train, test, classes)
+
+
+class Malicious:
+    """Runs a command when unpickled by ``pickle.load``."""
+
+    def __init__(self, call: Callable[..., object], *arguments: object) -> None:
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call, self.arguments
+
+
+@pytest.mark.parametrize(
+    ("kind", "protocol"),
+    in_turn(
+        ["system", "eval", "numpy", "attribute", "inside data"], [0, 2, pickle.HIGHEST_PROTOCOL]
+    ),
+)
+def test_malicious_pickle_is_refused_and_not_executed(kind, protocol, split, tmp_path) -> None:
+    witness = tmp_path / "executed"
+    command = f"import pathlib; pathlib.Path({str(witness)!r}).touch()"
+    payload: object = {
+        "system": Malicious(os.system, f"touch '{witness}'"),
+        "eval": Malicious(eval, f"exec({command!r})"),
+        "numpy": Malicious(np.save, str(witness), np.zeros(2)),
+        "attribute": Malicious(np.ndarray.tofile, np.zeros(2, np.uint8), str(witness)),
+        "inside data": {b"data": [Malicious(exec, command)], b"labels": [0]},
+    }[kind]
+    raw = pickle.dumps(payload, protocol=protocol)
+    files = cifar_files("cifar10", "python", split(10), split(6)) | {"data_batch_3": raw}
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for file_name, content in files.items():
+        (folder / file_name).write_bytes(content)
+    with pytest.raises(pickle.UnpicklingError, match="must hold only numpy arrays"):
+        image_files.load_images("cifar10", tmp_path)
+    assert not list(tmp_path.glob("executed*"))
+    pickle.loads(raw)  # the same bytes do harm where they are trusted
+    assert list(tmp_path.glob("executed*"))
+
+
+def test_object_arrays_and_other_contents_are_refused() -> None:
+    with pytest.raises(pickle.UnpicklingError, match="must hold uint8 arrays"):
+        image_files.read_pickled_cifar(python3_pickle({"data": np.array([None])}))
+    for content in ([1, 2], {"labels": [1]}, {"data": [1], "labels": [1]}):
+        with pytest.raises(ValueError, match="must be a dict of data and labels"):
+            image_files.read_pickled_cifar(python2_pickle(content))
+
+
+def test_npz_with_pickled_objects_is_refused(tmp_path) -> None:
+    witness = tmp_path / "executed"
+    harm = np.array([Malicious(os.system, f"touch '{witness}'")], dtype=object)
+    np.savez(tmp_path / "mnist.npz", train_images=harm)
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        image_files.load_images("mnist", tmp_path)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar100"])
+def test_missing_files_say_what_to_put_where(name, tmp_path) -> None:
+    wanted = {"mnist": "t10k-labels-idx1-ubyte", "cifar10": "cifar-10-batches-py"}
+    with pytest.raises(SystemExit) as caught:
+        orthogonal_vit.main(["--data", name, "--data-dir", str(tmp_path), "--patch", "4"])
+    message = str(caught.value)
+    assert f"--data-dir must hold {name}, got '{tmp_path}' without it; put there" in message
+    assert wanted.get(name, "cifar-100-python.tar.gz") in message
+    assert f"{name}.npz" in message
+
+
+def test_damaged_files_are_explained(tmp_path) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    write_idx(path, np.zeros((3, 2, 2)))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"must hold 12 bytes .* got 11; fetch it again"):
+        image_files.read_idx(path)
+    path.write_bytes(b"<html>")
+    with pytest.raises(ValueError, match="must be an idx file"):
+        image_files.read_idx(path)
+    with pytest.raises(ValueError, match="must be records of 3073 bytes, got 3072"):
+        image_files.read_binary_cifar(bytes(3072), 1)
+    with tarfile.open(tmp_path / "cifar-100-python.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match="must hold cifar-100-python/train"):
+        image_files.load_images("cifar100", tmp_path)

@@ -1,0 +1,173 @@
+"""The documentation runs, its figures have a source, and it misses no public name.
+
+A section (from one ``##`` to the next) can be copied alone: its python blocks are executed one
+after the other in one namespace. A page that begins with
+
+    <!-- torchrun: 2 -->
+
+is one script instead, executed by that many processes, and one that begins with
+
+    <!-- transformers: executed by make test-integrations -->
+
+is left to tests/integrations. Figures stand in tables below a comment that names their source:
+`test_publish.py` compares them.
+"""
+
+import itertools
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_script
+from tiny_decoder import TinyDecoder
+
+import stiefel_opt
+from stiefel_opt import (
+    compat,
+    functional,
+    integrations,
+    nn,
+    ot,
+    parametrizations,
+    rotations,
+)
+from stiefel_opt.report import Report
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
+PAGES["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROCESSES = re.compile(r"\A<!-- torchrun: (\d+) -->\n")
+ELSEWHERE = re.compile(r"\A<!-- (?:torchrun|transformers): ")
+EXAMPLE = re.compile(r".*\n=+\n\n\.\. code-block:: python\n\n((?:   .*\n)+)\n")
+FIGURES = re.compile(r"^<!-- (?:figures|values): .*\n+(?:^\|.*\n?)+", re.MULTILINE)
+
+
+def code(text: str) -> str:
+    """The python blocks of ``text``, at their lines: a traceback points into the page."""
+    lines = [""] * text.count("\n")
+    for found in BLOCK.finditer(text):
+        start = text.count("\n", 0, found.start(1))
+        block = found.group(1).splitlines()
+        lines[start : start + len(block)] = block
+    return "\n".join(lines) + "\n"
+
+
+def sections() -> list[Any]:
+    """Page and code of every section that has code, with its title for a name."""
+    found = []
+    for name, text in PAGES.items():
+        starts = [0, *(m.start() for m in re.finditer(r"^## ", text, re.MULTILINE)), len(text)]
+        for start, stop in itertools.pairwise(starts):
+            if BLOCK.search(text, start, stop) and not ELSEWHERE.match(text):
+                title = text[start:stop].splitlines()[0].strip("# ")
+                before = "\n" * text.count("\n", 0, start)
+                found.append(pytest.param(name, before + code(text[start:stop]), id=title))
+    return found
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(sections()) > 30
+    assert sum(PROCESSES.match(text) is not None for text in PAGES.values()) == 1
+    for name, text in PAGES.items():
+        assert text.count("```python") == len(BLOCK.findall(text)), name
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")  # torch 2.9
+@pytest.mark.parametrize(("page", "source"), sections())
+def test_section_runs(
+    page: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for package in re.findall(r"^import (geo\w+)$", source, re.MULTILINE):
+        pytest.importorskip(package)  # ported from, not needed
+    exec(compile(source, str(DOCS / page), "exec"), {"__name__": "docs"})
+
+
+def test_script_runs_on_two_processes(tmp_path: Path) -> None:
+    (page,) = (code(text) for text in PAGES.values() if PROCESSES.match(text))
+    script = tmp_path / "train.py"
+    # A file for each process: what two processes print may end up in one line.
+    error = "open(f'error{rank}', 'w').write(str(float(so.orthonormality_error(model))))"
+    script.write_text(page + error, encoding="utf-8")
+    run_script(2, script)
+    errors = [float(path.read_text(encoding="utf-8")) for path in tmp_path.glob("error*")]
+    assert len(errors) == 2
+    assert max(errors) < 1e-5
+
+
+# The gallery and the page of the papers quote published figures and say what came out.
+def test_measurements_stand_in_tables_with_a_source() -> None:
+    unit = r"(?:ms|µs|s|seconds|minutes|hours|%|KB|MB|GB|times|x (?:faster|slower)|images/s)"
+    for page in sorted(PAGES.keys() - {"gallery.md", "papers.md"}):
+        text = FIGURES.sub("", PAGES[page])
+        text = re.sub(r"^```.*?^```$|`[^`]*`|\$[^$]*\$", "", text, flags=re.MULTILINE | re.DOTALL)
+        found = re.findall(rf"\d[\d.,]*(?:e-?\d+)?\s*{unit}(?!\w)|\de-\d+", text)
+        assert not found, page
+
+
+def test_links_lead_somewhere() -> None:
+    for page, text in PAGES.items():
+        folder = ROOT if page == "contributing.md" else DOCS
+        targets = re.findall(r"\]\(([^)#\s]+)", text)
+        missing = [t for t in targets if "://" not in t and not (folder / t).exists()]
+        assert not missing, page
+
+
+def test_the_layout_names_every_room() -> None:
+    drawn = set(re.findall(r"^[├└]── ([\w.]+)", PAGES["contributing.md"], re.MULTILINE))
+    package = Path(stiefel_opt.__file__).parent
+    rooms = {path.name for path in package.iterdir() if not path.name.startswith("__")}
+    assert drawn == {room for room in rooms if room != "py.typed"}
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = set(re.findall(r"^([\w/]+)$", PAGES["index.md"], re.MULTILINE))
+    assert {name.removesuffix(".md") for name in PAGES} - {"index"} <= listed
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.rst"))
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    objects = {id(resolve(name)) for name in documented}
+    packages = (stiefel_opt, compat, functional, integrations, nn, ot, parametrizations, rotations)
+    for package in packages:
+        names = getattr(package, "__all__", vars(package))
+        for name in names:
+            value = getattr(package, name)
+            public = not name.startswith("_") and callable(value)
+            assert not public or id(value) in objects, f"{package.__name__}.{name}"
+    assert id(Report) in objects
+
+
+@pytest.mark.parametrize(
+    "page", sorted((DOCS / "api").glob("[!i]*.rst")), ids=lambda page: page.stem
+)
+def test_a_page_of_the_reference_begins_with_two_lines_that_run(page: Path) -> None:
+    found = EXAMPLE.match(page.read_text(encoding="utf-8"))
+    assert found
+    assert found.group(1).count("\n") == 2
+    linear = torch.nn.Linear
+    model = torch.nn.Sequential(linear(64, 128), torch.nn.ReLU(), linear(128, 10), linear(10, 10))
+    stiefel_opt.constrain(model[3])
+    given = {
+        "torch": torch,
+        "so": stiefel_opt,
+        "model": TinyDecoder() if page.stem == "rotations" else model,
+        "optimizer": stiefel_opt.StiefelAdam(model.parameters()),
+        "point": torch.eye(8, 3)[None],
+        "x": torch.randn(12, 4, dtype=torch.float64),
+        "y": torch.randn(15, 4, dtype=torch.float64),
+    }
+    exec(compile(textwrap.dedent(found.group(1)), str(page), "exec"), given)
+
+
+def resolve(name: str) -> Any:
+    module, _, leaf = name.rpartition(".")
+    return getattr(sys.modules[module], leaf)

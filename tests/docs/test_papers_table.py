@@ -1,0 +1,279 @@
+"""What is said about the two papers is what stands in them.
+
+`CONTENTS` lists their sections, tables, figures, algorithms, theorems and equations, each with
+words of which a text that cites it has one at least. Citations are looked for in every docstring
+and comment of the package and the benchmarks, and in the table of docs/papers.md. Presets called
+"paper" have the published settings.
+"""
+
+import ast
+import functools
+import importlib
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(
+    path for folder in ("stiefel_opt", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+)
+PAGES = sorted({*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")} - {ROOT / "docs" / "papers.md"})
+TABLE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+
+KONG = {
+    "section 2": "metric|dynamics|tangent",
+    "section 3": "rate|transformer|wasserstein",
+    "section 3.1": "wasserstein",
+    "section 3.2": "transformer|attention|head",
+    "remark 1": "rate",
+    "algorithm 1": "sgd|momentum|phi_1",
+    "algorithm 2": "adam",
+    "algorithm 3": "root",
+    "algorithm 4": r"square|so\(n\)|expm|p\^",
+    "algorithm 5": r"square|so\(n\)|expm|p\^",
+    "theorem 1": "lagrangian|dynamics",
+    "theorem 2": "manifold",
+    "theorem 3": "manifold|flow",
+    "theorem 4": "manifold|flow",
+    "theorem 5": "order",
+    "theorem 6": "order",
+    "theorem 7": "adam",
+    "table 1": "transformer|attention|head|vit",
+    "table 2": "cost|pros",
+    "table 3": "wasserstein|prw",
+    "table 4": "transformer|vit",
+    "table 5": "eigenvalue",
+    "figure 1": "wasserstein|prw",
+    "figure 2": "transformer|vit",
+    "figure 3": "eigenvalue|retraction|momentum|manifold|step",
+    "figure 4": "metric|eigenvalue",
+    "figure 5": "inner|iterations|root|cayley",
+    "figure 6": "polar|retraction|momentum",
+    "eq. 7": "dynamics",
+    "eq. 8": "dynamics|velocity|order|equation",
+    "eq. 12": "line",
+    "eq. 13": "line",
+    "eq. 14": "line",
+    "eq. 34": "line",
+    "appendix c": "products|complexity",
+    "appendix f": "friction",
+    "appendix m.2": "cayley|exponential|expm",
+    "appendix m.4": "line",
+    "appendix m.5": "line",
+    "appendix p.3": "transformer|augment",
+}
+LIKHOSHERSTOV = {
+    "section 1": "reflections|times faster",
+    "section 2.2.1": "scornn|exprnn|own|urnn",
+    "section 2.2.2": "descent|rgd",
+    "section 2.3": "complexity",
+    "section 3.1": "cwy|factor|rnn|rollout|recurr",
+    "section 3.2": "t-cwy",
+    "section 3.3": "sgd|converge",
+    "section 3.4": "conv",
+    "section 4.1": "copying|digits|pixel",
+    "section 4.2": "translat",
+    "section 4.3": "likhosherstov.video",
+    "theorem 1": "reflection|start|given",
+    "theorem 2": r"reflection|product|\(v_1\)",
+    "theorem 3": "t-?cwy|truncated|first m columns",
+    "theorem 4": "gradient|sgd",
+    "lemma 1": r"cayley|\(i \+ a/2\)",
+    "eq. 3": "reflections",
+    "table 1": "rollout|complexity",
+    "table 2": "flops|counts|rgd",
+    "table 3": "translat|row|reflections",
+    "table 4": "video|parameters|convlstm",
+    "table 5": "translat",
+    "figure 1": "copying|pixel|forward|exponential|cwy|order",
+    "figure 2": "reflections",
+    "figure 3": "likhosherstov.video",
+    "figure 4": "copying|pixel|cells",
+    "figure 5": "attention",
+    "appendix a": "descent|retraction|cayley",
+    "appendix b": "conv",
+    "appendix c": "copying|pixel|digits",
+    "appendix d": "translat",
+    "appendix e": "video|convlstm|instance|sequence",
+}
+CONTENTS = {"kong": KONG, "likhosherstov": LIKHOSHERSTOV}
+# Cited by number as well: nobody checked these against their sources here, only that no number is
+# cited that is not listed.
+OTHERS = {
+    "absil": {"section 4.1"},
+    "arjovsky": {"eq. 6", "eq. 8"},
+    "higham": {"eq. 2.6"},
+    "huang": {"eq. 5"},
+    "jing": {"eq. 6"},
+    "li, li": {"algorithm 1", "algorithm 2"},
+    "lin, fan": {"algorithm 1", "algorithm 2", "eq. 3"},
+    "wolkowicz": {"theorem 2.1"},
+    "yang": {"section 3"},
+}
+PAPERS = "kong|likhosherstov|cwy paper|" + "|".join(OTHERS)
+KINDS = "section|table|figure|algorithm|theorem|lemma|appendix|remark|equation|eq\\."
+PLACE = re.compile(rf"\b({KINDS})s?\s+\(?((?:\d+[a-d]?|[a-z])(?:\.\d+)*)\b(?!-)", re.IGNORECASE)
+MORE = re.compile(r"(?:,| and| to|, and) \(?((?:\d+[a-d]?)(?:\.\d+)*|[a-z]\.\d+)\b(?!\s?[a-z%])")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Docstrings and runs of comments, or sections of a page, in lower case, on one line each."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield from (" ".join(part.lower().split()) for part in source.split("\n#"))
+        return
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield " ".join(text.lower().split())
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    last, run = -2, ""
+    for token in tokens:
+        if token.type == tokenize.COMMENT:
+            run = f"{run} {token.string[1:]}" if token.start[0] == last + 1 else token.string[1:]
+            last = token.start[0]
+            yield " ".join(run.lower().split())
+
+
+def places(text: str) -> Iterator[tuple[int, str]]:
+    """Where a numbered place is cited, and which: "figures 3 and 4" are two."""
+    for found in PLACE.finditer(text):
+        kind, number = found[1].lower(), found[2].lower()
+        kind = "eq." if kind.startswith("eq") else kind
+        if (kind == "appendix") != number[0].isalpha():
+            continue
+        whole = number if kind == "eq." else re.sub(r"(\d)[a-d]$", r"\1", number)
+        yield found.start(), f"{kind} {whole}"
+        end = found.end()
+        while more := MORE.match(text, end):
+            yield found.start(), f"{kind} " + re.sub(r"(\d)[a-d]$", r"\1", more[1])
+            end = more.end()
+
+
+def source_of(text: str, at: int) -> str | None:
+    """The paper named last before ``at``, else first after it in the same text."""
+    named = [*re.finditer(PAPERS, text)]
+    before = [name for name in named if name.start() < at]
+    chosen = before[-1] if before else named[0] if named else None
+    return None if chosen is None else chosen[0].replace("cwy paper", "likhosherstov")
+
+
+@functools.cache
+def citations() -> list[tuple[str, str, int, str]]:
+    """Every numbered place that is cited: its file, the text, where in it, and which place."""
+    return [
+        (str(path.relative_to(ROOT)), text, at, place)
+        for path in (*SOURCES, *PAGES)
+        for text in dict.fromkeys(texts(path))
+        for at, place in places(text)
+        if source_of(text, at) is not None
+    ]
+
+
+def test_citations_are_found() -> None:
+    found = [place for _, place in places("figures 3 to 6, eq. (2.6), appendix M.2, table 4b")]
+    assert found == ["figure 3", "figure 6", "eq. 2.6", "appendix m.2", "table 4"]
+    assert len(citations()) > 50
+
+
+def fault(text: str, at: int, place: str) -> str | None:
+    """What is wrong with a citation, if anything."""
+    paper = source_of(text, at)
+    assert paper is not None
+    if paper not in CONTENTS:
+        return None if place in OTHERS[paper] else f"{place} of {paper} is not listed"
+    if place not in CONTENTS[paper]:
+        return f"no {place} in {paper}"
+    found = re.search(CONTENTS[paper][place], text)
+    return None if found else f"{place} of {paper} is about something else"
+
+
+def test_cited_places_are_about_what_is_said() -> None:
+    for path, *citation in citations():
+        assert not (wrong := fault(*citation)), f"{path}: {wrong}"
+
+
+def rows() -> Iterator[tuple[str, list[str]]]:
+    """The paper and the cells of every row of the page."""
+    paper = ""
+    for line in TABLE.splitlines():
+        if line.startswith("## "):
+            paper = line[3:].split(",")[0].split()[0].lower()
+        elif line.startswith("| ") and not line.startswith("| Claim"):
+            yield paper, [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_every_row_of_the_page_has_a_place_and_a_verdict() -> None:
+    found: dict[str, set[str]] = {paper: set() for paper in CONTENTS}
+    folders: dict[str, str] = {}
+    for paper, cells in rows():
+        claim, place, published, ours, command, scale, verdict = cells
+        assert verdict in ("reproduced", "partly", "not", "not tried"), claim
+        assert all((claim, published, ours, scale)), cells
+        assert (ours == "-") <= (verdict == "not tried"), claim
+        assert re.search(r"`([SB](\.\w+)+|pytest )|as above", command), (claim, command)
+        cited = {name for _, name in places(place)}
+        assert cited <= CONTENTS[paper].keys(), (claim, cited)
+        found[paper] |= cited
+        for tests in re.findall(r"`pytest ([\w/.]+)", command):
+            assert (ROOT / tests).exists(), tests
+        for program, flags in re.findall(r"`([SB](?:\.\w+)+)([^`]*)`", command):
+            path = ROOT / f"{program.replace('.', '/')}.py".replace(
+                "S/", "benchmarks/papers/"
+            ).replace("B/", "benchmarks/")
+            assert path.exists(), program
+            shared = ROOT / "benchmarks" / "common"
+            known = " ".join(
+                file.read_text(encoding="utf-8")
+                for file in (*path.parent.glob("*.py"), *shared.glob("*.py"))
+            )
+            for flag in re.findall(r"--[\w-]+", flags):
+                assert f'"{flag}"' in known, (program, flag)
+            named = re.search(r"--output (\S+)", flags)
+            if named or program.startswith("S."):
+                folder = named[1] if named else program  # its own
+                first = folders.setdefault(folder, f"{program}{flags}")
+                assert f"{program}{flags}" == first, f"two commands write to {folder}"
+    for paper, contents in CONTENTS.items():
+        experiments = {name for name in contents if name.split()[0] in ("table", "figure")}
+        missing = experiments - found[paper] - {"figure 5"}
+        assert not missing, f"{paper}: no row for {missing}"
+
+
+@pytest.mark.parametrize(
+    ("program", "published"),
+    [
+        (
+            "kong.orthogonal_vit",
+            {"layers": 7, "width": 384, "feed_forward": 384, "heads": 12, "patch": 4}
+            | {"warmup": 5, "smoothing": 0.1, "augment": "auto", "penalty": 1e-6},
+        ),
+        ("likhosherstov.copying", {"length": 1000, "hidden": 190, "start": "henaff"}),
+        ("likhosherstov.pixel_mnist", {"data": "mnist", "side": None, "start": "helfrich"}),
+        (
+            "likhosherstov.translation",
+            {"hidden": 1024, "embedding": 256, "batch_size": 64, "lr": 1e-2, "epochs": 10}
+            | {"attention": "additive", "clip": 0, "seeds": [0, 1, 2]},
+        ),
+        (
+            "likhosherstov.video",
+            {"side": 128, "channels": 32, "batch_size": 3, "lr": 1e-3, "sgd_lr": 1e-3}
+            | {"epochs": 150, "first_stride": 2, "clip": 0},
+        ),
+    ],
+)
+def test_the_preset_of_the_paper_has_its_settings(program: str, published: dict[str, Any]) -> None:
+    options = importlib.import_module(f"benchmarks.papers.{program}").parse_arguments(
+        ["--preset", "paper"]
+    )
+    assert {key: getattr(options, key) for key in published} == published
+
+
+def test_nothing_else_is_called_as_published() -> None:
+    for path in SOURCES:
+        assert "(as published)" not in path.read_text(encoding="utf-8"), path

@@ -1,0 +1,61 @@
+"""The README is short, it runs, it shows what it prints, and its links lead somewhere.
+
+Every python block is executed, in a namespace of its own. A block of text that follows one is what
+it prints, but for the digits that rounding and the draw decide. Tables: `test_publish.py`.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+BLOCKS = [
+    pytest.param(line, found["code"], found["printed"], id=f"line {line + 1}")
+    for found in BLOCK.finditer(README)
+    for line in [README.count("\n", 0, found.start("code"))]
+]
+
+
+def without_digits(text: str) -> str:
+    return re.sub(r"\d\.\de-\d\d|\d\d%", "#", text)
+
+
+def test_it_is_read_in_two_minutes() -> None:
+    assert len(README.splitlines()) <= 200
+    assert len(README.encode()) <= 14_000
+
+
+def test_there_is_something_to_run() -> None:
+    assert README.count("```python") == len(BLOCKS) == 8
+    assert README.count("```text") == sum(block.values[2] is not None for block in BLOCKS) > 0
+
+
+@pytest.mark.parametrize(("line", "code", "printed"), BLOCKS)
+def test_block_runs(
+    line: int,
+    code: str,
+    printed: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    # The blank lines make a traceback point at the line in the README.
+    exec(compile("\n" * line + code, str(ROOT / "README.md"), "exec"), {"__name__": "readme"})
+    if printed is not None:
+        assert without_digits(capsys.readouterr().out) == without_digits(printed)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'src="([^"]+)"', text)
+    missing = [t for t in targets if "://" not in t and not (ROOT / t).exists()]
+    assert not missing

@@ -1,0 +1,379 @@
+"""Laws of every optimizer over drawn shapes, readings, options, strides and gradients.
+
+`pytest tests/step/test_properties.py --hypothesis-profile=thorough` tries 80 times as many.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    IS_ON_CPU,
+    OPTIMIZERS,
+    assert_same,
+    constrained,
+    model,
+    on_machines,
+    optimizer,
+    train,
+)
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import stiefel_opt as so
+
+settings.register_profile("short", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=2000, deadline=None)
+if settings.get_current_profile_name() == "default":
+    settings.load_profile("short")
+
+DRIFT_STEPS = 100_000
+
+# ---- what is drawn -----------------------------------------------------------------------------
+
+FLAG = st.booleans()
+METRIC = st.sampled_from(["canonical", "euclidean", -1.0, 0.3])
+TRANSPORT = st.sampled_from(["isometric", "projected"])
+BETA = st.sampled_from([0.0, 0.5, 0.9, 0.999])
+
+
+@st.composite
+def sgd_momentum(draw: Any) -> dict[str, Any]:
+    momentum = draw(st.sampled_from([0.0, 0.5, 0.9]))
+    nesterov = momentum > 0 and draw(FLAG)
+    dampening = 0.0 if nesterov else draw(st.sampled_from([0.0, 0.4]))
+    return {"momentum": momentum, "nesterov": nesterov, "dampening": dampening}
+
+
+@st.composite
+def rules(draw: Any) -> tuple[Any, dict[str, Any]]:
+    """An optimizer class with options; every learning rate is mild enough to compare results."""
+    # StiefelMuon ends its search at a tolerance, and has properties of its own
+    kinds = [kind for kind, _ in OPTIMIZERS.values() if kind is not so.StiefelMuon]
+    rule = draw(st.sampled_from(kinds))
+    options = {
+        "lr": draw(st.sampled_from([1e-4, 1e-2, 0.1])),
+        "maximize": draw(FLAG),
+        "weight_decay": draw(st.sampled_from([0.0, 0.1])),
+    }
+    if issubclass(rule, (so.StiefelAdam, so.CayleyAdam)):
+        options |= {"betas": (draw(BETA), draw(st.sampled_from([0.9, 0.999])))}
+        options |= {"amsgrad": draw(FLAG)}
+        if rule is not so.StiefelAdamW:
+            options |= {"decoupled_weight_decay": draw(FLAG)}
+    else:
+        options |= draw(sgd_momentum())
+    if issubclass(rule, (so.StiefelSGD, so.StiefelAdam)):
+        options |= {"metric": draw(METRIC), "transport": draw(TRANSPORT)}
+    elif rule is so.ProjectedRGD:
+        options |= {"metric": draw(METRIC)}
+        options |= {"retraction": draw(st.sampled_from(["cayley", "qr", "polar"]))}
+    else:
+        options |= {"steps": draw(st.integers(1, 5)), "exact": draw(FLAG)}
+    return rule, options
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A shape with its reading, and what the values and gradients are made of."""
+
+    shape: tuple[int, ...]
+    manifold: so.Stiefel
+    dtype: torch.dtype
+    layout: str
+    grad_layout: str
+    grad_kind: str
+    grad_size: float
+    seed: int
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def parameter(self) -> so.ManifoldParameter:
+        value = torch.randn(self.shape, generator=self.generator(), dtype=self.dtype)
+        parameter = so.ManifoldParameter(laid_out(value, self.layout), self.manifold, project=False)
+        holder = torch.nn.Module()
+        holder.weight = parameter
+        so.constrain(holder, **self.manifold.as_dict())
+        return parameter
+
+    def grad(self, parameter: Tensor, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + 1 + step)
+        grad = torch.randn(self.shape, generator=generator, dtype=self.dtype)
+        if self.grad_kind == "zero" or (self.grad_kind == "zero at first" and step == 0):
+            grad = torch.zeros_like(grad)
+        elif self.grad_kind == "of rank one":
+            grad = grad[..., :1] * grad[..., :1, :]
+        elif self.grad_kind == "normal":
+            grad = parameter.detach() * grad.mean()
+        return laid_out(self.grad_size * grad, self.grad_layout)
+
+    def matrices(self, tensor: Tensor) -> list[Tensor]:
+        """Every constrained matrix of a tensor like the parameter, tall."""
+        parts = enumerate(self.manifold.parts(tensor))
+        read = [self.manifold.matrices(part, index) for index, part in parts]
+        return [matrix for batch in read for matrix in batch.reshape(-1, *batch.shape[-2:])]
+
+
+def laid_out(value: Tensor, layout: str) -> Tensor:
+    """The same numbers with other strides."""
+    if layout == "transposed":
+        return value.mT.contiguous().mT
+    if layout == "with gaps":
+        return torch.stack((value, value), dim=-1)[..., 0]
+    if layout == "channels last" and value.ndim == 4:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value.contiguous()
+
+
+LAYOUT = st.sampled_from(["contiguous", "transposed", "with gaps", "channels last"])
+
+
+@st.composite
+def drawn_parameters(draw: Any, dtypes: tuple[torch.dtype, ...]) -> Drawn:
+    rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    lead = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    heads = draw(st.integers(1, 3))
+    transposed, flatten = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+    options: dict[str, Any] = {"heads": heads, "scale": draw(st.sampled_from([1.0, 2.5]))}
+    plain = draw(st.integers(0, 2)) if not flatten else 0
+    count = heads * rows + plain
+    if plain:
+        options["rows"] = (plain - 1, count - 1)
+    if flatten:
+        shape = (count, columns, *draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    elif transposed:
+        shape = (*lead, columns, count)
+    else:
+        shape = (*lead, count, columns)
+    kinds = ["gaussian", "zero", "zero at first", "of rank one"]
+    if not plain:
+        kinds.append("normal")
+    return Drawn(
+        shape,
+        so.Stiefel(flatten=flatten, transposed=transposed, **options),
+        draw(st.sampled_from(dtypes)),
+        draw(LAYOUT),
+        draw(LAYOUT),
+        draw(st.sampled_from(kinds)),
+        draw(st.sampled_from([1e-12, 1.0, 1e3])),
+        draw(st.integers(0, 10**6)),
+    )
+
+
+def train_alone(
+    rule: Any, options: dict[str, Any], drawn: Drawn, parameter: Tensor, steps: int
+) -> torch.optim.Optimizer:
+    opt: torch.optim.Optimizer = rule([parameter], **options)
+    for step in range(steps):
+        parameter.grad = drawn.grad(parameter, step)
+        opt.step()
+    return opt
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 1000 * torch.finfo(dtype).eps
+
+
+# ---- laws --------------------------------------------------------------------------------------
+
+
+BOTH = (torch.float32, torch.float64)
+
+
+def check_a_training(rule: Any, drawn: Drawn, faster: float) -> None:
+    kind, options = rule
+    options["lr"] *= faster
+    parameter = drawn.parameter()
+    before = parameter.data_ptr(), parameter.stride(), parameter.dtype
+    start = parameter.detach().clone()
+    opt = kind([parameter], **options)
+    for step in range(3):
+        grad = drawn.grad(parameter, step)
+        parameter.grad, kept = grad, grad.clone()
+        opt.step()
+        assert parameter.grad is grad
+        assert torch.equal(grad, kept)
+        assert so.orthonormality_error(parameter) < tolerance(drawn.dtype)
+        assert parameter.isfinite().all()
+    assert before == (parameter.data_ptr(), parameter.stride(), parameter.dtype)
+    if drawn.grad_kind == "zero":
+        for old, new in zip(drawn.matrices(start), drawn.matrices(parameter), strict=True):
+            torch.testing.assert_close(new, old, rtol=0, atol=tolerance(drawn.dtype))
+
+
+@given(rules(), drawn_parameters(BOTH), st.sampled_from([1.0, 1e3]))
+def test_it_stays_on_the_manifold_and_leaves_all_else_alone(rule, drawn, faster):
+    """Also for rates far too large."""
+    check_a_training(rule, drawn, faster)
+
+
+@settings(max_examples=10)
+@given(rules(), drawn_parameters(BOTH))
+def test_an_accelerator_does_so_too(rule, drawn):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IS_ON_CPU, lambda _: False)
+        check_a_training(rule, drawn, 1.0)
+
+
+@pytest.mark.usefixtures("compiled")
+@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rules(), drawn_parameters(BOTH))
+def test_a_compiled_step_does_so_too(rule, drawn):
+    torch._dynamo.reset()
+    check_a_training(rule, drawn, 1.0)
+
+
+@given(rules(), drawn_parameters((torch.float64,)))
+def test_strides_change_nothing_but_rounding(rule, drawn):
+    kind, options = rule
+    plain_layout = copy.copy(drawn)
+    object.__setattr__(plain_layout, "layout", "contiguous")
+    object.__setattr__(plain_layout, "grad_layout", "contiguous")
+    found, expected = drawn.parameter(), plain_layout.parameter()
+    train_alone(kind, options, drawn, found, 3)
+    train_alone(kind, options, plain_layout, expected, 3)
+    torch.testing.assert_close(found.data, expected.data, rtol=1e-6, atol=1e-7)
+
+
+@given(rules(), drawn_parameters((torch.float64,)))
+def test_every_matrix_moves_as_if_it_were_alone(rule, drawn):
+    """The reading is a way to write many parameters as one; a scale is one of the rate."""
+    kind, options = rule
+    parameter, scale = drawn.parameter(), drawn.manifold.scale
+    alone = [so.ManifoldParameter(matrix.detach() / scale) for matrix in drawn.matrices(parameter)]
+    opt = kind([parameter], **options)
+    others = [kind([matrix], **{**options, "lr": options["lr"] / scale}) for matrix in alone]
+    for step in range(3):
+        parameter.grad = drawn.grad(parameter, step)
+        for matrix, grad, other in zip(alone, drawn.matrices(parameter.grad), others, strict=True):
+            matrix.grad = grad.contiguous()
+            other.step()
+        opt.step()
+    for found, expected in zip(drawn.matrices(parameter), alone, strict=True):
+        torch.testing.assert_close(found / scale, expected.data, rtol=1e-6, atol=1e-7)
+
+
+@given(rules(), drawn_parameters(BOTH), st.integers(0, 4))
+def test_a_checkpoint_continues_bit_for_bit(rule, drawn, steps):
+    # A momentum of nothing but rounding looks stale after loading, which costs the last bit.
+    assume(drawn.grad_kind != "normal")
+    kind, options = rule
+    first = drawn.parameter()
+    opt = train_alone(kind, options, drawn, first, steps)
+    second = so.ManifoldParameter(
+        laid_out(first.detach().clone(), drawn.layout), drawn.manifold, project=False
+    )
+    resumed = kind([second], **options)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for step in range(steps, steps + 2):
+        first.grad = drawn.grad(first, step)
+        second.grad = drawn.grad(first, step)
+        opt.step()
+        resumed.step()
+    assert torch.equal(first, second)
+
+
+@given(drawn_parameters(BOTH))
+def test_projection_is_near_idempotent_and_spares_what_is_plain(drawn):
+    holder = torch.nn.Module()
+    holder.weight = drawn.parameter()
+    with torch.no_grad():
+        holder.weight.add_(0.1 * torch.randn(drawn.shape, generator=drawn.generator()))
+    moved = holder.weight.detach().clone()
+    so.project_(holder)
+    once = holder.weight.detach().clone()
+    assert so.orthonormality_error(holder) < tolerance(drawn.dtype)
+    for old, new in zip(
+        drawn.manifold.plain_parts(moved), drawn.manifold.plain_parts(once), strict=True
+    ):
+        assert torch.equal(old, new)
+    for old, new in zip(drawn.matrices(moved), drawn.matrices(once), strict=True):
+        # the nearest point: X' A is symmetric and positive semidefinite
+        overlap = new.mT @ old
+        torch.testing.assert_close(overlap, overlap.mT, rtol=1e-4, atol=1e-4)
+        assert torch.linalg.eigvalsh(overlap).min() > -1e-4
+    so.project_(holder)
+    torch.testing.assert_close(holder.weight.data, once, rtol=0, atol=tolerance(drawn.dtype))
+
+
+# ---- threads -----------------------------------------------------------------------------------
+
+
+@on_machines(cpu="sgd adam", as_accelerator="cayley-adam")
+def test_two_optimizers_in_two_threads_do_not_meet(name):
+    nets = {seed: model(seed) for seed in (0, 1)}  # in turns; building draws from the global state
+    for net in nets.values():
+        train(net, optimizer(name, net.parameters()), 0, 10)
+    results: dict[Any, Any] = {}
+    barrier = threading.Barrier(2, timeout=600)
+    prepared = {seed: model(seed) for seed in (0, 1)}
+
+    count = torch.get_num_threads()  # a sum depends on it, and each thread has its own
+
+    def together(seed: int) -> None:
+        torch.set_num_threads(count)
+        net = prepared[seed]
+        opt = optimizer(name, net.parameters())
+        barrier.wait()
+        train(net, opt, 0, 10)
+        results[seed] = net.state_dict()
+
+    threads = [threading.Thread(target=together, args=(seed,)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(600)
+    for seed, net in nets.items():
+        assert_same(results[seed], net.state_dict())
+
+
+# ---- memory and drift --------------------------------------------------------------------------
+
+
+def peak_bytes(opt: torch.optim.Optimizer) -> int:
+    """The largest amount of memory that a step holds on top of what was there before."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiler:
+        opt.step()
+    recorded = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in recorded if e.name() == "[memory]"]
+    held = list(itertools.accumulate(size for _, size in sorted(changes)))
+    return max(held, default=0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam-amsgrad", "rgd", "cayley-adam"])
+def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
+    n, m = 4000, 10
+    parameter = so.ManifoldParameter(torch.linalg.qr(torch.randn(n, m))[0])
+    opt = optimizer(name, [parameter])
+    for _ in range(2):
+        parameter.grad = torch.randn(n, m)
+        opt.step()
+    parameter.grad = torch.randn(n, m)
+    size = 4 * n * m
+    assert size / 4 < peak_bytes(opt) < 8 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", OPTIMIZERS)
+def test_a_hundred_thousand_steps_in_float32_do_not_drift(algorithm):
+    net = model()
+    opt = optimizer(algorithm, net.parameters(), lr=0.01)
+    largest = 0.0
+    generator = torch.Generator().manual_seed(0)
+    matrices = list(constrained(net).values())
+    for step in range(DRIFT_STEPS):
+        for parameter in matrices:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        opt.step()
+        if step % 1000 == 999:
+            largest = max(largest, so.orthonormality_error(net).item())
+    assert largest < 1e-5
