@@ -18,15 +18,17 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import HALF, check_range, fail
-from stiefel_opt.functional.cayley import cayley_adam_
+from stiefel_opt.functional.cayley import SQUARE, cayley_adam
+from stiefel_opt.functional.flows import Move, Tensors
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.cayley import CayleySGD
 from stiefel_opt.optim.checks import listed
-from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.commit import Step
 from stiefel_opt.optim.families import SGDLike
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
+from stiefel_opt.optim.torch_rules import Group
 
 __all__ = ["SGDG", "AdamG", "CaileySGD"]
 
@@ -186,30 +188,29 @@ class AdamG(_Splitting, SGDLike):
         super().__init__(params, defaults)
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
         check_range("beta2", group["beta2"], 0.0, 1.0)
         check_range("epsilon", group["epsilon"], 0.0)
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        return StateNames(("momentum_skew",), (), ("momentum_normal",), ("exp_avg_sq_norm",))
+    def declare_state(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE, State(SQUARE, "1", dtype="real")
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        return cayley_adam_(
-            given.point,
-            given.grad,
-            given.state["momentum_skew"],
-            given.state.get("momentum_normal"),
-            given.state["exp_avg_sq_norm"],
-            lr=given.lr,
-            step=given.step,
+    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
+        return cayley_adam(
+            X,
+            G,
+            state,
+            lr=step.lr,
+            step=step.number,
             betas=(group["momentum"], group["beta2"]),
             eps=group["epsilon"],
             steps=_STEPS,
-            setting=given.setting,
+            sums=step.sums,
+            reader=step.reader,
         )
 
 

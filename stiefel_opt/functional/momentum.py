@@ -196,7 +196,7 @@ def adam(
     return new_X, new | of_normal | carried, length
 
 
-# ---- the normal momentum of SGD, not evaluated -----------------------------------------------------
+# ---- the normal momentum of SGD, not evaluated ---------------------------------------------------
 
 
 def _deferred_momentum(
@@ -267,7 +267,7 @@ def corrected_deferred(
     return add_product(X, X, half), {SHIFT: shift}
 
 
-# ---- moves ----------------------------------------------------------------------------------------
+# ---- moves ---------------------------------------------------------------------------------------
 
 
 def advance(
@@ -369,7 +369,7 @@ def _times(U: Tensor, momentum: float, mu: Tensor | None) -> Tensor:
     return U * momentum if mu is None else product(U, mu)
 
 
-# ---- moments --------------------------------------------------------------------------------------
+# ---- moments -------------------------------------------------------------------------------------
 
 
 def moments(
@@ -395,9 +395,9 @@ def moments(
         mean = product(first, mu).add_(value, alpha=1 - betas[0])
     new = {"momentum_" + part: mean, "exp_avg_sq_" + part: square}
     largest = state.get("max_exp_avg_sq_" + part)
-    return new if largest is None else new | {
-        "max_exp_avg_sq_" + part: torch.maximum(largest, square)
-    }
+    return (
+        new if largest is None else new | {"max_exp_avg_sq_" + part: torch.maximum(largest, square)}
+    )
 
 
 def precondition(

@@ -220,9 +220,7 @@ def _turn_square(
     return polar_factor_by_sums(turned, sums), new, length
 
 
-def _turned(
-    X: Tensor, ahead: Tensor, lr: Scalar, rotation: str
-) -> tuple[Tensor, Tensor, Length]:
+def _turned(X: Tensor, ahead: Tensor, lr: Scalar, rotation: str) -> tuple[Tensor, Tensor, Length]:
     """Return Xh of phi_1 along ``ahead``, what X was multiplied by, and the length; in float64."""
     ahead = ahead.to(_wide(X.dtype))
     turn = ahead * shortened(infinity_norm(ahead), lr, _DIGITS / torch.finfo(X.dtype).eps)

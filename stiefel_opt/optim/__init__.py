@@ -1,9 +1,12 @@
 """Optimizers for models in which some parameters stay orthonormal."""
 
+from stiefel_opt.optim.base import StiefelOptimizer as StiefelOptimizer
 from stiefel_opt.optim.cayley import CayleyAdam as CayleyAdam
 from stiefel_opt.optim.cayley import CayleySGD as CayleySGD
+from stiefel_opt.optim.commit import Step as Step
 from stiefel_opt.optim.descent import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim.muon import StiefelMuon as StiefelMuon
+from stiefel_opt.optim.state import State as State
 from stiefel_opt.optim.stiefel import StiefelAdam as StiefelAdam
 from stiefel_opt.optim.stiefel import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim.stiefel import StiefelSGD as StiefelSGD

@@ -184,14 +184,23 @@ class StiefelOptimizer(Optimizer, ABC):
         """Move plain tensors in place; ``states`` holds a dict for each, empty at first."""
 
     def correct(
-        self, group: Group, X: Tensor, state: Mapping[str, Tensor], sums: Sums, own: Tensor | None
+        self,
+        group: Group,
+        X: Tensor,
+        state: Mapping[str, Tensor],
+        sums: Sums,
+        own: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:
         """Return X and the changed state without rounding in X'X, and X'U of normal state."""
         declared = self.declare_state(group)
         normal = tuple(kind.name for kind in declared if kind.symmetry == "normal")
         return corrected(X, state, sums, normal, own)
 
-    def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    def _velocity_in(
+        self,
+        X: Tensor,  # noqa: ARG002
+        state: Tensors,
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return Z and U of the momentum X Z + U at X; None for what there is not."""
         return state.get(SKEW), state.get(NORMAL)
 

@@ -339,9 +339,11 @@ class Windows:
         method = weakref.WeakMethod(forget)
         self._is_gone = False
 
-        def gone(_: Any, this: Any = weakref.ref(self)) -> None:
-            if (windows := this()) is not None:
-                windows._is_gone = True
+        this = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            if (watched := this()) is not None:
+                watched._is_gone = True
             if (release := method()) is not None:
                 release()
 
@@ -410,7 +412,9 @@ def stacks_of(
     return [Stack(blocks, declared) for blocks in kinds.values()]
 
 
-def plain_rows_of(weights: list[Weight], values: list[Tensor]) -> list[tuple[Weight, list[StateDict]]]:
+def plain_rows_of(
+    weights: list[Weight], values: list[Tensor]
+) -> list[tuple[Weight, list[StateDict]]]:
     """Return the parameters with plain rows, and torch's state of each of their ranges."""
     pairs = []
     for weight, value in zip(weights, values, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -92,7 +92,7 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 
 
 def check_common_options(group: Group) -> None:
-    """Raise unless the options that every optimizer has make sense, and those of torch's kernels."""
+    """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
     lr = group["lr"]
     if isinstance(lr, Tensor):

@@ -386,9 +386,7 @@ class WeightGroup:
     def _remember_what_was_written(self, moved: set[int]) -> None:
         """Whatever a parameter is now is known to be on the manifold, if it has moved."""
         earlier, before = self._seen, self._now
-        self._seen = [
-            (now[0], then[1]) for now, then in zip(self._look(), before, strict=True)
-        ]
+        self._seen = [(now[0], then[1]) for now, then in zip(self._look(), before, strict=True)]
         for place in range(len(self.weights)):
             was_looked_at = self._ok is not None and place in self._changed
             stays = place not in moved or (was_looked_at and not self._ok[place])  # type: ignore[index]

@@ -24,6 +24,7 @@ from stiefel_opt.functional.momentum import (
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.linalg import Sums
+from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import check_metric, check_transport
 from stiefel_opt.optim.commit import Step
@@ -57,7 +58,7 @@ class StiefelSGD(SGDLike):
         X \leftarrow (X\,\mathrm{rot}(\eta Z) + \eta U) R,\quad
         U \leftarrow (U - \eta X\,\mathrm{rot}(\eta Z)\, U^\top U) R
 
-    for the canonical metric; see :func:`stiefel_opt.functional.sgd_` for all variants. Constrained
+    for the canonical metric; see :func:`stiefel_opt.functional.sgd` for all variants. Constrained
     are parameters with a tag (:func:`stiefel_opt.constrain`, :class:`ManifoldParameter`), or those
     of groups with ``stiefel``. One learning rate serves both kinds.
 
@@ -150,7 +151,12 @@ class StiefelSGD(SGDLike):
 
     @override
     def correct(
-        self, group: Group, X: Tensor, state: Mapping[str, Tensor], sums: Sums, own: Tensor | None
+        self,
+        group: Group,
+        X: Tensor,
+        state: Mapping[str, Tensor],
+        sums: Sums,
+        own: Tensor | None = None,
     ) -> tuple[Tensor, Tensors]:
         return corrected_deferred(X, state, sums, own)
 
@@ -200,7 +206,7 @@ class StiefelAdam(AdamLike):
         Z_p = \frac{Z/c_1}{\sqrt{p/c_2} + \epsilon},\quad
         V = (I - XX^\top) \frac{U/c_1}{\sqrt{q/c_2} + \epsilon},\quad c_i = 1 - \beta_i^t,
 
-    and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam_`. A
+    and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam`. A
     constant factor on the loss changes nothing (it does with published transport).
 
     Args:
