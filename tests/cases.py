@@ -6,7 +6,6 @@ An `OptimizerCase` is one rule with one set of options.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable
@@ -64,37 +63,6 @@ def mixed(count: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
         generator.shuffle(repeated)
         found.append(repeated)
     return list(zip(*found, strict=True))
-
-
-def in_one_test(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Any], Any]:
-    """As `pytest.mark.parametrize`, for rows that take milliseconds: all of them are one test."""
-    single = isinstance(names, str)
-    columns = (names,) if isinstance(names, str) else names
-    table = [(row,) if single else getattr(row, "values", row) for row in rows]
-    assert table
-
-    def mark(test: Callable[..., None]) -> Callable[..., None]:
-        def every(**fixtures: Any) -> None:
-            for row in table:
-                values = dict(zip(columns, row, strict=True))
-                torch.manual_seed(0)
-                try:
-                    test(**values, **fixtures)
-                except BaseException as error:
-                    raise AssertionError(f"{test.__name__} with {values}") from error
-
-        every.__name__, every.__doc__, every.__module__ = (
-            test.__name__,
-            test.__doc__,
-            test.__module__,
-        )
-        signature = inspect.signature(test)
-        left = [p for p in signature.parameters.values() if p.name not in columns]
-        every.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-        every.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
-        return every
-
-    return mark
 
 
 METRICS = ("canonical", "euclidean", -1.0, 0.3)

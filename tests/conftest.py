@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,8 +18,37 @@ from contract import IS_ON_CPU, OPTIMIZERS
 
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks; behind what is installed
 
+ADDRESS = re.compile(r" at 0x\w+")
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
+
+
+def pytest_make_parametrize_id(val: Any) -> str | None:
+    """Name the rows of a table by their values, so that ``-k`` reaches them."""
+    return " ".join(shown(val).split())[:60]
+
+
+def shown(value: Any) -> str:
+    """A value in a few characters, the same in every process."""
+    if isinstance(value, dict):
+        return ",".join(f"{shown(key)}={shown(item)}" for key, item in value.items()) or "default"
+    if isinstance(value, torch.Tensor):
+        whole = value.numel() == 1
+        return f"tensor {value.item():g}" if whole else f"tensor {shown(tuple(value.shape))}"
+    if isinstance(value, torch.Size | tuple | list):
+        between = "x" if all(type(item) is int for item in value) else ","
+        return between.join(map(shown, value)) or "none"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer | np.ndarray):
+        return type(value).__name__
+    if isinstance(value, functools.partial):
+        return f"{shown(value.func)} {shown(value.keywords)}"
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    if name == "<lambda>":
+        return " ".join(value.__code__.co_names)  # of what it calls
+    return name if isinstance(name, str) else ADDRESS.sub("", str(value))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed
+from cases import in_turn, mixed
 from processes import server
 
 from benchmarks.common import augment, programs, training
@@ -285,7 +285,7 @@ def test_start_again_without_resume(tmp_path) -> None:
     assert json.loads((tmp_path / "runs" / "SGD-seed-0.json").read_text())["batch_size"] == 16
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "plain", "constrained"),
     [
         ("stiefel-sgd", {"lr": 0.15, "momentum": 0.9}, {"lr": 0.15, "momentum": 0.9}),
@@ -483,7 +483,7 @@ def test_auto_augment_is_the_policy_of_cifar() -> None:
     assert float(same) / 4 == pytest.approx(sum(alone) / 25, abs=0.05)
 
 
-@in_one_test("name", ["rotate", "translate x", "translate y", "shear y", *augment.DULL])
+@pytest.mark.parametrize("name", ["rotate", "translate x", "translate y", "shear y", *augment.DULL])
 def test_an_operation_of_no_size_changes_nothing(name) -> None:
     images = torch.randint(0, 256, (4, 3, 8, 8)).float()
     assert torch.equal(augment.operate(name, images, 0.0, torch.ones(4)), images)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from cases import in_one_test, in_turn, pairwise
+from cases import in_turn, pairwise
 from map_cases import FUNCTIONS, error_of, gaussian, orthonormal
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -25,7 +25,7 @@ from stiefel_opt.functional import (
 
 SHAPES = [(5, 5), (2, 3, 6, 4), (40, 40), (6, 2), (1, 1), (4, 4), (3, 1)]
 DTYPES = [torch.float64, torch.complex128]
-shapes_and_dtypes = in_one_test(("shape", "dtype"), in_turn(SHAPES, DTYPES))
+shapes_and_dtypes = pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES))
 
 
 def eye(size):
@@ -55,7 +55,7 @@ def test_columns_are_orthonormal_and_both_derivatives_right(case):
 FREE = {name: case for name, case in FUNCTIONS.items() if "based" not in name}  # one matrix
 
 
-@in_one_test("case", FREE.values())
+@pytest.mark.parametrize("case", FREE.values())
 def test_a_batch_is_its_matrices(case):
     free = case.free(lead=(2, 3))
     together = case.function(*free)
@@ -142,7 +142,7 @@ def test_determinant_counts_the_reflections():
 # ---- generalized products ------------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "beta", "dtype"),
     in_turn([(5, 3), (3, 7), (4, 1)] * 2, [None, 2.0, 0.0, 1.0], DTYPES),
 )
@@ -163,7 +163,7 @@ def test_generalized_product_is_its_factors_first_key_first(shape, beta, dtype):
 # ---- skew maps -----------------------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "dtype", "based"),
     pairwise([(5, 5), (9, 3), (5, 3), (2, 7, 2), (4, 1)], DTYPES, [False, True]),
 )
@@ -271,7 +271,7 @@ def test_eurnn_moves_in_every_direction_of_the_unitary_group():
 # ---- precision -----------------------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("function", "dtype"),
     in_turn(
         [householder, cwy, tcwy, exponential_map, cayley_map, own], [torch.bfloat16, torch.float16]

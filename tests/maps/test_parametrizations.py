@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed
+from cases import in_turn, mixed
 from map_cases import C128, MAPS, MapCase, gaussian, orthonormal, with_determinant
 from torch import nn
 from torch.nn.utils import parametrize
@@ -35,7 +35,7 @@ BOTH = {f"{case.map}-{case.dtype}": case for case in MAPS.values()}
 
 
 def over(cases):
-    return in_one_test("case", cases.values())
+    return pytest.mark.parametrize("case", cases.values())
 
 
 def invertible(cases, but=()):
@@ -251,7 +251,7 @@ def test_starts_are_reproducible_and_one_free_tensor_is_the_old_parameter(case):
         assert module.parametrizations.weight.original is parameter
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "dtype"),
     in_turn(sorted(set(NAMES) - {"urnn", "eurnn"}), [torch.bfloat16, torch.float16]),
 )
@@ -271,7 +271,7 @@ def test_half_precision_weights_and_autocast(name, dtype):
 # ---- reach ---------------------------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "size"), in_turn(["householder", "cwy", "tcwy", "matrix_exp", "matrix_exp"], [4, 5])
 )
 def test_a_square_weight_of_the_wrong_determinant_loses_the_sign_of_a_row(name, size):
@@ -300,7 +300,7 @@ def test_cayley_and_trivialization_reach_both_determinants(name, sign):
         torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-12)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("near", "shape", "sign"),
     mixed(8, [0.0, 1e-30, 1e-16, 1e-9, 1e-4, 1.0], [(9, 4), (100, 70), (6, 6)], [-1.0, 1.0]),
 )
@@ -321,7 +321,7 @@ def test_vectors_of_any_matrix(near, shape, sign):
     torch.testing.assert_close(single.double(), point, rtol=0, atol=1e-5)
 
 
-@in_one_test("angles", [[0.0, 0.0], [3.14159265358979, 1.0], [3.1415926, -3.1415926]])
+@pytest.mark.parametrize("angles", [[0.0, 0.0], [3.14159265358979, 1.0], [3.1415926, -3.1415926]])
 def test_matrix_exp_takes_half_turns_and_repeated_angles(angles):
     rotation = torch.block_diag(
         *(torch.tensor([[c, -s], [s, c]]) for c, s in _circle([*angles, angles[1], 0.5]))
@@ -334,7 +334,7 @@ def test_matrix_exp_takes_half_turns_and_repeated_angles(angles):
     torch.testing.assert_close(layer.weight, weight, rtol=0, atol=1e-6)
 
 
-@in_one_test(("gap", "size"), in_turn([0.0, 1e-10, 3e-8, 1e-6, 1e-2], [4, 9]))
+@pytest.mark.parametrize(("gap", "size"), in_turn([0.0, 1e-10, 3e-8, 1e-6, 1e-2], [4, 9]))
 def test_matrix_exp_takes_angles_near_half_a_turn(gap, size):
     angles = torch.pi - gap * torch.tensor([1.0, 2.0], dtype=torch.float64)
     c, s = angles.cos(), angles.sin()
@@ -468,7 +468,7 @@ def test_modules_map_free_tensors_before_they_are_registered():
 # ---- starts --------------------------------------------------------------------------------------
 
 
-@in_one_test("size", [1, 2, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 7, 8])
 def test_random_rotations(size, generator):
     draws = {
         "henaff": henaff(size, generator=generator, dtype=torch.float64),
@@ -484,7 +484,7 @@ def test_random_rotations(size, generator):
         assert size < 2 or name == "henaff" or (angles > 0).all()
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "start", "size"),
     in_turn(["cwy", "tcwy", "matrix_exp", "cayley"], ["henaff", "helfrich"], [6, 7, 7, 6]),
 )

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, pairwise
+from cases import in_turn, pairwise
 from torch import nn
 
 import stiefel_opt as so
@@ -56,7 +56,7 @@ def largest_error(module: MultiheadAttention) -> float:
     return float(max(found))
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "constraint", "training"),
     in_turn([*OPTIONS.values()] * 2, ["within", "across", None], [True, False]),
 )
@@ -105,7 +105,7 @@ def test_what_is_tagged():
     assert type(separate.v_proj_weight) is nn.Parameter
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "constraint", "assign"),
     pairwise(OPTIONS.values(), ["within", "across"], [False, True]),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils import _pytree as pytree
@@ -31,7 +31,7 @@ TRANSITIONS: dict[str, dict[str, Any]] = {
     "cayley": {"transition": "cayley", "start": "helfrich"},
     "trivialization": {"transition": "trivialization"},
 }
-every_transition = in_one_test("options", TRANSITIONS.values())
+every_transition = pytest.mark.parametrize("options", TRANSITIONS.values())
 some_transitions = pytest.mark.parametrize(
     "options",
     [TRANSITIONS[name] for name in ("tagged", "cwy-short", "matrix_exp", "trivialization")],
@@ -45,7 +45,7 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     "layers": {"num_layers": 3},
     "both-ways": {"num_layers": 2, "bidirectional": True, "batch_first": True},
 }
-every_convention = in_one_test("options", CONVENTIONS.values())
+every_convention = pytest.mark.parametrize("options", CONVENTIONS.values())
 
 
 def twins(**options: Any) -> tuple[OrthogonalRNN, nn.RNN]:
@@ -76,7 +76,7 @@ def assert_same_training(ours: nn.Module, theirs: nn.Module, ours_out: Any, thei
 # ---- the conventions of nn.RNN -----------------------------------------------------------------
 
 
-@in_one_test(("options", "given"), in_turn([*CONVENTIONS.values(), {}], [True, False]))
+@pytest.mark.parametrize(("options", "given"), in_turn([*CONVENTIONS.values(), {}], [True, False]))
 def test_results_and_gradients_are_those_of_torch(options, given, generator):
     ours, theirs = twins(**options)
     shape = (BATCH, STEPS) if options.get("batch_first") else (STEPS, BATCH)
@@ -94,7 +94,7 @@ def test_without_batch_as_torch(options, generator):
     torch.testing.assert_close(ours(inputs), theirs(inputs))
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "enforce_sorted", "given"),
     in_turn([*CONVENTIONS.values(), {}], [True, False], [True, True, False]),
 )
@@ -258,7 +258,7 @@ def test_norm_is_kept_without_input(options, generator):
     assert torch.equal(outputs[-1], last[0])
 
 
-@in_one_test(("options", "nonlinearity"), in_turn(TRANSITIONS.values(), NONLINEARITIES))
+@pytest.mark.parametrize(("options", "nonlinearity"), in_turn(TRANSITIONS.values(), NONLINEARITIES))
 def test_gradient_does_not_grow_backwards(options, nonlinearity, generator):
     options = {"nonlinearity": nonlinearity, "dtype": torch.float64, **options}
     module = OrthogonalRNN(INPUT, HIDDEN, **options)
@@ -319,7 +319,7 @@ def test_the_start_is_drawn_from_the_generator(options):
     assert not torch.allclose(weight(1), weight(2))
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "dtype"), in_turn([*TRANSITIONS.values()][::2], [torch.bfloat16, torch.float64])
 )
 def test_other_precisions_and_autocast(options, dtype, generator):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 
 from stiefel_opt.geometry import (
     gram_error,
@@ -46,7 +46,7 @@ def test_gram_error_is_the_largest_entry_for_each_matrix():
     assert error[1] == pytest.approx(3.0)
 
 
-@in_one_test("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_projection_is_tangent_idempotent_and_orthogonal(shape):
     point, vector, other = point_of(*shape), gaussian(*shape, seed=1), gaussian(*shape, seed=2)
     tangent = project_tangent(point, vector)
@@ -58,7 +58,7 @@ def test_projection_is_tangent_idempotent_and_orthogonal(shape):
         assert inner(vector - tangent, along).abs().max() < 1e-11
 
 
-@in_one_test(("shape", "a"), in_turn(SHAPES, [0.5, 0.0, -1.0, 0.9]))
+@pytest.mark.parametrize(("shape", "a"), in_turn(SHAPES, [0.5, 0.0, -1.0, 0.9]))
 def test_riemannian_gradient_represents_the_differential(shape, a):
     """For every tangent xi: <grad, xi> in the metric is the directional derivative tr(G'xi)."""
     point, grad = point_of(*shape), gaussian(*shape, seed=1)
@@ -77,7 +77,7 @@ def test_riemannian_gradient_refuses_a_metric_that_is_none():
         riemannian_gradient(point_of(4, 2), gaussian(4, 2), a=1.0)
 
 
-@in_one_test("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_polar_factor_is_scipys(shape):
     matrices = gaussian(*shape)
     flat = matrices.reshape(-1, *shape[-2:]).numpy()
@@ -96,7 +96,7 @@ def test_polar_factor_of_an_ill_conditioned_matrix_is_orthonormal_to_rounding(dt
     assert error < 10 * torch.finfo(dtype).eps / ratio  # the condition number of the polar factor
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "dtype"),
     in_turn(
         [(384, 32), (300, 300), (200, 200), (1000, 5), (50, 16, 16)], [torch.float32, torch.float64]
@@ -122,7 +122,7 @@ def test_polar_factor_refuses_wide_matrices():
         polar_factor(torch.ones(2, 3))
 
 
-@in_one_test(("shape", "dtype"), in_turn(SHAPES, [torch.float32, torch.float64]))
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, [torch.float32, torch.float64]))
 def test_random_point_is_orthonormal_and_reproducible(shape, dtype):
     point = point_of(*shape, dtype=dtype)
     assert point.shape == shape
@@ -155,7 +155,7 @@ def test_random_point_is_invariant_under_rotation_of_its_rows():
     assert (covariance - torch.eye(4, dtype=torch.float64) / 4).abs().max() < 0.01
 
 
-@in_one_test("shape", [(), (3,), (0, 2), (3, 2, 0)])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (3, 2, 0)])
 def test_random_point_refuses_what_is_no_matrix(shape):
     with pytest.raises(ValueError, match="`shape` must be at least two positive sizes"):
         random_point(*shape)

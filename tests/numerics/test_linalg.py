@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed
+from cases import in_turn, mixed
 from torch._subclasses import FakeTensorMode
 
 from stiefel_opt.linalg import (
@@ -23,7 +23,7 @@ from stiefel_opt.roots import roots
 DTYPES = [torch.float32, torch.float64]
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("size", "kind", "dtype"),
     mixed(8, [1, 2, 16, 64, 200], ["skew", "gram", "identity", "rank one"], DTYPES),
 )
@@ -98,7 +98,9 @@ def test_transforms_leave_nothing_behind():
     torch.testing.assert_close(plus_identity(matrices), matrices + torch.eye(11))
 
 
-@in_one_test(("size", "kind"), mixed(6, [1, 2, 16, 100], ["random", "radial", "low rank"]))
+@pytest.mark.parametrize(
+    ("size", "kind"), mixed(6, [1, 2, 16, 100], ["random", "radial", "low rank"])
+)
 def test_the_stretch_is_nearly_the_largest_singular_value(size, kind, generator):
     matrices = torch.randn(5, size, size, generator=generator, dtype=torch.float64)
     if kind == "radial":

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import in_one_test, mixed
+from cases import mixed
 
 from stiefel_opt.roots import roots
 
@@ -22,7 +22,7 @@ def spectrum(size: int, limit: float, generator: torch.Generator) -> tuple[torch
     return vectors, values
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("limit", "size", "dtype", "overwrite"),
     mixed(2 * len(LIMITS), LIMITS, [1, 5, 16, 70], DTYPES, [False, True]),
 )

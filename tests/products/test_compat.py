@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 from torch import nn
 
 import stiefel_opt as so
@@ -168,7 +168,7 @@ def test_a_closure_is_called_once():
     assert not torch.equal(before, params[0])
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("rule", "options", "message"),
     [
         (SGDG, {"omega": 0.1}, "`omega` must be 0, got 0.1; it was never used; add so.ortho"),
@@ -250,8 +250,8 @@ def test_no_parameter_is_listed_twice():
         CaileySGD([weight], lr=0.1, stiefel=True).add_param_group([weight])
 
 
-@in_one_test("stiefel", [None, True, False, so.Stiefel()])
-@in_one_test("rule", [SGDG, AdamG, CaileySGD])
+@pytest.mark.parametrize("stiefel", [None, True, False, so.Stiefel()])
+@pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
 def test_a_group_takes_its_parameters_from_an_iterator(rule, stiefel):
     params = rotations()
     opt = rule([{"params": iter(params), "stiefel": stiefel}], lr=0.1)

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from cases import in_one_test
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -406,7 +405,7 @@ def test_nothing_is_logged_of_a_model_without_values():
     assert not writer.points
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"optimizer": None}, TypeError, "`optimizer` must be a torch.optim.Optimizer, got None"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 from scipy.optimize import linear_sum_assignment
 from scipy.special import rel_entr
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +82,7 @@ PROBLEMS = {
     "small reg": problem(12, 14, 5, 2, 0.03),
 }
 
-every_problem = in_one_test("case", PROBLEMS.values())
+every_problem = pytest.mark.parametrize("case", PROBLEMS.values())
 
 
 def slow_transport(case: Problem, projection: Array) -> tuple[Array, float, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed
+from cases import in_turn, mixed
 from tiny_decoder import HEAD, INNER, WIDTH, TinyDecoder, tokens
 from torch import Tensor, nn
 
@@ -523,7 +523,7 @@ def with_quantization_config() -> TinyDecoder:
     return model
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
         (
@@ -572,7 +572,7 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
         assert torch.equal(model.state_dict()[name], value)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
         ({"activation_bits": 1}, ValueError, "`activation_bits` must be from 2 to 16"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed
+from cases import in_turn, mixed
 from reference import canonical_geodesic, euclidean_geodesic, orthonormality_error, polar_factor
 from reference_descent import (
     CayleyAdamReference,
@@ -28,7 +28,7 @@ SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
 LARGE = (200, 20)
 TOLERANCE = 1e-12
 
-every_shape = in_one_test("shape", SHAPES)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 def start(rng: np.random.Generator, n: int, m: int) -> np.ndarray:
@@ -59,7 +59,9 @@ def along(point: np.ndarray, skew: np.ndarray, normal: np.ndarray, retraction: s
 # ---- retractions ---------------------------------------------------------------------------------
 
 
-@in_one_test(("shape", "retraction", "length"), mixed(9, SHAPES, RETRACTIONS, [0.3, 3.0]))
+@pytest.mark.parametrize(
+    ("shape", "retraction", "length"), mixed(9, SHAPES, RETRACTIONS, [0.3, 3.0])
+)
 def test_retractions_are_those_of_the_dense_formulas(shape, retraction, length, rng):
     X = start(rng, *shape)
     T, V = tangent(rng, X)
@@ -174,7 +176,7 @@ class Force:
         return self.linear - self.cost @ points + self.noise[step]
 
 
-@in_one_test(("shape", "rule", "reference", "options"), RULES)
+@pytest.mark.parametrize(("shape", "rule", "reference", "options"), RULES)
 def test_every_rule_follows_its_dense_loop(shape, rule, reference, options, rng):
     k, (n, m), lr, length = 2, shape, 0.1, 25
     force = Force(rng, k, n, m, length)
@@ -238,7 +240,7 @@ ALL = {
 }
 
 
-@in_one_test("name", ALL)
+@pytest.mark.parametrize("name", ALL)
 def test_rows_may_live_on_several_processes(name, rng):
     """Half of the rows each, with sums over both halves: the same step."""
     rule, options = ALL[name]
@@ -282,7 +284,7 @@ def test_rows_may_live_on_several_processes(name, rng):
 # ---- long steps ----------------------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "shape", "size", "dtype"),
     mixed(
         10, ALL, [(8, 3), (5, 4), (6, 6), LARGE], [1e6, 1e3, 1.0], [torch.float32, torch.float64]
@@ -305,7 +307,7 @@ def test_no_gradient_is_too_large(name, shape, size, dtype, generator):
         assert (point.mT @ normal).abs().max() < 1e2 * torch.finfo(dtype).eps * grad.norm()
 
 
-@in_one_test(("name", "shape"), in_turn([*ALL, "cayley-adam"], [(8, 3), (4, 4)]))
+@pytest.mark.parametrize(("name", "shape"), in_turn([*ALL, "cayley-adam"], [(8, 3), (4, 4)]))
 def test_a_tensor_of_another_dtype_as_learning_rate_keeps_that_of_the_point(name, shape, generator):
     rule, options = ALL.get(name, (cayley_adam_, {"step": 1.0}))
     n, m = shape

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TRANSPORTS, in_one_test, in_turn, mixed, pairwise
+from cases import TRANSPORTS, in_turn, mixed, pairwise
 from torch import Tensor
 
 from stiefel_opt.functional import (
@@ -83,7 +83,7 @@ FLOWS: list[dict[str, Any]] = [
 ]
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "rule", "flow"),
     [
         (shape, *rule)
@@ -130,7 +130,7 @@ MASKED: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "bad", "rule", "flow", "options"),
     [
         (shape, bad, *rule)
@@ -156,7 +156,7 @@ def test_a_mask_keeps_the_numbers_of_what_does_not_move(shape, bad, rule, flow, 
             torch.testing.assert_close(own, theirs[one], rtol=0, atol=1e-12)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "eps", "amsgrad", "columns"),
     pairwise(SHAPES, [1e-8, 0.0], [False, True], [False, True]),
 )

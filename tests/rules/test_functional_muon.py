@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed, pairwise
+from cases import in_turn, mixed, pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -494,7 +494,7 @@ def test_a_compiled_graph_gives_the_same_without_reading(shape, generator):
     torch.testing.assert_close(direction, expected, rtol=0, atol=1e-3)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"point": torch.zeros(1, 3, 5)}, "`point` must be tall matrices"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed, pairwise
+from cases import in_turn, mixed, pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -254,7 +254,7 @@ def test_rows_may_live_elsewhere(rule, generator):
         close(own, theirs[:, :5])
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("dtype", "shape", "digits"),
     pairwise(
         [torch.float32, torch.float64, torch.complex128],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import READING_CASES, READINGS, VARIANTS, OptimizerCase, Reading, in_one_test
+from cases import READING_CASES, READINGS, VARIANTS, OptimizerCase, Reading
 from contract import (
     assert_same_training,
     on_machines,
@@ -279,7 +279,7 @@ def test_real_matrices_in_complex_numbers_move_as_real_ones(name, generator):
 # ---- geometry ------------------------------------------------------------------------------------
 
 
-@in_one_test("shape", [(7, 3), (4, 4), (2, 6, 2)])
+@pytest.mark.parametrize("shape", [(7, 3), (4, 4), (2, 6, 2)])
 def test_geometry_of_complex_matrices(shape, generator):
     point = random_point(*shape, dtype=torch.complex128, generator=generator)
     assert gram_error(point).max() < 1e-14 * shape[-2]

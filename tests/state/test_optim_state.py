@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 from contract import (
     OPTIMIZERS,
     assert_same,
@@ -289,7 +289,7 @@ def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
 # ---- readings in checkpoints ---------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "names", "other"),
     in_turn(
         [*OPTIMIZERS, "adam"],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed
+from cases import in_turn, mixed
 from contract import OPTIMIZERS, on_machines, optimizer, through_file
 from torch import nn
 
@@ -56,7 +56,7 @@ def test_a_model_may_change_its_precision_between_steps(name: str) -> None:
         assert all(t.dtype == kept for key, t in opt.state[weight].items() if key != "step")
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("skew", "normal", "message"),
     [
         (torch.zeros(3, 3), torch.zeros(5, 3), r"`normal` must have shape \(6, 3\), got shape"),
@@ -148,7 +148,7 @@ def test_what_a_user_keeps_in_the_state_stays(name: str) -> None:
     assert so.orthonormality_error(weight) < 1e-6
 
 
-@in_one_test(("name", "lr"), in_turn([*OPTIMIZERS, "sgd"], [1e15, 1e20, 1e30, 1e200]))
+@pytest.mark.parametrize(("name", "lr"), in_turn([*OPTIMIZERS, "sgd"], [1e15, 1e20, 1e30, 1e200]))
 def test_an_absurd_rate_is_no_fault_of_the_gradient(name: str, lr: float) -> None:
     weight = so.ManifoldParameter(torch.eye(6, 3))
     opt = optimizer(name, [weight], lr=lr)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import OPTION_GRID, READING_CASES, in_one_test, in_turn, pairwise
+from cases import OPTION_GRID, READING_CASES, in_turn, pairwise
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -150,7 +150,7 @@ READABLE = [
 ]
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "manifold", "rule"), [(*row, rule) for row, rule in in_turn(READABLE, RULES)]
 )
 def test_the_memory_order_of_a_gradient_does_not_matter(rule, shape, manifold, generator):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, pairwise
+from cases import in_turn, pairwise
 from contract import OPTIMIZERS, assert_same, backward, model, optimizer, snapshot
 from torch import nn
 
@@ -129,7 +129,7 @@ def test_every_rule_checks_all_its_options(rule):
             rule([so.ManifoldParameter(torch.eye(3, 2))], **options)
 
 
-@in_one_test(("rule", "options", "error", "message"), OPTIONS)
+@pytest.mark.parametrize(("rule", "options", "error", "message"), OPTIONS)
 def test_options_are_checked_for_the_optimizer_and_for_late_groups(rule, options, error, message):
     p = so.ManifoldParameter(torch.eye(3, 2))
     with pytest.raises(error, match=message):
@@ -173,7 +173,7 @@ PARAMETERS = {
 }
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("case", "name", "named"),
     in_turn([*PARAMETERS, "heads"], ["sgd", "adam"], [False, False, True, True]),
 )
@@ -267,7 +267,9 @@ BAD_AT_A_STEP = {
 }
 
 
-@in_one_test(("case", "name", "steps"), pairwise(BAD_AT_A_STEP, ["sgd", "adam"], [0, 1]))
+@pytest.mark.parametrize(
+    ("case", "name", "steps"), pairwise(BAD_AT_A_STEP, ["sgd", "adam"], [0, 1])
+)
 def test_a_bad_gradient_or_value_is_named_before_anything_moves(case, name, steps):
     """The last of two equal constrained parameters is bad: the first must not have moved."""
     named = steps == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import in_one_test, in_turn, mixed, pairwise
+from cases import in_turn, mixed, pairwise
 from contract import (
     OPTIMIZERS,
     assert_same,
@@ -498,7 +498,7 @@ def test_loading_keeps_the_tally_and_refuses_an_unknown_choice() -> None:
         opt.load_state_dict(saved)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "retraction", "momentum"),
     mixed(6, [(40, 39), (60, 30), (16, 16), (300, 100)], ["cayley", "qr", "polar"], [0.0, 0.9]),
 )

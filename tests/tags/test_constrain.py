@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -251,7 +251,7 @@ def holder(value, requires_grad=True):
 NAN = torch.tensor([[1.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("module", "arguments", "error", "message"),
     [
         (Attention(), {"name": "q.wieght"}, ValueError, "did you mean q.weight .*parameters are:"),
@@ -730,7 +730,7 @@ def test_the_record_wins_over_a_tag():
     assert so.retag(layer).weight.manifold == Stiefel(heads=2)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"stiefel": {"params": []}}, ValueError, r"`stiefel` must not set 'params'"),
@@ -815,7 +815,7 @@ def test_error_does_not_touch_the_host():
     assert so.orthonormality_error(model).is_meta
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ((torch.ones(3),), ValueError, "`x` must have at least 2 dimensions"),

@@ -7,7 +7,6 @@ import pickle
 
 import pytest
 import torch
-from cases import in_one_test
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -48,8 +47,8 @@ READINGS = [
     ),
     ((4, 2, 3), Stiefel(flatten=True, rows=(1, 3)), lambda x: [[x[1:3].reshape(2, 6).T]]),
 ]
-by_hand_cases = in_one_test(("shape", "reading", "by_hand"), READINGS)
-cases = in_one_test(("shape", "reading"), [row[:2] for row in READINGS])
+by_hand_cases = pytest.mark.parametrize(("shape", "reading", "by_hand"), READINGS)
+cases = pytest.mark.parametrize(("shape", "reading"), [row[:2] for row in READINGS])
 
 
 def numbered(*shape):
@@ -171,7 +170,7 @@ def test_readings_that_cannot_be():
             Stiefel(**arguments)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("shape", "reading", "message"),
     [
         ((4,), Stiefel(), r"`q.weight` must have at least 2 dimensions .* shape \(4,\); leave"),
@@ -243,7 +242,7 @@ def through_torch_safely(value):
     return through_torch(value, weights_only=True)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     "duplicate",
     [
         copy.copy,

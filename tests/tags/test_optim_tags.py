@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from cases import in_one_test, in_turn
+from cases import in_turn
 from contract import OPTIMIZERS, constrained, model, on_machines, optimizer, train
 from torch import nn
 from torch.optim import swa_utils
@@ -81,7 +81,7 @@ def holder(*shape):
 KEYS = [(None, 1), (True, 2), (False, 0), (so.Stiefel(heads=2), 4), ({"heads": 2}, 4)]
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("key", "count", "name", "place"),
     [
         (*key, name, place)
