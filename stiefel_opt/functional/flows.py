@@ -58,7 +58,7 @@ class Length(NamedTuple):
     Attributes:
         squares: ``(k, m, m)``, or two such batches one behind the other; their sum times ``scale``
             is xi'xi for the step xi.
-        scale: A number.
+        scale: A number, the square of the learning rate, or 1.
         limit: A bound on xi'xi, known without waiting for a device; inf if there is none.
         inner: X'G, whose size says how far a step amplifies rounding. None: not known.
     """
@@ -68,9 +68,17 @@ class Length(NamedTuple):
     limit: float = 0.0
     inner: Tensor | None = None
 
-    def square(self, count: int) -> Tensor:
-        """Return xi'xi, ``(count, m, m)``."""
-        return self.squares.unflatten(0, (-1, count)).sum(dim=0) * self.scale
+    def kept(self) -> Length:
+        """Return what is kept between steps."""
+        return self._replace(inner=None)
+
+    def tangents(self, count: int) -> Tensor:
+        """Return the length of each of ``count`` steps, NaN where it is not finite."""
+        squares = self.squares.unflatten(0, (-1, count)).sum(dim=0) * self.scale
+        finite = squares.isfinite().all(dim=-1).all(dim=-1)
+        squares = torch.where(finite[:, None, None], squares, 0.0)
+        length = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
+        return torch.where(finite, length, math.nan)
 
 
 # What a rule returns: the new point, the new state, and the length of the step.
@@ -154,7 +162,7 @@ def _corrections_of(
         stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
     if stretch <= _STEEP:
         return 0
-    return 1 if stretch <= _VERY_STEEP else 5
+    return 5 if stretch > _VERY_STEEP else 1  # once for NaN, of a gradient that is discarded
 
 
 # ---- moves -------------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ def adam(
     else:
         of_normal = moments(state, "normal", push, betas, mu)
         V = precondition(of_normal, "normal", step, betas, eps)
+    del push
     U = of_normal.pop(NORMAL)
     if transport == "isometric":  # whose transport needs V itself
         (overlap,) = sums((X, V))

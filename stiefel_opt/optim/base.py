@@ -622,8 +622,7 @@ class StiefelOptimizer(Optimizer, ABC):
         with several ranges of rows each of the two is a tuple, one tensor for each range. Before
         the first step both are zero. A sharded parameter is gathered: every process must call.
         """
-        declare, read = self.declare_state, self._velocity_in
-        return velocity_of(parameter, self.state, self.param_groups, declare, read)
+        return velocity_of(parameter, self.state, self.param_groups, self._velocity_in)
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.

@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,6 +214,14 @@ class Stack:
         return -(-count // min(pieces, count))
 
 
+class LastStep(NamedTuple):
+    """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
+
+    places: list[int]
+    length: Length | Tensor | float
+    moved: Tensor | None
+
+
 class Batch:
     """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
 
@@ -230,8 +238,7 @@ class Batch:
         self.state = stack.state_of(slice(low, low + count))  # views
         self.scale = self.blocks[0].reading.scale
         self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
-        # the last step: its weights, its length, and which of its matrices moved
-        self.last: tuple[list[int], Length | Tensor | float, Tensor | None] | None = None
+        self.last: LastStep | None = None
         self._lead, self._part_shape = stack.lead, stack.part_shape
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
@@ -302,16 +309,13 @@ class Batch:
         places, length, moved = self.last
         count = len(places) * self.each
         if isinstance(length, Length):
-            tangents = torch.linalg.eigvalsh(length.square(count))[..., -1].clamp(min=0.0).sqrt()
+            tangents = length.tangents(count)
         else:
             tangents = torch.as_tensor(length, dtype=torch.float64).expand(count, 1, 1).flatten()
         tangents = tangents if moved is None else tangents.where(moved.flatten(), math.nan)
         largest = tangents.view(len(places), self.each).amax(dim=1).atan().tolist()
-        return {
-            place: angle
-            for place, angle in zip(places, largest, strict=True)
-            if math.isfinite(angle)
-        }
+        pairs = zip(places, largest, strict=True)
+        return {place: angle for place, angle in pairs if math.isfinite(angle)}
 
     def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
         if not self._in_parts:

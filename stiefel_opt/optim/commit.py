@@ -23,7 +23,7 @@ from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, corrections_after
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import Sums
-from stiefel_opt.optim.blocks import Batch
+from stiefel_opt.optim.blocks import Batch, LastStep
 from stiefel_opt.optim.state import working_dtype
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
@@ -144,25 +144,20 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
             start = batch.declared[name].fill_(torch.empty_like(tensor))
             new[name] = torch.where(overflowed, start, tensor)
     new_X = new_X if batch.scale == 1.0 else new_X * batch.scale
-    if ok is not None:
-        new_X = torch.where(ok, new_X, stored)
-        new = {name: torch.where(ok, tensor, state[name]) for name, tensor in new.items()}
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
     is_moving = isinstance(lr, Tensor) or lr != 0  # else bits stay, also where X C would differ
 
     def write() -> None:
         for name, tensor in new.items():
-            if index is None:
-                batch.state[name].copy_(tensor)
-            else:
-                batch.state[name][index] = tensor
+            _write(batch.state[name], tensor, state[name], index, ok)
         if is_moving:
-            batch.write(task.tensors, new_X, chosen, stored)
+            moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
+            batch.write(task.tensors, moved_X, chosen, stored)
         task.done.update(task.places)
 
     complete(write)
-    batch.last = task.places, moved if is_moving else 0.0, ok
+    batch.last = LastStep(task.places, moved.kept() if isinstance(moved, Length) else moved, ok)
     return Verdict(unsafe, overflowed)
 
 
@@ -173,6 +168,18 @@ def complete(write: Callable[[], None]) -> None:
     except BaseException:
         write()
         raise
+
+
+def _write(
+    target: Tensor, value: Tensor, earlier: Tensor, index: Tensor | None, ok: Tensor | None
+) -> None:
+    """Write new state where matrices move; ``index`` says of which rows ``earlier`` is."""
+    if index is not None:
+        target[index] = value if ok is None else torch.where(ok, value, earlier)
+    elif ok is None:
+        target.copy_(value)
+    else:
+        target.copy_(torch.where(ok, value, earlier))
 
 
 # ---- before the rule -----------------------------------------------------------------------------
@@ -216,9 +223,9 @@ def _on_manifold(
     error, tolerance = identity_error(own), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
     if worst <= 10 * tolerance:
-        is_later = isinstance(task.number, Tensor) or task.number > 1
-        if is_due or worst > tolerance or (task.is_changed and is_later):
-            return correct(point, state, sums, own)
+        new_point, fixed = correct(point, state, sums, own)
+        if is_due or worst > tolerance or _is_stale(state, fixed, sums):
+            return new_point, fixed
         return point, {}
     off = ~(error <= 10 * tolerance)
     if sums.row_sum is None:  # X'X may overflow where X does not
@@ -230,6 +237,18 @@ def _on_manifold(
     if bool(off.any()):
         point[off] = project(point[off])
     return correct(point, state, sums)
+
+
+def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
+    """Say whether a momentum is off its tangent space by more than rounding: of another point."""
+    tall = list(state.values()) if fixed else []
+    if not tall:
+        return False
+    squares = [torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True).square() for t in tall]
+    size = sums.add(torch.stack(squares).sum(dim=0)).sqrt()
+    eps = torch.finfo(size.dtype).eps
+    changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
+    return any(bool(change.any()) for change in changes)
 
 
 # ---- behind it -----------------------------------------------------------------------------------

@@ -224,6 +224,8 @@ class WeightGroup:
         nonfinite: str,
     ) -> None:
         """Move the parameters that have a gradient, and count the step."""
+        for batch in self.batches:
+            batch.last = None
         if len(self._staying) == len(self.weights):
             self.skipped[self.unsafe] += 1
             self._grads = []

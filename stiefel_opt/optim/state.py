@@ -31,7 +31,7 @@ _SYMMETRIES: Final = (None, "skew", "symmetric", "normal")
 _OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
 # Names that a rule has declared; whatever else a state holds belongs to a user.
-_DECLARED: Final[set[str]] = set()
+_DECLARED: Final[dict[str, State]] = {}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class State:
             raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
         if self.symmetry == "normal":
             object.__setattr__(self, "tall_only", True)
-        _DECLARED.add(self.name)
+        _DECLARED[self.name] = self
 
     @property
     def is_small(self) -> bool:
@@ -101,6 +101,11 @@ class State:
 def key_of(name: str, index: int) -> str:
     """Return the key of the state of range ``index``."""
     return f"{name}.{index}" if index else name
+
+
+def declaration_of(key: str) -> State | None:
+    """Return the declaration behind a key, by whatever rule and options; None for others."""
+    return _DECLARED.get(key.partition(".")[0])
 
 
 def is_declared(key: str) -> bool:

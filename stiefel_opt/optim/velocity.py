@@ -15,7 +15,14 @@ from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import skew as skew_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import name_of, reading
-from stiefel_opt.optim.state import State, StateDict, complete_state, key_of, point_of
+from stiefel_opt.optim.state import (
+    State,
+    StateDict,
+    complete_state,
+    declaration_of,
+    key_of,
+    point_of,
+)
 from stiefel_opt.optim.torch_rules import Group
 
 Read = Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]
@@ -36,13 +43,12 @@ def velocity_of(
     parameter: Tensor,
     states: Mapping[Tensor, StateDict],
     groups: list[Group],
-    declare: Callable[[Group], tuple[State, ...]],
     read: Read,
 ) -> tuple[Any, Any]:
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
-    group, manifold = _group_of(parameter, groups)
-    skews, normals, state_of = [], [], states.get(parameter, {})
-    for _, _, point, state in _ranges(parameter, manifold, state_of, declare(group)):
+    _, manifold = _group_of(parameter, groups)
+    skews, normals = [], []
+    for _, _, point, state in _ranges(parameter, manifold, states.get(parameter, {})):
         Z, U = read(point, state)
         none = torch.zeros_like(point)
         skews.append(none[..., : point.size(-1), :].clone() if Z is None else Z.clone())
@@ -69,7 +75,7 @@ def set_velocity_(
         values = list(zip(skew, normal, strict=False))
     called, declared = partial(name_of, parameter, groups), declare(group)
     state = complete_state(states[parameter], declared, parameter, manifold, called)
-    ranges = _ranges(parameter, manifold, state, declared)
+    ranges = _ranges(parameter, manifold, state)
     if len(values) != len(ranges):
         wanted = f"be tuples of {len(ranges)} tensors each"
         raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
@@ -98,16 +104,15 @@ def _group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
     raise ValueError(fail("parameter", "be constrained in this optimizer", "one that is not"))
 
 
-def _ranges(
-    parameter: Tensor, manifold: Stiefel, state: StateDict, declared: tuple[State, ...]
-) -> list[Range]:
-    """Return the constrained ranges of a parameter with their state."""
+def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict) -> list[Range]:
+    """Return the constrained ranges of a parameter with their state, in whatever form it is."""
     gathered = {key: whole(t) for key, t in state.items() if isinstance(t, Tensor)}
     value, ranges = point_of(whole(parameter.detach()), gathered), []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
-        for kind in declared:
-            if (tensor := gathered.get(key_of(kind.name, index))) is not None:
+        for key, tensor in gathered.items():
+            kind = declaration_of(key)
+            if kind is not None and key == key_of(kind.name, index):
                 read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
         ranges.append(Range(index, own, own.matrices(part) / own.scale, read))
     return ranges
