@@ -74,7 +74,7 @@ class Length(NamedTuple):
 
     def tangents(self, count: int) -> Tensor:
         """Return the length of each of ``count`` steps, NaN where it is not finite."""
-        squares = self.squares.unflatten(0, (-1, count)).sum(dim=0) * self.scale
+        squares = self.squares.reshape(-1, count, *self.squares.shape[1:]).sum(dim=0) * self.scale
         finite = squares.isfinite().all(dim=-1).all(dim=-1)
         squares = torch.where(finite[:, None, None], squares, 0.0)
         length = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
@@ -140,9 +140,10 @@ def corrections_after(
     """
     if reader.is_blind:
         return 0
+    if isinstance(length, Tensor):
+        largest = length
+        length = reader.number("length of a step", lambda: largest)
     if not isinstance(length, Length):
-        if isinstance(length, Tensor):
-            length = reader.number("length of a step", lambda: length)  # type: ignore[arg-type]
         return int(not length <= 1)
     return max(int(length.limit > 1), _corrections_of(length.inner, lr, gradient_length, reader))
 

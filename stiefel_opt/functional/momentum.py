@@ -39,7 +39,7 @@ Rules are pure: tensors in, new tensors out. All batches are ``(k, n, m)`` with 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Final
 
@@ -131,7 +131,8 @@ def sgd(
         return _deferred_move(X, S, new, ahead, new_Z, lr, transport, sums, reader)
     force_normal = normal_force(X, S, G, force)  # -g
     if Z is None:
-        moves = moves_of(ahead, *sums((force_normal, force_normal)), lr, reader, S)
+        (W,) = sums((force_normal, force_normal))
+        moves = moves_of(ahead, W, lr, reader, S)
         return moved(X, force_normal, moves), {}, moves.length
     U = _times(state[NORMAL], momentum, mu).add_(force_normal)
     V = force_normal.add_(U, alpha=momentum) if nesterov else U.clone()
@@ -293,13 +294,12 @@ def advance(
     taken out of the turn, which saves a product.
     """
     isometric = transport == "isometric"
-    W, C, *rest = sums((V, V), (V, U), *([] if isometric else [(X, V)]))
-    if rest:
-        (inner,) = rest
+    W, C, *overlap = sums((V, V), (V, U), *([] if isometric else [(X, V)]))
+    for inner in overlap:
         W = torch.baddbmm(W, inner.mH, inner, alpha=-1.0)
     moves = moves_of(ahead, W, lr, reader, S, companion=isometric)
     R, step = moves.inverse_root, moves.step
-    if rest:
+    for inner in overlap:
         moves = moves._replace(within=moves.within - torch.bmm(inner, R) * step)
     if moves.companion is not None:
         add_product_(U, V, torch.bmm(moves.companion, C), alpha=step * step)
@@ -318,7 +318,7 @@ def moved(X: Tensor, V: Tensor, moves: Moves) -> Tensor:
 
 def _turn_square(
     X: Tensor,
-    ahead: Tensor | partial[Tensor],
+    ahead: Tensor | Callable[[], Tensor],
     new_Z: Tensor,
     lr: Scalar,
     transport: str | None,

@@ -384,7 +384,7 @@ class StiefelOptimizer(Optimizer, ABC):
         alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
         for records in (self._tallies, self._tags, self._readings):
             for parameter in [p for p in records if id(p) not in alive]:
-                del records[parameter]  # type: ignore[attr-defined]
+                del records[parameter]
         return index
 
     def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:

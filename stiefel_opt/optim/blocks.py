@@ -141,9 +141,10 @@ class Stack:
         self.sums = Sums(None if first.weight.shards is None else first.weight.shards.row_sum)
         self.part_shape = first.part(value).shape
         self.lead = first.matrices(first.part(value)).shape[:-2]
-        model = torch.empty(first.weight.parameter.shape, device="meta")
         # of the whole matrices, wherever their rows are
-        self.row_count, self.column_count = first.matrices(first.part(model)).shape[-2:]
+        model = torch.empty(first.weight.parameter.shape, device="meta")
+        part, reading = first.weight.manifold.blocks(model)[first.index]
+        self.row_count, self.column_count = reading.matrices(part).shape[-2:]
         self.declared = {
             kind.name: kind
             for kind in declared

@@ -118,7 +118,8 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     grad = batch.read(task.grads, chosen).to(stored.dtype)
     reader = batch.now if task.reads else reader_for(stored, batch.lagged)
     reader.is_lost = False
-    ok, length, unsafe = task.ok, math.inf, []
+    unsafe: list[int] = []
+    ok, length = task.ok, math.inf
     if task.nonfinite == "skip" and task.reads:
         ok, length, unsafe = _judge(grad, task)
         if len(unsafe) == len(task.places):
@@ -154,7 +155,7 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         if is_moving:
             moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, moved_X, chosen, stored)
-        task.done.update(task.places)
+        task.done.update(place for place in task.places if place not in unsafe)
 
     complete(write)
     batch.last = LastStep(task.places, moved.kept() if isinstance(moved, Length) else moved, ok)
@@ -266,7 +267,7 @@ def _may_have_overflowed(moved: Length | Tensor | float, reader: Reader) -> bool
 
 def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
     """Return which matrices are not finite, ``(k, 1, 1)``."""
-    lost = ~torch.linalg.vector_norm(new_X, dim=(-2, -1), keepdim=True).isfinite()
+    lost: Tensor = ~torch.linalg.vector_norm(new_X, dim=(-2, -1), keepdim=True).isfinite()
     if sums.row_sum is not None:  # in the rows of any process; all come here alike
         lost = sums.add(lost.float()) > 0
     return lost if ok is None else lost & ok

@@ -30,9 +30,9 @@ Write = Callable[[Tensor, Tensor, Tensor], Tensors]
 
 
 class Range(NamedTuple):
-    """A constrained range of a parameter, its rows gathered: its number, reading, point, state."""
+    """A constrained range of a parameter, its rows gathered."""
 
-    index: int
+    number: int
     reading: Stiefel
     point: Tensor  # X, (..., n, m)
     state: Tensors  # by name; tall state is read as X is
@@ -84,14 +84,14 @@ def set_velocity_(
         _check("skew", new_skew, small)
         if point.size(-2) != point.size(-1):  # square matrices have no normal part
             _check("normal", new_normal, point.shape)
-    for (index, own, point, kept), (new_skew, new_normal) in zip(ranges, values, strict=True):
+    for (number, own, point, kept), (new_skew, new_normal) in zip(ranges, values, strict=True):
         is_square = point.size(-2) == point.size(-1)
         U = torch.zeros_like(point) if is_square else new_normal
         U = U - point @ (point.mH @ U)
         written = write(point, skew_part(new_skew), U)
         for kind in declared:
             if kind.name in kept and kind.name in written:
-                target, value = state[key_of(kind.name, index)], written[kind.name]
+                target, value = state[key_of(kind.name, number)], written[kind.name]
                 target.copy_(value if kind.is_small else own.stored(value, target.shape))
 
 
