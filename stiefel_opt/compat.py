@@ -10,6 +10,7 @@ rounding; steps are bounded by the Frobenius norm of W, not by its 1-norm, which
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from typing_extensions import override
 
 from stiefel_opt._checks import HALF, check_range, fail
 from stiefel_opt.functional.cayley import SQUARE, cayley_adam
-from stiefel_opt.functional.flows import Move, Tensors
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.cayley import CayleySGD
 from stiefel_opt.optim.checks import listed
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
@@ -195,23 +195,13 @@ class AdamG(_Splitting, SGDLike):
         check_range("epsilon", group["epsilon"], 0.0)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         return Z_STATE, U_STATE, State(SQUARE, "1", dtype="real")
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        return cayley_adam(
-            X,
-            G,
-            state,
-            lr=step.lr,
-            step=step.number,
-            betas=(group["momentum"], group["beta2"]),
-            eps=group["epsilon"],
-            steps=_STEPS,
-            sums=step.sums,
-            reader=step.reader,
-        )
+    def rule_for(self, group: Group) -> Rule:
+        betas = group["momentum"], group["beta2"]
+        return partial(cayley_adam, betas=betas, eps=group["epsilon"], steps=_STEPS)
 
 
 def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:

@@ -152,6 +152,20 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
 
 
+def subtract_(pending: Tensor, tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """Return pending - factor tensor, in the memory of ``pending``."""
+    if isinstance(factor, Tensor):
+        return pending.addcmul_(tensor, factor, value=-1.0)
+    return pending.sub_(tensor, alpha=factor)
+
+
+def turn_and_move(
+    tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
+) -> Tensor:
+    """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``: added to X is what is small."""
+    return add_product_(add_product(tall, tall, within), direction, root, alpha=step)
+
+
 def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
     """Return ``tensor`` with zeros for the matrices that do not move."""
     return tensor if ok is None else torch.where(ok, tensor, 0.0)

@@ -58,6 +58,7 @@ def cayley_sgd(
     state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
     force: Scalar = 1.0,
     nesterov: bool = False,
@@ -69,8 +70,8 @@ def cayley_sgd(
     r"""Return the new point, the new state and the length of one step of CayleySGD.
 
     Args:
-        X, G, state, lr, force, sums, reader: as in :func:`stiefel_opt.functional.descend`, with T
-            and V of the momentum M <- mu M - G.
+        X, G, state, lr, step, force, sums, reader: as in
+            :func:`stiefel_opt.functional.descend`, with T and V of the momentum M <- mu M - G.
         momentum, nesterov: mu; whether X moves along mu M - G.
         steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
 

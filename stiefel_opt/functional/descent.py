@@ -64,6 +64,7 @@ def descend(
     state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.0,
     force: Scalar = 1.0,
     nesterov: bool = False,
@@ -75,7 +76,8 @@ def descend(
     r"""Return the new point, the new state and the length of one step of ProjectedRGD.
 
     Args:
-        X, G, lr, momentum, force, metric, sums, reader: as in :func:`stiefel_opt.functional.sgd`.
+        X, G, lr, step, momentum, force, metric, sums, reader: as in
+            :func:`stiefel_opt.functional.sgd`.
         state: T and, for n > m, V of the momentum as ``momentum_skew``, ``(k, m, m)``, and
             ``momentum_normal``, ``(k, n, m)``. Empty: there is no momentum.
         nesterov: X moves along mu M - grad.

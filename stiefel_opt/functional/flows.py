@@ -24,7 +24,6 @@ from stiefel_opt.linalg import (
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
-    largest_stretch,
     own_gram,
     plus_identity,
     polar_rotation,
@@ -45,9 +44,6 @@ _SHORT: Final = 0.06
 _MARGIN: Final = 4.0
 # Squares of numbers beyond this may overflow.
 _LARGE: Final = 2.0**60
-# Beyond this learning rate times gradient rounding in X'X is removed after every step.
-_STEEP: Final = 0.26
-_VERY_STEEP: Final = 100.0
 
 
 class Length(NamedTuple):
@@ -108,13 +104,17 @@ def corrected(
     point: Tensor,
     state: Mapping[str, Tensor],
     sums: Sums,
-    normal: tuple[str, ...] = (),
     own: Tensor | None = None,
+    normal: tuple[str, ...] = (),
 ) -> tuple[Tensor, Tensors]:
     """Remove rounding from X'X = I, and from X'U = 0 of the state of these names.
 
     Args:
+        point: X, ``(k, n, m)``.
+        state: Of the batch, by name.
+        sums: Products of tall matrices.
         own: X'X, if it is known.
+        normal: Names of state that is normal to the point.
 
     Returns: The point, and the state that has changed.
     """
@@ -127,43 +127,6 @@ def corrected(
         inner = torch.baddbmm(overlap, half, overlap)
         changed[name] = add_product(state[name], new_point, inner, alpha=-1.0)
     return new_point, changed
-
-
-def corrections_after(
-    length: Length | Tensor | float, lr: Scalar, gradient_length: float, reader: Reader
-) -> int:
-    """Return how often rounding is to be removed after a step, as far as that can be known.
-
-    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
-    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
-    eight steps cost two digits at the most; beyond the second an error may grow to 1.
-    """
-    if reader.is_blind:
-        return 0
-    if isinstance(length, Tensor):
-        largest = length
-        length = reader.number("length of a step", lambda: largest)
-    if not isinstance(length, Length):
-        return int(not length <= 1)
-    return max(int(length.limit > 1), _corrections_of(length.inner, lr, gradient_length, reader))
-
-
-def _corrections_of(
-    inner: Tensor | None, lr: Scalar, gradient_length: float, reader: Reader
-) -> int:
-    if inner is None:
-        return 0
-    if isinstance(lr, Tensor):
-        stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
-    else:
-        if lr * gradient_length <= _STEEP:  # |X'G| <= |G|
-            return 0
-        if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
-            return 0
-        stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
-    if stretch <= _STEEP:
-        return 0
-    return 5 if stretch > _VERY_STEEP else 1  # once for NaN, of a gradient that is discarded
 
 
 # ---- moves -------------------------------------------------------------------------------------

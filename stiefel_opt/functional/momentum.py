@@ -50,7 +50,6 @@ from stiefel_opt.device import Reader, is_free_to_read, reader_for
 from stiefel_opt.functional.flows import (
     METRICS,
     Move,
-    Moves,
     Scalar,
     Tensors,
     corrected,
@@ -69,6 +68,8 @@ from stiefel_opt.linalg import (
     add_product,
     add_product_,
     product,
+    subtract_,
+    turn_and_move,
 )
 
 # Names of state: Z and U, and B, L and N of a U that is not evaluated.
@@ -88,6 +89,7 @@ def sgd(
     state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
     force: Scalar = 1.0,
     nesterov: bool = False,
@@ -105,6 +107,7 @@ def sgd(
             ``deferred_base``, ``deferred_factor``, which starts as I and is missing if
             "projected", and ``deferred_shift``. Empty: no momentum.
         lr: eta, a number or ``(k, 1, 1)``.
+        step: The number of this step; it makes no difference.
         momentum: mu.
         force: Factor on f and g: 1 - dampening, negative to maximise; a number or ``(k, 1, 1)``.
         nesterov: X moves along V = mu U - g and mu Z - f. U must be evaluated.
@@ -125,15 +128,15 @@ def sgd(
     if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return _turn_square(X, ahead, new_Z, lr, carry, S, reader)
     S = S if isinstance(force, float) and force == 1.0 else S * force
-    mu = coupling(Z, momentum, lr, a, reader)
+    mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if BASE in state:
-        new = _deferred_momentum(X, G, S, state, momentum, mu, force)
-        return _deferred_move(X, S, new, ahead, new_Z, lr, transport, sums, reader)
+        return _deferred(X, G, S, state, ahead, new_Z, lr, momentum, mu, force, sums, reader)
     force_normal = normal_force(X, S, G, force)  # -g
     if Z is None:
         (W,) = sums((force_normal, force_normal))
         moves = moves_of(ahead, W, lr, reader, S)
-        return moved(X, force_normal, moves), {}, moves.length
+        new_X = turn_and_move(X, moves.within, force_normal, moves.inverse_root, moves.step)
+        return new_X, {}, moves.length
     U = _times(state[NORMAL], momentum, mu).add_(force_normal)
     V = force_normal.add_(U, alpha=momentum) if nesterov else U.clone()
     return advance(X, V, U, ahead, new_Z, lr, transport, S, sums, reader)
@@ -201,47 +204,40 @@ def adam(
 # ---- the normal momentum of SGD, not evaluated ---------------------------------------------------
 
 
-def _deferred_momentum(
+def _deferred(
     X: Tensor,
     G: Tensor,
     S: Tensor,
     state: Mapping[str, Tensor],
+    ahead: Tensor,
+    new_Z: Tensor,
+    lr: Scalar,
     momentum: float,
     mu: Tensor | None,
     force: Scalar,
-) -> Tensor:
-    """B <- B (mu L) + X (S - mu N) - G."""
+    sums: Sums,
+    reader: Reader,
+) -> Move:
+    """The step in lines 2 to 6; if projected, L = I and N = eta R W."""
     B, L, N = state[BASE], state.get(FACTOR), state[SHIFT]
     earlier = B if L is None else product(B, L)  # 2
     if mu is not None:
         earlier, N, momentum = product(earlier, mu), torch.bmm(N, mu), 1.0
     combine = add_product if earlier is B else add_product_
     pending = combine(earlier, X, torch.sub(S, N, alpha=momentum), beta=momentum)  # 3
-    return _subtract_(pending, G, force)
-
-
-def _deferred_move(
-    X: Tensor,
-    S: Tensor,
-    B: Tensor,
-    ahead: Tensor,
-    new_Z: Tensor,
-    lr: Scalar,
-    transport: str,
-    sums: Sums,
-    reader: Reader,
-) -> Move:
-    """X <- X (D R) + B (eta R);  L = R^(-1) and N = eta W, or, if projected, N = eta R W."""
-    (W,) = sums((B, B))  # 4
+    new_B = subtract_(pending, G, force)
+    (W,) = sums((new_B, new_B))  # 4
     moves = moves_of(ahead, W, lr, reader, S)
-    R, new = moves.inverse_root, carried_skew(new_Z, moves.rotation, transport)
-    if transport == "isometric":
-        excess, scale = moves.excess
-        new[FACTOR] = torch.baddbmm(R, excess, R, alpha=scale)  # R^(-1) = (I + eta^2 W) R
-        new[SHIFT] = W * moves.step
-    else:
+    R = moves.inverse_root
+    if L is None:
+        new = carried_skew(new_Z, moves.rotation, "projected")
         new[SHIFT] = torch.bmm(R, W) * moves.step
-    return moved(X, B, moves), new | {BASE: B}, moves.length  # 5, 6
+    else:
+        excess, scale = moves.excess
+        new = {SKEW: new_Z, SHIFT: W * moves.step}
+        new[FACTOR] = torch.baddbmm(R, excess, R, alpha=scale)  # R^(-1) = (I + eta^2 W) R
+    new_X = turn_and_move(X, moves.within, new_B, R, moves.step)  # 5, 6
+    return new_X, new | {BASE: new_B}, moves.length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -258,7 +254,7 @@ def corrected_deferred(
 ) -> tuple[Tensor, Tensors]:
     """Remove rounding from X'X = I and, by N = X'B L, from X'U = 0."""
     if BASE not in state:
-        return corrected(X, state, sums, (NORMAL,), own)
+        return corrected(X, state, sums, own, (NORMAL,))
     if own is None:
         own, overlap = sums((X, X), (X, state[BASE]))
     else:
@@ -305,15 +301,9 @@ def advance(
         add_product_(U, V, torch.bmm(moves.companion, C), alpha=step * step)
     else:
         C = torch.bmm(R, C)
-    new_X = moved(X, V, moves)
+    new_X = turn_and_move(X, moves.within, V, R, step)
     new_U = add_product_(U, new_X, C, alpha=-step)
     return new_X, carried_skew(new_Z, moves.rotation, transport) | {NORMAL: new_U}, moves.length
-
-
-def moved(X: Tensor, V: Tensor, moves: Moves) -> Tensor:
-    """Return X D R + eta V R, adding to X what is small."""
-    new_X = add_product(X, X, moves.within)
-    return add_product_(new_X, V, moves.inverse_root, alpha=moves.step)
 
 
 def _turn_square(
@@ -355,14 +345,7 @@ def skew_force(S: Tensor, a: float, force: Scalar) -> Tensor:
 
 def normal_force(X: Tensor, S: Tensor, G: Tensor, force: Scalar) -> Tensor:
     """-g = X S - force G for S = force X'G."""
-    return _subtract_(product(X, S), G, force)
-
-
-def _subtract_(pending: Tensor, G: Tensor, force: Scalar) -> Tensor:
-    """Return pending - force G, in the memory of ``pending``."""
-    if isinstance(force, Tensor):
-        return pending.addcmul_(G, force, value=-1.0)
-    return pending.sub_(G, alpha=force)
+    return subtract_(product(X, S), G, force)
 
 
 def _times(U: Tensor, momentum: float, mu: Tensor | None) -> Tensor:

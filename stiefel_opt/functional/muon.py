@@ -177,6 +177,7 @@ def muon(
     state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,
     momentum: float = 0.95,
     nesterov: bool = True,
     maximize: bool = False,
@@ -199,6 +200,7 @@ def muon(
         G: The gradient, same shape.
         state: ``momentum_ambient`` B, same shape. Empty: M = G.
         lr: eta, a number or ``(k, 1, 1)``; acts as at most 4, an angle of 76 degrees.
+        step: The number of this step; it makes no difference.
         momentum: mu.
         nesterov: M is a lookahead, as above; else the buffer.
         maximize: X moves along D.

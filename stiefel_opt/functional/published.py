@@ -97,6 +97,7 @@ def published_sgd(
     state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
     force: Scalar = 1.0,
     nesterov: bool = False,
@@ -108,7 +109,7 @@ def published_sgd(
     """Return the new point, state and length of a step of Algorithm 1, or 4 for square matrices.
 
     Args:
-        X, G, lr, momentum, force, metric, sums, reader: as in
+        X, G, lr, step, momentum, force, metric, sums, reader: as in
             :func:`stiefel_opt.functional.sgd`; nothing is read.
         state: ``momentum_skew`` Z and, for n > m, ``momentum_normal`` U.
         nesterov: X moves along mu U - g and mu Z - f. Not published.

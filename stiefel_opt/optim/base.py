@@ -23,9 +23,8 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.functional.flows import Move, Tensors, corrected
+from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
-from stiefel_opt.linalg import Sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checkpoint import (
@@ -58,7 +57,7 @@ from stiefel_opt.optim.checks import (
     warn_of_skipped,
     warn_of_tallies,
 )
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.group import TALLIES, WeightGroup
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state, forget_constrained
@@ -80,24 +79,31 @@ class GroupIndex:
     Lists hold places in the group: of plain ones, and of those ``waiting`` for a first gradient.
     """
 
-    def __init__(self, group: Group, declared: tuple[State, ...], options: list[Any]) -> None:
+    def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = _tags_of(self._params)
-        self._stiefel, self.declared, self._options = group["stiefel"], declared, options
+        self._stiefel = group["stiefel"]
+        self._bind(optimizer, group)
         self.readings = [reading(parameter, group) for parameter in self._params]
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
         self.weight_groups: list[WeightGroup] = []
 
-    def describes(
-        self, group: Group, options: list[Any], declare: Callable[[Group], tuple[State, ...]]
-    ) -> bool:
+    def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        self._names = [name for name in optimizer.defaults if name != "lr"]
+        self._options = [group[name] for name in self._names]
+        self.declared = optimizer.state_for(group)
+        self.rule = optimizer.rule_for(group)
+        self.correction = optimizer.correction_for(group)
+
+    def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
         """Say whether this still describes the group, and the state that its options ask for."""
-        params = group["params"]
-        if options != self._options:
-            if declare(group) != self.declared:
+        if [group[name] for name in self._names] != self._options:
+            declared = self.declared
+            self._bind(optimizer, group)
+            if declared != self.declared:
                 return False
-            self._options = options
+        params = group["params"]
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
@@ -114,11 +120,11 @@ def _tags_of(parameters: list[Tensor]) -> list[Any]:
 class StiefelOptimizer(Optimizer, ABC):
     """Base of all optimizers here: a group holds constrained and plain parameters side by side.
 
-    A subclass has three parts: the state of a matrix (:meth:`declare_state`), a pure rule that
-    moves a batch of matrices (:meth:`update`), and the rule of plain tensors
-    (:meth:`update_plain`). Everything else is done here for every rule alike: shapes, heads and
-    ranges of rows, half precision, gradients and steps that are not finite, rounding, shards,
-    checkpoints, ``torch.compile``.
+    A subclass has three parts: the state of a matrix (:meth:`state_for`), a pure rule that moves a
+    batch of matrices (:meth:`rule_for`), and the rule of plain tensors (:meth:`update_plain`).
+    Everything else is done here for every rule alike: shapes, heads and ranges of rows, half
+    precision, gradients and steps that are not finite, rounding, shards, checkpoints,
+    ``torch.compile``.
 
     Args:
         params: Parameters, named parameters or groups, as in torch.
@@ -126,7 +132,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     Attributes:
         rule: The name under which a checkpoint is saved. Default: that of the class.
-        sums_over_rows: Whether the rule forms products over rows by ``step.sums`` alone, so that
+        sums_over_rows: Whether the rule forms products over rows by ``sums`` alone, so that
             rows may be shared by several processes. Default: False, and such weights are refused.
     """
 
@@ -153,24 +159,14 @@ class StiefelOptimizer(Optimizer, ABC):
         check_common_options(group)
 
     @abstractmethod
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         """Return the state of a matrix, which may depend on the options of its group."""
 
     @abstractmethod
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        """Return the new point, the new state and the length of the step of a batch.
+    def rule_for(self, group: Group) -> Rule:
+        """Return the pure rule of a group, with its options bound: see :class:`Rule`.
 
-        Pure: nothing that is given may be written to. A matrix whose new point is not finite stays.
-
-        Args:
-            group: Options.
-            X: Points, ``(k, n, m)`` with n >= m, orthonormal.
-            G: Gradients, same shape, finite.
-            state: What :meth:`declare_state` says, by name.
-            step: Learning rate, number of the step, sums over rows.
-
-        Returns: The new points; the new state by name, where it has changed; and the largest
-            singular value of the step's tangent vector, a number or ``(k, 1, 1)``.
+        Asked again when an option other than ``lr`` has changed.
         """
 
     @abstractmethod
@@ -183,18 +179,10 @@ class StiefelOptimizer(Optimizer, ABC):
     ) -> None:
         """Move plain tensors in place; ``states`` holds a dict for each, empty at first."""
 
-    def correct(
-        self,
-        group: Group,
-        X: Tensor,
-        state: Mapping[str, Tensor],
-        sums: Sums,
-        own: Tensor | None = None,
-    ) -> tuple[Tensor, Tensors]:
-        """Return X and the changed state without rounding in X'X, and X'U of normal state."""
-        declared = self.declare_state(group)
-        normal = tuple(kind.name for kind in declared if kind.symmetry == "normal")
-        return corrected(X, state, sums, normal, own)
+    def correction_for(self, group: Group) -> Correction:
+        """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
+        normal = tuple(kind.name for kind in self.state_for(group) if kind.symmetry == "normal")
+        return partial(corrected, normal=normal)
 
     def _velocity_in(
         self,
@@ -310,7 +298,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Look at the gradients of every group, then move every group."""
         skipped: tuple[list[Tensor], list[Tensor]] = [], []
         prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
-        for (group, weight_groups), plain in zip(self._constrained(), prepared, strict=True):
+        for group, index, plain in zip(self.param_groups, self._indices, prepared, strict=True):
             if plain:
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
                 try:
@@ -318,8 +306,9 @@ class StiefelOptimizer(Optimizer, ABC):
                 except RuntimeError as error:
                     refuse_other_precision(plain, self.state, self.param_groups, error)
                     raise
-            found = self._move_all(group, weight_groups, group["lr"])
-            skipped[group["nonfinite"] == "raise"].extend(found)
+            if index is not None and index.weight_groups:
+                found = self._move_all(group, index, group["lr"])
+                skipped[group["nonfinite"] == "raise"].extend(found)
         if any(skipped):  # last: it may be an error
             self._tell(*skipped)
 
@@ -354,7 +343,7 @@ class StiefelOptimizer(Optimizer, ABC):
         index = self._indices[place]
         if (
             index is None
-            or not index.describes(group, self._options_of(group), self.declare_state)
+            or not index.describes(self, group)
             or not all(map(operator.methodcaller("is_intact", self.state), index.weight_groups))
         ):
             index = self._renew(place, group)
@@ -364,15 +353,11 @@ class StiefelOptimizer(Optimizer, ABC):
             self._admit(index, group, late)
         return index
 
-    def _options_of(self, group: Group) -> list[Any]:
-        """Return what decides which state a group keeps, and more, but nothing that a step sets."""
-        return [group[name] for name in self.defaults if name != "lr"]
-
     def _renew(self, place: int, group: Group) -> GroupIndex:
         """Tell the parameters of a group apart anew; those that have state are admitted."""
         earlier = self._indices[place]
         self._recall(group)
-        index = GroupIndex(group, self.declare_state(group), self._options_of(group))
+        index = GroupIndex(self, group)
         self._indices[place] = index
         for plain in index.plain:
             forget_constrained(self.state, group["params"][plain])
@@ -466,10 +451,11 @@ class StiefelOptimizer(Optimizer, ABC):
                 changed = weights.take(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, weights, changed)
         skipped: tuple[list[Tensor], list[Tensor]] = [], []
-        for group, weight_groups in self._constrained():
+        for group, index in zip(self.param_groups, self._indices, strict=True):
             lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
-            found = self._move_all(group, weight_groups, lr)
-            skipped[group["nonfinite"] == "raise"].extend(found)
+            if index is not None:
+                found = self._move_all(group, index, lr)
+                skipped[group["nonfinite"] == "raise"].extend(found)
         self._tell(*skipped)
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Weight]) -> None:
@@ -480,18 +466,15 @@ class StiefelOptimizer(Optimizer, ABC):
                 refuse(weights.weights[places[0]].parameter, self.param_groups)
         check_finite([weight.parameter for weight in changed], self.param_groups)
 
-    def _move_all(
-        self, group: Group, weight_groups: list[WeightGroup], lr: float | Tensor
-    ) -> list[Tensor]:
+    def _move_all(self, group: Group, index: GroupIndex, lr: float | Tensor) -> list[Tensor]:
         """Move the constrained parameters of a group; return those that were left as they were."""
         if not isinstance(lr, Tensor) or is_free_to_read(lr):
             lr = min(float(lr), _LARGEST_LR)
         skipped: list[Tensor] = []
-        rule, correct = partial(self.update, group), partial(self.correct, group)
         move_rows = partial(step_rows, self._step_plain, group)
-        for weights in weight_groups:
+        for weights in index.weight_groups:
             with exact_products(weights.steps):
-                weights.step(rule, correct, move_rows, lr, group["nonfinite"])
+                weights.step(index.rule, index.correction, move_rows, lr, group["nonfinite"])
             places = [*weights.unsafe, *weights.overflowed]
             skipped += map(weights.parameters.__getitem__, places)
         return skipped
@@ -550,7 +533,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 given["state"] = without_plain(given["state"], *groups)
             for group, saved in zip(*groups, strict=False):
                 self.check_options({**group, **saved})
-            check_states(given["state"], *groups, self.declare_state)
+            check_states(given["state"], *groups, self.state_for)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(examine)
@@ -635,7 +618,7 @@ class StiefelOptimizer(Optimizer, ABC):
             ValueError: for tensors of another shape, and values that are not finite. Nothing has
                 changed then.
         """
-        declare, write = self.declare_state, self._state_of_velocity
+        declare, write = self.state_for, self._state_of_velocity
         set_velocity_(parameter, self.state, self.param_groups, declare, write, skew, normal)
 
     def all_constrained(self) -> list[WeightGroup]:

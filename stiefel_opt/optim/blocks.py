@@ -3,30 +3,27 @@
 A block is one constrained range of one parameter. The state of a stack lies in one tensor for each
 name; ``optimizer.state`` holds windows on it, shaped like the range and with storages of their own,
 so that saving one parameter's state writes only its bytes. A stack belongs to the group, not to the
-gradients of one step: blocks without a gradient are left out of a step by an index. A batch is the
-part of a stack on which a rule works in one call.
+gradients of one step: blocks without a gradient are left out of a step by an index.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Lagged, Now, is_cpu
+from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
-from stiefel_opt.functional.flows import Length, Tensors
+from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import Sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards, placed
-from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, is_declared, key_of
+from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory.
@@ -129,7 +126,8 @@ class Stack:
     """Blocks of one shape, dtype, device and reading, and their ``declared`` state.
 
     ``whole`` is the state by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as
-    the matrices are stored; None once a window is gone.
+    the matrices are stored; None once a window is gone. Each of ``cuts`` is a batch for a rule: its
+    first block, the one behind its last, and its share of the matrices of each.
     """
 
     def __init__(self, blocks: list[Block], declared: Sequence[State]) -> None:
@@ -154,7 +152,7 @@ class Stack:
             kind.name: self._stacked(kind) for kind in self.declared.values()
         }
         self.each = self.lead.numel()  # matrices of a block
-        self.batches = [Batch(self, *cut) for cut in self._cut(value)]
+        self.cuts = self._cut(value)
 
     def state_of(self, rows: slice) -> Tensors:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
@@ -213,169 +211,6 @@ class Stack:
             temporaries = alone + (3 if is_square else 2) * joined
             pieces = max(pieces, math.ceil(temporaries / _TEMPORARIES))
         return -(-count // min(pieces, count))
-
-
-class LastStep(NamedTuple):
-    """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
-
-    places: list[int]
-    length: Length | Tensor | float
-    moved: Tensor | None
-
-
-class Batch:
-    """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
-
-    They are those of the blocks from ``start`` to ``stop``, or the ``share`` of a single block.
-    """
-
-    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
-        self.blocks = stack.blocks[start:stop]
-        self.places = [block.weight.place for block in self.blocks]
-        self.sums, self.row_count, self.declared = stack.sums, stack.row_count, stack.declared
-        self.each = share.stop - share.start  # matrices of a block
-        low = start * stack.each + share.start
-        count = (stop - start - 1) * stack.each + self.each
-        self.state = stack.state_of(slice(low, low + count))  # views
-        self.scale = self.blocks[0].reading.scale
-        self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
-        self.last: LastStep | None = None
-        self._lead, self._part_shape = stack.lead, stack.part_shape
-        self._share = None if share == slice(0, stack.each) else share
-        self._is_one = stop - start == 1
-        self._in_parts = any(block.narrow is not None for block in self.blocks)
-        self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
-
-    def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
-        """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
-        first, tensor = self.blocks[0], tensors[0]
-        if not self._is_one:
-            parts = self._parts(tensors, blocks)
-            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
-            return as_batch(first.matrices(joined, stacked=True))
-        if (view := self._views.get(tensor.stride())) is not None:
-            return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
-        matrices = as_batch(first.matrices(first.part(tensor)))
-        if self._share is not None:
-            matrices = matrices[self._share]
-        if not tensor.is_complex() and shares_memory(matrices, tensor):
-            offset = int(matrices.storage_offset() - tensor.storage_offset())
-            self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
-        return matrices
-
-    def write(
-        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
-    ) -> None:
-        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
-        first, tensor = self.blocks[0], tensors[0]
-        if self._is_one:
-            if tensor.stride() in self._views:
-                read.copy_(matrices)
-                return
-            part = first.part(tensor)
-            whole = first.matrices(part)
-            target = as_batch(whole)
-            (target if self._share is None else target[self._share]).copy_(matrices)
-            if not shares_memory(target, part):  # channels_last, or batches of rows
-                part.copy_(first.stored(target.view(whole.shape), part.shape))
-            return
-        parts = self._parts(tensors, blocks)
-        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
-        shape = torch.Size((len(parts), *self._part_shape))
-        stored = first.stored(batch, shape, stacked=True)
-        if is_cpu(stored) and not self._in_parts:
-            torch.unbind_copy(stored, out=parts)
-        else:
-            torch._foreach_copy_(parts, list(stored.unbind()))
-
-    def index_of(self, blocks: list[int] | None) -> Tensor | None:
-        """Return an index of the matrices of these blocks; None for all of them."""
-        if blocks is None:
-            return None
-        device = self.blocks[0].weight.parameter.device
-        index = torch.tensor(blocks, device=device)
-        if self.each > 1:
-            first = (index * self.each).unsqueeze(1)
-            index = (first + torch.arange(self.each, device=device)).flatten()
-        return index
-
-    def of_each(self, of_block: Tensor) -> Tensor:
-        """Return ``(k, 1, 1)``: for each matrix the value of its block."""
-        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
-
-    def angles(self) -> dict[int, float]:
-        """Return the largest angle in radians of the last step, for each weight that moved."""
-        if self.last is None:
-            return {}
-        places, length, moved = self.last
-        count = len(places) * self.each
-        if isinstance(length, Length):
-            tangents = length.tangents(count)
-        else:
-            tangents = torch.as_tensor(length, dtype=torch.float64).expand(count, 1, 1).flatten()
-        tangents = tangents if moved is None else tangents.where(moved.flatten(), math.nan)
-        largest = tangents.view(len(places), self.each).amax(dim=1).atan().tolist()
-        pairs = zip(places, largest, strict=True)
-        return {place: angle for place, angle in pairs if math.isfinite(angle)}
-
-    def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
-        if not self._in_parts:
-            return tensors
-        chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]
-        return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
-
-
-class Windows:
-    """The state tensors that a user sees, watched for being replaced or moved."""
-
-    def __init__(self, weights: list[Weight], forget: Callable[[], None]) -> None:
-        self._parameters = [weight.parameter for weight in weights]
-        self._states = [weight.state for weight in weights]
-        self._slots = [
-            (weight.state, key)
-            for weight in weights
-            for key in weight.state
-            if is_declared(key) or key == "step"
-        ]
-        windows = [state[key] for state, key in self._slots]
-        self._ids = list(map(id, windows))
-        self._is_shared = any(weight.shards is not None for weight in weights)
-        self._memory = self._addresses(windows)
-        method = weakref.WeakMethod(forget)
-        self._is_gone = False
-
-        this = weakref.ref(self)
-
-        def gone(_: Any) -> None:
-            if (watched := this()) is not None:
-                watched._is_gone = True
-            if (release := method()) is not None:
-                release()
-
-        self._windows: list[Any] = [weakref.ref(window, gone) for window in windows]
-
-    def are_intact(self, states: Any) -> bool:
-        """Say whether ``states`` still holds these tensors, with their memory."""
-        if self._is_gone or not all(
-            map(operator.is_, map(states.get, self._parameters), self._states)
-        ):
-            return False
-        try:
-            windows = [state[key] for state, key in self._slots]
-        except KeyError:
-            return False
-        return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
-
-    def release(self) -> None:
-        """Give parameters that are not part of any stack any more state of their own."""
-        for (state, key), known in zip(self._slots, self._windows, strict=True):
-            is_ours = not key.startswith(ROWS) and key in state  # rows have no windows
-            if is_ours and state[key] is known():
-                state[key] = state[key].clone()
-
-    def _addresses(self, windows: list[Tensor]) -> list[int]:
-        tensors = [local_part(window) for window in windows] if self._is_shared else windows
-        return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def joined(states: list[StateDict], name: str) -> Tensor:

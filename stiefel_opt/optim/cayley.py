@@ -7,10 +7,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.functional.cayley import MAX_SQUARE, SQUARE, cayley_adam, cayley_sgd
-from stiefel_opt.functional.flows import Move, Tensors
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_iterations
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
@@ -77,12 +76,12 @@ class CayleySGD(SGDLike):
         check_iterations(group)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         return Z_STATE, U_STATE
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        return cayley_sgd(X, G, state, **self.options_of_sgd(group, X, step, "steps", "exact"))
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, cayley_sgd, "steps", "exact")
 
 
 class CayleyAdam(AdamLike):
@@ -142,9 +141,9 @@ class CayleyAdam(AdamLike):
         check_iterations(group)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         return (Z_STATE, U_STATE, *SQUARES[: 1 + group["amsgrad"]])
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        return cayley_adam(X, G, state, **self.options_of_adam(group, step, "steps", "exact"))
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, cayley_adam, "steps", "exact")

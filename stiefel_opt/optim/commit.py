@@ -13,17 +13,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from stiefel_opt._checks import CONSTRAINABLE
-from stiefel_opt.device import Reader, reader_for
-from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, corrections_after
+from stiefel_opt.device import Lagged, Now, Reader, is_cpu, reader_for
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import Sums
-from stiefel_opt.optim.blocks import Batch, LastStep
+from stiefel_opt.linalg import Sums, largest_stretch
+from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
 from stiefel_opt.optim.state import working_dtype
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
@@ -34,28 +34,44 @@ LARGEST_SAFE: Final = {
 }
 
 
-class Step(NamedTuple):
-    """What a rule is given beside point, gradient and state.
-
-    Attributes:
-        lr: The learning rate eta for orthonormal X, a number or a tensor.
-        number: t >= 1, the number of this step: one for all, or ``(k, 1, 1)``.
-        sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair: the only products
-            over rows that a rule may form, as some rows may be on other processes.
-        reader: Who may read a number that decides how much work a step does.
-    """
-
-    lr: Scalar
-    number: Scalar
-    sums: Sums
-    reader: Reader
+# Beyond this learning rate times gradient rounding in X'X is removed after every step.
+_STEEP: Final = 0.26
+_VERY_STEEP: Final = 100.0
 
 
 class Rule(Protocol):
-    """The part of an optimizer that moves a batch."""
+    """A pure function that moves a batch: what an optimizer of this package is about.
 
-    def __call__(self, X: Tensor, G: Tensor, state: Tensors, step: Step, /) -> Move:
-        """Return the new point, the new state and the length of the step."""
+    Args:
+        X: Points, ``(k, n, m)`` with n >= m, orthonormal.
+        G: Gradients, same shape, finite.
+        state: What ``state_for`` declares, by name: batches ``(k, n, m)``, ``(k, m, m)`` or
+            ``(k, 1, 1)``.
+        lr: The learning rate eta for orthonormal X, a number or a tensor.
+        step: t >= 1, the number of this step: one for all, or ``(k, 1, 1)``.
+        sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair; ``sums.add(a)`` adds
+            ``(k, ., .)`` over processes. Rows may be on several processes: a rule forms every sum
+            over rows by these.
+        reader: Who may read a number that decides how much work a step does.
+
+    Returns: The new points; the new state by name, where it has changed; and the length of the
+        step, the largest singular value of its tangent vector: a number, ``(k, 1, 1)``, or a
+        :class:`Length`.
+    """
+
+    def __call__(
+        self,
+        X: Tensor,
+        G: Tensor,
+        state: Tensors,
+        /,
+        *,
+        lr: Scalar,
+        step: Scalar,
+        sums: Sums,
+        reader: Reader,
+    ) -> Move:
+        """Return the new points, the new state and the length of the step; write to nothing."""
 
 
 class Correction(Protocol):
@@ -67,6 +83,116 @@ class Correction(Protocol):
         """Return the corrected point, and the state that has changed; ``own`` is X'X if known."""
 
 
+class LastStep(NamedTuple):
+    """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
+
+    places: list[int]
+    length: Length | Tensor | float
+    moved: Tensor | None
+
+
+class Batch:
+    """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
+
+    They are those of the blocks from ``start`` to ``stop``, or the ``share`` of a single block.
+    """
+
+    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
+        self.blocks = stack.blocks[start:stop]
+        self.places = [block.weight.place for block in self.blocks]
+        self.sums, self.row_count, self.declared = stack.sums, stack.row_count, stack.declared
+        self.each = share.stop - share.start  # matrices of a block
+        low = start * stack.each + share.start
+        count = (stop - start - 1) * stack.each + self.each
+        self.state = stack.state_of(slice(low, low + count))  # views
+        self.scale = self.blocks[0].reading.scale
+        self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
+        self.last: LastStep | None = None
+        self._lead, self._part_shape = stack.lead, stack.part_shape
+        self._share = None if share == slice(0, stack.each) else share
+        self._is_one = stop - start == 1
+        self._in_parts = any(block.narrow is not None for block in self.blocks)
+        self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
+
+    def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
+        """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
+        first, tensor = self.blocks[0], tensors[0]
+        if not self._is_one:
+            parts = self._parts(tensors, blocks)
+            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
+            return as_batch(first.matrices(joined, stacked=True))
+        if (view := self._views.get(tensor.stride())) is not None:
+            return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
+        matrices = as_batch(first.matrices(first.part(tensor)))
+        if self._share is not None:
+            matrices = matrices[self._share]
+        if not tensor.is_complex() and shares_memory(matrices, tensor):
+            offset = int(matrices.storage_offset() - tensor.storage_offset())
+            self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
+        return matrices
+
+    def write(
+        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
+    ) -> None:
+        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
+        first, tensor = self.blocks[0], tensors[0]
+        if self._is_one:
+            if tensor.stride() in self._views:
+                read.copy_(matrices)
+                return
+            part = first.part(tensor)
+            whole = first.matrices(part)
+            target = as_batch(whole)
+            (target if self._share is None else target[self._share]).copy_(matrices)
+            if not shares_memory(target, part):  # channels_last, or batches of rows
+                part.copy_(first.stored(target.view(whole.shape), part.shape))
+            return
+        parts = self._parts(tensors, blocks)
+        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
+        shape = torch.Size((len(parts), *self._part_shape))
+        stored = first.stored(batch, shape, stacked=True)
+        if is_cpu(stored) and not self._in_parts:
+            torch.unbind_copy(stored, out=parts)
+        else:
+            torch._foreach_copy_(parts, list(stored.unbind()))
+
+    def index_of(self, blocks: list[int] | None) -> Tensor | None:
+        """Return an index of the matrices of these blocks; None for all of them."""
+        if blocks is None:
+            return None
+        device = self.blocks[0].weight.parameter.device
+        index = torch.tensor(blocks, device=device)
+        if self.each > 1:
+            first = (index * self.each).unsqueeze(1)
+            index = (first + torch.arange(self.each, device=device)).flatten()
+        return index
+
+    def of_each(self, of_block: Tensor) -> Tensor:
+        """Return ``(k, 1, 1)``: for each matrix the value of its block."""
+        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
+
+    def angles(self) -> dict[int, float]:
+        """Return the largest angle in radians of the last step, for each weight that moved."""
+        if self.last is None:
+            return {}
+        places, length, moved = self.last
+        count = len(places) * self.each
+        if isinstance(length, Length):
+            tangents = length.tangents(count)
+        else:
+            tangents = torch.as_tensor(length, dtype=torch.float64).expand(count, 1, 1).flatten()
+        tangents = tangents if moved is None else tangents.where(moved.flatten(), math.nan)
+        largest = tangents.view(len(places), self.each).amax(dim=1).atan().tolist()
+        pairs = zip(places, largest, strict=True)
+        return {place: angle for place, angle in pairs if math.isfinite(angle)}
+
+    def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
+        if not self._in_parts:
+            return tensors
+        chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]
+        return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
+
+
 class Task(NamedTuple):
     """What one step asks of a batch.
 
@@ -75,7 +201,7 @@ class Task(NamedTuple):
         chosen: Its blocks that take part; None: all.
         places: Their weights.
         tensors, grads: What moves, and its gradient, for each of these.
-        lr, number: As in :class:`Step`, for the tensors as they are scaled.
+        lr, number: Learning rate for the tensors as they are scaled; the number of this step.
         ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not known yet.
         is_due: Whether rounding is removed in this step.
         is_changed: Whether somebody else has written to one of the tensors.
@@ -132,9 +258,10 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     known = math.inf if sums.row_sum is not None else length  # all processes must decide alike
     X, fixed = _on_manifold(unscaled, state, grad, task, known, reader, correct)
     lr = task.lr if batch.scale == 1.0 else task.lr / batch.scale
-    new_X, new, moved = rule(X, grad, {**state, **fixed}, Step(lr, task.number, sums, reader))
+    current = {**state, **fixed}
+    new_X, new, moved = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
     new = {**fixed, **new}
-    for _ in range(corrections_after(moved, lr, known, reader)):
+    for _ in range(_corrections_after(moved, lr, known, reader)):
         new_X, again = correct(new_X, {**state, **new}, sums)
         new |= again
     overflowed = None
@@ -217,9 +344,8 @@ def _on_manifold(
     looks = is_due and reader.is_exact
     if not (looks or task.is_changed):
         return correct(point, state, sums) if is_due else (point, {})
-    if looks:  # without a gradient nothing moves, not even by a correction
-        size = length if length < math.inf else float(sums.add(grad.norm().square()))
-        is_due = is_due and size != 0.0
+    if looks and sums.row_sum is None:  # without a gradient no bit moves, not even by a correction
+        is_due = (length if length < math.inf else float(torch.linalg.vector_norm(grad))) != 0.0
     (own,) = sums((point, point))
     error, tolerance = identity_error(own), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
@@ -271,3 +397,40 @@ def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
     if sums.row_sum is not None:  # in the rows of any process; all come here alike
         lost = sums.add(lost.float()) > 0
     return lost if ok is None else lost & ok
+
+
+def _corrections_after(
+    length: Length | Tensor | float, lr: Scalar, gradient_length: float, reader: Reader
+) -> int:
+    """Return how often rounding is to be removed after a step, as far as that can be known.
+
+    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
+    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
+    eight steps cost two digits at the most; beyond the second an error may grow to 1.
+    """
+    if reader.is_blind:
+        return 0
+    if isinstance(length, Tensor):
+        largest = length
+        length = reader.number("length of a step", lambda: largest)
+    if not isinstance(length, Length):
+        return int(not length <= 1)
+    return max(int(length.limit > 1), _corrections_of(length.inner, lr, gradient_length, reader))
+
+
+def _corrections_of(
+    inner: Tensor | None, lr: Scalar, gradient_length: float, reader: Reader
+) -> int:
+    if inner is None:
+        return 0
+    if isinstance(lr, Tensor):
+        stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
+    else:
+        if lr * gradient_length <= _STEEP:  # |X'G| <= |G|
+            return 0
+        if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
+            return 0
+        stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
+    if stretch <= _STEEP:
+        return 0
+    return 5 if stretch > _VERY_STEEP else 1  # once for NaN, of a gradient that is discarded

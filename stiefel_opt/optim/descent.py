@@ -8,10 +8,9 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice
 from stiefel_opt.functional.descent import RETRACTIONS, descend
-from stiefel_opt.functional.flows import Move, Tensors
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_metric
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike, options_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
@@ -76,10 +75,9 @@ class ProjectedRGD(SGDLike):
         check_choice("retraction", group["retraction"], RETRACTIONS)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         return () if group["momentum"] == 0 else (Z_STATE, U_STATE)
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        options = self.options_of_sgd(group, X, step, "metric", "retraction")
-        return descend(X, G, state, **options)
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, descend, "metric", "retraction")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt._checks import check_flag, check_range, fail
-from stiefel_opt.functional.flows import Scalar
+from stiefel_opt.functional.flows import Move, Scalar
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checkpoint import TorchRule
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.state import StateDict
 from stiefel_opt.optim.torch_rules import (
     Group,
@@ -47,11 +49,13 @@ class SGDLike(StiefelOptimizer):
             given = f"momentum {group['momentum']} and dampening {group['dampening']}"
             raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
 
-    def options_of_sgd(self, group: Group, X: Tensor, step: Step, *names: str) -> dict[str, Any]:
-        """Return the arguments that every rule of SGD takes, and the options of these names."""
+    def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
+        """Return a rule with the options of SGD and those of these names."""
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
-        options |= {"lr": step.lr, "sums": step.sums, "reader": step.reader}
-        return options | {"force": _force_of_sgd(group, X, step.number)}
+        sign = -1.0 if group["maximize"] else 1.0
+        if group["dampening"] == 0 or group["momentum"] == 0:
+            return partial(rule, force=sign, **options)
+        return partial(_damped, rule, sign, 1.0 - group["dampening"], **options)
 
     @override
     def _step_plain(self, *arguments: Any, **options: Any) -> None:
@@ -62,16 +66,21 @@ class SGDLike(StiefelOptimizer):
         step_sgd(*arguments)
 
 
-def _force_of_sgd(group: Group, X: Tensor, number: Scalar) -> Scalar:
-    """Return SGD's factor on the gradient: the sign, and dampening from the second step on."""
-    sign = -1.0 if group["maximize"] else 1.0
-    if group["dampening"] == 0 or group["momentum"] == 0:
-        return sign
-    damped = sign * (1.0 - group["dampening"])
-    if isinstance(number, Tensor):
-        factors = X.new_tensor([sign, damped])
-        return factors[0].where(number == 1, factors[1])
-    return sign if number == 1 else damped
+def _damped(
+    rule: Callable[..., Move],
+    sign: float,
+    factor: float,
+    X: Tensor,
+    *given: Any,
+    step: Scalar,
+    **options: Any,
+) -> Move:
+    """Dampen the gradient from the second step on."""
+    if isinstance(step, Tensor):
+        force: Scalar = torch.where(step == 1, X.new_tensor(sign), X.new_tensor(sign * factor))
+    else:
+        force = sign if step == 1 else sign * factor
+    return rule(X, *given, step=step, force=force, **options)
 
 
 class AdamLike(StiefelOptimizer):
@@ -99,11 +108,10 @@ class AdamLike(StiefelOptimizer):
             wanted = "be a number with foreach=True"
             raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
 
-    def options_of_adam(self, group: Group, step: Step, *names: str) -> dict[str, Any]:
-        """Return the arguments that every rule of Adam takes, and the options of these names."""
+    def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
+        """Return a rule with the options of Adam and those of these names."""
         options = {name: group[name] for name in ("betas", "eps", *names)}
-        options |= {"lr": step.lr, "step": step.number, "sums": step.sums, "reader": step.reader}
-        return options | {"force": -1.0 if group["maximize"] else 1.0}
+        return partial(rule, force=-1.0 if group["maximize"] else 1.0, **options)
 
     @override
     def _init_plain(self, group: Group, parameter: Tensor) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,17 +20,31 @@ from torch import Tensor
 from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.optim.blocks import (
-    Batch,
     Weight,
-    Windows,
     join_masters,
     joined,
     plain_rows_of,
     stacks_of,
 )
-from stiefel_opt.optim.commit import LARGEST_SAFE, Correction, Rule, Task, complete, take_step
+from stiefel_opt.optim.commit import (
+    LARGEST_SAFE,
+    Batch,
+    Correction,
+    Rule,
+    Task,
+    complete,
+    take_step,
+)
 from stiefel_opt.optim.sharding import Shards
-from stiefel_opt.optim.state import ROWS, State, StateDict, follow_, key_of, working_dtype
+from stiefel_opt.optim.state import (
+    ROWS,
+    State,
+    StateDict,
+    follow_,
+    is_declared,
+    key_of,
+    working_dtype,
+)
 
 # Rounding in X'X and X'U is measured and removed once in so many steps.
 _CORRECTION_PERIOD: Final = 8
@@ -41,6 +56,59 @@ _VERSION = operator.attrgetter("_version")
 
 # parameters, gradients, states, and a number that is not 0 where all of them are to stay
 MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
+
+
+class Windows:
+    """The state tensors that a user sees, watched for being replaced or moved."""
+
+    def __init__(self, weights: list[Weight], forget: Callable[[], None]) -> None:
+        self._parameters = [weight.parameter for weight in weights]
+        self._states = [weight.state for weight in weights]
+        self._slots = [
+            (weight.state, key)
+            for weight in weights
+            for key in weight.state
+            if is_declared(key) or key == "step"
+        ]
+        windows = [state[key] for state, key in self._slots]
+        self._ids = list(map(id, windows))
+        self._is_shared = any(weight.shards is not None for weight in weights)
+        self._memory = self._addresses(windows)
+        method = weakref.WeakMethod(forget)
+        self._is_gone = False
+
+        this = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            if (watched := this()) is not None:
+                watched._is_gone = True
+            if (release := method()) is not None:
+                release()
+
+        self._windows: list[Any] = [weakref.ref(window, gone) for window in windows]
+
+    def are_intact(self, states: Any) -> bool:
+        """Say whether ``states`` still holds these tensors, with their memory."""
+        if self._is_gone or not all(
+            map(operator.is_, map(states.get, self._parameters), self._states)
+        ):
+            return False
+        try:
+            windows = [state[key] for state, key in self._slots]
+        except KeyError:
+            return False
+        return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
+
+    def release(self) -> None:
+        """Give parameters that are not part of any stack any more state of their own."""
+        for (state, key), known in zip(self._slots, self._windows, strict=True):
+            is_ours = not key.startswith(ROWS) and key in state  # rows have no windows
+            if is_ours and state[key] is known():
+                state[key] = state[key].clone()
+
+    def _addresses(self, windows: list[Tensor]) -> list[int]:
+        tensors = [local_part(window) for window in windows] if self._is_shared else windows
+        return list(map(torch.Tensor.data_ptr, tensors))
 
 
 class WeightGroup:
@@ -62,7 +130,7 @@ class WeightGroup:
         self.is_shared = not bool(all(weight.shards is None for weight in weights))
         values = [weight.moving() for weight in weights]
         self.stacks = stacks_of(weights, values, declared)
-        self.batches = [batch for stack in self.stacks for batch in stack.batches]
+        self.batches = [Batch(stack, *cut) for stack in self.stacks for cut in stack.cuts]
         self._rows = plain_rows_of(weights, values)
         # parameters themselves move, unless a master or a shard does, which every step looks up
         self._values = None if self.is_shared or self.masters else values

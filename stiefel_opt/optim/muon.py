@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -9,10 +10,10 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range
-from stiefel_opt.functional.flows import Move, Tensors
+from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.muon import AMBIENT, muon
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import MuonLike, options_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
@@ -96,13 +97,13 @@ class StiefelMuon(MuonLike):
         check_choice("plain", group["plain"], PLAIN)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         return () if group["momentum"] == 0 else (State(AMBIENT),)
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
+    def rule_for(self, group: Group) -> Rule:
         options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
-        return muon(X, G, state, lr=step.lr, sums=step.sums, reader=step.reader, **options)
+        return partial(muon, **options)
 
     @override
     def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:

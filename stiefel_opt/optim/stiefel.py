@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.functional.flows import Move, Tensors
+from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.momentum import (
     BASE,
     FACTOR,
@@ -23,11 +23,10 @@ from stiefel_opt.functional.momentum import (
     sgd,
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
-from stiefel_opt.linalg import Sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import check_metric, check_transport
-from stiefel_opt.optim.commit import Step
+from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State, key_of
 from stiefel_opt.optim.torch_rules import Group
@@ -133,7 +132,7 @@ class StiefelSGD(SGDLike):
         check_transport(group)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         if group["transport"] == "published":
             return Z_STATE, U_STATE
         if group["momentum"] == 0:
@@ -143,22 +142,15 @@ class StiefelSGD(SGDLike):
         return (Z_STATE, *_DEFERRED[: 3 - (group["transport"] == "projected")])
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        options = self.options_of_sgd(group, X, step, "metric")
+    def rule_for(self, group: Group) -> Rule:
         if group["transport"] == "published":
-            return published_sgd(X, G, state, **options, rotation=group["rotation"] or "euler")
-        return sgd(X, G, state, **options, transport=group["transport"])
+            rotation = group["rotation"] or "euler"
+            return self.bound(group, partial(published_sgd, rotation=rotation), "metric")
+        return self.bound(group, sgd, "metric", "transport")
 
     @override
-    def correct(
-        self,
-        group: Group,
-        X: Tensor,
-        state: Mapping[str, Tensor],
-        sums: Sums,
-        own: Tensor | None = None,
-    ) -> tuple[Tensor, Tensors]:
-        return corrected_deferred(X, state, sums, own)
+    def correction_for(self, group: Group) -> Correction:
+        return corrected_deferred
 
     @override
     def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
@@ -263,15 +255,15 @@ class StiefelAdam(AdamLike):
         check_transport(group)
 
     @override
-    def declare_state(self, group: Group) -> tuple[State, ...]:
+    def state_for(self, group: Group) -> tuple[State, ...]:
         return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2])
 
     @override
-    def update(self, group: Group, X: Tensor, G: Tensor, state: Tensors, step: Step) -> Move:
-        options = self.options_of_adam(group, step, "metric")
+    def rule_for(self, group: Group) -> Rule:
         if group["transport"] == "published":
-            return published_adam(X, G, state, **options, rotation=group["rotation"] or "euler")
-        return adam(X, G, state, **options, transport=group["transport"])
+            rotation = group["rotation"] or "euler"
+            return self.bound(group, partial(published_adam, rotation=rotation), "metric")
+        return self.bound(group, adam, "metric", "transport")
 
 
 class StiefelAdamW(StiefelAdam):
