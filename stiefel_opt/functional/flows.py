@@ -49,13 +49,15 @@ _LARGE: Final = 2.0**60
 class Length(NamedTuple):
     """The length of a step: the largest singular value of its tangent vector, for each matrix.
 
-    A rule returns what it has worked out anyway; the rest is computed when somebody asks.
+    A rule returns what it has worked out anyway; the rest is computed when somebody asks. Of square
+    matrices with m > 64 a number is kept, a few per cent too low.
 
     Attributes:
         squares: ``(k, m, m)``, or two such batches one behind the other; their sum times ``scale``
             is xi'xi for the step xi.
         scale: A number, the square of the learning rate, or 1.
-        limit: A bound on xi'xi, known without waiting for a device; inf if there is none.
+        limit: A bound on each batch of ``squares`` times ``scale``, known without waiting for a
+            device; inf if there is none.
         inner: X'G, whose size says how far a step amplifies rounding. None: not known.
     """
 

@@ -193,7 +193,7 @@ def muon(
 
     with D of :func:`spectral_direction` for M. Where D'D = I the root is the number
     :math:`\sqrt{1 + \eta^2}`, and the angle between X v and the new X v is atan eta for every v.
-    What rounding left in X'X is measured with the other sums and taken out with the step.
+    For n > m what rounding left in X'X is measured with the other sums and taken out with the step.
 
     Args:
         X: The point, orthonormal, ``(k, n, m)``.

@@ -319,6 +319,7 @@ class WeightGroup:
                     self._count(verdict.overflowed, task.places)
             if self._rows:
                 self._move_rows(move_rows, values)
+            moved.update(range(len(self.weights)))  # also where this process has no matrices
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
         self._tell_overflows(nonfinite)
