@@ -17,6 +17,17 @@ from stiefel_opt.geometry import RETRACTIONS, random_point
 SKEW, NORMAL = "momentum_skew", "momentum_normal"
 DEFERRED = ("deferred_base", "deferred_factor", "deferred_shift")
 SQUARES = ("exp_avg_sq_skew", "exp_avg_sq_normal")
+# How often processes that share the rows of tall matrices talk to each other in a step.
+SUMS = {
+    "sgd": 2,
+    "adam": 3,
+    "descend": 3,
+    "cayley_sgd": 3,
+    "cayley_adam": 4,
+    "muon": 1,
+    "published_sgd": 12,
+    "published_adam": 14,
+}
 SHAPES = [(9, 4), (7, 1), (40, 20), (5, 5), (6, 5), (1, 1)]
 
 
@@ -27,6 +38,10 @@ class RuleCase:
     rule: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
     keeps: tuple[str, ...] = ()
+
+    @property
+    def most_sums(self) -> int:
+        return SUMS[self.rule.__name__]
 
     @property
     def name(self) -> str:
@@ -169,7 +184,9 @@ PUBLISHED = [
         )
     ),
     *(
-        RuleCase(functional.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps)
+        RuleCase(
+            functional.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps
+        )
         for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
     ),
 ]
