@@ -24,7 +24,7 @@ SUMS = {
     "descend": 3,
     "cayley_sgd": 3,
     "cayley_adam": 4,
-    "muon": 1,
+    "muon": 2,  # the second for rounding in float64
     "published_sgd": 12,
     "published_adam": 14,
 }
@@ -95,18 +95,17 @@ def state_at(
     return {name: found[name].clone() for name in names if name not in tall_only}
 
 
-def tensors(found: Any) -> dict[str, Tensor]:
-    """The tensors that a rule returns, by name."""
-    new_X, new, length = found
-    squares = {} if not isinstance(length, functional.Length) else {"length": length.squares}
-    return {"X": new_X, **new, **squares}
-
-
 def largest(length: functional.Length | Tensor | float, count: int) -> Tensor:
     """The length of each step as a rule returns it."""
     if isinstance(length, functional.Length):
         return length.tangents(count)
     return torch.as_tensor(length).flatten().expand(count)
+
+
+def tensors(found: Any) -> dict[str, Tensor]:
+    """What a rule returns, by name; of the length the number of each matrix."""
+    new_X, new, length = found
+    return {"X": new_X, **new, "length": largest(length, new_X.size(0))}
 
 
 PLAIN, MOMENTUM, FIRST = (), (SKEW, NORMAL), {"step": 3.0}
