@@ -15,21 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from reference import AdamReference, SGDReference, StiefelReference, polar_factor
-from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
+from optimizers import TABLE
+from reference import StiefelReference, polar_factor
+from reference_descent import DescentReference
 
 import stiefel_opt as so
 
 Array = NDArray[np.float64]
 AnyReference = StiefelReference | DescentReference
-
-RULES: dict[str, tuple[Any, Any]] = {
-    "sgd": (so.StiefelSGD, SGDReference),
-    "adam": (so.StiefelAdam, AdamReference),
-    "rgd": (so.ProjectedRGD, DescentReference),
-    "cayley-sgd": (so.CayleySGD, CayleySGDReference),
-    "cayley-adam": (so.CayleyAdam, CayleyAdamReference),
-}
 
 
 def in_turn(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -55,10 +48,11 @@ def pairwise(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def mixed(count: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """`count` rows: each value as often as the others of its column, who meets whom by chance."""
+    """At least `count` rows, none left out: each value of a column equally often, by chance."""
     generator, found = random.Random(0), []
-    for values in map(list, columns):
-        assert len(values) <= count  # none is left out
+    table = list(map(list, columns))
+    count = max(count, *map(len, table))
+    for values in table:
         repeated = (values * (count // len(values) + 1))[:count]
         generator.shuffle(repeated)
         found.append(repeated)
@@ -151,19 +145,17 @@ class OptimizerCase:
             return float(self.options["lr"])
         # The published flows blow up where |g| lr passes about 0.02.
         if self.options.get("transport") == "published":
-            return {"sgd": 0.03, "adam": 0.01}[self.algorithm]
+            return TABLE[self.algorithm].published_lr
         return 0.1
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        rule = RULES[self.algorithm][0]
-        return rule(params, **{"lr": self.lr, **self.options})
+        return TABLE[self.algorithm].optimizer(params, **{"lr": self.lr, **self.options})
 
     def reference(self, point: Array, scale: float = 1.0) -> AnyReference:
         # Weight decay is not passed on: its tangent part is zero.
         dropped = ("lr", "weight_decay", "decoupled_weight_decay")
         options = {key: value for key, value in self.options.items() if key not in dropped}
-        rule = RULES[self.algorithm][1]
-        return rule(point, lr=self.lr / scale, **options)
+        return TABLE[self.algorithm].reference(point, lr=self.lr / scale, **options)
 
 
 OPTION_GRID = [

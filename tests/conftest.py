@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import IS_ON_CPU, OPTIMIZERS
+from contract import IS_ON_CPU
+from optimizers import TABLE
 
 sys.path.append(str(Path(__file__).parents[1]))  # for benchmarks; behind what is installed
 
@@ -115,7 +116,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("eager")
-    for rule in {rule for rule, _ in OPTIMIZERS.values()}:
+    for rule in {rule.optimizer for rule in TABLE.values()}:
         traced = torch.compile(rule.step, backend=counter)
 
         def step(self: Any, closure: Any = None, traced: Any = traced) -> Any:

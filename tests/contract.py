@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import OPTIMIZERS as OPTIMIZERS
+from optimizers import RULES as RULES
+from optimizers import TABLE as TABLE
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -21,19 +24,8 @@ Step = Callable[[], None]
 # What of the package's inside is patched to make a CPU look like an accelerator.
 IS_ON_CPU = "stiefel_opt.device._is_on_cpu"
 
-OPTIMIZERS = {
-    "sgd": (so.StiefelSGD, {"lr": 0.05, "weight_decay": 0.1}),
-    "sgd-nesterov": (so.StiefelSGD, {"lr": 0.05, "nesterov": True, "metric": "euclidean"}),
-    "adam": (so.StiefelAdam, {"lr": 0.05}),
-    "adamw": (so.StiefelAdamW, {"lr": 0.05}),
-    "adam-amsgrad": (so.StiefelAdam, {"lr": 0.05, "amsgrad": True, "metric": 0.3}),
-    "rgd": (so.ProjectedRGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
-    "cayley-sgd": (so.CayleySGD, {"lr": 0.05, "nesterov": True}),
-    "cayley-adam": (so.CayleyAdam, {"lr": 0.05, "amsgrad": True}),
-    "muon": (so.StiefelMuon, {"lr": 0.05, "weight_decay": 0.1}),
-}
-
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+every_rule = pytest.mark.parametrize("name", RULES)
 
 
 def on_machines(**rules: str) -> Callable[[Any], Any]:

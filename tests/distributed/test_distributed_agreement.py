@@ -7,7 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import in_turn
-from contract import OPTIMIZERS
+from contract import (
+    OPTIMIZERS,
+    RULES,
+    TABLE,
+)
 from processes import assert_equal_on_all, run
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -19,8 +23,6 @@ from torch.distributed.tensor.parallel import (
 
 import stiefel_opt as so
 
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-ROUGH = {"muon": 1e-5}  # matrices of a batch share their polynomials
 STEPS = 5
 # name: shape, reading, sharded dimension; whole matrices on every process
 WHOLE = {"batch": ((4, 6, 3), {}, 0), "heads": ((6, 7), {"heads": 2}, 0)}
@@ -74,7 +76,7 @@ def optimizers(name, whole, shard, **options):
 def assert_as_alone(alone_opt, opt, whole, shard, described, bound=1e-10):
     """Values and step numbers equal those of one process, on every process."""
     worst = (shard.detach().to_local() - local_part(whole, shard)).abs()
-    bound = max(bound, ROUGH.get(described[0], 0.0))
+    bound = max(bound, TABLE[described[0]].rounding)
     assert not worst.numel() or float(worst.max()) < bound, described
     steps = [opt.state[shard]["step"], alone_opt.state[whole]["step"]]
     assert float(steps[0]) == float(steps[1]), described
@@ -255,7 +257,7 @@ def tensor_parallel_layers_move_as_alone(name, heads):
     for (key, whole), shard in zip(alone.named_parameters(), net.parameters(), strict=True):
         gathered = shard.detach().full_tensor()
         worst = float((gathered - whole).detach().abs().max())
-        assert worst < ROUGH.get(name, 1e-10), (name, heads, key, worst)
+        assert worst < TABLE[name].rounding, (name, heads, key, worst)
         assert so.orthonormality_error(gathered, whole.manifold) < 1e-13, (name, heads, key)
 
 

@@ -4,7 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import in_turn
-from contract import OPTIMIZERS, constrained, model
+from contract import (
+    OPTIMIZERS,
+    RULES,
+    TABLE,
+    constrained,
+    model,
+)
 from processes import run
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -14,8 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 import stiefel_opt as so
 
 STEPS = 9  # past a step that corrects rounding
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-ROUGH = {"muon": 1e-5}  # matrices of a batch share their polynomials
 FLOAT32_ROUNDING = 5e-6
 POLICIES = {
     "float32 parameters": MixedPrecisionPolicy(
@@ -39,7 +43,7 @@ def long_side(parameter):
 
 def optimizer(name, net):
     rule, options = OPTIMIZERS[name]
-    if "adam" in name and net.out.weight.dtype == torch.bfloat16:
+    if TABLE[name].adaptive and net.out.weight.dtype == torch.bfloat16:
         options = {**options, "eps": 1e-3}  # of torch's Adam, which moves plain parameters in it
     return rule(so.param_groups(net), **options)
 
@@ -77,14 +81,14 @@ def train_model(name, placement):
     """A model under fully_shard, each rank with its part of the inputs, against one process."""
     alone, net = build(), build()
     alone_opt, opt = optimizer(name, alone), sharded(name, net, placement)
-    bound = ROUGH.get(name, 1e-10)
+    bound = TABLE[name].rounding
     for step in range(STEPS):
         expected = step_of(alone, alone_opt, step, whole=True)
         loss = step_of(net, opt, step)
         assert abs(loss - expected) < bound, f"{name}, step {step}: {loss}, {expected}"
     net.reshard()
     assert so.orthonormality_error(net) < 2e-14
-    if name in ("sgd", "adam"):
+    if not TABLE[name].searches:
         check_velocity(alone, alone_opt, net, opt)
     for (key, p), q in zip(alone.named_parameters(), net.parameters(), strict=True):
         assert isinstance(q, DTensor)
@@ -212,8 +216,7 @@ def go_on_elsewhere(cases, folder):
 
 
 def test_a_checkpoint_of_two_ranks_continues_on_any_number(tmp_path):
-    """Every form of state: CayleySGD has that of ProjectedRGD."""
-    cases = [(name, torch.float64) for name in RULES if name != "cayley-sgd"]
+    cases = [(name, torch.float64) for name in RULES]
     go_on_elsewhere([*cases, ("adam", torch.bfloat16)], str(tmp_path))
 
 

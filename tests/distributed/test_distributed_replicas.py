@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import in_turn
-from contract import OPTIMIZERS, model
+from contract import (
+    OPTIMIZERS,
+    RULES,
+    TABLE,
+    model,
+)
 from processes import assert_equal_on_all, run
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,12 +37,9 @@ def shares(x, pieces):
     return x.chunk(RANKS)[dist.get_rank()].chunk(pieces)
 
 
-ROUGH = {"muon": 1e-5}  # matrices of a batch share their polynomials
-
-
 def same_as_alone(name, net, alone):
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=ROUGH.get(name, 1e-10))
+        torch.testing.assert_close(p, q, rtol=0, atol=TABLE[name].rounding)
     assert so.orthonormality_error(net) < 1e-14
     assert_equal_on_all(list(net.parameters()))
 
@@ -101,11 +103,8 @@ def share_state(name):
         for index, state in alone_opt.state_dict()["state"].items():
             for key, value in state.items():
                 torch.testing.assert_close(
-                    whole[index][key], value, rtol=0, atol=ROUGH.get(name, 1e-10)
+                    whole[index][key], value, rtol=0, atol=TABLE[name].rounding
                 )
-
-
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
 
 
 def test_replicas_train_as_one_process_and_stay_equal_to_the_bit():

@@ -10,7 +10,9 @@ import pytest
 import torch
 from cases import READING_CASES, READINGS, VARIANTS, OptimizerCase, Reading
 from contract import (
+    TABLE,
     assert_same_training,
+    every_optimizer,
     on_machines,
     optimizer,
     through_file,
@@ -133,13 +135,17 @@ def test_every_retraction_follows_the_textbook_loop(retraction, rng):
 
 
 @pytest.mark.parametrize(
-    ("name", "lr", "steps"),
-    [("sgd", 0.2, 150), ("adam", 0.05, 300), ("rgd", 0.2, 150), ("cayley-sgd", 0.2, 250)],
+    ("name", "lr", "steps", "wide"),
+    [
+        ("sgd", 0.2, 150, True),
+        ("adam", 0.05, 300, False),
+        ("rgd", 0.2, 150, False),
+        ("cayley-sgd", 0.2, 250, True),
+    ],
 )
-def test_leading_eigenvectors_of_a_hermitian_matrix(name, lr, steps, generator):
+def test_leading_eigenvectors_of_a_hermitian_matrix(name, lr, steps, wide, generator):
     """max tr(X'AX); a wide weight holds the transposed X, so that X is conjugated there."""
     n, m = 12, 3
-    wide = name in ("sgd", "cayley-sgd")
     basis = random_point(n, n, dtype=torch.complex128, generator=generator)
     values = torch.linspace(0.0, 1.0, n, dtype=torch.float64) + (torch.arange(n) >= n - m)
     matrix = (basis * values) @ basis.mH
@@ -225,22 +231,15 @@ def test_complex_training_stays_on_the_manifold_and_resumes_bit_for_bit(name):
         assert_same_training((twin, twin_opt), (other, other_opt))
 
 
-@pytest.mark.parametrize("name", ["sgd-nesterov", "adam-amsgrad", "rgd", "cayley-adam"])
+@every_optimizer
 def test_plain_rows_move_as_torch_moves_complex_parameters(name, generator):
-    if name.startswith("cayley-adam"):
-        rule, options = torch.optim.Adam, {"amsgrad": True}
-    elif name.startswith("adam"):
-        rule, options = torch.optim.Adam, {"amsgrad": "amsgrad" in name}
-    elif name == "muon":
-        rule, options = torch.optim.AdamW, {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    else:
-        nesterov = name in ("sgd-nesterov", "cayley-sgd")
-        rule, options = torch.optim.SGD, {"momentum": 0.9, "nesterov": nesterov}
     start = random_point(8, 5, dtype=torch.complex128, generator=generator)
     mixed = so.ManifoldParameter(start.clone(), so.Stiefel(rows=(3, 8)))
     plain = nn.Parameter(start[:3].clone())
     opt = optimizer(name, [mixed], weight_decay=0.0)
-    other = rule([plain], lr=0.05, **options)
+    other = TABLE[name].plain(
+        [plain], lr=0.05, **{**TABLE[name].plain_options, "weight_decay": 0.0}
+    )
     for _ in range(12):
         mixed.grad = torch.randn(8, 5, dtype=torch.complex128, generator=generator)
         plain.grad = mixed.grad[:3].clone()

@@ -20,6 +20,7 @@ from cases import (
     Reading,
     in_turn,
 )
+from contract import TABLE
 
 import stiefel_opt as so
 
@@ -94,8 +95,7 @@ class Run:
 def run_case(case: OptimizerCase, names: tuple[str, ...], rng: np.random.Generator) -> None:
     runs = [Run(case, READINGS[name], rng) for name in names]
     optimizer = case.optimizer([run.param for run in runs])
-    default = 0.0 if case.algorithm == "rgd" else 0.9
-    has_velocity = case.options.get("momentum", default) > 0
+    has_velocity = case.options.get("momentum", TABLE[case.algorithm].momentum) > 0
     for step in range(STEPS):
         for run in runs:
             run.set_grad(step)
@@ -295,10 +295,10 @@ def test_saturated_steps_equal_the_textbook_step(
                 reference.Z = batch(Z.numpy())[index]
                 if not run.is_square():
                     reference.U = batch(U.numpy())[index]
-                if case.algorithm == "adam":
+                if "exp_avg_sq_skew" in state:
                     second = moments(state["exp_avg_sq_skew"], run.reading, run.references)
                     reference.p = second[index]
-                if case.algorithm == "adam" and not run.is_square():
+                if "exp_avg_sq_normal" in state:
                     second = moments(state["exp_avg_sq_normal"], run.reading, run.references)
                     reference.q = second[index]
         run.set_grad(step)
@@ -314,9 +314,8 @@ def test_rows_left_plain_take_the_step_of_torch(algorithm: str, rng: np.random.G
     rest = [0, 1, 8]
     plain = torch.nn.Parameter(run.param.detach()[rest].clone())
     optimizer = case.optimizer([run.param])
-    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[algorithm]
-    momentum = {"momentum": 0.9} if algorithm == "sgd" else {}
-    torch_optimizer = rule([plain], lr=case.lr, **momentum)
+    rule = TABLE[algorithm]
+    torch_optimizer = rule.plain([plain], lr=case.lr, **rule.plain_options)
     for step in range(STEPS):
         run.set_grad(step)
         plain.grad = torch.tensor(run.rest[rest])

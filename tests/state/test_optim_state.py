@@ -12,9 +12,11 @@ import torch
 from cases import in_turn
 from contract import (
     OPTIMIZERS,
+    TABLE,
     assert_same,
     assert_same_training,
     constrained,
+    every_rule,
     model,
     on_machines,
     optimizer,
@@ -137,7 +139,7 @@ def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
     opts = [optimizer(name, net.parameters()) for net in nets]
     for net, opt in zip(nets, opts, strict=True):
         train(net, opt, 0, 2)
-    word = "momentum_ambient" if name == "muon" else "momentum_skew"
+    word = TABLE[name].state
     opts[0].state[nets[0].k.weight][word].zero_()
     state = opts[1].state[nets[1].k.weight]
     state[word] = torch.zeros_like(state[word])
@@ -272,13 +274,10 @@ def test_a_state_dict_loads_where_we_were_never_imported(tmp_path):
     assert found.stdout.split() == [str(len(opt.state)), "2"]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "rgd", "cayley-adam"])
+@every_rule
 def test_options_that_a_checkpoint_of_torch_lacks_stay_as_they_are(name):
-    rule = torch.optim.Adam if "adam" in name or name == "muon" else torch.optim.SGD
-    theirs = rule([torch.nn.Parameter(torch.ones(3))], lr=0.3)
-    own = {"metric": -1.0, "transport": "published", "rotation": "cayley"}
-    own = {"rgd": {"metric": -1.0, "retraction": "qr"}, "muon": {"plain": "muon"}}.get(name, own)
-    own = {"steps": 7, "exact": True} if name.startswith("cayley") else own
+    theirs = TABLE[name].plain([torch.nn.Parameter(torch.ones(3))], lr=0.3)
+    own = TABLE[name].own
     opt = optimizer(name, [{"params": [torch.nn.Parameter(torch.ones(3))], **own}])
     opt.load_state_dict(theirs.state_dict())
     loaded_group = opt.param_groups[0]

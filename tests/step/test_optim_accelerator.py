@@ -14,9 +14,12 @@ import torch
 from cases import in_turn
 from contract import (
     IS_ON_CPU,
+    RULES,
+    TABLE,
     assert_same,
     backward,
     constrained,
+    every_rule,
     model,
     optimizer,
     through_file,
@@ -29,9 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-ROUGH = {"muon": 1e-2}  # where nothing is read, more polynomials find its direction
-every_rule = pytest.mark.parametrize("name", RULES)
 pytestmark = pytest.mark.usefixtures("as_accelerator")
 
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero")
@@ -69,7 +69,7 @@ def steady(name: str, shape: tuple[int, ...], **options: Any) -> tuple[nn.Parame
     """A weight after nine steps along a gradient whose spectral norm is 30."""
     generator = torch.Generator().manual_seed(0)
     weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
-    rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[name]
+    rule = TABLE[name].optimizer
     opt = rule([weight], lr=1e-3, **options)
     grad = torch.randn(shape, generator=generator)
     weight.grad = 30 * grad / torch.linalg.matrix_norm(grad, 2, keepdim=True)
@@ -177,7 +177,7 @@ def test_temporaries_stay_below_the_parameters(
     generator = torch.Generator().manual_seed(0)
     start = torch.linalg.qr(torch.randn(shapes[0], generator=generator)).Q
     weights = [so.ManifoldParameter(start.clone()) for _ in shapes]
-    rule = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}[name]
+    rule = TABLE[name].optimizer
     opt = rule(weights, lr=1e-3, nonfinite=nonfinite)
     for weight in weights:
         weight.grad = 0.01 * torch.randn(weight.shape, generator=generator)
@@ -229,7 +229,7 @@ def test_the_steps_are_those_of_a_cpu(name: str, nonfinite: str) -> None:
     net, _ = trained(name, torch.float64, 12, False, {}, nonfinite=nonfinite)
     twin, _ = trained(name, torch.float64, 12, True, {}, nonfinite=nonfinite)
     for (key, one), two in zip(net.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=ROUGH.get(name, 1e-10), msg=key)
+        torch.testing.assert_close(one, two, rtol=0, atol=TABLE[name].unread, msg=key)
     assert so.orthonormality_error(net) < 1e-13
 
 
@@ -302,8 +302,8 @@ def test_gradients_may_come_and_go(name: str) -> None:
                     opt.step()
             assert index or step < 10 or counted.waits == []
     for (key, one), two in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=ROUGH.get(name, 1e-10), msg=key)
-    rounding = 1e-10 if name in ROUGH else 1e-13
+        torch.testing.assert_close(one, two, rtol=0, atol=TABLE[name].unread, msg=key)
+    rounding = 1e-10 if TABLE[name].searches else 1e-13
     assert all(so.orthonormality_error(p) < rounding for p in constrained(nets[0]).values())
 
 

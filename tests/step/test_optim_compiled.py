@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from contract import backward, model, optimizer
+from contract import (
+    RULES,
+    backward,
+    model,
+    optimizer,
+)
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import stiefel_opt as so
 
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
 QUICK = ("sgd",)
 slow = pytest.mark.slow
 # Tracing takes its time: what is alike in all rules is tried with one, the others by name.

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from contract import on_machines, optimizer
+from contract import (
+    every_rule,
+    on_machines,
+    optimizer,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-every_rule = pytest.mark.parametrize("name", RULES)
 
 LAYERS, WIDTH, HEADS = 12, 16, 4
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")

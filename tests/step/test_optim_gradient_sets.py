@@ -14,14 +14,20 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn, mixed
-from contract import OPTIMIZERS, assert_same, on_machines, optimizer, through_file
+from contract import (
+    OPTIMIZERS,
+    RULES,
+    TABLE,
+    assert_same,
+    every_rule,
+    on_machines,
+    optimizer,
+    through_file,
+)
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import stiefel_opt as so
-
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-every_rule = pytest.mark.parametrize("name", RULES)
 
 MANIFOLDS = {
     "tall": ((9, 4), {}),
@@ -111,7 +117,7 @@ def test_each_parameter_moves_as_in_an_optimizer_of_its_own(name: str, schedule:
                 own_opt.step()
                 counts[index] += 1
     for index, (parameter, (own, own_opt)) in enumerate(zip(together, alone, strict=True)):
-        atol = 1e-5 if name == "muon" else 1e-11  # polynomials of a batch
+        atol = max(TABLE[name].rounding, 1e-11)
         torch.testing.assert_close(parameter, own, rtol=0, atol=atol, msg=f"{index}")
         state = opt.state.get(parameter, {})
         if isinstance(parameter, so.ManifoldParameter):

@@ -11,6 +11,7 @@ import torch
 from cases import in_turn
 from contract import (
     OPTIMIZERS,
+    TABLE,
     assert_same,
     assert_same_training,
     backward,
@@ -47,7 +48,7 @@ FLOAT32_ROUNDING = 5e-6  # 40 eps, for sums of at most 64 products
 
 def large_eps(name: str) -> dict[str, Any]:
     """The eps of torch's Adam, which moves plain parameters in their own dtype, is 0 in float16."""
-    return {"eps": 1e-3} if "adam" in name or name == "muon" else {}
+    return {"eps": 1e-3} if TABLE[name].adaptive else {}
 
 
 def pair(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, Any]:
@@ -332,7 +333,7 @@ def test_checkpoints_cross_precisions(name):
     net, opt = pair(name)
     net.load_state_dict(full.state_dict())
     opt.load_state_dict(full_opt.state_dict())
-    word = "momentum_ambient" if name == "muon" else "momentum_skew"
+    word = TABLE[name].state
     saved = full_opt.state[full.up.weight][word]
     assert torch.equal(opt.state[net.up.weight][word], saved)
     train(net, opt, 3, 12)

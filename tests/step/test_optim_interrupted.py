@@ -12,19 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from contract import on_machines, optimizer, through_file
+from contract import (
+    RULES,
+    TABLE,
+    every_rule,
+    on_machines,
+    optimizer,
+    through_file,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import stiefel_opt as so
 
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-every_rule = pytest.mark.parametrize("name", RULES)
 NAMES = (*RULES, "sgd-nesterov")
 STEPS = 3  # before the interrupted one
 AFTER = 3
-SEARCHES = "muon"  # for its direction in every step: tried at fewer calls
 
 # Joined batches of tall and of square matrices, two ranges of rows, and a plain parameter.
 SHAPES: list[tuple[tuple[int, ...], dict[str, Any] | None]] = [
@@ -211,7 +215,7 @@ def calls_of(name: str) -> int:
 def test_an_exception_at_a_call_of_torch_leaves_whole_steps(name: str) -> None:
     calls = calls_of(name)
     for number, at in enumerate(
-        range(2, calls + 1, max(1, calls // (4 if name == SEARCHES else 12)))
+        range(2, calls + 1, max(1, calls // (4 if TABLE[name].searches else 12)))
     ):
         kind = (KeyboardInterrupt, RuntimeError)[number % 2]
         interrupt(name, stopped_by(Interrupt(at, kind, after=number % 4 > 1)))
@@ -251,7 +255,7 @@ def stopped_at_line(at: int) -> Callable[[Any], None]:
 def test_a_signal_at_a_line_leaves_whole_steps(name: str) -> None:
     """As Ctrl-C does it: between two lines of the package, also where torch is not called."""
     count = 9 * lines_of(name) // 10
-    lines = random.Random(0).sample(range(1, count), 3 if name == SEARCHES else 8)
+    lines = random.Random(0).sample(range(1, count), 3 if TABLE[name].searches else 8)
     for at in lines:
         interrupt(name, stopped_at_line(at))
 
@@ -320,7 +324,7 @@ def test_training_reaches_the_same_optimum(name: str) -> None:
     """The nearest frame to A maximizes tr(X'A); it is reached through any interruption."""
     generator = torch.Generator().manual_seed(3)
     targets = [torch.randn(shape, generator=generator).double() for shape in ((8, 3), (8, 3))]
-    rate = {"cayley-adam": 0.5, "muon": 0.15}.get(name, 0.1)
+    rate = TABLE[name].optimum_lr
     left, _, right = torch.linalg.svd(torch.stack(targets), full_matrices=False)
     optimum = left @ right
 
@@ -385,7 +389,9 @@ def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None
 def test_a_checkpoint_after_an_interrupted_step_continues_alike(name: str) -> None:
     """Written at once, before any other step has put anything in order, and read elsewhere."""
     calls = calls_of(name)
-    for number, at in enumerate(range(3, calls, max(1, calls // (2 if name == SEARCHES else 6)))):
+    for number, at in enumerate(
+        range(3, calls, max(1, calls // (2 if TABLE[name].searches else 6)))
+    ):
         training, fresh = Training(name), Training(name)
         training.fill(STEPS)
         stopped_by(Interrupt(at, KeyboardInterrupt, after=number % 2 > 0))(training.opt.step)
@@ -422,7 +428,7 @@ def test_half_precision_follows_its_master_through_an_interruption(
     with Interrupt() as mode:
         half.opt.step()
     new = masters(half)
-    for at in range(3, mode.calls, max(1, mode.calls // (3 if name == SEARCHES else 8))):
+    for at in range(3, mode.calls, max(1, mode.calls // (3 if TABLE[name].searches else 8))):
         training = Training(name, torch.bfloat16)
         training.fill(STEPS)
         stopped_by(Interrupt(at, KeyboardInterrupt))(training.opt.step)

@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn
-from contract import on_machines, optimizer, step_and_tell
+from contract import (
+    RULES,
+    TABLE,
+    every_rule,
+    on_machines,
+    optimizer,
+    step_and_tell,
+)
 from test_optim_gradient_sets import counted_memory
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import stiefel_opt as so
-
-RULES = ("sgd", "adam", "rgd", "cayley-sgd", "cayley-adam", "muon")
-every_rule = pytest.mark.parametrize("name", RULES)
 
 
 def pair(dtype: torch.dtype = torch.float64) -> list[nn.Parameter]:
@@ -376,9 +380,8 @@ def test_naming_what_was_skipped_is_linear_in_the_parameters(name: str) -> None:
 def test_dampening_is_exact_beside_a_first_step(name: str) -> None:
     """Where the members of a batch have different step numbers, as for one alone."""
     together, alone = pair()[:2], pair()[:2]
-    options = {"weight_decay": 0, "dampening": 0.3, "nesterov": False}
-    if name == "rgd":
-        del options["nesterov"]
+    options = {"weight_decay": 0, "dampening": 0.3}
+    options |= {"nesterov": False} if "nesterov" in TABLE[name].options else {}
     opt = optimizer(name, together, **options)
     own = [optimizer(name, [parameter], **options) for parameter in alone]
     for step in range(6):

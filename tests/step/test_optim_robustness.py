@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 import torch
 from cases import PUBLISHED, READINGS, Array, OptimizerCase, in_turn, pairwise
-from contract import optimizer
+from contract import (
+    TABLE,
+    optimizer,
+)
 from reference import polar_factor
 from torch import Tensor
 
 import stiefel_opt as so
 
 DTYPES = [torch.float32, torch.float64]
-RULES = {"sgd": so.StiefelSGD, "adam": so.StiefelAdam}
-ALGORITHMS = sorted(RULES)
+ALGORITHMS = ["adam", "sgd"]  # which deduce bounds of their momenta
 
 
 def tall(tensor: Tensor) -> Tensor:
@@ -64,9 +66,9 @@ def check_survival(
         for rate, shape in choices
     ]
     params = [param for group in groups for param in group["params"]]
-    optimizer: Any = RULES[algorithm](groups, **options)
+    optimizer: Any = TABLE[algorithm].optimizer(groups, **options)
     # With the default momenta |U| <= max|g| / (1 - mu), and |U| <= max|g| for Adam.
-    factor = 10.0 if algorithm == "sgd" else 1.0
+    factor = 1.0 if TABLE[algorithm].adaptive else 10.0
     largest = dict.fromkeys(params, 0.0)
     for step in range(steps):
         long = step % 7 == 6
@@ -121,7 +123,7 @@ def test_the_published_flows_do_blow_up(
     algorithm: str, rate: float, generator: torch.Generator
 ) -> None:
     param = random_point(generator, 12, 4, dtype=torch.float64)
-    optimizer: Any = RULES[algorithm]([param], lr=rate, nonfinite="ignore", **PUBLISHED)
+    optimizer: Any = TABLE[algorithm].optimizer([param], lr=rate, nonfinite="ignore", **PUBLISHED)
     largest = 0.0
     for step in range(2000):
         grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
@@ -189,7 +191,9 @@ def check_invariants(
     param = random_point(generator, *shape, dtype=dtype)
     cost = torch.randn(n, n, generator=generator, dtype=dtype)
     weights = torch.arange(m, 0, -1, dtype=dtype) / m
-    optimizer: Any = RULES[algorithm]([param], lr={"sgd": 0.05, "adam": 0.01}[algorithm])
+    optimizer: Any = TABLE[algorithm].optimizer(
+        [param], lr=0.01 if TABLE[algorithm].adaptive else 0.05
+    )
     for _ in range(steps):
         noisy = cost + 0.5 * torch.randn(n, n, generator=generator, dtype=dtype)
         param.grad = -((noisy + noisy.mT) @ param.detach()) * weights
@@ -312,9 +316,9 @@ def test_learning_rate_zero_allocates_state_and_moves_nothing(
     plain = torch.nn.Parameter(torch.randn(3, 3, generator=generator))
     params = [*constrained, plain]
     before = [param.detach().clone() for param in params]
-    options = {"momentum": 0.9} if algorithm == "sgd" else {"amsgrad": True}
+    options = {"amsgrad": True} if TABLE[algorithm].adaptive else {"momentum": 0.9}
     lr = torch.tensor(0.0) if tensor_lr else 0.0
-    optimizer: Any = RULES[algorithm](params, lr=lr, **options)
+    optimizer: Any = TABLE[algorithm].optimizer(params, lr=lr, **options)
     for _ in range(20):
         for param in params:
             random = torch.randn(param.shape, generator=generator)
@@ -361,7 +365,7 @@ def test_zero_gradients_move_nothing(
     shapes = ((9, 4), (3, 8), (4, 4), (2, 5, 3))
     params = [random_point(generator, *shape, dtype=dtype) for shape in shapes]
     before = [param.detach().clone() for param in params]
-    optimizer = RULES[algorithm](params, lr=0.1)
+    optimizer = TABLE[algorithm].optimizer(params, lr=0.1)
     for param in params:
         param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -389,7 +393,9 @@ def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
     start[0] *= np.sign(np.linalg.det(start[0]))
     start[1] *= -np.sign(np.linalg.det(start[1]))
     param = so.ManifoldParameter(torch.tensor(start))
-    optimizer: Any = RULES[algorithm]([param], lr=0.5, transport=transport, rotation=rotation)
+    optimizer: Any = TABLE[algorithm].optimizer(
+        [param], lr=0.5, transport=transport, rotation=rotation
+    )
     for _ in range(100):
         param.grad = torch.tensor(rng.standard_normal(start.shape))
         optimizer.step()

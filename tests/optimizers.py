@@ -1,0 +1,132 @@
+"""The table of optimizers: a class with options, and what the tests may expect of it.
+
+A new optimizer is a row here. Tests walk the table and ask a row for its properties, never for its
+name: what differs is declared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from reference import AdamReference, SGDReference
+from reference_descent import CayleyAdamReference, CayleySGDReference, DescentReference
+
+import stiefel_opt as so
+
+Adaptive = (torch.optim.Adam, torch.optim.AdamW)
+FLOWS = {"metric": -1.0, "transport": "published", "rotation": "cayley"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer with ``options``; a ``variant`` only has other options than a row above it.
+
+    ``plain`` is torch's optimizer that moves plain parameters alike, ``plain_options`` its options.
+    ``reference`` is the slow loop in float64, if it has one, and ``own`` are options that torch
+    does not have. In float64, ``rounding`` is the difference that other matrices in a batch may
+    make, and ``unread`` that of a machine on which nothing is read.
+    """
+
+    optimizer: Any
+    options: dict[str, Any]
+    plain: Any = torch.optim.SGD
+    plain_options: dict[str, Any] = field(default_factory=dict)
+    reference: Any = None
+    own: dict[str, Any] = field(default_factory=dict)
+    variant: bool = False
+    momentum: float = 0.9  # by default
+    state: str = "momentum_skew"  # that every block has
+    searches: bool = False  # for its direction, in every step: many calls, equal to a tolerance
+    optimum_lr: float = 0.1  # at which it settles at an optimum
+    published_lr: float = 0.03  # the published flows blow up where |g| lr passes about 0.02
+
+    @property
+    def rounding(self) -> float:
+        return 1e-5 if self.searches else 1e-10
+
+    @property
+    def unread(self) -> float:
+        return 1e-2 if self.searches else 1e-10
+
+    @property
+    def adaptive(self) -> bool:
+        """Plain parameters have second moments, and with them betas and eps."""
+        return self.plain in Adaptive
+
+
+SGD = {"momentum": 0.9}
+TABLE = {
+    "sgd": Rule(
+        so.StiefelSGD,
+        {"weight_decay": 0.1},
+        plain_options=SGD,
+        reference=SGDReference,
+        own=FLOWS,
+    ),
+    "sgd-nesterov": Rule(
+        so.StiefelSGD,
+        {"nesterov": True, "metric": "euclidean"},
+        plain_options={**SGD, "nesterov": True},
+        own=FLOWS,
+        variant=True,
+    ),
+    "adam": Rule(
+        so.StiefelAdam,
+        {},
+        plain=torch.optim.Adam,
+        reference=AdamReference,
+        own=FLOWS,
+        published_lr=0.01,
+    ),
+    "adamw": Rule(
+        so.StiefelAdamW, {}, plain=torch.optim.AdamW, own=FLOWS, variant=True, published_lr=0.01
+    ),
+    "adam-amsgrad": Rule(
+        so.StiefelAdam,
+        {"amsgrad": True, "metric": 0.3},
+        plain=torch.optim.Adam,
+        plain_options={"amsgrad": True},
+        own=FLOWS,
+        variant=True,
+        published_lr=0.01,
+    ),
+    "rgd": Rule(
+        so.ProjectedRGD,
+        {"momentum": 0.9, "weight_decay": 0.1},
+        plain_options=SGD,
+        reference=DescentReference,
+        own={"metric": -1.0, "retraction": "qr"},
+        momentum=0.0,
+    ),
+    "cayley-sgd": Rule(
+        so.CayleySGD,
+        {"nesterov": True},
+        plain_options={**SGD, "nesterov": True},
+        reference=CayleySGDReference,
+        own={"steps": 7, "exact": True},
+    ),
+    "cayley-adam": Rule(
+        so.CayleyAdam,
+        {"amsgrad": True},
+        plain=torch.optim.Adam,
+        plain_options={"amsgrad": True},
+        reference=CayleyAdamReference,
+        own={"steps": 7, "exact": True},
+        optimum_lr=0.5,
+    ),
+    "muon": Rule(  # its direction is compared with a slow optimum in rules/test_functional_muon.py
+        so.StiefelMuon,
+        {"weight_decay": 0.1},
+        plain=torch.optim.AdamW,
+        plain_options={"betas": (0.9, 0.95), "weight_decay": 0.0},
+        own={"plain": "muon"},
+        momentum=0.95,
+        state="momentum_ambient",
+        searches=True,
+        optimum_lr=0.15,
+    ),
+}
+OPTIMIZERS = {name: (rule.optimizer, {"lr": 0.05, **rule.options}) for name, rule in TABLE.items()}
+RULES = tuple(name for name, rule in TABLE.items() if not rule.variant)
