@@ -54,6 +54,13 @@ def is_free_to_read(tensor: Tensor) -> bool:
     return is_cpu(tensor) and not is_compiling()
 
 
+def may_wait_for(tensor: Tensor) -> bool:
+    """Say whether a value may be waited for: not while code is traced or a graph is captured."""
+    if is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """Return the values of ``tensor`` where looking at them is free, else None."""
     if not is_free_to_read(tensor):

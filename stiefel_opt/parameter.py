@@ -13,9 +13,10 @@ from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.points import nearest, reading_of
 
+UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 _RELEASED: Final[set[int]] = set()  # ids of parameters whose tag was taken away on purpose
 
 
@@ -38,6 +39,7 @@ class ManifoldParameter(nn.Parameter):
     """
 
     manifold: Stiefel
+    is_unconstrained: bool  # where leaving the manifold is meant, or was told
 
     def __new__(
         cls,
@@ -49,16 +51,18 @@ class ManifoldParameter(nn.Parameter):
     ) -> Self:
         if not isinstance(data, Tensor):
             raise TypeError(fail("data", "be a tensor", type(data).__name__))
+        stated = manifold is not None or manifold_of(data) is not None
         manifold = reading_of(data, manifold, "data")
         if isinstance(data, ManifoldParameter):
             data = data.data
         if cls is ManifoldParameter:
             cls = _Tagged  # type: ignore[assignment]
+            stated = True
             if project and not (data.is_meta or is_sharded(data)):
                 moved = nearest(data, manifold, "data")
                 data = data if moved is None else moved
         parameter = super().__new__(cls, data, requires_grad)
-        parameter.manifold = manifold
+        parameter.manifold = manifold if stated else UNSTATED
         _RELEASED.discard(id(parameter))
         note_tag()
         return parameter
@@ -69,6 +73,8 @@ class ManifoldParameter(nn.Parameter):
             return memo[id(self)]  # type: ignore[no-any-return]
         data = self.data.clone(memory_format=torch.preserve_format)
         copied = type(self)(data, self.manifold, self.requires_grad)
+        if hasattr(self, "is_unconstrained"):
+            copied.is_unconstrained = True
         memo[id(self)] = copied
         return copied
 
