@@ -77,7 +77,9 @@ def averaged(
         if reading is not None and is_sharded(parameter):
             remedy = "gather the weights into a model that is not sharded, and average that"
             raise TypeError(fail(name, "not be sharded to be averaged", "a DTensor", remedy))
-    function = None if decay is None else swa_utils.get_ema_multi_avg_fn(decay)
+    function = None
+    if decay is not None:
+        function = swa_utils.get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     place = None if device is None else torch.device(device)
     return ProjectedAverage(model, place, multi_avg_fn=function, use_buffers=use_buffers)
 

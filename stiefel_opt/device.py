@@ -42,6 +42,11 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def lives_on(tensor: Tensor, kind: str) -> bool:
+    """Say whether a tensor lives on this kind of device: offloaded shards cannot be gathered."""
+    return tensor.device.type == kind
+
+
 def finest_dtype(tensor: Tensor) -> torch.dtype:
     """Return float64 or complex128, or what comes nearest where a tensor lives."""
     if tensor.device.type == "mps":

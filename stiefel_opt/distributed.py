@@ -36,11 +36,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def can_gather(tensor: Tensor) -> bool:
-    """Say whether :func:`whole` works: not for shards that wait in another device's memory."""
-    return not is_sharded(tensor) or tensor.device.type == tensor.device_mesh.device_type
-
-
 @final
 class RowSums:
     """The ``row_sum`` of :mod:`stiefel_opt.functional` for rows shared along dimensions of a mesh.

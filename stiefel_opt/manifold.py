@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
 
@@ -51,9 +51,12 @@ class Stiefel:
     transposed: bool = False
     scale: float = 1.0
 
+    @override
     def __init_subclass__(cls) -> None:
         wanted = "not be derived from: only Stiefel's own constraint would be kept"
-        remedy = "write a projection for your manifold, and call it after each step of any optimizer"
+        remedy = (
+            "write a projection for your manifold, and call it after each step of any optimizer"
+        )
         raise TypeError(fail("Stiefel", wanted, cls.__name__, remedy))
 
     def __post_init__(self) -> None:

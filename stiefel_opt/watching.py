@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stiefel_opt._checks import users_level
-from stiefel_opt.device import is_compiling, may_wait_for, no_autocast
-from stiefel_opt.distributed import can_gather, whole
+from stiefel_opt.device import is_compiling, lives_on, may_wait_for, no_autocast
+from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import UNSTATED, ManifoldParameter
@@ -82,6 +82,7 @@ class _Watched(dict[str, Any]):
         self.unread: set[str] = set()  # of a copy, which is looked at once in any case
         self.silent = False
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
         return {**self.__dict__, "looks": {}, "unread": set(self.records)}
@@ -281,8 +282,10 @@ def _warn_if_off(
         parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
         if parameter is None or not isinstance(value, Tensor) or value.is_meta:
             continue
-        if value.shape != parameter.shape or not can_gather(value):
-            continue  # torch refuses it, or there is nothing to see
+        if value.shape != parameter.shape:
+            continue  # torch refuses it
+        if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
+            continue  # offloaded: no process group can gather it
         error = _error(whole(value).to(parameter.dtype), reading)
         heights = reading.heights(parameter.shape)
         if error <= 10 * orthonormality_tolerance(parameter.dtype, max(heights)):

@@ -78,7 +78,7 @@ def test_parameters_of_a_functional_call_are_no_loss_and_hide_none() -> None:
 
 
 def test_a_kind_of_manifold_of_ones_own_is_refused() -> None:
-    with pytest.raises(TypeError, match="`Stiefel` must not be derived from.*got Oblique"):
+    with pytest.raises(TypeError, match=r"`Stiefel` must not be derived from.*got Oblique"):
         type("Oblique", (Stiefel,), {})
 
 
