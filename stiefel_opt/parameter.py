@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -139,3 +140,25 @@ def untag(parameter: nn.Parameter) -> None:
 def has_lost_tag(parameter: Tensor) -> bool:
     """Say whether torch has taken the tag of a parameter that had one, by swapping tensors."""
     return not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
+
+
+@torch.no_grad()
+def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
+    """Project in place the untagged ``parameters`` of a group that are read as ``manifold``.
+
+    For the key ``stiefel`` of a group, when it is added: the first forward pass then sees a point,
+    as of a :class:`ManifoldParameter`. Tagged ones have been projected, or are to be left; so are
+    those on the meta device and DTensors.
+
+    Raises:
+        ValueError: for values that are not finite or cannot be read so; nothing is changed then.
+    """
+    found = []
+    for parameter in parameters:
+        if manifold_of(parameter) is None and not (parameter.is_meta or is_sharded(parameter)):
+            name = f"parameter of shape {tuple(parameter.shape)}"
+            manifold.check(parameter.shape, name)
+            found.append((parameter, nearest(parameter, manifold, name)))
+    for parameter, point in found:
+        if point is not None:
+            parameter.copy_(point)
