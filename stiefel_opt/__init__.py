@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType as _ModuleType
 
 from stiefel_opt import ot as ot
+from stiefel_opt.averaging import averaged as averaged
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
 from stiefel_opt.constraints import param_groups as param_groups

@@ -50,6 +50,9 @@ def _look_at(optimizer: Optimizer) -> None:
         optimizer.__dict__[_LOOKED] = math.inf
     elif not tagged:  # a frozen weight may thaw: it is looked at before every step
         optimizer.__dict__[_LOOKED] = seen
+    for group in optimizer.param_groups if keeps else ():
+        for parameter in group["params"] if group.get("stiefel") is False else ():
+            parameter.is_unconstrained = True  # the tags are to be ignored
     if found:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.warn(
@@ -84,7 +87,7 @@ def _is_own(thing: object) -> bool:
 def _tagged(optimizer: Optimizer) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tagged = [p for p in parameters if _is_own(getattr(p, "manifold", None))]
-    return [p for p in tagged if not hasattr(p, "is_penalised")]
+    return [p for p in tagged if not hasattr(p, "is_unconstrained")]
 
 
 def _name_of(parameter: Tensor) -> str:

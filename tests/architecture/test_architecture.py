@@ -33,6 +33,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "points": BASE,
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
     "watching": {*BASE, "parameter", "device", "distributed"},
+    "averaging": {"manifold", "geometry", "_checks", "constraints", "distributed"},
     "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
     "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},
     "penalty": {"report", "_checks"},
