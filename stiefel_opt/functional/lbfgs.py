@@ -114,8 +114,9 @@ def is_far(point: Tensor, reference: Tensor) -> Tensor:
     """Say of each pair whether the frame is ill-conditioned there, shape ``(k,)``."""
     if point.size(-2) == point.size(-1):
         return torch.zeros(point.shape[:-2], dtype=torch.bool, device=point.device)
-    values: Tensor = torch.linalg.eigvalsh(sym(gram(point, reference)))
-    return values[..., 0] < FARTHEST_REFERENCE
+    values = torch.linalg.eigvalsh(sym(gram(point, reference)))
+    far: Tensor = values[..., 0] < FARTHEST_REFERENCE
+    return far
 
 
 def coordinates(at: Frame, vector: Tensor) -> Tensor:
