@@ -128,7 +128,7 @@ def coordinates(at: Frame, vector: Tensor) -> Tensor:
     if at.tall is None or at.small is None:
         return within * math.sqrt(0.5)
     vector = vector + at.point @ ((math.sqrt(0.5) - 1) * within)
-    solved = torch.linalg.solve_ex(at.small.mH, gram(at.tall, vector)).result
+    solved: Tensor = torch.linalg.solve_ex(at.small.mH, gram(at.tall, vector)).result
     return at.tall @ solved - vector
 
 
