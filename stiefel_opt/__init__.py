@@ -23,6 +23,7 @@ from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
+from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.parameter import ManifoldParameter as ManifoldParameter
