@@ -6,9 +6,9 @@
 
 Figure 1 and table 3 of Kong, Wang & Tao (ICLR 2023), with their Algorithms 1 and 2 in rows of their
 own. Every method makes 50 iterations from each of five random starts on every pair. A learning rate
-is tuned by the mean gap over all pairs, from a sixth start that is not reported. The grid begins at
-the published rate and grows by factors of two until the gap has risen for two factors on both
-sides of the best one, or has reached 2^9 times the published rate.
+is tuned by the mean gap over all pairs, from a sixth start that is not reported: from 1/4 to 256
+times the published rate by factors of four, then by factors of two around the best until both
+neighbours are worse, up to 1024 times the published rate.
 
 The reference of a pair is the best objective that any solver reached from any start, here or in
 `prw`. Gaps are (reference - objective) / reference of the entropic objective under a converged
@@ -49,7 +49,7 @@ PUBLISHED = {
 ADAMS = ("StiefelAdam", "Algorithm 2")
 ADAM_RATE = 0.01  # where their grid begins
 TUNING_START = 10
-WIDEST = 9  # powers of two
+COARSE, WIDEST = range(-2, 9, 2), 10  # powers of two
 
 Key = tuple[str, str, str, int, str]  # data set, rule, rate, start, pair
 
@@ -106,16 +106,13 @@ class Contest:
     def tune(self, rule: str) -> dict[float, float]:
         """Mean gaps by learning rate, the lowest one inside the grid where that is possible."""
         base, means = self.first_rate(rule), {}
-
-        def best() -> int:
-            return min(means, key=lambda power: (round(means[power], 3), abs(power)))
-
-        wanted = [0]
+        wanted = list(COARSE)
         while wanted:
             for power in wanted:
                 means[power] = float(self.gaps(rule, base * 2.0**power, TUNING_START).mean())
-            near = [best() + step for step in (-1, 1)] + [best() + step for step in (-2, 2)]
-            wanted = [p for p in near if p not in means and abs(p) <= WIDEST][:1]
+            best = min(means, key=lambda power: (round(means[power], 3), abs(power)))
+            near = (best - 1, best + 1)
+            wanted = [p for p in near if p not in means and abs(p) <= WIDEST]
         return {base * 2.0**power: means[power] for power in sorted(means)}
 
     def learn_references(self) -> dict[str, str]:
