@@ -17,7 +17,7 @@ from benchmarks.common.programs import (
     write_text,
 )
 from benchmarks.common.training import Record
-from benchmarks.papers.kong.vit_methods import PUBLISHED
+from benchmarks.papers.kong.vit_methods import PUBLISHED, ROWS
 
 HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Training loss", "Largest logit"]
 HEADER += ["Orthonormality", "Images/s"]
@@ -38,7 +38,8 @@ def by_title(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 def published(record: Record) -> tuple[str, str]:
     """Test errors of this method in the paper, or dashes."""
-    return PUBLISHED.get(f"{record['optimizer']}:{record['constraint']}", ("-", "-"))
+    name = ROWS.get(record["optimizer"], record["optimizer"])
+    return PUBLISHED.get(f"{name}:{record['constraint']}", ("-", "-"))
 
 
 def published_table(records: Sequence[Record]) -> str:
