@@ -45,7 +45,7 @@ class AdapterReport:
 
     @override
     def __repr__(self) -> str:
-        head = f"{len(self.lines)} parameters of adapters {self.action}\n"
+        head = f"parameters of adapters {self.action}: {len(self.lines)}\n"
         return head + table([("parameter", "part", "matrices", "what was done"), *self.lines])
 
 
@@ -87,8 +87,9 @@ def constrain_adapters(
     Returns: What was done, by parameter.
     Raises:
         ValueError: if there is no such part or adapter, all are constrained already, an adapter is
-            merged, a block changes by more than ``tolerance``, or OFT has ``coft=True``; for a rank
-            above a width of its layer, and values on the meta device. Nothing is changed then.
+            merged, a block changes by more than ``tolerance``, OFT has ``coft=True`` or adapts a
+            convolution whose kernel has more than one pixel; for a rank above a width of its layer,
+            and values on the meta device. Nothing is changed then.
         TypeError: for dtypes that :func:`constrain` refuses, and sharded parameters.
 
     Note: For each block of OFT one singular value decomposition, for each pair P, Q two QR
@@ -180,7 +181,7 @@ def export_adapters(
 
 def _is_loaded() -> bool:
     """Say whether a model can have parts of peft at all."""
-    return "peft" in sys.modules
+    return sys.modules.get("peft") is not None
 
 
 def _peft_parts() -> Any:
@@ -299,6 +300,10 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
     if rotation.coft:
         remedy = "a bound on the angle is no constraint here: make the adapter with coft=False"
         raise ValueError(fail(f"{path}.{called}", "be without coft", "coft=True", remedy))
+    size = rotation.kernel_size
+    if max(size if isinstance(size, tuple) else (size,)) > 1:
+        remedy = "peft adds overlapping patches up, so that merging changes the model; leave it out"
+        raise ValueError(fail(path, "have a kernel of one pixel for OFT", size, remedy))
     options = rotation.use_cayley_neumann, rotation.num_cayley_neumann_terms
     given = rotation._cayley_batch(old.double(), rotation.block_size, *options)
     blocks = polar_factor(given)

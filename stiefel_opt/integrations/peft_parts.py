@@ -117,6 +117,8 @@ class StellaModel(LoraModel):  # type: ignore[misc]
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Refuse layers before the first one is replaced."""
         super()._prepare_model(peft_config, model)
+        if peft_config.peft_type != STELLA:
+            return
         config = _tuners._maybe_include_all_linear_layers(peft_config, model)
         for path, module in model.named_modules():
             if path and self._check_target_module_exists(config, path):
@@ -135,6 +137,8 @@ class StellaModel(LoraModel):  # type: ignore[misc]
     ) -> None:
         arguments = lora_config, adapter_name, target, target_name, parent, current_key
         super()._create_and_replace(*arguments, **options)
+        if lora_config.peft_type != STELLA:  # a sum of exported adapters
+            return
         layer: Any = parent.get_submodule(target_name)
         layer.lora_A[adapter_name] = self._factors(layer, adapter_name, lora_config)
 
@@ -156,17 +160,17 @@ class StellaModel(LoraModel):  # type: ignore[misc]
         """Widen as peft does, and tag the new parameters, whose rounding is removed."""
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         for layer in self.modules():
-            if isinstance(layer, _lora.LoraLayer) and adapter_name in layer.lora_A:
-                for owner, name in (
-                    (layer.lora_A[adapter_name], "basis"),
-                    (layer.lora_B[adapter_name], "weight"),
-                ):
-                    constrain(owner, name, flatten=False)
+            held = layer.lora_A if isinstance(layer, _lora.LoraLayer) else {}
+            if adapter_name in held and isinstance(held[adapter_name], InputFactor):
+                constrain(held[adapter_name], "basis", flatten=False)
+                constrain(layer.lora_B[adapter_name], "weight", flatten=False)
 
-    def add_weighted_adapter(self, *_: Any, **__: Any) -> None:
-        """Refused: a weighted sum of such adapters is of another form."""
-        remedy = "call so.export_adapters(model) first: then they are plain LoRA"
-        raise ValueError(fail("adapters", "be plain LoRA to be summed", STELLA, remedy))
+    def add_weighted_adapter(self, adapters: list[str], *args: Any, **options: Any) -> None:
+        """Refused before they are exported: a sum of three factors has not their form."""
+        if any(self.peft_config[name].peft_type == STELLA for name in adapters):
+            remedy = "call so.export_adapters(model) first"
+            raise ValueError(fail("adapters", "be plain LoRA to be summed", STELLA, remedy))
+        super().add_weighted_adapter(adapters, *args, **options)
 
 
 def plain_config(config: Any) -> Any:
