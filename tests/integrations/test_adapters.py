@@ -555,3 +555,14 @@ def test_no_layer_is_adapted_twice_by_names_of_modules_that_peft_checks_itself()
     model = llama()
     with pytest.raises(ValueError, match="not found in the base model"):
         peft.get_peft_model(model, stella(target_modules=["absent"]))
+
+
+def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    sections = [
+        "\n".join(re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+        for section in page.split("\n## ")
+    ]
+    ran = [exec(section, {"__name__": "docs"}) for section in sections if section]
+    assert len(ran) == 2
