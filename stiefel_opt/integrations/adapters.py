@@ -53,7 +53,7 @@ class AdapterReport:
 class _Part:
     """A part of an adapter that can be changed: how, and what the report says of it then."""
 
-    name: str
+    adapter: str | None
     change: Callable[[], list[tuple[str, str, str, str]]]
 
 
@@ -120,10 +120,10 @@ def constrain_adapters(
     lines = _convert_torch(model) if with_torch else []
     for part in parts:
         lines += part.change()
-    if _is_loaded():
-        for config in _configs(model, adapter):
-            if config.peft_type == "ADALORA":
-                config.__dict__.setdefault(PENALTY, config.orth_reg_weight)
+    for configs in _config_dicts(model):
+        for name in configs.keys() & {part.adapter for part in parts}:
+            if (config := configs[name]).peft_type == "ADALORA":
+                config.__dict__[PENALTY] = config.orth_reg_weight
                 config.orth_reg_weight = 0.0
     return AdapterReport("constrained", tuple(lines))
 
@@ -171,8 +171,9 @@ def export_adapters(
         given, remedy = f"a {_kind(model)} of none", "call so.constrain_adapters(model) first"
         raise ValueError(fail("model", "have constrained adapters", given, remedy))
     lines = [line for part in parts for line in part.change()]
-    if _is_loaded():
-        _export_configs(model, adapter)
+    for configs in _config_dicts(model):
+        for name in configs.keys() & {part.adapter for part in parts}:
+            configs[name] = _plain_config(configs[name])
     return AdapterReport("exported", tuple(lines))
 
 
@@ -204,6 +205,10 @@ def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, s
             continue
         names = {name for held in _holders(layer) for name in getattr(layer, held).keys()}  # noqa: SIM118
         for name in sorted(names if adapter is None else names & {adapter}):
+            if not any(name in configs for configs in _config_dicts(model)):
+                remedy = "pass what get_peft_model returned: its config is written, too"
+                given = f"a {type(model).__name__} without the config of {name!r}"
+                raise ValueError(fail("model", "be the whole model", given, remedy))
             if name in layer.merged_adapters:
                 remedy = "call model.unmerge_adapter() first"
                 raise ValueError(fail(path, "not be merged", f"adapter {name!r} merged", remedy))
@@ -244,16 +249,10 @@ def _config_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
             yield configs
 
 
-def _configs(model: nn.Module, adapter: str | None) -> Iterator[Any]:
-    for configs in _config_dicts(model):
-        for name, config in configs.items():
-            if adapter in (None, name):
-                yield config
-
-
 def _kind(model: nn.Module) -> str:
     """Return what a model is, with the adapters that it has."""
-    kinds = sorted({str(getattr(c.peft_type, "value", c.peft_type)) for c in _configs(model, None)})
+    types = [config.peft_type for configs in _config_dicts(model) for config in configs.values()]
+    kinds = sorted({str(getattr(each, "value", each)) for each in types})
     return type(model).__name__ + (f" with {', '.join(kinds)}" if kinds else " without adapters")
 
 
@@ -321,17 +320,19 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
         done = f"the rotation itself; peft's was off by {off:.1g}"
         return [(name, "OFT block", _matrices(blocks), done)]
 
-    return _Part(name, change)
+    return _Part(key, change)
 
 
-def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part:
+def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
     left, middle, right = layer.lora_B[key], layer.lora_E[key], layer.lora_A[key]
     name = f"{path}.lora_A.{key}"
     for tensor in (left, middle, right):
         _check(name, tensor)
     rank, width = middle.size(0), min(left.size(0), right.size(1))
-    if not 0 < rank <= width:
-        condition = f"have a rank between 1 and {width}, the smaller width of its layer"
+    if rank == 0:  # all of them were cut
+        return None
+    if rank > width:
+        condition = f"have a rank of at most {width}, the smaller width of its layer"
         raise ValueError(fail(name, condition, rank, "set init_r"))
     new = _factored(left.double(), middle.double()[:, 0], right.double())
 
@@ -346,7 +347,7 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part:
             lines.append((f"{path}.{held}.{key}", part, _matrices(factors[key]), done))
         return lines
 
-    return _Part(name, change)
+    return _Part(key, change)
 
 
 def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -433,7 +434,7 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
         done = f"peft's numbers, exact Cayley; off by {off:.1g}"
         return [(name, "OFT block", _matrices(numbers), done)]
 
-    return _Part(name, change)
+    return _Part(key, change)
 
 
 def _triplets_to_export(path: str, layer: Any, key: str) -> _Part:
@@ -446,7 +447,7 @@ def _triplets_to_export(path: str, layer: Any, key: str) -> _Part:
             lines.append((f"{path}.{held}.{key}", part, _matrices(factors[key]), done))
         return lines
 
-    return _Part(f"{path}.lora_A.{key}", change)
+    return _Part(key, change)
 
 
 def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
@@ -465,7 +466,7 @@ def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
             (f"{path}.lora_B.{key}.weight", "LoRA's B", _matrices(output.weight), "the basis"),
         ]
 
-    return _Part(f"{path}.lora_A.{key}", change)
+    return _Part(key, change)
 
 
 def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bool) -> _Part:
@@ -488,19 +489,15 @@ def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bo
         done = f"torch's parametrization, map {name}"
         return [(called, "rotation", _matrices(value), done)]
 
-    return _Part(called, change)
+    return _Part(None, change)
 
 
-def _export_configs(model: nn.Module, adapter: str | None) -> None:
-    """Write into the configs what plain peft needs to know."""
-    parts = _peft_parts()
-    for configs in _config_dicts(model):
-        for key, config in configs.items():
-            if adapter not in (None, key):
-                continue
-            if config.peft_type == "OFT":
-                config.use_cayley_neumann = False
-            elif config.peft_type == "ADALORA" and PENALTY in config.__dict__:
-                config.orth_reg_weight = config.__dict__.pop(PENALTY)
-            elif config.peft_type == parts.STELLA:
-                configs[key] = parts.plain_config(config)
+def _plain_config(config: Any) -> Any:
+    """Return a config with what plain peft needs to know."""
+    if config.peft_type == "OFT":
+        config.use_cayley_neumann = False
+    elif config.peft_type == "ADALORA":
+        config.orth_reg_weight = config.__dict__.pop(PENALTY)
+    else:
+        config = _peft_parts().plain_config(config)
+    return config

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "OFT, embedding": (llama, lambda: oft(target_modules=["embed_tokens", "q_proj"])),
     "OFT, convolutions": (convolutions, lambda: oft(oft_block_size=4, target_modules=["mixing"])),
     "AdaLoRA": (llama, adalora),
+    "AdaLoRA, with an update": (llama, lambda: adalora(init_lora_weights=False)),
     "AdaLoRA, dropout": (llama, lambda: adalora(lora_dropout=0.1)),
     "AdaLoRA, transposed": (gpt2, lambda: adalora(**TRANSPOSED)),
     "AdaLoRA, convolutions": (convolutions, lambda: adalora(**CONVOLUTIONS)),
@@ -347,6 +348,82 @@ def test_a_model_in_bfloat16(case: str, widened: bool) -> None:
     assert_close(logits(model), found, 0.05)
 
 
+@each_kind
+def test_peft_s_own_calls_go_on(case: str) -> None:
+    model = trained(adapted(case))
+    found, base = logits(model), logits(llama())
+    with model.disable_adapter():
+        assert_close(logits(model), base, 1e-6)
+    model.merge_adapter()
+    assert_close(logits(model), found, 1e-4)
+    model.unmerge_adapter()
+    assert_close(logits(model), found, 1e-4)
+    kept = copy.deepcopy(model)
+    assert_close(logits(model.unload()), base, 1e-4)
+    assert_close(logits(kept.merge_and_unload(safe_merge=True)), found, 1e-4)
+
+
+@each_kind
+def test_adapters_that_a_model_of_transformers_has_taken_itself(case: str) -> None:
+    model, before = llama(), logits(llama())
+    model.add_adapter(CASES[case][1]())
+    if case == "AdaLoRA":  # its ranks are allocated by the model of peft
+        model.train()
+    if case != "StelLA":
+        so.constrain_adapters(model)
+    assert_close(logits(model), before, 1e-4)
+    optimizer = so.StiefelAdam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch(model)).logits.square().mean().backward()
+        optimizer.step()
+    found = logits(model)
+    assert (found - before).abs().max() > 1e-4
+    assert so.orthonormality_error(model) < 1e-5
+    so.export_adapters(model)
+    assert_close(logits(model), found, 1e-3)
+
+
+def test_only_the_exported_adapter_is_said_to_be_exact() -> None:
+    """The other one still computes its series, where it is loaded, too."""
+    model = adapted("OFT", constrained=False)
+    model.add_adapter("other", oft())
+    so.constrain_adapters(model, "default")
+    so.export_adapters(model)
+    found = {name: config.use_cayley_neumann for name, config in model.peft_config.items()}
+    assert found == {"default": False, "other": True}
+
+
+def test_what_is_not_exported_is_refused_by_plain_peft(tmp_path: Path) -> None:
+    model = trained(adapted("OFT"), steps=1)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        peft.PeftModel.from_pretrained(llama(), tmp_path)
+
+
+def test_an_exported_adalora_whose_ranks_were_cut_is_constrained_again(tmp_path: Path) -> None:
+    model = trained(adapted("AdaLoRA"), steps=45)
+    found = logits(model)
+    so.export_adapters(model)
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = peft.PeftModel.from_pretrained(llama(), tmp_path, is_trainable=True)
+    ranks = {len(m.lora_E["default"]) for m in again.modules() if hasattr(m, "lora_E")}
+    assert max(ranks) < RANK or len(ranks) > 1
+    so.constrain_adapters(again)
+    assert_close(logits(again), found, 1e-4)
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [True, False])
+def test_a_loaded_stella_is_tagged(low_cpu_mem_usage: bool, tmp_path: Path) -> None:
+    adapted("StelLA").save_pretrained(tmp_path)
+    options = {"is_trainable": True, "low_cpu_mem_usage": low_cpu_mem_usage}
+    model = peft.PeftModel.from_pretrained(llama(), tmp_path, **options)
+    assert all(line.tagged for line in so.report(model).lines)
+    assert so.orthonormality_error(trained(model)) < 1e-5
+
+
 # ---- quantised models ----------------------------------------------------------------------------
 
 
@@ -477,6 +554,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         so.constrain_adapters,
         r"must not be merged, .*unmerge_adapter",
     ),
+    "a part of the model": (
+        lambda: adapted("OFT", constrained=False).base_model.model.model.layers[0],
+        so.constrain_adapters,
+        r"model` must be the whole model, got a LlamaDecoderLayer without the config of 'default'",
+    ),
     "merged, to export": (lambda: merged("StelLA"), so.export_adapters, r"must not be merged"),
     "a bounded angle": (
         lambda: peft.get_peft_model(llama(), oft(coft=True)),
@@ -491,7 +573,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "a rank above the width": (
         lambda: peft.get_peft_model(llama(), adalora(init_r=17)),
         so.constrain_adapters,
-        r"v_proj\.lora_A\.default` must have a rank between 1 and 16",
+        r"v_proj\.lora_A\.default` must have a rank of at most 16",
     ),
     "the meta device": (on_meta, so.constrain_adapters, r"must have values, got the meta device"),
     "NaN": (not_finite, so.constrain_adapters, r"lora_A\.default` must be finite"),
