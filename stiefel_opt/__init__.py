@@ -1,7 +1,7 @@
 """Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
 import importlib
-from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
 from stiefel_opt import ot as ot
 from stiefel_opt.averaging import averaged as averaged
@@ -12,7 +12,9 @@ from stiefel_opt.constraints import project_ as project_
 from stiefel_opt.constraints import release as release
 from stiefel_opt.constraints import retag as retag
 from stiefel_opt.integrations import clip_grad_norm_ as clip_grad_norm_
+from stiefel_opt.integrations import constrain_adapters as constrain_adapters
 from stiefel_opt.integrations import constrain_attention as constrain_attention
+from stiefel_opt.integrations import export_adapters as export_adapters
 from stiefel_opt.integrations import from_geoopt as from_geoopt
 from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
@@ -38,8 +40,10 @@ from stiefel_opt.report import report as report
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """Import ``rotations`` when it is asked for: it needs more of torch than the other rooms."""
+def __getattr__(name: str) -> _Any:
+    """Import what needs more than the other rooms when it is asked for: of torch, or of peft."""
     if name == "rotations":
         return importlib.import_module("stiefel_opt.rotations")
+    if name == "StellaConfig":
+        return importlib.import_module("stiefel_opt.integrations.peft_parts").StellaConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,7 +42,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "parametrizations": {*BASE, "device", "functional", "stacked", "watching"},
     "nn": {*BASE, "device", "constraints", "parametrizations", "functional", "watching"},
     "ot": {"geometry", "parameter", "_checks", "optim", "_optional"},
-    "integrations": {*BASE, "constraints", "report", "nn"},
+    "integrations": {*BASE, "constraints", "distributed", "nn", "points", "report", "_optional"},
     "rotations": {"geometry", "parameter", "_checks", "_optional", "distributed", "optim"},
     "compat": {"optim", "functional", "manifold", "_checks"},
 }
