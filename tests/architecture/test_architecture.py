@@ -30,7 +30,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "stacked": set(),
     "foreign": {"_checks", "device"},
     "manifold": {"_checks"},
-    "points": BASE,
+    "points": {*BASE, "distributed"},
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
     "watching": {*BASE, "parameter", "device", "distributed"},
     "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
@@ -43,7 +43,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "ot": {"geometry", "parameter", "_checks", "optim", "_optional"},
     "integrations": {*BASE, "constraints", "report", "nn"},
     "rotations": {"geometry", "parameter", "_checks", "_optional", "distributed", "optim"},
-    "compat": {"optim", "functional", "manifold", "_checks"},
+    "compat": {"optim", "functional", "manifold", "parametrizations", "_checks"},
 }
 PUBLIC = (
     "stiefel_opt.functional",
