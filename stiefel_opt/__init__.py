@@ -17,6 +17,7 @@ from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
 from stiefel_opt.integrations import log_orthonormality as log_orthonormality
 from stiefel_opt.manifold import Stiefel as Stiefel
+from stiefel_opt.on_manifold import on_manifold as on_manifold
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD

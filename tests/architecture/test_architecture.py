@@ -34,6 +34,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
     "watching": {*BASE, "parameter", "device", "distributed"},
     "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
+    "on_manifold": {*BASE, "points", "linalg", "roots", "device", "distributed", "foreign"},
     "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},
     "penalty": {"report", "_checks"},
     "functional": {"linalg", "roots", "device", "geometry", "_checks"},
