@@ -20,6 +20,7 @@ from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
 from stiefel_opt.integrations import log_orthonormality as log_orthonormality
 from stiefel_opt.manifold import Stiefel as Stiefel
+from stiefel_opt.on_manifold import on_manifold as on_manifold
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
@@ -31,6 +32,7 @@ from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
+from stiefel_opt.points import orthogonal_ as orthogonal_
 from stiefel_opt.points import project_tangent as project_tangent
 from stiefel_opt.points import random_point as random_point
 from stiefel_opt.points import retract as retract

@@ -1,4 +1,6 @@
-"""Cayley SGD and Adam under the names and signatures of other packages.
+"""Constructors under the names and signatures of torch and of other packages.
+
+:func:`orthogonal` is torch's own parametrization by the maps of this package.
 
 Code that imports ``SGDG`` or ``AdamG`` as released with Li, Li & Todorovic (ICLR 2020) and in
 SpinQuant, or ``CaileySGD`` of Brevitas, runs after changing the import. Groups that set ``stiefel``
@@ -29,8 +31,9 @@ from stiefel_opt.optim.families import SGDLike
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.parametrizations.as_torch import orthogonal
 
-__all__ = ["SGDG", "AdamG", "CaileySGD"]
+__all__ = ["SGDG", "AdamG", "CaileySGD", "orthogonal"]
 
 _STEPS = 5  # fixed-point iterations of the released code
 

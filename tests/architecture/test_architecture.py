@@ -30,11 +30,12 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "stacked": set(),
     "foreign": {"_checks", "device"},
     "manifold": {"_checks"},
-    "points": BASE,
+    "points": {*BASE, "distributed"},
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
     "watching": {*BASE, "parameter", "device", "distributed"},
     "averaging": {"manifold", "geometry", "_checks", "constraints", "distributed"},
     "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
+    "on_manifold": {*BASE, "points", "linalg", "roots", "device", "distributed", "foreign"},
     "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},
     "penalty": {"report", "_checks"},
     "functional": {"linalg", "roots", "device", "geometry", "_checks"},
@@ -44,7 +45,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "ot": {"geometry", "parameter", "_checks", "optim", "_optional"},
     "integrations": {*BASE, "constraints", "distributed", "nn", "points", "report", "_optional"},
     "rotations": {"geometry", "parameter", "_checks", "_optional", "distributed", "optim"},
-    "compat": {"optim", "functional", "manifold", "_checks"},
+    "compat": {"optim", "functional", "manifold", "parametrizations", "_checks"},
 }
 PUBLIC = (
     "stiefel_opt.functional",
