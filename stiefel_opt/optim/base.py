@@ -177,7 +177,7 @@ class StiefelOptimizer(Optimizer, ABC):
         grads: list[Tensor],
         states: Sequence[StateDict],
     ) -> None:
-        """Move plain tensors in place; ``states`` holds a dict for each, empty at first."""
+        """Move plain tensors in place; ``states`` holds a dict for each, see :meth:`init_plain`."""
 
     def correction_for(self, group: Group) -> Correction:
         """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
@@ -201,8 +201,8 @@ class StiefelOptimizer(Optimizer, ABC):
 
     # ---- plain tensors -------------------------------------------------------------------------
 
-    def _init_plain(self, group: Group, parameter: Tensor) -> None:
-        """Make the state that a traced step needs of a plain parameter beforehand."""
+    def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
+        """Make what is missing of the state of a plain tensor, before its first step."""
 
     def _step_plain(
         self,
@@ -213,6 +213,8 @@ class StiefelOptimizer(Optimizer, ABC):
         stays: Tensor | None = None,
     ) -> None:
         """Move plain tensors unless ``stays``, a number on their device, is not 0."""
+        for parameter, state in zip(parameters, states, strict=True):
+            self.init_plain(group, parameter, state)
         if stays is None:
             self.update_plain(group, parameters, grads, states)
             return
@@ -335,8 +337,7 @@ class StiefelOptimizer(Optimizer, ABC):
             for plain in self._init(place, each).plain:
                 parameter = each["params"][plain]
                 if parameter.grad is not None:
-                    self.state[parameter]
-                    self._init_plain(each, parameter)
+                    self.init_plain(each, parameter, self.state[parameter])
 
     def _init(self, place: int, group: Group) -> GroupIndex:
         """Make the state of constrained parameters that have a gradient for the first time."""

@@ -99,6 +99,11 @@ class Windows:
             return False
         return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
 
+    def look(self) -> None:
+        """Remember where the memory is now."""
+        windows = [state[key] for state, key in self._slots]
+        self._memory = self._addresses(windows)
+
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, key), known in zip(self._slots, self._windows, strict=True):
@@ -129,8 +134,10 @@ class WeightGroup:
         self.masters = join_masters(weights)
         self.is_shared = not bool(all(weight.shards is None for weight in weights))
         values = [weight.moving() for weight in weights]
-        self.stacks = stacks_of(weights, values, declared)
-        self.batches = [Batch(stack, *cut) for stack in self.stacks for cut in stack.cuts]
+        stacks = stacks_of(weights, values, declared)
+        self.batches = [Batch(stack, *cut) for stack in stacks for cut in stack.cuts]
+        for stack in stacks:
+            stack.release()
         self._rows = plain_rows_of(weights, values)
         # parameters themselves move, unless a master or a shard does, which every step looks up
         self._values = None if self.is_shared or self.masters else values
@@ -138,6 +145,7 @@ class WeightGroup:
         self.windows = Windows(weights, self.forget)
         # the step under way: gradients, places that stay, and the same as a mask
         self._grads: list[Tensor | None] = []
+        self._in_graph = False
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
         # places with an unsafe gradient, and with a step that overflowed, where that may be read
@@ -146,7 +154,7 @@ class WeightGroup:
         self._overflows: Tensor | None = None  # matrices of each
         # versions and addresses of the parameters: now, and after our last write
         self._now = self._look()
-        self._seen = [(-1, -1)] * len(weights)
+        self._seen = [-1] * len(weights), [-1] * len(weights)
         self._changed: set[int] = set()  # places that somebody else has written to
         self._steps_begun = 0
         self._numbers: list[float] | Tensor = []
@@ -165,16 +173,14 @@ class WeightGroup:
         """Return all that a step changes beside the parameters, each memory once."""
         changed = [self.steps, self.skipped, self._unreported]
         changed += [whole for whole, _ in self.masters]
-        for stack in self.stacks:
-            changed += list((stack.whole or {}).values())
+        for batch in self.batches:
+            changed += list(batch.state.values())
         for _, states in self._rows:
             changed += [tensor for state in states for tensor in state.values()]
         return changed
 
     def forget(self) -> None:
         """Let go of all state: a window is gone, perhaps so that its memory is freed."""
-        for stack in self.stacks:
-            stack.whole = None
         for batch in self.batches:
             batch.state = {}
         self.masters = []
@@ -184,9 +190,9 @@ class WeightGroup:
         if not self.windows.are_intact(states):
             return False
         self._now = self._look()
-        return all(
-            seen[1] == now[1] or weight.is_same()
-            for seen, now, weight in zip(self._seen, self._now, self.weights, strict=True)
+        return self._now[1] == self._seen[1] or all(
+            seen == now or weight.is_same()
+            for seen, now, weight in zip(self._seen[1], self._now[1], self.weights, strict=True)
         )
 
     def angles(self) -> dict[int, float]:
@@ -205,7 +211,7 @@ class WeightGroup:
 
         Returns: The weights that somebody else has written to; a compiled graph is not meant.
         """
-        self._grads = grads
+        self._grads, self._in_graph = grads, in_graph
         if self.is_shared:
             self._grads = [
                 grad if grad is None or weight.shards is None else weight.shards.local(grad)
@@ -217,28 +223,28 @@ class WeightGroup:
         self.unsafe, self.overflowed, self._overflows, self._ok = [], [], None, None
         self._changed = set()
         if self._now != self._seen:
+            now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
                 place
-                for place, (now, seen) in enumerate(zip(self._now, self._seen, strict=True))
-                if now != seen and not (in_graph and seen[0] >= 0)
+                for place in range(len(now))
+                if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
         if nonfinite != "ignore" or self.is_shared:
             self._judge(nonfinite)
         return [self.weights[place] for place in sorted(self._changed - self._staying)]
 
-    def _look(self) -> list[tuple[int, int]]:
-        """Return what changes when a parameter is written to, or its ``.data`` replaced.
+    def _look(self) -> tuple[list[int], list[int]]:
+        """Return what changes when a parameter is written to, or its ``.data`` replaced."""
+        local = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
+        return self._versions(), list(map(torch.Tensor.data_ptr, local))
 
-        An operation on a DTensor counts at the DTensor, one on its local tensor there.
-        """
-        versions = map(_VERSION, self.parameters)
+    def _versions(self) -> list[int]:
+        """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
+        own = list(map(_VERSION, self.parameters))
         if not self.is_shared:
-            return list(zip(versions, map(torch.Tensor.data_ptr, self.parameters), strict=True))
-        local = list(map(local_part, self.parameters))
-        return [
-            (own if part is parameter else own + part._version, part.data_ptr())
-            for own, part, parameter in zip(versions, local, self.parameters, strict=True)
-        ]
+            return own
+        local = map(_VERSION, map(local_part, self.parameters))
+        return list(map(operator.add, own, local))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients: all processes that have a part agree."""
@@ -353,6 +359,7 @@ class WeightGroup:
             bool(self._changed) and not self._changed.isdisjoint(places),
             nonfinite,
             self._reads,
+            self._reads and not self.is_shared and not self._in_graph,
             done,
         )
 
@@ -441,6 +448,8 @@ class WeightGroup:
             self.skipped.copy_(new_skipped)
 
         complete(write)
+        if any(batch.has_adopted for batch in self.batches):
+            self.windows.look()
         if is_written:
             self._remember_what_was_written(moved)
         self._grads = []
@@ -456,13 +465,15 @@ class WeightGroup:
 
     def _remember_what_was_written(self, moved: set[int]) -> None:
         """Whatever a parameter is now is known to be on the manifold, if it has moved."""
-        earlier, before = self._seen, self._now
-        self._seen = [(now[0], then[1]) for now, then in zip(self._look(), before, strict=True)]
-        for place in range(len(self.weights)):
-            was_looked_at = self._ok is not None and place in self._changed
-            stays = place not in moved or (was_looked_at and not self._ok[place])  # type: ignore[index]
-            if stays:
-                self._seen[place] = earlier[place]
+        earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
+        staying = self._staying
+        if len(moved) < len(self.weights):
+            staying = staying | set(range(len(self.weights))).difference(moved)
+        if self._ok is not None and self._changed:  # whoever looked has waited already
+            staying = staying | {place for place in self._changed if not self._ok[place]}
+        for place in staying:
+            for now, then in zip(self._seen, earlier, strict=True):
+                now[place] = then[place]
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:
