@@ -1,9 +1,10 @@
 """Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
 import importlib
-from types import ModuleType as _ModuleType
+from typing import Any as _Any
 
 from stiefel_opt import ot as ot
+from stiefel_opt.averaging import averaged as averaged
 from stiefel_opt.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.constraints import constrain as constrain
 from stiefel_opt.constraints import param_groups as param_groups
@@ -11,22 +12,27 @@ from stiefel_opt.constraints import project_ as project_
 from stiefel_opt.constraints import release as release
 from stiefel_opt.constraints import retag as retag
 from stiefel_opt.integrations import clip_grad_norm_ as clip_grad_norm_
+from stiefel_opt.integrations import constrain_adapters as constrain_adapters
 from stiefel_opt.integrations import constrain_attention as constrain_attention
+from stiefel_opt.integrations import export_adapters as export_adapters
 from stiefel_opt.integrations import from_geoopt as from_geoopt
 from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
 from stiefel_opt.integrations import log_orthonormality as log_orthonormality
 from stiefel_opt.manifold import Stiefel as Stiefel
+from stiefel_opt.on_manifold import on_manifold as on_manifold
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
+from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
+from stiefel_opt.points import orthogonal_ as orthogonal_
 from stiefel_opt.points import project_tangent as project_tangent
 from stiefel_opt.points import random_point as random_point
 from stiefel_opt.points import retract as retract
@@ -36,8 +42,10 @@ from stiefel_opt.report import report as report
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> _ModuleType:
-    """Import ``rotations`` when it is asked for: it needs more of torch than the other rooms."""
+def __getattr__(name: str) -> _Any:
+    """Import what needs more than the other rooms when it is asked for: of torch, or of peft."""
     if name == "rotations":
         return importlib.import_module("stiefel_opt.rotations")
+    if name == "StellaConfig":
+        return importlib.import_module("stiefel_opt.integrations.peft_parts").StellaConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,6 @@
-"""Cayley SGD and Adam under the names and signatures of other packages.
+"""Constructors under the names and signatures of torch and of other packages.
+
+:func:`orthogonal` is torch's own parametrization by the maps of this package.
 
 Code that imports ``SGDG`` or ``AdamG`` as released with Li, Li & Todorovic (ICLR 2020) and in
 SpinQuant, or ``CaileySGD`` of Brevitas, runs after changing the import. Groups that set ``stiefel``
@@ -10,6 +12,7 @@ rounding; steps are bounded by the Frobenius norm of W, not by its 1-norm, which
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +21,19 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import HALF, check_range, fail
-from stiefel_opt.functional.cayley import cayley_adam_
+from stiefel_opt.functional.cayley import SQUARE, cayley_adam
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.cayley import CayleySGD
 from stiefel_opt.optim.checks import listed
-from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
+from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.parametrizations.as_torch import orthogonal
 
-__all__ = ["SGDG", "AdamG", "CaileySGD"]
+__all__ = ["SGDG", "AdamG", "CaileySGD", "orthogonal"]
 
 _STEPS = 5  # fixed-point iterations of the released code
 
@@ -186,31 +191,20 @@ class AdamG(_Splitting, SGDLike):
         super().__init__(params, defaults)
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
         check_range("beta2", group["beta2"], 0.0, 1.0)
         check_range("epsilon", group["epsilon"], 0.0)
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        return StateNames(("momentum_skew",), (), ("momentum_normal",), ("exp_avg_sq_norm",))
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE, State(SQUARE, "1", dtype="real")
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        return cayley_adam_(
-            given.point,
-            given.grad,
-            given.state["momentum_skew"],
-            given.state.get("momentum_normal"),
-            given.state["exp_avg_sq_norm"],
-            lr=given.lr,
-            step=given.step,
-            betas=(group["momentum"], group["beta2"]),
-            eps=group["epsilon"],
-            steps=_STEPS,
-            setting=given.setting,
-        )
+    def rule_for(self, group: Group) -> Rule:
+        betas = group["momentum"], group["beta2"]
+        return partial(cayley_adam, betas=betas, eps=group["epsilon"], steps=_STEPS)
 
 
 def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:

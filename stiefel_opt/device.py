@@ -42,6 +42,11 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def lives_on(tensor: Tensor, kind: str) -> bool:
+    """Say whether a tensor lives on this kind of device: offloaded shards cannot be gathered."""
+    return tensor.device.type == kind
+
+
 def finest_dtype(tensor: Tensor) -> torch.dtype:
     """Return float64 or complex128, or what comes nearest where a tensor lives."""
     if tensor.device.type == "mps":
@@ -52,6 +57,13 @@ def finest_dtype(tensor: Tensor) -> torch.dtype:
 def is_free_to_read(tensor: Tensor) -> bool:
     """Say whether the values of ``tensor`` can be read without waiting: on a CPU, not traced."""
     return is_cpu(tensor) and not is_compiling()
+
+
+def may_wait_for(tensor: Tensor) -> bool:
+    """Say whether a value may be waited for: not while code is traced or a graph is captured."""
+    if is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def readable(tensor: Tensor) -> Tensor | None:

@@ -32,6 +32,11 @@ def note_module(module: nn.Module) -> None:
     _modules[id(module)] = module
 
 
+def trust(optimizer: Optimizer) -> None:
+    """Say that an optimizer keeps constrained weights, whatever its class."""
+    optimizer.__dict__[_LOOKED] = math.inf
+
+
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
     """Hook before every step of every optimizer."""
     if WHILE_COMPILING or not is_compiling():
@@ -50,13 +55,16 @@ def _look_at(optimizer: Optimizer) -> None:
         optimizer.__dict__[_LOOKED] = math.inf
     elif not tagged:  # a frozen weight may thaw: it is looked at before every step
         optimizer.__dict__[_LOOKED] = seen
+    for group in optimizer.param_groups if keeps else ():
+        for parameter in group["params"] if group.get("stiefel") is False else ():
+            parameter.is_unconstrained = True  # the tags are to be ignored
     if found:
         others = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warnings.warn(
             f"{_name_of(found[0])}{others} would not stay orthonormal: {type(optimizer).__name__} "
             "knows no constraint. Train with an optimizer of this package, such as "
-            "so.StiefelAdamW; or parametrize the weight by so.orthogonal, for any optimizer; or "
-            "so.release it",
+            "so.StiefelAdamW; or keep this one by so.on_manifold(optimizer); or parametrize the "
+            "weight by so.orthogonal; or so.release it",
             stacklevel=users_level(),
         )
 
@@ -73,18 +81,19 @@ def _keeps_tags(optimizer: Optimizer) -> bool:
     inner: list[Any] = [optimizer]
     for value in vars(optimizer).values():
         inner += value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(each, Optimizer) and _is_own(each) for each in inner)
+    return any(isinstance(each, Optimizer) and is_own(each) for each in inner)
 
 
-def _is_own(thing: object) -> bool:
+def is_own(thing: object) -> bool:
+    """Say whether the class of ``thing``, or one that it derives from, is of this package."""
     package = __name__.partition(".")[0]
     return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
 
 
 def _tagged(optimizer: Optimizer) -> list[Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tagged = [p for p in parameters if _is_own(getattr(p, "manifold", None))]
-    return [p for p in tagged if not hasattr(p, "is_penalised")]
+    tagged = [p for p in parameters if is_own(getattr(p, "manifold", None))]
+    return [p for p in tagged if not hasattr(p, "is_unconstrained")]
 
 
 def _name_of(parameter: Tensor) -> str:

@@ -101,7 +101,7 @@ def random_point(
     wide = shape[-2] < shape[-1]
     tall = (*shape[:-2], shape[-1], shape[-2]) if wide else shape
     gaussian = torch.randn(tall, generator=generator, dtype=dtype, device=device)
-    orthonormal = _positive_qr(gaussian)
+    orthonormal = positive_qr(gaussian)
     return orthonormal.mT.contiguous() if wide else orthonormal.contiguous()
 
 
@@ -114,7 +114,7 @@ def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     if retraction == "polar":
         return polar_factor(moved)
     if retraction == "qr":
-        return _positive_qr(moved)
+        return positive_qr(moved)
     turn = skew(point.mH @ tangent)
     half = (tangent - point @ turn) / 2
     kernel = add_to_diagonal_(half.mH @ half - turn / 2, 1.0)
@@ -122,7 +122,7 @@ def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     return (point + half) @ turned + half
 
 
-def _positive_qr(matrices: Tensor) -> Tensor:
+def positive_qr(matrices: Tensor) -> Tensor:
     """Return the Q factor whose R has a positive diagonal."""
     orthonormal, triangular = torch.linalg.qr(widened(matrices))
     phase = torch.sgn(torch.diagonal(triangular, dim1=-2, dim2=-1)).unsqueeze(-2)

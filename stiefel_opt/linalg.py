@@ -64,13 +64,34 @@ def own_gram(tall: Tensor) -> Tensor:
     return symmetric_product(tall.mH, tall)
 
 
-def sums(row_sum: RowSum | None, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Return A'B for each pair; rows of several processes are summed in one call of ``row_sum``."""
-    found = [own_gram(left) if left is right else gram(left, right) for left, right in pairs]
-    if row_sum is None:
-        return found
-    packed = row_sum(torch.cat(found, dim=-1))
-    return list(torch.split(packed, found[0].size(-1), dim=-1))
+class Sums:
+    """Products A'B of tall matrices, summed over all rows, wherever they are.
+
+    Args:
+        row_sum: Sum over the processes that share the rows. None: all rows are here.
+    """
+
+    def __init__(self, row_sum: RowSum | None = None) -> None:
+        self.row_sum = row_sum
+
+    def __call__(self, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Return A'B, ``(k, m, m)``, for each pair; processes talk once."""
+        products = [own_gram(left) if left is right else gram(left, right) for left, right in pairs]
+        if self.row_sum is None or not products:
+            return products
+        packed = self.row_sum(torch.cat(products, dim=-1))
+        return list(torch.split(packed, products[0].size(-1), dim=-1))
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """Return the sum of ``tensor`` over the processes that share the rows."""
+        return tensor if self.row_sum is None else self.row_sum(tensor)
+
+    def are_square(self, tall: Tensor) -> bool:
+        """Say whether the matrices are square, and all of their rows here."""
+        return self.row_sum is None and tall.size(-2) == tall.size(-1)
+
+
+LOCAL_SUMS: Final = Sums()
 
 
 def symmetric_product(
@@ -131,14 +152,23 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
 
 
+def subtract_(pending: Tensor, tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """Return pending - factor tensor, in the memory of ``pending``."""
+    if isinstance(factor, Tensor):
+        return pending.addcmul_(tensor, factor, value=-1.0)
+    return pending.sub_(tensor, alpha=factor)
+
+
+def turn_and_move(
+    tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
+) -> Tensor:
+    """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``: added to X is what is small."""
+    return add_product_(add_product(tall, tall, within), direction, root, alpha=step)
+
+
 def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
     """Return ``tensor`` with zeros for the matrices that do not move."""
     return tensor if ok is None else torch.where(ok, tensor, 0.0)
-
-
-def keep_(target: Tensor, value: Tensor, ok: Tensor | None) -> Tensor:
-    """target = value for the matrices that move, in place."""
-    return target.copy_(value if ok is None else torch.where(ok, value, target))
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:
@@ -187,6 +217,20 @@ def largest_stretch(matrix: Tensor) -> Tensor:
     ratio = (matrix.mH @ image).norm(dim=-2) / image.norm(dim=-2).clamp(min=1e-30)
     largest: Tensor = ratio.amax()
     return largest
+
+
+def largest_eigenvalue(matrix: Tensor) -> Tensor:
+    """Return about the largest eigenvalue of each symmetric matrix, ``(k, 1, 1)``.
+
+    Four steps of the power method and a Rayleigh quotient: at most the eigenvalue.
+    """
+    squares = torch.arange(matrix.size(-1), dtype=torch.float64, device=matrix.device).square_()
+    vector = squares.cos_().to(matrix.dtype).unsqueeze(-1).expand(*matrix.shape[:-1], 1)
+    tiny = torch.finfo(matrix.dtype).tiny
+    for _ in range(4):
+        image = matrix @ vector
+        vector = image / torch.linalg.vector_norm(image, dim=-2, keepdim=True).clamp(min=tiny)
+    return (vector.mH @ (matrix @ vector)).real
 
 
 def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:

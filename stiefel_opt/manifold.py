@@ -10,17 +10,18 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
 
 Ranges = tuple[tuple[int, int], ...]
 
 
+@final
 @dataclass(frozen=True)
 class Stiefel:
     r"""How a tensor is read as a batch of matrices on the Stiefel manifold.
@@ -49,6 +50,14 @@ class Stiefel:
     flatten: bool = False
     transposed: bool = False
     scale: float = 1.0
+
+    @override
+    def __init_subclass__(cls) -> None:
+        wanted = "not be derived from: only Stiefel's own constraint would be kept"
+        remedy = (
+            "write a projection for your manifold, and call it after each step of any optimizer"
+        )
+        raise TypeError(fail("Stiefel", wanted, cls.__name__, remedy))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _normal_ranges(self.rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -13,9 +14,10 @@ from stiefel_opt._checks import fail
 from stiefel_opt.device import is_compiling
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.points import nearest, reading_of
 
+UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 _RELEASED: Final[set[int]] = set()  # ids of parameters whose tag was taken away on purpose
 
 
@@ -38,6 +40,7 @@ class ManifoldParameter(nn.Parameter):
     """
 
     manifold: Stiefel
+    is_unconstrained: bool  # where leaving the manifold is meant, or was told
 
     def __new__(
         cls,
@@ -49,16 +52,18 @@ class ManifoldParameter(nn.Parameter):
     ) -> Self:
         if not isinstance(data, Tensor):
             raise TypeError(fail("data", "be a tensor", type(data).__name__))
+        stated = manifold is not None or manifold_of(data) is not None
         manifold = reading_of(data, manifold, "data")
         if isinstance(data, ManifoldParameter):
             data = data.data
         if cls is ManifoldParameter:
             cls = _Tagged  # type: ignore[assignment]
+            stated = True
             if project and not (data.is_meta or is_sharded(data)):
                 moved = nearest(data, manifold, "data")
                 data = data if moved is None else moved
         parameter = super().__new__(cls, data, requires_grad)
-        parameter.manifold = manifold
+        parameter.manifold = manifold if stated else UNSTATED
         _RELEASED.discard(id(parameter))
         note_tag()
         return parameter
@@ -69,6 +74,8 @@ class ManifoldParameter(nn.Parameter):
             return memo[id(self)]  # type: ignore[no-any-return]
         data = self.data.clone(memory_format=torch.preserve_format)
         copied = type(self)(data, self.manifold, self.requires_grad)
+        if hasattr(self, "is_unconstrained"):
+            copied.is_unconstrained = True
         memo[id(self)] = copied
         return copied
 
@@ -133,3 +140,25 @@ def untag(parameter: nn.Parameter) -> None:
 def has_lost_tag(parameter: Tensor) -> bool:
     """Say whether torch has taken the tag of a parameter that had one, by swapping tensors."""
     return not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
+
+
+@torch.no_grad()
+def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
+    """Project in place the untagged ``parameters`` of a group that are read as ``manifold``.
+
+    For the key ``stiefel`` of a group, when it is added: the first forward pass then sees a point,
+    as of a :class:`ManifoldParameter`. Tagged ones have been projected, or are to be left; so are
+    those on the meta device and DTensors.
+
+    Raises:
+        ValueError: for values that are not finite or cannot be read so; nothing is changed then.
+    """
+    found = []
+    for parameter in parameters:
+        if manifold_of(parameter) is None and not (parameter.is_meta or is_sharded(parameter)):
+            name = f"parameter of shape {tuple(parameter.shape)}"
+            manifold.check(parameter.shape, name)
+            found.append((parameter, nearest(parameter, manifold, name)))
+    for parameter, point in found:
+        if point is not None:
+            parameter.copy_(point)

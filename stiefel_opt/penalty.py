@@ -28,7 +28,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     check_range("weight", weight, 0.0)
     terms = []
     for _, parameter, reading, _ in constrained(model, computed=False):
-        parameter.is_penalised = True  # type: ignore[attr-defined]  # leaving the manifold is meant
+        parameter.is_unconstrained = True  # type: ignore[attr-defined]  # to leave it is meant
         for index, part in enumerate(reading.parts(parameter)):
             point = reading.matrices(part, index) / reading.scale
             identity = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)

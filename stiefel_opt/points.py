@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stiefel_opt import geometry
 from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 
@@ -87,6 +88,61 @@ def random_point(
         drawn = geometry.random_point(*size, generator=generator, dtype=dtype, device=device)
         part.copy_(reading.stored(reading.scale * drawn, part.shape, index))
     return point
+
+
+@torch.no_grad()
+def orthogonal_(
+    tensor: Tensor,
+    gain: float = 1.0,
+    generator: torch.Generator | None = None,
+    *,
+    heads: int | None = None,
+    manifold: Stiefel | None = None,
+) -> Tensor:
+    """Fill ``tensor`` with a uniformly (Haar) distributed point, as ``torch.nn.init.orthogonal_``.
+
+    A tensor of more than two dimensions is read as ``(C_out, C_in * prod(kernel))``. In float32 and
+    float64 the numbers are torch's own for the same seed; bfloat16, float16 and complex work too.
+
+    Args:
+        tensor: At least two dimensions; one without entries stays as it is.
+        gain: Factor of the values. Default: 1.
+        generator: Source of the random numbers. Default: torch's global one.
+        heads: The rows are this many equal blocks, each a matrix of its own. Default: one block.
+        manifold: Another reading; its ``scale`` is a factor too, and rows that it leaves plain stay
+            as they are. Default: the tag of ``tensor``, else as above.
+
+    Returns: The tensor.
+    Raises:
+        ValueError: for fewer than two dimensions, a reading that does not fit, both ``heads`` and a
+            reading, or a gain other than 1 for a tagged tensor, which has its scale.
+        TypeError: for what is no tensor, has no fraction, or is sharded.
+
+    Note: One QR decomposition for each matrix, in float32 for half precision.
+    Reference: Saxe, McClelland & Ganguli (ICLR 2014); Mezzadri (2007).
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(fail("tensor", "be a tensor", type(tensor).__name__))
+    if is_sharded(tensor):
+        remedy = "initialise it before it is sharded"
+        raise TypeError(fail("tensor", "not be sharded", "a DTensor", remedy))
+    tagged = manifold_of(tensor, "tensor")
+    if heads is not None and (manifold or tagged) is not None:
+        remedy = "the reading says it"
+        raise ValueError(fail("heads", "be None for a manifold or a tag", heads, remedy))
+    if tagged is not None and gain != 1:
+        remedy = "pass scale= to so.constrain"
+        raise ValueError(fail("gain", "be 1 for a tagged tensor", gain, remedy))
+    if tensor.ndim >= 2 and tensor.numel() == 0:
+        return tensor
+    manifold = manifold or tagged or Stiefel(heads=heads, flatten=tensor.ndim > 2)
+    reading = reading_of(tensor, manifold, "tensor")
+    for index, part in enumerate(reading.parts(tensor)):
+        drawn = torch.empty_like(part, dtype=widened(part[..., :0]).dtype)
+        gaussian = reading.matrices(drawn.normal_(generator=generator), index)
+        point = reading.scale * gain * geometry.positive_qr(gaussian)
+        part.copy_(reading.stored(point, part.shape, index))
+    return tensor
 
 
 def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = None) -> Tensor:

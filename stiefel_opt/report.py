@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
@@ -89,8 +90,9 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return torch.stack(errors).amax()
 
 
+@runtime_checkable
 class StepCounter(Protocol):
-    """What :func:`report` asks an optimizer."""
+    """What :func:`report` asks an optimizer of this package."""
 
     def skipped_steps_of(self) -> Mapping[Tensor, int]:
         """Return how many steps each parameter has missed."""
@@ -110,7 +112,7 @@ class Line:
         error: Largest entry of X'X - I; None on the meta device.
         tagged: Whether the parameter has its tag; if not, an optimizer would take it for plain.
         map: What computes the weight, if anything.
-        skipped: Steps missed because a gradient was not finite; None without an optimizer.
+        skipped: Steps missed because a gradient was not finite; None where no optimizer knows.
         off: Whether the error is more than rounding: the weight was written to, or not projected.
         moved: How far :func:`stiefel_opt.constrain` moved the value to project it, as a part of its
             length |W|; None if it did not project.
@@ -136,9 +138,11 @@ class Report:
 
     Attributes:
         lines: One :class:`Line` for each constrained parameter.
+        with_steps: Whether the table has columns for the steps of an optimizer.
     """
 
     lines: tuple[Line, ...]
+    with_steps: bool = False
 
     @override
     def __str__(self) -> str:
@@ -147,12 +151,14 @@ class Report:
         moved, angles = ([line.moved for line in self.lines], [line.angle for line in self.lines])
         columns = {
             "moved": ["-" if share is None else f"{share:.0%}" for share in moved],
-            "skipped steps": [str(line.skipped or 0) for line in self.lines],
+            "skipped steps": [
+                "-" if line.skipped is None else str(line.skipped) for line in self.lines
+            ],
             "last step": ["-" if angle is None else f"{angle:.1e} rad" for angle in angles],
         }
         if all(share is None for share in moved):
             del columns["moved"]
-        if all(line.skipped is None for line in self.lines):
+        if not self.with_steps:
             del columns["skipped steps"], columns["last step"]
         rows = [("parameter", "shape", "reading", *columns, "error")]
         for line, *extra in zip(self.lines, *columns.values(), strict=True):
@@ -182,15 +188,24 @@ def table(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def in_words(model: nn.Module, name: str, shape: tuple[int, ...], reading: Stiefel) -> str:
+    """Return the reading of a weight of ``model``, and what its blocks are for."""
+    path, _, leaf = name.rpartition(".")
+    count, each = stacked(model.get_submodule(path), leaf)
+    fits = count > 1 and (reading.heads, reading.rows) == (count, None)
+    return reading.describe(shape) + (f", one for each {each}" if fits else "")
+
+
 @torch.no_grad()
-def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
+def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -> Report:
     """Return a table of every constrained weight: name, shape, reading, orthonormality error.
 
     Args:
         model: A model; without constrained weights the table says so.
-        optimizer: An optimizer of this package: adds the steps that each parameter has missed
-            because its gradient was not finite, and by how much the last step turned it at most.
-            Default: none.
+        optimizer: An optimizer, also in the wrapper of accelerate: adds the steps that each
+            parameter has missed because its gradient was not finite, and by how much the last step
+            turned it at most; "-" where the optimizer, as one of torch, does not know. Default:
+            none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
     Raises:
@@ -199,19 +214,21 @@ def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
         computes. The errors are those of :func:`orthonormality_error`; reading them waits for the
         device.
     """
-    if not (optimizer is None or hasattr(optimizer, "skipped_steps_of")):
-        given = type(optimizer).__name__
-        raise TypeError(fail("optimizer", "be None or an optimizer of this package", given))
+    counter = optimizer
+    while isinstance(inner := getattr(counter, "optimizer", None), Optimizer):
+        counter = inner  # of a wrapper
+    if not (counter is None or isinstance(counter, Optimizer)):
+        raise TypeError(fail("optimizer", "be None or an optimizer", type(counter).__name__))
+    skipped: Mapping[Tensor, int] | None = None
+    angles: Mapping[Tensor, float] = {}
+    if isinstance(counter, StepCounter):
+        skipped, angles = counter.skipped_steps_of(), counter.angles_of()
     lines = []
-    skipped = {} if optimizer is None else optimizer.skipped_steps_of()
-    angles = {} if optimizer is None else optimizer.angles_of()
     for name, weight, reading, kind in constrained(model):
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         shape = tuple(weight.shape)
-        words, (count, each) = reading.describe(shape), stacked(owner, leaf)
-        if count > 1 and (reading.heads, reading.rows) == (count, None):
-            words += f", one for each {each}"
+        words = in_words(model, name, shape, reading)
         error = None if weight.is_meta else _error(weight, reading).item()
         rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
         line = Line(
@@ -221,10 +238,10 @@ def report(model: nn.Module, optimizer: StepCounter | None = None) -> Report:
             error,
             tagged=manifold_of(weight) is not None,
             map=kind,
-            skipped=None if optimizer is None else skipped.get(weight, 0),
+            skipped=None if skipped is None else skipped.get(weight, 0),
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
             angle=angles.get(weight),
         )
         lines.append(line)
-    return Report(tuple(lines))
+    return Report(tuple(lines), with_steps=optimizer is not None)

@@ -6,8 +6,11 @@ tag on the parameter is what optimizers see.
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import warnings
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -18,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stiefel_opt._checks import users_level
-from stiefel_opt.device import is_compiling
-from stiefel_opt.distributed import is_sharded
+from stiefel_opt.device import is_compiling, lives_on, may_wait_for, no_autocast
+from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.parameter import ManifoldParameter
+from stiefel_opt.parameter import UNSTATED, ManifoldParameter
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 PROJECTS: Final = "_stiefel_projects_loaded"  # True where a module projects what it loads by itself
@@ -62,10 +65,10 @@ def mark_maps(model: nn.Module) -> bool:
 
 
 class _Watched(dict[str, Any]):
-    """The ``_parameters`` of a module with records: sees that torch replaces one of them.
+    """The ``_parameters`` of a module with records: sees what is put in, and looks at what is read.
 
-    Only then is a forward pre-hook there, which looks at the tags once: other forward passes are
-    those of the module without constraint, and TorchScript and fast paths find no hook.
+    A parameter without tag that is put in arms a forward pre-hook, which looks at the tags once:
+    other forward passes are as without constraint, and TorchScript and fast paths find no hook.
     """
 
     silent = True  # until all is in place, as while a pickle is read
@@ -74,16 +77,36 @@ class _Watched(dict[str, Any]):
         super().__init__(module._parameters)
         self.records = records_of(module)
         self.hooks = module._forward_pre_hooks
+        self.kind = type(module).__name__
+        self.looks: dict[str, _Looks] = {}
+        self.unread: set[str] = set()  # of a copy, which is looked at once in any case
         self.silent = False
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
+        return {**self.__dict__, "looks": {}, "unread": set(self.records)}
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if self.unread or not torch.is_grad_enabled():
+            self.look(name, value, sys._getframe(1))
+        return value
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        if self.silent or is_compiling() or name not in self.records:
+        reading = self.__dict__.get("records", {}).get(name)  # no records yet in a pickle
+        if reading is None or is_compiling():
             return
-        if isinstance(value, ManifoldParameter):  # type(p)(value) has no reading of its own
-            value.manifold = self.records[name]
-        elif isinstance(value, nn.Parameter):
+        self.looks.pop(name, None)
+        if isinstance(value, ManifoldParameter):
+            if value.manifold is UNSTATED:  # type(p)(value) has no reading of its own
+                value.manifold = reading
+            self.records[name] = value.manifold  # of functional_call, until the former is back
+            self.silent = False
+        elif isinstance(value, nn.Parameter) and not (self.silent or _is_swapped(sys._getframe(1))):
             self.arm()
 
     @override
@@ -105,6 +128,26 @@ class _Watched(dict[str, Any]):
             self.arm()
         return super().items()
 
+    def look(self, name: str, value: Any, frame: FrameType | None) -> None:
+        """Tell of a value that is off the manifold, or of a package that makes another of it."""
+        if name not in self.records or not isinstance(value, ManifoldParameter):
+            return
+        if is_compiling() or value.is_inference():
+            return
+        looks = self.looks.setdefault(name, _Looks())
+        if not (name in self.unread or looks.is_due(value)):
+            return
+        self.unread.discard(name)
+        called = False
+        while frame is not None and not called:
+            if frame.f_globals.get("__name__", "").startswith("torch.ao.nn."):
+                looks.is_over = True
+                warnings.warn(_CONVERTED.format(name, self.kind), stacklevel=users_level())
+                return
+            called, frame = frame.f_code is _CALL, frame.f_back
+        if called and (value._version > 0 or not torch.is_grad_enabled()):
+            looks.note(value, _warn_if_left(value, name, self.kind))
+
     def arm(self) -> None:
         """Let the next forward pass look for lost tags."""
         if _warn_if_lost not in self.hooks.values():
@@ -114,6 +157,77 @@ class _Watched(dict[str, Any]):
         """Take the hook away."""
         for key in [key for key, hook in self.hooks.items() if hook is _warn_if_lost]:
             self.hooks.pop(key, None)
+
+
+def _is_swapped(frame: FrameType) -> bool:
+    """Say whether ``torch.func.functional_call`` has put a parameter in, for one call."""
+    return frame.f_globals.get("__name__") == "torch.nn.utils._named_member_accessor"
+
+
+# ---- values that are off -----------------------------------------------------------------------
+
+_LEFT: Final = 1e-2  # |X'X - I| from which on a weight has left the manifold: more than bfloat16
+_WRITES: Final = 32  # between two looks in evaluations, at most
+_CALL: Final = nn.Module._call_impl.__code__  # around every forward pass
+_CONVERTED: Final = (
+    "`{}` of {} is constrained, and is quantised: what is made of it is not orthonormal, and knows "
+    "no constraint; use it for inference only, and train the model that it was made of"
+)
+
+
+@dataclasses.dataclass
+class _Looks:
+    """When the value of one parameter is looked at again: seldom, and where nothing is trained.
+
+    Averages are written to by nobody that knows the constraint, and are read without gradients;
+    steps are of no concern here.
+    """
+
+    reads: int = 0
+    next_read: int = 1
+    next_version: int = 1
+    writes: int = 1  # after which it is looked at: more where writes left it in place
+    is_over: bool = False
+
+    def is_due(self, value: Tensor) -> bool:
+        self.reads += 1
+        is_due = self.reads >= self.next_read or value._version >= self.next_version
+        return is_due and not self.is_over
+
+    def note(self, value: Tensor, is_over: bool) -> None:
+        self.is_over, self.next_read = is_over, 2 * self.reads + 1
+        if value._version >= self.next_version:
+            self.writes = min(2 * self.writes, _WRITES)
+        self.next_version = value._version + self.writes
+
+
+@torch.no_grad()
+def _warn_if_left(value: ManifoldParameter, name: str, kind: str) -> bool:
+    """Warn of a weight that is off the manifold; say whether looking again is no use."""
+    if getattr(value, "is_unconstrained", False):
+        return True
+    if value.is_meta or not may_wait_for(value):
+        return False
+    with no_autocast(value):
+        error = _error(value, value.manifold)
+    if error <= _LEFT:
+        return False
+    warnings.warn(
+        f"`{name}` of {kind} is off the manifold, |X'X - I| = {error:.0e}: it was written to, as "
+        "the average of a training or a merged adapter is; call so.project_(model) before it is "
+        "used, and for averages take so.averaged(model)",
+        stacklevel=users_level(),
+    )
+    return True
+
+
+def _error(value: Tensor, reading: Stiefel) -> float:
+    """Return the largest entry of |X'X - I|, NaN if a value is."""
+    errors = [
+        gram_error(widened(reading.matrices(part, index)) / reading.scale).amax()
+        for index, part in enumerate(reading.parts(value.detach()))
+    ]
+    return float(torch.stack(errors).amax())
 
 
 def watch(module: nn.Module) -> None:
@@ -126,6 +240,11 @@ def watch(module: nn.Module) -> None:
         # A sharded parameter is gathered into another object for the forward: nothing to watch.
         tagged = (isinstance(parameters[name], ManifoldParameter) for name in parameters.records)
         parameters.silent = not all(tagged)
+        parameters.looks = {
+            name: _Looks(next_read=2, next_version=value._version + 1)
+            for name, value in parameters.items()
+            if name in parameters.records and value is not None
+        }
 
 
 def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
@@ -153,6 +272,7 @@ def _warn_if_off(
     module: nn.Module,
     state_dict: Mapping[str, Any],
     prefix: str,
+    metadata: Mapping[str, Any],
     *args: Any,  # noqa: ARG001
 ) -> None:
     """Hook before ``load_state_dict``: warn of values that are off the manifold, by full name."""
@@ -160,21 +280,24 @@ def _warn_if_off(
         return
     for leaf, reading in records_of(module).items():
         parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
-        if parameter is None or not isinstance(value, Tensor) or is_sharded(value):
+        if parameter is None or not isinstance(value, Tensor) or value.is_meta:
             continue
-        if value.shape != parameter.shape or value.is_meta:
-            continue  # torch refuses it, or there is nothing to see
-        stored = value.detach().to(parameter.dtype)
-        off = []
-        for index, part in enumerate(reading.parts(stored)):
-            matrices = widened(reading.matrices(part, index)) / reading.scale
-            error = float(gram_error(matrices).amax())
-            if not error <= 10 * orthonormality_tolerance(parameter.dtype, matrices.size(-2)):
-                off.append(error)  # also NaN
-        if off:
-            source = "" if value.dtype == parameter.dtype else f" in {value.dtype}"
-            warnings.warn(
-                f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
-                f"|X'X - I| = {max(off):.0e}; call so.project_(model), or the first step projects",
-                stacklevel=users_level(),
-            )
+        if value.shape != parameter.shape:
+            continue  # torch refuses it
+        if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
+            continue  # offloaded: no process group can gather it
+        error = _error(whole(value).to(parameter.dtype), reading)
+        heights = reading.heights(parameter.shape)
+        if error <= 10 * orthonormality_tolerance(parameter.dtype, max(heights)):
+            continue  # NaN does not pass
+        source = "" if value.dtype == parameter.dtype else f" in {value.dtype}"
+        remedy = "call so.project_(model), or the first step projects"
+        if metadata.get("assign_to_params_buffers") and not isinstance(value, ManifoldParameter):
+            remedy = "assign=True replaces the parameter: call so.retag, then so.project_(model)"
+        if isinstance(module._parameters, _Watched):
+            module._parameters.looks[leaf] = _Looks(is_over=True)  # it is told now
+        warnings.warn(
+            f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
+            f"|X'X - I| = {error:.0e}; {remedy}",
+            stacklevel=users_level(),
+        )

@@ -20,79 +20,82 @@ in X and orthogonalise at random, once in a hundred steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import reader_for
-from stiefel_opt.functional.descent import carry_, measure, move_along_cayley
-from stiefel_opt.functional.flows import METRICS, Scalar, Setting, mend_point, passes_after
-from stiefel_opt.functional.stiefel_adam import bias_correction
-from stiefel_opt.functional.stiefel_sgd import accumulate_, normal_force, torque_of
+from stiefel_opt.device import Reader, reader_for
+from stiefel_opt.functional.descent import carried, move_along_cayley
+from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortened
+from stiefel_opt.functional.momentum import (
+    NORMAL,
+    SKEW,
+    bias_correction,
+    normal_force,
+    skew_force,
+)
 from stiefel_opt.linalg import (
+    LOCAL_SUMS,
+    Sums,
     absolute_square,
     add_product_,
     add_to_diagonal_,
     cayley,
-    keep_,
     product,
-    sums,
 )
 from stiefel_opt.roots import roots
 
+# Names of state: |G|^2, averaged, and its running maximum.
+SQUARE = "exp_avg_sq_norm"
+MAX_SQUARE = "max_exp_avg_sq_norm"
 _TINY = 1e-8  # added to |W|
 
 
-def cayley_sgd_(
-    point: Tensor,
-    grad: Tensor,
-    skew: Tensor,
-    normal: Tensor | None = None,
+def cayley_sgd(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
     force: Scalar = 1.0,
     nesterov: bool = False,
     steps: int = 2,
     exact: bool = False,
-    setting: Setting = Setting(),  # noqa: B008 - it is immutable
-) -> Tensor:
-    r"""One step of CayleySGD; returns the new point and updates the momentum in place.
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of CayleySGD.
 
     Args:
-        point, grad, skew, normal, lr, force, setting: as in
-            :func:`stiefel_opt.functional.descend_`, with T and V of the momentum M <- mu M - G.
+        X, G, state, lr, step, force, sums, reader: as in
+            :func:`stiefel_opt.functional.descend`, with T and V of the momentum M <- mu M - G.
         momentum, nesterov: mu; whether X moves along mu M - G.
         steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
 
-    Returns: The new point, ``(k, n, m)``.
-    Note: 8 products of n x m by m x m, with ``setting.correct`` 11; with ``exact`` one fewer and
-        one LU solve of m x m.
+    Note: 8 products of n x m by m x m; with ``exact`` one fewer and one LU solve of m x m.
     Reference: Li, Li & Todorovic (2020), Algorithm 1.
     """
-    ok = setting.ok
-    point, inner = measure(point, grad, normal, setting)
-    passes = passes_after(inner, lr * (1 + momentum * nesterov), setting)
-    turn = torque_of(inner, METRICS["euclidean"], force)
-    accumulate_(turn, skew, momentum, skew, ok)
-    ahead, direction = torch.add(turn, skew, alpha=momentum) if nesterov else skew, normal
-    if normal is not None:
-        own = normal_force(point, inner * force, grad, force, ok)
-        accumulate_(own, normal, momentum, normal, ok)
-        direction = own.add_(normal, alpha=momentum) if nesterov else normal
-    new_point = _transform(point, ahead, direction, lr, 1.0, steps, exact, setting)
-    new_point = mend_point(new_point, setting.row_sum, passes)
-    carry_(point, new_point, skew, normal, setting)
-    return new_point
+    reader, V = reader or reader_for(X), state.get(NORMAL)
+    (S,) = sums((X, G))
+    turn = skew_force(S, METRICS["euclidean"], force)
+    new_T = torch.add(turn, state[SKEW], alpha=momentum)
+    ahead = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
+    new_V = direction = None
+    if V is not None:
+        push = normal_force(X, S * force, G, force)
+        new_V = torch.add(push, V, alpha=momentum)
+        direction = push.add_(new_V, alpha=momentum) if nesterov else new_V
+    new_X, length = _transform(X, ahead, direction, lr, 1.0, steps, exact, sums, reader)
+    return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 
-def cayley_adam_(
-    point: Tensor,
-    grad: Tensor,
-    skew: Tensor,
-    normal: Tensor | None,
-    square: Tensor,
-    max_square: Tensor | None = None,
+def cayley_adam(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
     *,
     lr: Scalar,
     step: Scalar,
@@ -101,87 +104,84 @@ def cayley_adam_(
     force: float = 1.0,
     steps: int = 2,
     exact: bool = False,
-    setting: Setting = Setting(),  # noqa: B008 - it is immutable
-) -> Tensor:
-    r"""One step of CayleyAdam; returns the new point and updates the momenta in place.
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of CayleyAdam.
 
     M <- b1 M - (1 - b1) G and v <- b2 v + (1 - b2) |G|^2, one number for each matrix, give
     W / (c1 sqrt(v/c2 + eps)) for W, with ci = 1 - bi^t.
 
     Args:
-        point, grad, skew, normal, lr, steps, exact, setting: as in :func:`cayley_sgd_`, at its
-            cost.
-        square: v, ``(k, 1, 1)``, updated.
-        max_square: Running maximum of v, which then divides (amsgrad), updated. None: off.
-        step: t >= 1, this step's number, a number or ``(k, 1, 1)``.
+        X, G, lr, steps, exact, sums, reader: as in :func:`cayley_sgd`, at its cost.
+        state: As there; ``exp_avg_sq_norm`` v, ``(k, 1, 1)``; with amsgrad its running maximum,
+            ``max_exp_avg_sq_norm``, which then divides.
+        step: t >= 1, the number of this step, a number or ``(k, 1, 1)``.
         betas, eps: b1 and b2; what is added to v/c2 under the root.
         force: Sign of the gradient: 1, or -1 to maximise.
 
-    Returns: The new point, ``(k, n, m)``.
     Reference: Li, Li & Todorovic (2020), Algorithm 2.
     """
-    (beta1, beta2), ok = betas, setting.ok
-    size = absolute_square(grad).sum(dim=(-2, -1), keepdim=True)
-    if setting.row_sum is not None:
-        size = setting.row_sum(size)
-    point, inner = measure(point, grad, normal, setting)
-    keep_(square, torch.add(square * beta2, size, alpha=1 - beta2), ok)
-    if max_square is not None:
-        square = torch.maximum(max_square, square, out=max_square)
-    turn = torque_of(inner, METRICS["euclidean"], force)
-    accumulate_(turn * (1 - beta1), skew, beta1, skew, ok)
-    if normal is not None:
-        own = normal_force(point, inner * force, grad, force, ok)
-        accumulate_(own.mul_(1 - beta1), normal, beta1, normal, ok)
+    reader, V, (beta1, beta2) = reader or reader_for(X), state.get(NORMAL), betas
+    size = sums.add(absolute_square(G).sum(dim=(-2, -1), keepdim=True))
+    new = {SQUARE: torch.add(state[SQUARE] * beta2, size, alpha=1 - beta2)}
+    if MAX_SQUARE in state:
+        new[MAX_SQUARE] = torch.maximum(state[MAX_SQUARE], new[SQUARE])
+    square = new.get(MAX_SQUARE, new[SQUARE])
+    (S,) = sums((X, G))
+    turn = skew_force(S, METRICS["euclidean"], force)
+    T = torch.add(turn * (1 - beta1), state[SKEW], alpha=beta1)
+    if V is not None:
+        V = torch.add(normal_force(X, S * force, G, force).mul_(1 - beta1), V, alpha=beta1)
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0
-    new_point = _transform(point, skew, normal, lr, divisor, steps, exact, setting)
-    carry_(point, new_point, skew, normal, setting)
-    return new_point
+    new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader)
+    return new_X, new | carried(X, new_X, T, V, sums), length
 
 
 def _transform(
-    point: Tensor,
-    turn: Tensor,
-    normal: Tensor | None,
+    X: Tensor,
+    T: Tensor,
+    V: Tensor | None,
     lr: Scalar,
     divisor: Scalar,
     steps: int,
     exact: bool,
-    setting: Setting,
-) -> Tensor:
+    sums: Sums,
+    reader: Reader,
+) -> tuple[Tensor, Length]:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
-    size = absolute_square(turn).sum(dim=(-2, -1), keepdim=True)
+    size = absolute_square(T).sum(dim=(-2, -1), keepdim=True)
     own = None
-    if normal is not None:
-        (own,) = sums(setting.row_sum, (normal, normal))
+    if V is not None:
+        (own,) = sums((V, V))
         size = size + 2 * own.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[..., None, None]
     norm = size.sqrt() / divisor
-    alpha = torch.clamp(1 / (norm + _TINY), max=lr)
+    # from both sides: a schedule that is run past its end has learning rates below 0
+    alpha = shortened(norm + _TINY, lr, 1.0)
     step = alpha / divisor
-    if exact:
-        if normal is None or own is None:
-            return product(point, cayley(turn * step))
-        return move_along_cayley(point, turn, normal, own, step)
-
     # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
-    reader = setting.reader or reader_for(point)
-    reach = float((alpha * norm).max()) if reader.is_exact else 1.0
+    reach = float((alpha.abs() * norm).max()) if reader.is_exact else 1.0
     if not reach < math.inf:
         reader.is_lost, reach = True, 1.0
+    squares = T.mH @ T if own is None else torch.cat([T.mH @ T, own])
+    repeated = step if own is None else torch.cat([step, step])
+    length = Length(squares * repeated.square(), 1.0, reach * reach)
+    if exact:
+        if V is None or own is None:
+            return product(X, cayley(T * step)), length
+        return move_along_cayley(X, T, V, own, step), length
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
-    turned, along = _iterate(turn, own, step / 2, steps)
+    turned, along = _iterate(T, own, step / 2, steps)
     square = torch.bmm(turned.mH, turned)
     if own is not None:
         square.baddbmm_(along.mH, torch.bmm(own, along))
     low, high = (1 - error) ** 2, (1 + error) ** 2
     excess = add_to_diagonal_(square.div_(low), -1.0)
     root = roots(excess, high / low - 1).inverse_root.mul_(low**-0.5)
-    new_point = product(point, torch.bmm(turned, root))
-    if normal is None:
-        return new_point
-    return add_product_(new_point, normal, torch.bmm(along, root))
+    new_X = product(X, torch.bmm(turned, root))
+    return new_X if V is None else add_product_(new_X, V, torch.bmm(along, root)), length
 
 
 def _iterate(turn: Tensor, own: Tensor | None, half: Scalar, steps: int) -> tuple[Tensor, Tensor]:

@@ -19,40 +19,38 @@ that is diagonal, and what remains once it is eliminated is of m x m:
     cay(W) X = (X + V/2) Q + V/2,   Q = K^(-1) (2I - K),   K = I - T/2 + V'V/4.
 
 K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. For the
-gradient of the canonical metric W is GX' - XG'. Batches are ``(k, n, m)`` with n >= m;
-sums over rows are those of :class:`stiefel_opt.functional.Setting`.
+gradient of the canonical metric W is GX' - XG'. Batches are ``(k, n, m)`` with n >= m.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import reader_for
-from stiefel_opt.functional import stiefel_sgd
+from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import (
+    Length,
+    Move,
     Scalar,
-    Setting,
+    Tensors,
     cut,
-    mend_point,
     metric_parameter,
-    passes_after,
 )
-from stiefel_opt.functional.stiefel_sgd import Deferred, accumulate_, normal_force, torque_of
+from stiefel_opt.functional.momentum import NORMAL, SKEW, normal_force, skew_force
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.linalg import (
+    LOCAL_SUMS,
+    Sums,
     add_product,
     add_product_,
     add_to_diagonal_,
     cayley,
     cholesky_factor,
-    keep_,
     polar_rotation,
     product,
-    sums,
-    zeroed,
 )
 from stiefel_opt.roots import roots
 
@@ -60,90 +58,67 @@ from stiefel_opt.roots import roots
 _LONGEST: Final = 64.0
 
 
-def descend_(
-    point: Tensor,
-    grad: Tensor,
-    skew: Tensor | None = None,
-    normal: Tensor | None = None,
+def descend(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.0,
     force: Scalar = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     retraction: str = "cayley",
-    setting: Setting = Setting(),  # noqa: B008 - it is immutable
-) -> Tensor:
-    r"""One step of ProjectedRGD; returns the new point and updates the momentum in place.
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of ProjectedRGD.
 
     Args:
-        point, grad, lr, momentum, force, metric, setting: as in
-            :func:`stiefel_opt.functional.sgd_`.
-        skew: T of the momentum, ``(k, m, m)``, updated. None: there is no momentum.
-        normal: V of the momentum, ``(k, n, m)``, updated. None for square matrices.
+        X, G, lr, step, momentum, force, metric, sums, reader: as in
+            :func:`stiefel_opt.functional.sgd`.
+        state: T and, for n > m, V of the momentum as ``momentum_skew``, ``(k, m, m)``, and
+            ``momentum_normal``, ``(k, n, m)``. Empty: there is no momentum.
         nesterov: X moves along mu M - grad.
         retraction: "cayley", "qr" or "polar".
 
-    Returns: The new point, ``(k, n, m)``.
-    Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7; with
-        ``setting.correct`` two more, and two for the momentum; two more in a step that would
-        amplify rounding. A step longer than 64 is cut to 64.
+    Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7. A step
+        longer than 64 is cut to 64.
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
-    ok = setting.ok
-    point, inner = measure(point, grad, normal, setting)
-    passes = passes_after(inner, lr * (1 + momentum * nesterov), setting)
-    turn = torque_of(inner, metric_parameter(metric), force)
-    inner = inner * force
-    if skew is None:
-        square = setting.row_sum is None and point.size(-2) == point.size(-1)
-        # V for the Cayley map, XT + V for the others: one product either way.
-        inside = inner if retraction == "cayley" else inner + turn
-        direction = None if square else normal_force(point, inside, grad, force, ok)
-        return _retract(point, turn, direction, lr, retraction, setting, passes)
-
-    accumulate_(turn, skew, momentum, skew, ok)
-    ahead = torch.add(turn, skew, alpha=momentum) if nesterov else skew
-    direction = None
-    if normal is not None:
-        own = normal_force(point, inner, grad, force, ok)
-        accumulate_(own, normal, momentum, normal, ok)
-        direction = own.add_(normal, alpha=momentum) if nesterov else normal
+    reader, T, V = reader or reader_for(X), state.get(SKEW), state.get(NORMAL)
+    (S,) = sums((X, G))
+    turn = skew_force(S, metric_parameter(metric), force)
+    inner = S * force
+    if T is None:
+        direction = None
+        if not sums.are_square(X):
+            # V for the Cayley map, XT + V for the others: one product either way
+            inside = inner if retraction == "cayley" else inner + turn
+            direction = normal_force(X, inside, G, force)
+        new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
+        return new_X, {}, length._replace(inner=S)
+    new_T = torch.add(turn, T, alpha=momentum)
+    ahead = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
+    new_V = direction = None
+    if V is not None:
+        push = normal_force(X, inner, G, force)
+        new_V = torch.add(push, V, alpha=momentum)
+        direction = push.add_(new_V, alpha=momentum) if nesterov else new_V
         if retraction != "cayley":
-            direction = add_product(direction, point, ahead)
-    new_point = _retract(point, ahead, direction, lr, retraction, setting, passes)
-    carry_(point, new_point, skew, normal, setting)
-    return new_point
+            direction = add_product(direction, X, ahead)
+    new_X, length = _retract(X, ahead, direction, lr, retraction, sums, reader)
+    return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 
-def measure(
-    point: Tensor, grad: Tensor, normal: Tensor | None, setting: Setting
-) -> tuple[Tensor, Tensor]:
-    """Return X and X'G, which is zero for the matrices that do not move.
-
-    With ``setting.correct`` X is made orthonormal, and ``normal`` normal to it.
-    """
-    kept = None if normal is None else Deferred(normal)
-    inner, mending, overlap = stiefel_sgd.measure(point, grad, kept, setting)
-    if mending is None:
-        return point, inner
-    if normal is not None and overlap is not None:
-        stiefel_sgd.correct_normal_(normal, point, mending, zeroed(overlap, setting.ok))
-    return add_product(point, point, mending), inner
-
-
-def carry_(
-    point: Tensor, new_point: Tensor, skew: Tensor, normal: Tensor | None, setting: Setting
-) -> None:
-    """M <- M - X+ sym(X+'M) for M = XT + V, in place; ``normal`` is None for square matrices."""
-    ok = setting.ok
-    own = zeroed(skew, ok)
-    moved = product(point, own) if normal is None else add_product_(normal, point, own)
-    (inner,) = sums(setting.row_sum, (new_point, moved))
-    keep_(skew, (inner - inner.mH) / 2, ok)
-    if normal is not None:
-        add_product_(normal, new_point, zeroed(inner, ok), alpha=-1.0)
+def carried(X: Tensor, new_X: Tensor, T: Tensor, V: Tensor | None, sums: Sums) -> Tensors:
+    """Return the parts of M - X+ sym(X+'M) for M = XT + V; V is None for square matrices."""
+    M = product(X, T) if V is None else add_product(V, X, T)
+    (inner,) = sums((new_X, M))
+    new = {SKEW: (inner - inner.mH) / 2}
+    return new if V is None else new | {NORMAL: add_product_(M, new_X, inner, alpha=-1.0)}
 
 
 def move_along_cayley(
@@ -164,36 +139,40 @@ def move_along_cayley(
 
 
 def _retract(
-    point: Tensor,
+    X: Tensor,
     turn: Tensor,
     direction: Tensor | None,
     step: Scalar,
     retraction: str,
-    setting: Setting,
-    passes: int,
-) -> Tensor:
-    """Return R_X(step xi) for xi = X T + V: T and, unless X is square, V or, not for Cayley, xi."""
-    reader = setting.reader or reader_for(point)
+    sums: Sums,
+    reader: Reader,
+) -> tuple[Tensor, Length]:
+    """Return R_X(step xi) and its length: T and, unless X is square, V or, not for Cayley, xi."""
     size = torch.bmm(turn.mH, turn)
     if direction is None:
         step, limit = cut(step, size, _LONGEST, reader)
-        new_point = product(point, _turn(turn, size, step, limit, retraction))
+        new_X = product(X, _turn(turn, size, step, limit, retraction))
+        return new_X, _length(size, step, limit)
+    (own,) = sums((direction, direction))
+    size = size.add_(own) if retraction == "cayley" else own
+    step, limit = cut(step, size, _LONGEST, reader)
+    if retraction == "cayley":
+        new_X = move_along_cayley(X, turn, direction, own, step)
     else:
-        (own,) = sums(setting.row_sum, (direction, direction))
-        size = size.add_(own) if retraction == "cayley" else own
-        step, limit = cut(step, size, _LONGEST, reader)
-        if retraction == "cayley":
-            new_point = move_along_cayley(point, turn, direction, own, step)
+        excess = own * (step * step)
+        if retraction == "polar":
+            factor = roots(excess, limit).inverse_root
         else:
-            excess = own * (step * step)
-            if retraction == "polar":
-                factor = roots(excess, limit).inverse_root
-            else:
-                factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
-            new_point = product(point + direction * step, factor)
-    # A long step amplifies rounding. Where that cannot be seen every step begins with this.
-    passes = 0 if reader.is_blind else max(passes, limit > 1)
-    return mend_point(new_point, setting.row_sum, passes)
+            factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
+        new_X = product(X + direction * step, factor)
+    return new_X, _length(size, step, limit)
+
+
+def _length(size: Tensor, step: Scalar, limit: float) -> Length:
+    """Return the length of step xi for xi'xi = ``size``."""
+    if isinstance(step, Tensor):
+        return Length(size * (step * step), 1.0, limit)
+    return Length(size, step * step, limit)
 
 
 def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The moves that a step of momentum is made of, in m x m matrices; notation of stiefel_sgd.py.
+"""The moves that a step is made of, in m x m matrices; notation of momentum.py.
 
 X turns within its span by D = rot(eta Z) and moves along a normal direction V by the polar
 retraction, R = (I + eta^2 V'V)^(-1/2). Both roots are worked out together, as small differences
@@ -8,63 +8,79 @@ from I, so that X'X = I suffers one rounding of X a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.device import Reader, reader_for
+from stiefel_opt.device import Reader
 from stiefel_opt.linalg import (
-    RowSum,
+    MEDIUM,
+    Sums,
     add_product,
     add_to_diagonal_,
     infinity_norm,
     largest_bound,
-    largest_stretch,
+    largest_eigenvalue,
     own_gram,
     plus_identity,
     polar_rotation,
-    sums,
     symmetric_product,
 )
 from stiefel_opt.roots import roots
 
 Scalar = float | Tensor
+Tensors = dict[str, Tensor]
 
 METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
-_SATURATION: Final = 4.0
-# Where bounds are those of the step before: steps below the root of the first, 14 degrees, cost
-# hardly less if more is known; longer ones may grow by the root of the second from step to step.
+SATURATION: Final = 4.0
+# Bounds of the step before: steps below the root of the first, 14 degrees, cost hardly less if more
+# is known; longer ones may grow by the root of the second from step to step.
 _SHORT: Final = 0.06
 _MARGIN: Final = 4.0
 # Squares of numbers beyond this may overflow.
 _LARGE: Final = 2.0**60
-# Beyond this step times gradient the rounding in X'X is taken out after every step.
-_STEEP: Final = 0.26
-_VERY_STEEP: Final = 100.0
 
 
-class Setting(NamedTuple):
-    """How a step is worked out, beside what it works out: the same for every rule.
+class Length(NamedTuple):
+    """The length of a step: the largest singular value of its tangent vector, for each matrix.
+
+    A rule returns what it has worked out anyway; the rest is computed when somebody asks. Of square
+    matrices with m > 64 a number is kept, a few per cent too low.
 
     Attributes:
-        ok: Which matrices move, ``(k, 1, 1)``; the others, whose gradient may be anything, stay as
-            they are, and so does their state. None: all of them move.
-        correct: Measure X'X and X'U and remove what rounding left there; or X'X, if known.
-        row_sum: Sum over the processes that share the rows. None: all rows are here.
-        reader: Who may read bounds. None: whoever can, of this step only.
-        length: A bound on the length of all gradients together, if somebody has read it.
+        squares: ``(k, m, m)``, or two such batches one behind the other; their sum times ``scale``
+            is xi'xi for the step xi.
+        scale: A number, the square of the learning rate, or 1.
+        limit: A bound on each batch of ``squares`` times ``scale``, known without waiting for a
+            device; inf if there is none.
+        inner: X'G, whose size says how far a step amplifies rounding. None: not known.
     """
 
-    ok: Tensor | None = None
-    correct: bool | Tensor = True
-    row_sum: RowSum | None = None
-    reader: Reader | None = None
-    length: float = math.inf
+    squares: Tensor
+    scale: float = 1.0
+    limit: float = 0.0
+    inner: Tensor | None = None
+
+    def kept(self) -> Length:
+        """Return what is kept between steps."""
+        return self._replace(inner=None)
+
+    def tangents(self, count: int) -> Tensor:
+        """Return the length of each of ``count`` steps, NaN where it is not finite."""
+        squares = self.squares.reshape(-1, count, *self.squares.shape[1:]).sum(dim=0) * self.scale
+        finite = squares.isfinite().all(dim=-1).all(dim=-1)
+        squares = torch.where(finite[:, None, None], squares, 0.0)
+        length = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
+        return torch.where(finite, length, math.nan)
+
+
+# What a rule returns: the new point, the new state, and the length of the step.
+Move = tuple[Tensor, Tensors, "Length | Tensor | float"]
 
 
 def metric_parameter(metric: str | float) -> float:
@@ -75,58 +91,44 @@ def metric_parameter(metric: str | float) -> float:
 # ---- rounding ----------------------------------------------------------------------------------
 
 
-def mend(own: Tensor) -> Tensor:
-    """Turn ``own`` = X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal again.
-
-    One Newton-Schulz step, enough to take rounding out.
-    """
+def half_error_(own: Tensor) -> Tensor:
+    """Turn X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal up to M^2."""
     return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
-def mended(mending: Tensor | None, small: Tensor) -> Tensor:
-    """Return (I + M) small; None stands for M = 0."""
-    return small if mending is None else torch.baddbmm(small, mending, small)
+def orthonormalized(point: Tensor, sums: Sums) -> Tensor:
+    """Return X + X (I - X'X)/2: one Newton-Schulz step, enough to remove rounding."""
+    (own,) = sums((point, point))
+    return add_product(point, point, half_error_(own))
 
 
-def mend_point(point: Tensor, row_sum: RowSum | None, passes: int = 1) -> Tensor:
-    """Return X made orthonormal again."""
-    for _ in range(passes):
-        (own,) = sums(row_sum, (point, point))
-        point = add_product(point, point, mend(own))
-    return point
+def corrected(
+    point: Tensor,
+    state: Mapping[str, Tensor],
+    sums: Sums,
+    own: Tensor | None = None,
+    normal: tuple[str, ...] = (),
+) -> tuple[Tensor, Tensors]:
+    """Remove rounding from X'X = I, and from X'U = 0 of the state of these names.
 
+    Args:
+        point: X, ``(k, n, m)``.
+        state: Of the batch, by name.
+        sums: Products of tall matrices.
+        own: X'X, if it is known.
+        normal: Names of state that is normal to the point.
 
-def mend_after(
-    new_point: Tensor, normal: Tensor, row_sum: RowSum | None, passes: int
-) -> tuple[Tensor, Tensor]:
-    """Return X made orthonormal again, and X'B for it: a long step amplifies rounding."""
-    new_point = mend_point(new_point, row_sum, passes - 1)
-    own, overlap = sums(row_sum, (new_point, new_point), (new_point, normal))
-    mending = mend(own)
-    return add_product(new_point, new_point, mending), mended(mending, overlap)
-
-
-def passes_after(inner: Tensor, lr: Scalar, setting: Setting) -> int:
-    """Return how often rounding is to be taken out of X'X after a step, if that can be known.
-
-    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
-    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
-    eight steps cost two digits at the most; beyond the second an error may grow to 1.
+    Returns: The point, and the state that has changed.
     """
-    reader = setting.reader or reader_for(inner)
-    if reader.is_blind:
-        return 0
-    if isinstance(lr, Tensor):
-        stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
-    else:
-        if lr * setting.length <= _STEEP:  # |X'G| <= |G|
-            return 0
-        if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
-            return 0
-        stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
-    if stretch <= _STEEP:
-        return 0
-    return 1 if stretch <= _VERY_STEEP else 5
+    pairs = [(point, state[name]) for name in normal if name in state]
+    products = sums(*([] if own is not None else [(point, point)]), *pairs)
+    half = half_error_(products.pop(0) if own is None else own.clone())
+    new_point = add_product(point, point, half)
+    changed: Tensors = {}
+    for name, overlap in zip([name for name in normal if name in state], products, strict=True):
+        inner = torch.baddbmm(overlap, half, overlap)
+        changed[name] = add_product(state[name], new_point, inner, alpha=-1.0)
+    return new_point, changed
 
 
 # ---- moves -------------------------------------------------------------------------------------
@@ -141,11 +143,17 @@ class Moves(NamedTuple):
     companion: Tensor | None  # R (I + R)^(-1), if asked for
     excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
     step: Scalar  # eta, shortened where it saturates
-    limit: float  # a bound on K'K and eta^2 W
+    length: Length
 
 
 def moves_of(
-    skew: Tensor, gram_normal: Tensor, lr: Scalar, reader: Reader, *, companion: bool = False
+    skew: Tensor,
+    gram_normal: Tensor,
+    lr: Scalar,
+    reader: Reader,
+    inner: Tensor | None = None,
+    *,
+    companion: bool = False,
 ) -> Moves:
     """Return the turn along ``skew`` = K / eta and the move along a direction V with W = V'V.
 
@@ -154,40 +162,48 @@ def moves_of(
     """
     count = skew.size(0)
     squares, second, scale, limit, turn_step, step = _spectra(skew, gram_normal, lr, reader)
-    found = roots(squares, limit, scale=scale, companions=count if companion else 0, square=second)
-    of_turn, of_move = found.difference.unsafe_chunk(2)
+    both = roots(squares, limit, scale=scale, companions=count if companion else 0, square=second)
+    of_turn, of_move = both.difference.unsafe_chunk(2)
     rotation = polar_rotation(skew, of_turn, turn_step)
     inverse_root = plus_identity(of_move)
     within = torch.baddbmm(of_move, rotation, inverse_root)  # D R - I, without forming D
     excess = (squares[count:], scale) if scale == 1.0 else (gram_normal, scale)
-    return Moves(within, inverse_root, rotation, found.companion, excess, step, limit)
+    length = Length(squares, scale, limit, inner)
+    return Moves(within, inverse_root, rotation, both.companion, excess, step, length)
 
 
-def rotation_of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader) -> Tensor:
-    """Return D - I for square matrices: X D is the whole move.
+def rotation_of_square(
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+) -> tuple[Tensor, Length]:
+    """Return D - I for square matrices, X D being the whole move, and the length of the step.
 
-    For a square matrix every m x m is as large as the parameter: Z is what ``compute`` returns, and
+    For a square matrix every m x m is as large as the parameter: Z is computed by ``compute``, and
     not kept while the roots are worked out.
     """
-    difference, step = _of_square(compute, lr, reader)
-    return polar_rotation(compute(), difference, step)
+    difference, step, length = _of_square(compute, lr, reader)
+    return polar_rotation(compute(), difference, step), length
 
 
 def turned_square(
     point: Tensor, compute: Callable[[], Tensor], lr: Scalar, reader: Reader
-) -> Tensor:
+) -> tuple[Tensor, Length]:
     """Return X D = (X + X K)(I + S), two products as D takes, and fewer passes over memory."""
-    difference, step = _of_square(compute, lr, reader)
+    difference, step, length = _of_square(compute, lr, reader)
     turn, step = (compute() * step, 1.0) if isinstance(step, Tensor) else (compute(), step)
     moved = add_product(point, point, turn, alpha=step)
     del turn
-    return add_product(moved, moved, difference)
+    return add_product(moved, moved, difference), length
 
 
-def _of_square(compute: Callable[[], Tensor], lr: Scalar, reader: Reader) -> tuple[Tensor, Scalar]:
+def _of_square(
+    compute: Callable[[], Tensor], lr: Scalar, reader: Reader
+) -> tuple[Tensor, Scalar, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
     square, second, scale, limit, step, _ = _spectra(compute(), None, lr, reader)
-    return roots(square, limit, scale=scale, overwrite=True, square=second).difference, step
+    is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is kept instead
+    length = Length(largest_eigenvalue(square) if is_large else square, scale, limit)
+    found = roots(square, limit, scale=scale, overwrite=is_large, square=second)
+    return found.difference, step, length
 
 
 def _spectra(
@@ -198,7 +214,7 @@ def _spectra(
     Returns: E / s for K'K, and behind it for eta^2 W if there is a W, its square if it is known, s,
         a bound on E, and eta of the turn and of the move.
     """
-    count, size, most = skew.size(0), skew.size(-1), _SATURATION**2
+    count, size, most = skew.size(0), skew.size(-1), SATURATION**2
     squares = own_gram(skew)  # -Z^2: its bound is the sharper one
     if normal is not None:
         squares = torch.cat([squares, normal])
@@ -243,17 +259,14 @@ def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
     return bound
 
 
-def coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, reader: Reader) -> Tensor | None:
+def coupling(
+    skew: Tensor | None, momentum: float, lr: Scalar, a: float, reader: Reader
+) -> Tensor | None:
     """Return M of U <- U M, momentum rot((2a - 1) eta Z); None where it is the number."""
-    if momentum == 0 or a == METRICS["canonical"]:
+    if skew is None or momentum == 0 or a == METRICS["canonical"]:
         return None
-    rotation = rotation_of_square(lambda: skew, lr * (2 * a - 1), _Apart(reader))
+    rotation, _ = rotation_of_square(lambda: skew, lr * (2 * a - 1), _PrefixedReader(reader))
     return add_to_diagonal_(rotation, 1.0).mul_(momentum)
-
-
-def after(left: Tensor, right: Tensor) -> Tensor:
-    """Return (I + left)(I + right) - I without forming the two factors."""
-    return torch.baddbmm(left, left, right).add_(right)
 
 
 def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
@@ -273,8 +286,8 @@ def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Sca
     return step * shorter.sqrt(), most
 
 
-class _Apart(Reader):
-    """A reader that keeps the numbers of a second turn in a step apart from those of the first."""
+class _PrefixedReader(Reader):
+    """Keeps the numbers of a second turn in a step apart from those of the first."""
 
     def __init__(self, reader: Reader) -> None:
         self.is_exact, self.is_blind, self._reader = reader.is_exact, reader.is_blind, reader
@@ -285,11 +298,12 @@ class _Apart(Reader):
 
 
 def _longest(
-    lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = _SATURATION**2
+    lr: Scalar, reader: Reader, value: Callable[[], Tensor], most: float = SATURATION**2
 ) -> float:
-    """Return up to where roots are worked out, for lr^2 ``value()`` as far as it is known.
+    """Return the eigenvalue bound for which the polynomial of the roots is planned.
 
-    A rate that is a tensor is part of ``value()`` already.
+    ``value()`` is that of the step before, over lr^2; a learning rate that is a tensor is part of
+    it already.
     """
     if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
         return most
@@ -299,9 +313,9 @@ def _longest(
     return min(most, max(_SHORT, known)) if known == known else most
 
 
-def shortened(norm: Tensor, lr: Scalar, most: float = _SATURATION) -> Tensor:
+def shortened(norm: Tensor, lr: Scalar, most: float = SATURATION) -> Tensor:
     """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most ``most``."""
-    longest = (most / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a lr of 0
+    longest = (most / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a learning rate of 0
     if isinstance(lr, Tensor):
         return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), longest), lr)
     return longest.clamp(max=abs(lr)) * math.copysign(1.0, lr)

@@ -38,36 +38,51 @@ differ from the print, line by line:
   bound is what these flows do at large learning rates.
 
 Nothing is read from the device, but by torch's ``matrix_exp``. Sums over rows go through ``sums``,
-so that rows may live on several processes. Functions ending in ``_`` update the momenta in place
-and return the new point. Batches are ``(k, n, m)`` with n >= m; for complex ones ' is the conjugate
-transpose.
+so that rows may live on several processes. Rules are pure. Batches are ``(k, n, m)`` with n >= m;
+for complex ones ' is the conjugate transpose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_choice
-from stiefel_opt.functional.flows import METRICS, Scalar, metric_parameter, shortened
-from stiefel_opt.functional.stiefel_adam import Moments, gain, precondition, second_moment_
-from stiefel_opt.functional.stiefel_sgd import torque_of
+from stiefel_opt.device import Reader
+from stiefel_opt.functional.flows import (
+    METRICS,
+    Length,
+    Move,
+    Scalar,
+    Tensors,
+    metric_parameter,
+    orthonormalized,
+    shortened,
+)
+from stiefel_opt.functional.momentum import (
+    NORMAL,
+    SKEW,
+    gain,
+    moments,
+    precondition,
+    skew_force,
+)
 from stiefel_opt.linalg import (
+    LOCAL_SUMS,
+    Sums,
     add_product,
     add_to_diagonal_,
     cayley,
     exponential,
-    gram,
     identity_for,
     infinity_norm,
     plus_identity,
     product,
 )
-
-Sums = Callable[[Tensor, Tensor], Tensor]
 
 ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
 # Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.
@@ -76,55 +91,52 @@ _PASSES: Final = 4
 _ITERATIONS: Final = 11
 
 
-def published_sgd_(
-    point: Tensor,
-    grad: Tensor,
-    skew: Tensor,
-    normal: Tensor | None,
+def published_sgd(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
     force: Scalar = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     rotation: str = "euler",
-    sums: Sums = gram,
-) -> Tensor:
-    """One step of Algorithm 1, or 4 for square matrices; returns the new point.
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,  # noqa: ARG001
+) -> Move:
+    """Return the new point, state and length of a step of Algorithm 1, or 4 for square matrices.
 
     Args:
-        point, grad, lr, momentum, force, metric: as in :func:`stiefel_opt.functional.sgd_`.
-        skew: Z, ``(k, m, m)``, updated.
-        normal: U, ``(k, n, m)``, updated; None for square matrices, which have no normal part.
+        X, G, lr, step, momentum, force, metric, sums, reader: as in
+            :func:`stiefel_opt.functional.sgd`; nothing is read.
+        state: ``momentum_skew`` Z and, for n > m, ``momentum_normal`` U.
         nesterov: X moves along mu U - g and mu Z - f. Not published.
         rotation: phi_1: "euler", "cayley" or "expm".
-        sums: left' right summed over all rows, of which some may be on other processes.
 
-    Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
+    Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
     Raises:
         ValueError: for an unknown rotation or metric.
     Note: 23 products of n x m by m x m, 13 for square matrices; 5 more with ``nesterov``.
     """
-    a = _metric_parameter(metric, rotation)
-    torque = torque_of(sums(point, grad), a, force)
-    coupling = _coupling(skew, momentum, lr, a)
-    torch.add(torque, skew, alpha=momentum, out=skew)
-    ahead = torch.add(torque, skew, alpha=momentum) if nesterov else skew
-    if normal is None:
-        return _flow_(point, None, None, ahead, lr, rotation, sums)
-    pushed = product(normal, coupling) - grad * force
-    normal.copy_(_normal_part(point, pushed, sums))
-    direction = normal
-    if nesterov:
-        direction = _normal_part(point, normal * momentum - grad * force, sums)
-    return _flow_(point, direction, normal, ahead, lr, rotation, sums)
+    a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
+    (S,) = sums((X, G))
+    torque = skew_force(S, a, force)
+    new_Z = torch.add(torque, Z, alpha=momentum)
+    ahead = torch.add(torque, new_Z, alpha=momentum) if nesterov else new_Z
+    if U is None:
+        return _turn_square(X, ahead, {SKEW: new_Z}, lr, rotation, sums)
+    pushed = product(U, _coupling(Z, momentum, lr, a)) - G * force
+    new_U = _normal_part(X, pushed, sums)
+    V = _normal_part(X, new_U * momentum - G * force, sums) if nesterov else new_U
+    return _flow(X, V, new_U, ahead, {SKEW: new_Z}, lr, rotation, sums)
 
 
-def published_adam_(
-    point: Tensor,
-    grad: Tensor,
-    skew: Moments,
-    normal: Moments | None,
+def published_adam(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
     *,
     lr: Scalar,
     step: Scalar,
@@ -133,39 +145,38 @@ def published_adam_(
     force: Scalar = 1.0,
     metric: str | float = "canonical",
     rotation: str = "euler",
-    sums: Sums = gram,
-) -> Tensor:
-    """One step of Algorithm 2, or 5 for square matrices; returns the new point.
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,  # noqa: ARG001
+) -> Move:
+    """Return the new point, state and length of a step of Algorithm 2, or 5 for square matrices.
 
     A constant factor on the loss changes the step, as line 4 has Z and not Z / (sqrt(p) + eps).
 
     Args:
-        point, grad, lr, force, metric, rotation, sums: as in :func:`published_sgd_`.
-        skew, normal, step, betas, eps: as in :func:`stiefel_opt.functional.adam_`.
+        X, G, lr, force, metric, rotation, sums, reader: as in :func:`published_sgd`.
+        state, step, betas, eps: as in :func:`stiefel_opt.functional.adam`.
 
-    Returns: The new point, ``(k, n, m)``; not finite for the matrices whose numbers overflowed.
+    Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
     Raises:
         ValueError: for an unknown rotation or metric.
     Note: 32 products of n x m by m x m, 13 for square matrices.
     """
-    a = _metric_parameter(metric, rotation)
-    beta1, beta2 = betas
-    torque = torque_of(sums(point, grad), a, force)
-    coupling = _coupling(skew.first, beta1, lr, a)
-    skew.first.lerp_(torque, 1 - beta1)
-    second_moment_(skew, torque, beta2, beta2)
-    ahead = _divided(skew, step, betas, eps)
-    if normal is None:
-        return _flow_(point, None, None, ahead, lr, rotation, sums)
-    force_normal = _normal_part(point, grad * force, sums).neg_()  # -g
-    second_moment_(normal, force_normal, beta2, beta2)
-    pushed = product(normal.first, coupling).add_(force_normal, alpha=1 - beta1)
-    normal.first.copy_(_normal_part(point, pushed, sums))
-    direction = _normal_part(point, _divided(normal, step, betas, eps), sums)
-    return _flow_(point, direction, normal.first, ahead, lr, rotation, sums)
+    a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
+    beta1 = betas[0]
+    (S,) = sums((X, G))
+    new = moments(state, "skew", skew_force(S, a, force), betas)
+    ahead = _divided(new, "skew", step, betas, eps)
+    if U is None:
+        return _turn_square(X, ahead, new, lr, rotation, sums)
+    push = _normal_part(X, G * force, sums).neg_()  # -g
+    new |= moments(state, "normal", push, betas)
+    pushed = product(U, _coupling(Z, beta1, lr, a)).add_(push, alpha=1 - beta1)
+    new[NORMAL] = new_U = _normal_part(X, pushed, sums)
+    V = _normal_part(X, _divided(new, "normal", step, betas, eps), sums)
+    return _flow(X, V, new_U, ahead, new, lr, rotation, sums)
 
 
-def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
+def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
     r"""Return A (A'A)^(-1/2) from sums over rows alone, orthonormal for conditions up to 1e-2/eps.
 
     A = QT with Q orthonormal, by Cholesky factors R of Q'Q + s I with a shift s above its rounding:
@@ -178,7 +189,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
 
     Args:
         tall: A, ``(k, n, m)``, or the rows of it that are here.
-        sums: left' right summed over all rows.
+        sums: As in :func:`published_sgd`.
 
     Note: 11 products of n x m by m x m and 11 inverses of m x m; no host sync.
     Reference: Fukaya et al. (2020), Shifted Cholesky QR; Higham (1986), Computing the polar
@@ -189,7 +200,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
     identity, norm = identity_for(tall).to(wide), torch.linalg.matrix_norm
     small = identity = identity.expand(tall.size(0), -1, -1)  # m x m alone may count as vectors
     for _ in range(_PASSES):
-        own = sums(tall, tall).to(wide)
+        own = sums((tall, tall))[0].to(wide)
         length = own.diagonal(dim1=-2, dim2=-1).real.sqrt().unsqueeze(-2)  # of the columns
         own = add_to_diagonal_(own / length / length.mT, shift)
         upper = torch.linalg.cholesky_ex(own, upper=True).L * length
@@ -199,48 +210,62 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = gram) -> Tensor:
         inverse = torch.linalg.solve_ex(small, identity).result.mH
         scale = (norm(inverse, keepdim=True) / norm(small, keepdim=True)).sqrt()
         small = (small * scale + inverse / scale) / 2
-    point = product(tall, small.to(tall.dtype))
-    return add_product(point, point, sums(point, point), beta=1.5, alpha=-0.5)
+    return orthonormalized(product(tall, small.to(tall.dtype)), sums)
 
 
-def _flow_(
-    point: Tensor,
-    direction: Tensor | None,
-    normal: Tensor | None,
+def _turn_square(
+    X: Tensor, ahead: Tensor, new: Tensors, lr: Scalar, rotation: str, sums: Sums
+) -> Move:
+    """phi_1 along ``ahead``, made orthonormal."""
+    turned, _, length = _turned(X, ahead, lr, rotation)
+    return polar_factor_by_sums(turned, sums), new, length
+
+
+def _turned(X: Tensor, ahead: Tensor, lr: Scalar, rotation: str) -> tuple[Tensor, Tensor, Length]:
+    """Return Xh of phi_1 along ``ahead``, what X was multiplied by, and the length; in float64."""
+    ahead = ahead.to(_wide(X.dtype))
+    turn = ahead * shortened(infinity_norm(ahead), lr, _DIGITS / torch.finfo(X.dtype).eps)
+    rotated = ROTATIONS[rotation](turn)
+    # the limit is not known, so that the new point is looked at
+    return product(X, rotated.to(X.dtype)), rotated, Length(turn.mH @ turn, 1.0, math.inf)
+
+
+def _flow(
+    X: Tensor,
+    V: Tensor,
+    U: Tensor,
     ahead: Tensor,
+    new: Tensors,
     lr: Scalar,
     rotation: str,
     sums: Sums,
-) -> Tensor:
-    """phi_1 along ``ahead`` and phi_3 along V = ``direction``: Xd = Xh + eta V Xh'Xh, for which
-    U <- U - eta Xh V'U; small matrices in float64."""
-    limit = _DIGITS / torch.finfo(point.dtype).eps
-    ahead = ahead.to(_wide(point.dtype))
-    rotated = ROTATIONS[rotation](ahead * shortened(infinity_norm(ahead), lr, limit))
-    turned = product(point, rotated.to(point.dtype))  # Xh
-    if direction is None or normal is None:
-        return polar_factor_by_sums(turned, sums)
-    cross = sums(direction, normal)
-    own = cross if direction is normal else sums(direction, direction)
-    own = own.to(ahead.dtype)
+) -> Move:
+    """phi_1 along ``ahead`` and phi_3 along V: Xd = Xh + eta V Xh'Xh, U <- U - eta Xh V'U."""
+    turned, rotated, length = _turned(X, ahead, lr, rotation)  # Xh
+    limit = _DIGITS / torch.finfo(X.dtype).eps
+    own, cross = sums((V, V), (V, U))
+    own = own.to(rotated.dtype)
     turn_gram = torch.bmm(rotated.mH, rotated)  # Xh'Xh
     # |V Xh'Xh| without squares that overflow
     square = infinity_norm(own).clamp(min=torch.finfo(own.dtype).tiny)
     pulled = torch.bmm(torch.bmm(turn_gram, own / square), turn_gram)
     step = shortened((infinity_norm(pulled) * square).sqrt(), lr, limit)
-    moved = add_product(turned, direction, (turn_gram * step).to(point.dtype))
-    new_point = polar_factor_by_sums(moved, sums)
-    normal.copy_(add_product(normal, turned, -(cross * step).to(point.dtype)))
-    overlap = sums(new_point, normal)
-    normal.copy_(add_product(normal, new_point, overlap, alpha=-1.0))
+    moved = add_product(turned, V, (turn_gram * step).to(X.dtype))
+    new_X = polar_factor_by_sums(moved, sums)
+    carried = add_product(U, turned, -(cross * step).to(X.dtype))
+    (overlap,) = sums((new_X, carried))
+    new_U = add_product(carried, new_X, overlap, alpha=-1.0)
     finite = overlap.isfinite().all(dim=-1).all(dim=-1)[:, None, None]
-    return torch.where(finite, new_point, torch.nan)
+    squares = torch.cat([length.squares, own * (step * step)])
+    new_X = torch.where(finite, new_X, torch.nan)
+    return new_X, new | {NORMAL: new_U}, length._replace(squares=squares)
 
 
 def _normal_part(point: Tensor, tall: Tensor, sums: Sums) -> Tensor:
     """Return (I - XX') A, twice: once leaves the rounding of what it takes away."""
     for _ in range(2):
-        tall = add_product(tall, point, sums(point, tall), alpha=-1.0)
+        (overlap,) = sums((point, tall))
+        tall = add_product(tall, point, overlap, alpha=-1.0)
     return tall
 
 
@@ -250,10 +275,13 @@ def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float) -> Tensor:
     return add_to_diagonal_(skew * factor, momentum)
 
 
-def _divided(moments: Moments, step: Scalar, betas: tuple[float, float], eps: float) -> Tensor:
+def _divided(
+    state: Tensors, part: str, step: Scalar, betas: tuple[float, float], eps: float
+) -> Tensor:
     """Return (Z/c1) / (sqrt(p/c2) + eps), NaN where p has overflowed: it must show."""
-    value = precondition(moments, step, betas, eps) * gain(betas, step, moments.second.dtype)
-    return value + moments.divisor * 0.0
+    second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
+    value = precondition(state, part, step, betas, eps) * gain(betas, step, second.dtype)
+    return value + second * 0.0
 
 
 def _metric_parameter(metric: str | float, rotation: str) -> float:

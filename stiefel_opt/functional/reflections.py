@@ -185,7 +185,7 @@ def _upper_product(left: Tensor, right: Tensor) -> Tensor:
     width = max(_PANEL, size // 8)
     for start in range(0, size, width):
         stop = start + width
-        torch.mm(rows[start:stop], columns[:, start:], out=target[start:stop, start:])
+        target[start:stop, start:] = rows[start:stop] @ columns[:, start:]
     return result
 
 
@@ -206,8 +206,8 @@ class _Compact(torch.autograd.Function):
     def forward(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
         half_gram, solved = _solved(vectors, columns)
         check_lengths(half_gram.diagonal(dim1=-2, dim2=-1).real)
-        result = vectors.new_empty(*vectors.shape[:-1], columns)
-        torch.baddbmm(result, vectors, solved, beta=0.0, alpha=-1.0, out=result)
+        unread = vectors.new_empty(1, 1, 1)
+        result = torch.baddbmm(unread, vectors, solved, beta=0.0, alpha=-1.0)
         result.diagonal(dim1=-2, dim2=-1).add_(1)
         return result, half_gram, solved
 

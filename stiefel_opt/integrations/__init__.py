@@ -1,5 +1,8 @@
-"""Into other people's training code: attention modules, migration, clipping, logging."""
+"""Into other people's training code: attention, adapters, migration, clipping, logging."""
 
+from stiefel_opt.integrations.adapters import AdapterReport as AdapterReport
+from stiefel_opt.integrations.adapters import constrain_adapters as constrain_adapters
+from stiefel_opt.integrations.adapters import export_adapters as export_adapters
 from stiefel_opt.integrations.attention import AttentionReport as AttentionReport
 from stiefel_opt.integrations.attention import constrain_attention as constrain_attention
 from stiefel_opt.integrations.clipping import clip_grad_norm_ as clip_grad_norm_

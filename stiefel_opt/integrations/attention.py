@@ -11,10 +11,10 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_dtype, check_module, fail
-from stiefel_opt.constraints import constrain, kept_scale
+from stiefel_opt.constraints import apply_readings, kept_scale
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
-from stiefel_opt.report import report, table
+from stiefel_opt.report import in_words, table
 
 # Attribute names of the linear layers, each with the projections it holds, side by side.
 # Layouts that mix the heads of queries, keys and values (``query_key_value``, ``qkv_proj``) are
@@ -39,7 +39,23 @@ LAYOUTS: Final[tuple[Layout, ...]] = (
     (("Wqkv", "qkv"),),  # ModernBERT
 )
 # What projects the joined heads back; a fused weight with fewer key heads shows in its inputs.
-OUTPUTS: Final = ("proj", "out_proj", "o_proj", "to_out", "c_proj", "Wo", "wo", "out")
+OUTPUTS: Final = (
+    "proj",
+    "out_proj",
+    "o_proj",
+    "to_out",
+    "c_proj",
+    "Wo",
+    "wo",
+    "w_o",
+    "out_lin",
+    "o",
+    "dense",
+    "out",
+)
+# BERT: the joined heads of ``attention.self`` are projected by ``attention.output.dense``.
+SELF: Final = "self"
+BESIDE_WEIGHT: Final = "output.dense.weight"
 HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 KEY_HEADS: Final = (
     "num_key_value_heads",
@@ -71,7 +87,7 @@ class AttentionReport:
 
     Attributes:
         constraint: ``"within"`` or ``"across"``.
-        which: The constrained projections, a part of ``"qkv"``.
+        which: The constrained projections, a part of ``"qkvo"``.
         lines: ``(parameter, class of the module, reading in words, how far it moved)`` for each
             constrained weight.
         skipped: ``(module, reason)`` for what looks like attention and was left alone.
@@ -116,11 +132,13 @@ def constrain_attention(
     Args:
         model: A model, or one attention module.
         constraint: ``"within"`` or ``"across"``. Default: ``"within"``.
-        which: The projections to constrain, of ``"q"``, ``"k"`` and ``"v"``. Default: ``"qk"``.
+        which: The projections to constrain, of ``"q"``, ``"k"``, ``"v"`` and ``"o"``, the one of
+            the joined heads; "within", the columns that read one head are a matrix of it. Default:
+            ``"qk"``.
         scale: As in :func:`stiefel_opt.constrain`: "keep" for a trained model.
         names: What a module calls its linear layers, ``{"q": "w_q", "k": "w_k", "v": "w_v"}`` or
-            ``{"qkv": "in_map"}``, and ``"heads"`` its attribute with their number. Default: the
-            names above.
+            ``{"qkv": "in_map"}``, ``"o"`` that of the joined heads, and ``"heads"`` its attribute
+            with their number. Default: the names above.
 
     Returns: What was done, and which modules look like attention but were left alone.
     Raises:
@@ -136,14 +154,19 @@ def constrain_attention(
     """
     check_module("model", model)
     check_choice("constraint", constraint, ("within", "across"))
-    if not isinstance(which, str) or which not in ("q", "k", "v", "qk", "qv", "kv", "qkv"):
-        raise ValueError(fail("which", "be one or more of 'q', 'k', 'v', in this order", which))
-    layouts, heads = (LAYOUTS, HEADS) if names is None else _own_names(names)
+    in_order = isinstance(which, str) and "".join(each for each in "qkvo" if each in which)
+    if not which or which != in_order:
+        wanted = "be one or more of 'q', 'k', 'v', 'o', in this order"
+        raise ValueError(fail("which", wanted, repr(which)))
+    layouts, heads, outputs = (LAYOUTS, HEADS, OUTPUTS) if names is None else _own_names(names)
     plans: list[tuple[str, nn.Module, list[tuple[str, Stiefel]]]] = []
     skipped: dict[str, str] = {}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        above, _, leaf = path.rpartition(".")
+        beside = modules.get(above) if leaf == SELF else None
         try:
-            plan = _plan(module, constraint, which, layouts, heads)
+            plan = _plan(module, constraint, which, layouts, heads, outputs, beside)
         except _UnreadableError as reason:
             skipped[path] = f"{type(module).__name__}: {reason}"
             continue
@@ -157,47 +180,57 @@ def constrain_attention(
         wanted = "contain an attention module that can be read"
         remedy = _remedy(model, skipped, layouts)
         raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
+    asked: dict[str, Stiefel] = {}
+    kinds: dict[str, str] = {}
     for path, module, plan in plans:
-        for index, (name, reading) in enumerate(plan):
-            parameter, called = module.get_parameter(name), _joined(path, name)
+        for name, reading in plan:
+            called = _joined(path.rpartition(".")[0] if name == BESIDE_WEIGHT else path, name)
+            parameter = model.get_parameter(called)
             _check(parameter, reading, called)
             own = kept_scale(parameter, reading, called) if scale == "keep" else scale
-            plan[index] = name, replace(reading, scale=own)
-    lines = []
-    for path, module, plan in plans:
+            asked[called] = replace(reading, scale=own)
+            kinds[called] = type(module).__name__
+    for _, module, _ in plans:
         if isinstance(module, MultiheadAttention):
             module.constraint = constraint
-        for name, reading in plan:
-            constrain(module, name, **reading.as_dict())
-        for line in report(module).lines:
-            if line.name in dict(plan):
-                moved = "-" if line.moved is None else f"{line.moved:.0%}"
-                kind = type(module).__name__
-                lines.append((_joined(path, line.name), kind, line.reading, moved))
+    moved = apply_readings(model, asked)
+    lines = []
+    for name, share in moved.items():
+        words = in_words(model, name, model.get_parameter(name).shape, asked[name])
+        lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
     return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
 
 
-def _own_names(names: Mapping[str, str]) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
-    """Return the layout that a user names, and what the number of heads is called."""
+def _own_names(
+    names: Mapping[str, str],
+) -> tuple[tuple[Layout, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return the layout that a user names, what the number of heads is called, and the output."""
     if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
         raise TypeError(fail("names", "be a dict of names", repr(names)))
-    layout = [(name, letters) for letters, name in names.items() if letters != "heads"]
+    layout = [(name, letters) for letters, name in names.items() if letters not in ("heads", "o")]
     if "".join(sorted("".join(letters for _, letters in layout))) not in ("kq", "kqv"):
         wanted = "name q, k and perhaps v, each once, or what holds them side by side, as 'qkv'"
         raise ValueError(fail("names", wanted, dict(names)))
     layout.sort(key=lambda item: "qkv".index(item[1][0]))
-    return (tuple(layout),), ((names["heads"],) if "heads" in names else HEADS)
+    heads = (names["heads"],) if "heads" in names else HEADS
+    return (tuple(layout),), heads, (names["o"],) if "o" in names else OUTPUTS
 
 
 def _plan(
-    module: nn.Module, constraint: str, which: str, layouts: Sequence[Layout], called: Sequence[str]
+    module: nn.Module,
+    constraint: str,
+    which: str,
+    layouts: Sequence[Layout],
+    called: Sequence[str],
+    outputs: Sequence[str],
+    above: nn.Module | None,
 ) -> list[tuple[str, Stiefel]]:
     """Return (parameter, reading) for each weight of an attention module, nothing for others."""
     weights = _torch_weights(module, which) or _linear_weights(module, layouts)
     if not weights:
         return []
     wanted = [weight for weight in weights if set(weight.projections) & set(which)]
-    missing = set(which) - set("".join(weight.projections for weight in weights))
+    missing = set(which) - {"o"} - set("".join(weight.projections for weight in weights))
     if missing:
         raise _UnreadableError(f"it has no linear layer for {sorted(missing)}")
     stated = _number(module, KEY_HEADS)
@@ -210,7 +243,49 @@ def _plan(
         if stated not in (None, heads["k"]):
             found = f"its keys have the width of {heads['k']} heads"
             raise _UnreadableError(f"{found}, but it states {stated}")
-    return [(weight.name, _reading(weight, heads, which)) for weight in wanted]
+    plan = [(weight.name, _reading(weight, heads, which)) for weight in wanted]
+    if "o" in which:
+        plan.append(_output(module, outputs, above, heads["q"]))
+    return plan
+
+
+def _output(
+    module: nn.Module, outputs: Sequence[str], above: nn.Module | None, heads: int
+) -> tuple[str, Stiefel]:
+    """Return name and reading of the weight that projects the joined heads."""
+    children = dict(module.named_children())
+    layers = [
+        (f"{name}.{inner}" if inner else name, layer)
+        for name in outputs
+        for inner, layer in (children[name].named_modules() if name in children else ())
+    ]
+    if above is not None and isinstance(above, nn.Module):
+        layers += [
+            (name, layer)
+            for name, layer in above.named_modules()
+            if f"{name}.weight" == BESIDE_WEIGHT
+        ]
+    linear = [(name, layer) for name, layer in layers if _is_linear(layer)]
+    if len(linear) != 1:
+        listed = ", ".join(name for name, _ in linear) or "none"
+        raise _UnreadableError(f"it has {listed} for the output; say names={{'o': ...}}")
+    name, layer = linear[0]
+    weight = _linear_weight(layer, name, "o")
+    inputs = layer.weight.size(0 if weight.transposed else 1)
+    if inputs % heads:
+        raise _UnreadableError(f"{heads} heads do not divide the {inputs} inputs of {name}")
+    if heads == 1:
+        return weight.name, Stiefel(transposed=weight.transposed)
+    return weight.name, Stiefel(heads, transposed=not weight.transposed)
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Say whether this is the linear layer of GPT-2, which stores its weight transposed."""
+    return type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
 
 
 def _torch_weights(module: nn.Module, which: str) -> list[_Weight]:
@@ -249,7 +324,7 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
 def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
     weight = layer._parameters.get("weight")
     kind = type(layer).__name__
-    transposed = kind == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
+    transposed = _is_conv1d(layer)
     if weight is None or weight.ndim != 2 or not (isinstance(layer, nn.Linear) or transposed):
         raise _UnreadableError(f"{name} is a {kind}, not a linear layer with a plain weight")
     row_count = weight.size(1 if transposed else 0)

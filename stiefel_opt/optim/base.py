@@ -1,7 +1,7 @@
-"""The one base class, and the only step(): a gradient becomes a block, passes a rule, is written.
+"""The one base class, and the only step(): a gradient becomes a batch, passes a rule, is written.
 
 A step gathers the gradients of every group and looks at them before anything changes. Plain
-parameters then follow torch's own function, constrained ones the rule of the subclass.
+parameters then follow the plain rule of the subclass, constrained ones its rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, overload
 
@@ -23,10 +23,12 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
 from stiefel_opt.distributed import is_sharded
+from stiefel_opt.functional.flows import Tensors, corrected
+from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.angles import angles_of, longest_step
-from stiefel_opt.optim.blocks import Owner
+from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checkpoint import (
+    TorchRule,
     check_plain_rule,
     check_saved_readings,
     check_state_dict,
@@ -38,9 +40,10 @@ from stiefel_opt.optim.checkpoint import (
 )
 from stiefel_opt.optim.checks import (
     as_plain_data,
+    check_common_options,
     check_finite,
     check_new_group,
-    check_options,
+    check_rows_may_be_shared,
     listed,
     name_of,
     names_of,
@@ -51,45 +54,56 @@ from stiefel_opt.optim.checks import (
     refuse_overflow,
     refuse_sparse,
     warn_if_nothing_is_constrained,
+    warn_of_skipped,
+    warn_of_tallies,
 )
-from stiefel_opt.optim.constrained import TALLIES, Constrained, Given
-from stiefel_opt.optim.plain import Group, step_rows
-from stiefel_opt.optim.safety import warn_of_skipped, warn_of_tallies
+from stiefel_opt.optim.commit import Correction, Rule
+from stiefel_opt.optim.group import TALLIES, WeightGroup
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateNames, complete_state, forget_constrained
+from stiefel_opt.optim.state import State, StateDict, complete_state, forget_constrained
+from stiefel_opt.optim.torch_rules import Group, step_rows
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import set_velocity_, velocity_of
 from stiefel_opt.parameter import has_lost_tag, tag
 
-# A turn is complete long before; the square of the rate must be a number of float32.
-_LONGEST_RATE: Final = 2.0**50
+# Rotations saturate long before; the square of the learning rate must be a number of float32.
+_LARGEST_LR: Final = 2.0**50
 
 _GRAD = operator.attrgetter("grad")
 _KIND = operator.attrgetter("shape", "dtype", "layout")
 
 
-class Members:
-    """The parameters of a group, told apart: plain ones, and constrained ones that have state.
+class GroupIndex:
+    """Which parameters of a group are plain, and which are constrained and have state.
 
     Lists hold places in the group: of plain ones, and of those ``waiting`` for a first gradient.
     """
 
-    def __init__(self, group: Group, names: StateNames, options: list[Any]) -> None:
+    def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
         self._params = list(group["params"])
         self._tags = _tags_of(self._params)
-        self._stiefel, self._names, self._options = group["stiefel"], names, options
+        self._stiefel = group["stiefel"]
+        self._bind(optimizer, group)
         self.readings = [reading(parameter, group) for parameter in self._params]
-        self.plain = [i for i, found in enumerate(self.readings) if found is None]
-        self.waiting = [i for i, found in enumerate(self.readings) if found is not None]
-        self.constrained: list[Constrained] = []
+        self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
+        self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
+        self.weight_groups: list[WeightGroup] = []
 
-    def fit(self, group: Group, options: list[Any], names: Callable[[Group], StateNames]) -> bool:
+    def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        self._names = [name for name in optimizer.defaults if name != "lr"]
+        self._options = [group[name] for name in self._names]
+        self.declared = optimizer.state_for(group)
+        self.rule = optimizer.rule_for(group)
+        self.correction = optimizer.correction_for(group)
+
+    def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
         """Say whether this still describes the group, and the state that its options ask for."""
-        params = group["params"]
-        if options != self._options:
-            if names(group) != self._names:
+        if [group[name] for name in self._names] != self._options:
+            declared = self.declared
+            self._bind(optimizer, group)
+            if declared != self.declared:
                 return False
-            self._options = options
+        params = group["params"]
         return (
             len(params) == len(self._params)
             and all(map(operator.is_, params, self._params))
@@ -106,51 +120,117 @@ def _tags_of(parameters: list[Tensor]) -> list[Any]:
 class StiefelOptimizer(Optimizer, ABC):
     """Base of all optimizers here: a group holds constrained and plain parameters side by side.
 
-    A subclass declares its options, the state of a matrix (:meth:`_state_names`), how a batch of
-    matrices moves (:meth:`_move`), and which function of torch moves plain tensors
-    (:meth:`_step_plain`).
+    A subclass has three parts: the state of a matrix (:meth:`state_for`), a pure rule that moves a
+    batch of matrices (:meth:`rule_for`), and the rule of plain tensors (:meth:`update_plain`).
+    Everything else is done here for every rule alike: shapes, heads and ranges of rows, half
+    precision, gradients and steps that are not finite, rounding, shards, checkpoints,
+    ``torch.compile``.
+
+    Args:
+        params: Parameters, named parameters or groups, as in torch.
+        defaults: Options of the groups; ``nonfinite`` and ``stiefel`` are added.
+
+    Attributes:
+        rule: The name under which a checkpoint is saved. Default: that of the class.
+        sums_over_rows: Whether the rule forms products over rows by ``sums`` alone, so that
+            rows may be shared by several processes. Default: False, and such weights are refused.
     """
 
-    rule: str = ""  # whose state a checkpoint holds
+    rule: str = ""
+    sums_over_rows: bool = False
+    _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
 
     def __init__(self, params: Any, defaults: Group) -> None:
+        self.rule = self.rule or type(self).__name__
         self._handle = remember(self)
-        self._members: list[Members | None] = []
-        self._tallies: dict[Tensor, State] = {}  # windows on the steps that each has missed
+        self._indices: list[GroupIndex | None] = []
+        self._tallies: dict[Tensor, StateDict] = {}  # windows on the counts of skipped steps
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
-        self._told = 0  # how many skipped steps a warning has told
-        super().__init__(params, defaults)
+        self._readings: dict[Tensor, Stiefel] = {}  # by which state was made
+        self._reported = 0  # how many skipped steps a warning has told
+        super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
         warn_if_nothing_is_constrained(self.param_groups)
 
     # ---- what a subclass says ------------------------------------------------------------------
 
-    def _check_options(self, group: Group) -> None:
-        """Raise unless the options of a group make sense."""
-        check_options(group, self.defaults)
+    def check_options(self, group: Group) -> None:
+        """Raise unless the options of a group make sense; call ``super().check_options`` too."""
+        check_common_options(group)
 
     @abstractmethod
-    def _state_names(self, group: Group) -> StateNames:
-        """Return what a group keeps for each matrix, which may depend on its options."""
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        """Return the state of a matrix, which may depend on the options of its group."""
 
     @abstractmethod
-    def _move(self, group: Group, given: Given) -> Tensor:
-        """Return the new point of a batch and update its state."""
+    def rule_for(self, group: Group) -> Rule:
+        """Return the pure rule of a group, with its options bound: see :class:`Rule`.
+
+        Asked again when an option other than ``lr`` has changed.
+        """
 
     @abstractmethod
-    def _step_plain(self, *arguments: Any, **options: Any) -> None:
-        """Apply torch's own rule; arguments as of :func:`stiefel_opt.optim.plain.step_sgd`."""
+    def update_plain(
+        self,
+        group: Group,
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        states: Sequence[StateDict],
+    ) -> None:
+        """Move plain tensors in place; ``states`` holds a dict for each, empty at first."""
 
-    def _adapt(self, owner: Owner, names: StateNames) -> None:
+    def correction_for(self, group: Group) -> Correction:
+        """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
+        normal = tuple(kind.name for kind in self.state_for(group) if kind.symmetry == "normal")
+        return partial(corrected, normal=normal)
+
+    def _velocity_in(
+        self,
+        X: Tensor,  # noqa: ARG002
+        state: Tensors,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return Z and U of the momentum X Z + U at X; None for what there is not."""
+        return state.get(SKEW), state.get(NORMAL)
+
+    def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:  # noqa: ARG002
+        """Return the state that keeps a momentum X Z + U."""
+        return {SKEW: Z, NORMAL: U}
+
+    def _adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
         """Turn momentum that other options have left in the state into that of these."""
 
-    def _longest_step(self, group: Group, parameter: Tensor, manifold: Stiefel) -> float | None:
-        """Return the largest singular value of the last step, or None; for :meth:`angles_of`."""
-        return longest_step(self, group, parameter, manifold)
+    # ---- plain tensors -------------------------------------------------------------------------
 
-    def _step_along(self, eta: float, turn: Tensor, size: Tensor) -> float | Tensor:  # noqa: ARG002
-        """Return what the rule makes of eta for a step X Z + U: ``turn`` is Z'Z, ``size`` U'U."""
-        return eta
+    def _init_plain(self, group: Group, parameter: Tensor) -> None:
+        """Make the state that a traced step needs of a plain parameter beforehand."""
+
+    def _step_plain(
+        self,
+        group: Group,
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        states: Sequence[StateDict],
+        stays: Tensor | None = None,
+    ) -> None:
+        """Move plain tensors unless ``stays``, a number on their device, is not 0."""
+        if stays is None:
+            self.update_plain(group, parameters, grads, states)
+            return
+        values = [parameter.clone() for parameter in parameters]
+        copies = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+            for state in states
+        ]
+        self.update_plain(group, values, grads, copies)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(torch.where(stays != 0, parameter, value))
+        for state, copy in zip(states, copies, strict=True):
+            for key, value in copy.items():
+                before = state.get(key)
+                if isinstance(value, Tensor) and value.device == stays.device:
+                    earlier = torch.zeros_like(value) if before is None else before
+                    value = torch.where(stays != 0, earlier, value)
+                state[key] = value
 
     # ---- groups --------------------------------------------------------------------------------
 
@@ -166,20 +246,20 @@ class StiefelOptimizer(Optimizer, ABC):
             plain = type(value) in (bool, int, float)
             if isinstance(value, numbers.Real) and not plain:
                 group[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
-        self._check_options(group)
+        self.check_options(group)
         check_new_group(group, self.param_groups)
         super().add_param_group(group)
-        self._members.append(None)
+        self._indices.append(None)
         self._recall(group)
 
     def _recall(self, group: Group) -> None:
         """Remember tags, and restore those that a swap took along: the objects stay the same."""
-        for parameter, found in zip(group["params"], _tags_of(group["params"]), strict=True):
+        for parameter, seen in zip(group["params"], _tags_of(group["params"]), strict=True):
             known = self._tags.get(parameter)
             if isinstance(known, Stiefel) and has_lost_tag(parameter):
                 tag(parameter, known)
             else:
-                self._tags[parameter] = found
+                self._tags[parameter] = seen
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -207,9 +287,18 @@ class StiefelOptimizer(Optimizer, ABC):
         if is_compiling():
             self._step_traced()
             return loss
-        missed: tuple[list[Tensor], list[Tensor]] = [], []
+        if torch.is_inference_mode_enabled():  # state is for later steps, too
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._step_all()
+        else:
+            self._step_all()
+        return loss
+
+    def _step_all(self) -> None:
+        """Look at the gradients of every group, then move every group."""
+        skipped: tuple[list[Tensor], list[Tensor]] = [], []
         prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
-        for (group, everyone), plain in zip(self._constrained(), prepared, strict=True):
+        for group, index, plain in zip(self.param_groups, self._indices, prepared, strict=True):
             if plain:
                 grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
                 try:
@@ -217,11 +306,11 @@ class StiefelOptimizer(Optimizer, ABC):
                 except RuntimeError as error:
                     refuse_other_precision(plain, self.state, self.param_groups, error)
                     raise
-            found = self._move_all(group, everyone, group["lr"])
-            missed[group["nonfinite"] == "raise"].extend(found)
-        if any(missed):  # last: it may be an error
-            self._tell(*missed)
-        return loss
+            if index is not None and index.weight_groups:
+                found = self._move_all(group, index, group["lr"])
+                skipped[group["nonfinite"] == "raise"].extend(found)
+        if any(skipped):  # last: it may be an error
+            self._tell(*skipped)
 
     def _step_traced(self) -> None:
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
@@ -229,8 +318,8 @@ class StiefelOptimizer(Optimizer, ABC):
             self._init_group(group)
         lrs = [group["lr"] for group in self.param_groups]
         in_graph(self._handle, self.all_constrained(), lrs)
-        for group, members in zip(self.param_groups, self._members, strict=True):
-            params, places = group["params"], members.plain if members else ()
+        for group, index in zip(self.param_groups, self._indices, strict=True):
+            params, places = group["params"], index.plain if index else ()
             plain = [params[place] for place in places if params[place].grad is not None]
             if plain:
                 grads = [p.grad for p in plain]
@@ -239,67 +328,56 @@ class StiefelOptimizer(Optimizer, ABC):
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
 
-        Of all groups: the compiler looks at the state after the first call, and what it has not
-        seen there it would write over.
+        Of all groups: the compiler looks at the state after the first call, and writes over what it
+        has not seen there.
         """
-        for index, each in enumerate(self.param_groups):
-            for place in self._init(index, each).plain:
-                parameter = each["params"][place]
+        for place, each in enumerate(self.param_groups):
+            for plain in self._init(place, each).plain:
+                parameter = each["params"][plain]
                 if parameter.grad is not None:
                     self.state[parameter]
                     self._init_plain(each, parameter)
 
-    def _init_plain(self, group: Group, parameter: Tensor) -> None:
-        """Make the state that a traced step needs of a plain parameter beforehand."""
-
-    def _init(self, index: int, group: Group) -> Members:
+    def _init(self, place: int, group: Group) -> GroupIndex:
         """Make the state of constrained parameters that have a gradient for the first time."""
-        members = self._members[index]
+        index = self._indices[place]
         if (
-            members is None
-            or not members.fit(group, self._options_of(group), self._state_names)
-            or not all(map(operator.methodcaller("is_intact", self.state), members.constrained))
+            index is None
+            or not index.describes(self, group)
+            or not all(map(operator.methodcaller("is_intact", self.state), index.weight_groups))
         ):
-            members = self._renew(index, group)
+            index = self._renew(place, group)
         params = group["params"]
-        late = members.waiting and [i for i in members.waiting if params[i].grad is not None]
+        late = index.waiting and [i for i in index.waiting if params[i].grad is not None]
         if late:
-            self._admit(members, group, late)
-        return members
+            self._admit(index, group, late)
+        return index
 
-    def _options_of(self, group: Group) -> list[Any]:
-        """Return what decides which state a group keeps, and more, but nothing that a step sets."""
-        return [group[name] for name in self.defaults if name != "lr"]
-
-    def _renew(self, index: int, group: Group) -> Members:
+    def _renew(self, place: int, group: Group) -> GroupIndex:
         """Tell the parameters of a group apart anew; those that have state are admitted."""
-        earlier = self._members[index]
-        for constrained in earlier.constrained if earlier else ():
-            constrained.recover()
+        earlier = self._indices[place]
         self._recall(group)
-        members = Members(group, self._state_names(group), self._options_of(group))
-        self._members[index] = members
-        for place in members.plain:
-            forget_constrained(self.state, group["params"][place])
-        known = [i for i in members.waiting if self.state.get(group["params"][i])]
+        index = GroupIndex(self, group)
+        self._indices[place] = index
+        for plain in index.plain:
+            forget_constrained(self.state, group["params"][plain])
+        known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
-            self._admit(members, group, known)
-        for constrained in earlier.constrained if earlier else ():
-            constrained.release()
+            self._admit(index, group, known)
+        for weight_group in earlier.weight_groups if earlier else ():
+            weight_group.windows.release()
         alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
-        self._tallies = {p: tally for p, tally in self._tallies.items() if id(p) in alive}
-        self._tags = {p: found for p, found in self._tags.items() if id(p) in alive}
-        return members
+        for records in (self._tallies, self._tags, self._readings):
+            for parameter in [p for p in records if id(p) not in alive]:
+                del records[parameter]
+        return index
 
-    def _admit(self, members: Members, group: Group, late: list[int]) -> None:
+    def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:
         """Stack the state of these parameters together with that of the ones before."""
-        names = self._state_names(group)
-        for constrained in members.constrained:
-            constrained.recover()
-        waiting = set(members.waiting).difference(late)
+        waiting = set(index.waiting).difference(late)
         layouts: dict[Any, Shards | None] = {}
-        owners: dict[torch.device, list[Owner]] = {}
-        for place, manifold in enumerate(members.readings):
+        weights: dict[torch.device, list[Weight]] = {}
+        for place, manifold in enumerate(index.readings):
             if manifold is None or place in waiting:
                 continue
             parameter, key = group["params"][place], None
@@ -308,96 +386,101 @@ class StiefelOptimizer(Optimizer, ABC):
             if key not in layouts:
                 layouts[key] = shards_of(parameter, manifold)
             called = partial(name_of, parameter, self.param_groups)
-            state: State = self.state[parameter]
-            together = owners.setdefault(parameter.device, [])
-            owner = Owner(parameter, manifold, state, layouts[key], len(together))
-            self._adapt(owner, names)
-            complete_state(state, names, parameter, manifold, called, layouts[key])
-            together.append(owner)
+            if not self.sums_over_rows:
+                check_rows_may_be_shared(layouts[key], self.rule, called)
+            if self._readings.get(parameter, manifold) != manifold:
+                self.state.pop(parameter, None)  # the momentum of another reading
+            state: StateDict = self.state[parameter]
+            together = weights.setdefault(parameter.device, [])
+            weight = Weight(parameter, manifold, state, layouts[key], len(together))
+            self._adapt(weight, index.declared)
+            complete_state(state, index.declared, parameter, manifold, called, layouts[key])
+            self._readings[parameter] = manifold
+            together.append(weight)
             none = torch.zeros((), dtype=torch.int64, device=parameter.device)
             tally = self._tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
             tally.update({name: count.to(parameter.device) for name, count in tally.items()})
-        members.constrained = [
-            Constrained(together, [self._tallies[owner.parameter] for owner in together])
-            for together in owners.values()
+        index.weight_groups = [
+            WeightGroup(together, [self._tallies[w.parameter] for w in together], index.declared)
+            for together in weights.values()
         ]
-        members.waiting = sorted(waiting)
+        index.waiting = sorted(waiting)
 
-    def _prepare(self, index: int, group: Group) -> list[Tensor]:
-        """Look at the gradients of a group before anything changes; return who is plain."""
-        lr, groups, members = group["lr"], self.param_groups, self._init(index, group)
+    def _prepare(self, place: int, group: Group) -> list[Tensor]:
+        """Look at the gradients of a group before anything changes; return the plain parameters."""
+        lr, groups, index = group["lr"], self.param_groups, self._init(place, group)
         if not ((isinstance(lr, Tensor) and not is_free_to_read(lr)) or math.isfinite(lr)):
             raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
         params, plain = group["params"], []
-        for place in members.plain:
-            grad = params[place].grad
+        for i in index.plain:
+            grad = params[i].grad
             if grad is None:
                 continue
             if grad.is_sparse and not self._sparse_allowed:
-                refuse_sparse(params[place], groups)
-            if grad.shape != params[place].shape:
-                refuse_gradient(params[place], groups)
-            plain.append(params[place])
-        for constrained in members.constrained:
-            grads = list(map(_GRAD, constrained.parameters))
-            for owner, grad in zip(constrained.owners, grads, strict=True):
-                if grad is None or _KIND(grad) == owner.kind:
+                refuse_sparse(params[i], groups)
+            if grad.shape != params[i].shape:
+                refuse_gradient(params[i], groups)
+            plain.append(params[i])
+        for weights in index.weight_groups:
+            grads = list(map(_GRAD, weights.parameters))
+            for weight, grad in zip(weights.weights, grads, strict=True):
+                if grad is None or _KIND(grad) == weight.kind:
                     continue
                 if grad.layout is not torch.strided:
-                    refuse_sparse(owner.parameter, groups)
-                if owner.is_same() or grad.shape != owner.parameter.shape:
-                    refuse_gradient(owner.parameter, groups)
-                self._renew(index, group)
-                return self._prepare(index, group)
-            changed = constrained.take(grads, group["nonfinite"])
-            if changed or constrained.missed or constrained.overflowed:
-                self._refuse(group, constrained, changed)
+                    refuse_sparse(weight.parameter, groups)
+                if weight.is_same() or grad.shape != weight.parameter.shape:
+                    refuse_gradient(weight.parameter, groups)
+                self._renew(place, group)
+                return self._prepare(place, group)
+            changed = weights.take(grads, group["nonfinite"])
+            if changed or weights.unsafe or weights.overflowed:
+                self._refuse(group, weights, changed)
         return plain
 
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
         """Do what :func:`in_graph` stands for: the step of all constrained parameters.
 
-        They are in the order of :meth:`all_constrained`, rates that are tensors in that of groups.
+        They are in the order of :meth:`all_constrained`, learning rates that are tensors in that of
+        groups.
         """
         first, rates = 0, iter(lrs)
-        for group, everyone in self._constrained():
-            for constrained in everyone:
-                last = first + len(constrained.owners)
+        for group, weight_groups in self._constrained():
+            for weights in weight_groups:
+                last = first + len(weights.weights)
                 ours, first = grads[first:last], last
-                changed = constrained.take(ours, group["nonfinite"], in_graph=True)
-                self._refuse(group, constrained, changed)
-        missed: tuple[list[Tensor], list[Tensor]] = [], []
-        for group, everyone in self._constrained():
+                changed = weights.take(ours, group["nonfinite"], in_graph=True)
+                self._refuse(group, weights, changed)
+        skipped: tuple[list[Tensor], list[Tensor]] = [], []
+        for group, index in zip(self.param_groups, self._indices, strict=True):
             lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
-            missed[group["nonfinite"] == "raise"].extend(self._move_all(group, everyone, lr))
-        self._tell(*missed)
+            if index is not None:
+                found = self._move_all(group, index, lr)
+                skipped[group["nonfinite"] == "raise"].extend(found)
+        self._tell(*skipped)
 
-    def _refuse(self, group: Group, constrained: Constrained, changed: list[Owner]) -> None:
-        """Raise for gradients and points that no step could use, and for what is told late."""
-        told = (constrained.missed, refuse_nonfinite), (constrained.overflowed, refuse_overflow)
-        for places, refuse in told if group["nonfinite"] == "raise" else ():
+    def _refuse(self, group: Group, weights: WeightGroup, changed: list[Weight]) -> None:
+        """Raise for gradients and points that no step could use, and for overflows told late."""
+        reasons = (weights.unsafe, refuse_nonfinite), (weights.overflowed, refuse_overflow)
+        for places, refuse in reasons if group["nonfinite"] == "raise" else ():
             if places:
-                refuse(constrained.owners[places[0]].parameter, self.param_groups)
-        check_finite([owner.parameter for owner in changed], self.param_groups)
+                refuse(weights.weights[places[0]].parameter, self.param_groups)
+        check_finite([weight.parameter for weight in changed], self.param_groups)
 
-    def _move_all(
-        self, group: Group, everyone: list[Constrained], lr: float | Tensor
-    ) -> list[Tensor]:
+    def _move_all(self, group: Group, index: GroupIndex, lr: float | Tensor) -> list[Tensor]:
         """Move the constrained parameters of a group; return those that were left as they were."""
         if not isinstance(lr, Tensor) or is_free_to_read(lr):
-            lr = min(float(lr), _LONGEST_RATE)
-        move = partial(self._move, group)
-        missed: list[Tensor] = []
+            lr = min(float(lr), _LARGEST_LR)
+        skipped: list[Tensor] = []
         move_rows = partial(step_rows, self._step_plain, group)
-        for constrained in everyone:
-            with exact_products(constrained.steps):
-                constrained.step(move, move_rows, lr, group["nonfinite"])
-            places = [*constrained.missed, *constrained.overflowed]
-            missed += map(constrained.parameters.__getitem__, places)
-        return missed
+        for weights in index.weight_groups:
+            with exact_products(weights.steps):
+                weights.step(index.rule, index.correction, move_rows, lr, group["nonfinite"])
+            places = [*weights.unsafe, *weights.overflowed]
+            skipped += map(weights.parameters.__getitem__, places)
+        return skipped
 
     def _tell(self, skipped: list[Tensor], overflowed: list[Tensor]) -> None:
-        """Warn of steps that were missed; raise for those that were to raise."""
+        """Warn of skipped steps; raise for those of ``nonfinite="raise"``."""
         if skipped:
             warn_of_skipped(names_of(skipped, self.param_groups), skipped)
         if overflowed:
@@ -408,15 +491,12 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
-        with torch.no_grad():
-            for constrained in self.all_constrained():
-                constrained.recover()
         packed = super().state_dict()
-        if any(not is_free_to_read(found.skipped) for found in self.all_constrained()):
-            self._told = warn_of_tallies(self.skipped_steps(), self._told)
+        if any(not is_free_to_read(weights.skipped) for weights in self.all_constrained()):
+            self._reported = warn_of_tallies(self.skipped_steps(), self._reported)
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             readings = [reading(parameter, group) for parameter in group["params"]]
-            if any(found is not None for found in readings):
+            if any(manifold is not None for manifold in readings):
                 saved["readings"] = [r if r is None else r.as_dict() for r in readings]
         mark(packed["param_groups"], self.rule)
         return packed
@@ -431,15 +511,15 @@ class StiefelOptimizer(Optimizer, ABC):
 
         Raises:
             ValueError: if a parameter was saved under another reading or its state has another
-                shape, naming it; for the state of another rule, of a newer version, and options
-                that make no sense. Nothing has changed then.
+                shape or dtype or is not finite, naming it; for the state of another rule, of a
+                newer version, and options that make no sense. Nothing has changed then.
             TypeError: for what is no state_dict.
         """
         check_state_dict(state_dict)
         saved_groups = [dict(saved) for saved in state_dict["param_groups"]]
         of_torch = take_marks(saved_groups, self.rule)
         if of_torch:
-            check_plain_rule(state_dict["state"], saved_groups, self.defaults)
+            check_plain_rule(state_dict["state"], saved_groups, self._torch_rule, self.rule)
         check_saved_readings(self.param_groups, saved_groups)
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
             saved["stiefel"] = group["stiefel"]
@@ -447,34 +527,36 @@ class StiefelOptimizer(Optimizer, ABC):
                 saved.setdefault(name, group[name])
         final: dict[str, Any] = {}
 
-        def examine(_: Optimizer, found: dict[str, Any]) -> None:  # as other hooks leave it
-            groups = self.param_groups, found["param_groups"]
+        def examine(_: Optimizer, given: dict[str, Any]) -> None:  # as other hooks leave it
+            groups = self.param_groups, given["param_groups"]
             if of_torch:
-                found["state"] = without_plain(found["state"], *groups)
+                given["state"] = without_plain(given["state"], *groups)
             for group, saved in zip(*groups, strict=False):
-                self._check_options({**group, **saved})
-            check_states(found["state"], *groups, self._state_names)
-            final.update(found)
+                self.check_options({**group, **saved})
+            check_states(given["state"], *groups, self.state_for)
+            final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(examine)
         try:
             super().load_state_dict({**state_dict, "param_groups": saved_groups})
         finally:
             handle.remove()
+        self._readings.clear()
         keep_precision(self.state, self.param_groups, final)
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._members = [None] * len(self.param_groups)
+        self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle = remember(self)
-        self.__dict__.setdefault("_tallies", {})  # counts and tags outlive what is loaded
-        self.__dict__.setdefault("_tags", {})
-        self.__dict__.setdefault("_told", 0)
-        for kept in self.state.values():  # as torch: old checkpoints count in integers
-            if "step" in kept and not isinstance(kept["step"], Tensor):
-                kept["step"] = torch.tensor(float(kept["step"]))
+        for records in ("_tallies", "_tags", "_readings"):  # counts and tags outlive a load
+            self.__dict__.setdefault(records, {})
+        self.__dict__.setdefault("_reported", 0)
+        self.rule = self.rule or type(self).__name__
+        for values in self.state.values():  # as torch: old checkpoints count in integers
+            if "step" in values and not isinstance(values["step"], Tensor):
+                values["step"] = torch.tensor(float(values["step"]))
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -492,7 +574,7 @@ class StiefelOptimizer(Optimizer, ABC):
         return dict(zip(names_of(list(counts), self.param_groups), counts.values(), strict=True))
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
-        """Return what :meth:`skipped_steps` does, by parameter."""
+        """Return the counts of :meth:`skipped_steps` by parameter."""
         devices: dict[torch.device, list[Tensor]] = {}
         for parameter, tally in self._tallies.items():
             devices.setdefault(tally["skipped"].device, []).append(parameter)
@@ -503,8 +585,17 @@ class StiefelOptimizer(Optimizer, ABC):
         return {parameter: count for parameter, count in counts.items() if count}
 
     def angles_of(self) -> dict[Tensor, float]:
-        """Return by how much, in radians, the last step has turned each constrained parameter."""
-        return angles_of(self)
+        r"""Return the largest angle, in radians, by which the last step turned each weight.
+
+        The largest angle between a vector X v and its place before the step: the arc tangent of the
+        largest singular value of the step's tangent vector, to first order. Parameters that have
+        not moved since this optimizer was made or loaded are left out. Waits for an accelerator.
+        """
+        angles = {}
+        for weights in self.all_constrained():
+            for place, angle in weights.angles().items():
+                angles[weights.parameters[place]] = angle
+        return angles
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -514,7 +605,7 @@ class StiefelOptimizer(Optimizer, ABC):
         with several ranges of rows each of the two is a tuple, one tensor for each range. Before
         the first step both are zero. A sharded parameter is gathered: every process must call.
         """
-        return velocity_of(self, parameter)
+        return velocity_of(parameter, self.state, self.param_groups, self._velocity_in)
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
@@ -527,15 +618,16 @@ class StiefelOptimizer(Optimizer, ABC):
             ValueError: for tensors of another shape, and values that are not finite. Nothing has
                 changed then.
         """
-        set_velocity_(self, parameter, skew, normal)
+        declare, write = self.state_for, self._state_of_velocity
+        set_velocity_(parameter, self.state, self.param_groups, declare, write, skew, normal)
 
-    def all_constrained(self) -> list[Constrained]:
+    def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""
-        return [found for _, everyone in self._constrained() for found in everyone]
+        return [weights for _, each in self._constrained() for weights in each]
 
-    def _constrained(self) -> list[tuple[Group, list[Constrained]]]:
-        everyone = ([] if members is None else members.constrained for members in self._members)
-        return list(zip(self.param_groups, everyone, strict=False))
+    def _constrained(self) -> list[tuple[Group, list[WeightGroup]]]:
+        each = ([] if index is None else index.weight_groups for index in self._indices)
+        return list(zip(self.param_groups, each, strict=False))
 
     @override
     def __repr__(self) -> str:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
+from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.linalg import Sums
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards, placed
-from stiefel_opt.optim.state import MASTER, ROWS, State, is_kept, is_small, suffix_of
+from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory.
@@ -35,14 +37,14 @@ _BYTES_ALONE: Final = 2**20
 
 
 @dataclass(eq=False)
-class Owner:
+class Weight:
     """A constrained parameter."""
 
-    parameter: Tensor  # what the user sees
-    manifold: Stiefel  # how all of it is read
-    state: State
-    shards: Shards | None  # how it is shared out over processes, if it is
-    place: int  # its number among the constrained parameters of the group on its device
+    parameter: Tensor
+    manifold: Stiefel  # reading of the whole parameter
+    state: StateDict  # of the optimizer, complete
+    shards: Shards | None  # layout over processes; None: all of it is here
+    place: int  # its index among the constrained parameters of its group and device
 
     def __post_init__(self) -> None:
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
@@ -87,7 +89,7 @@ class Owner:
 class Block:
     """One constrained range of a parameter."""
 
-    owner: Owner
+    weight: Weight
     index: int  # of the range
     reading: Stiefel  # of the range by itself
     wide: bool  # its matrices are, which our shard of it does not tell
@@ -106,75 +108,87 @@ class Block:
         return self.reading.stored(matrices, shape, stacked=stacked, wide=self.wide)
 
 
-def blocks_of(owner: Owner) -> list[Block]:
+def blocks_of(weight: Weight) -> list[Block]:
     """Return the constrained ranges of a parameter."""
-    value, manifold = owner.moving(), owner.local_manifold
+    value, manifold = weight.moving(), weight.local_manifold
     dim, blocks = manifold.dimensions(value.ndim)[0], []
     for index, (part, reading) in enumerate(manifold.blocks(value)):
-        wide = reading.is_wide(part.shape) if owner.shards is None else owner.shards.wide[index]
+        wide = reading.is_wide(part.shape) if weight.shards is None else weight.shards.wide[index]
         narrow = None
         if manifold.rows is not None:
             start, stop = manifold.rows[index]  # type: ignore[misc]
             narrow = dim, start, stop - start
-        blocks.append(Block(owner, index, reading, wide, narrow))
+        blocks.append(Block(weight, index, reading, wide, narrow))
     return blocks
 
 
 class Stack:
-    """Blocks of one shape, dtype, device and reading, and their state of these ``names``.
+    """Blocks of one shape, dtype, device and reading, and their ``declared`` state.
 
     ``whole`` is the state by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as
-    the matrices are stored; None once a window is gone. Each of ``cuts`` is what one call of a rule
-    works on: the first of its blocks, the one behind its last, and which of the matrices of each.
+    the matrices are stored; None once a window is gone. Each of ``cuts`` is a batch for a rule: its
+    first block, the one behind its last, and its share of the matrices of each.
     """
 
-    def __init__(self, blocks: list[Block], names: Sequence[str]) -> None:
+    def __init__(self, blocks: list[Block], declared: Sequence[State]) -> None:
         first = blocks[0]
-        value = first.owner.moving()
+        value = first.weight.moving()
         if is_cpu(value):
             _settle_allocator()
         self.blocks = blocks
-        self.row_sum = None if first.owner.shards is None else first.owner.shards.row_sum
+        self.sums = Sums(None if first.weight.shards is None else first.weight.shards.row_sum)
         self.part_shape = first.part(value).shape
         self.lead = first.matrices(first.part(value)).shape[:-2]
-        model = torch.empty(first.owner.parameter.shape, device="meta")
-        self.row_count = first.matrices(first.part(model)).size(-2)  # of the whole matrices
-        self.whole: dict[str, Tensor] | None = {name: self._stacked(name) for name in names}
+        # of the whole matrices, wherever their rows are
+        model = torch.empty(first.weight.parameter.shape, device="meta")
+        part, reading = first.weight.manifold.blocks(model)[first.index]
+        self.row_count, self.column_count = reading.matrices(part).shape[-2:]
+        self.declared = {
+            kind.name: kind
+            for kind in declared
+            if kind.exists_for(self.row_count, self.column_count)
+        }
+        self.whole: Tensors | None = {
+            kind.name: self._stacked(kind) for kind in self.declared.values()
+        }
         self.each = self.lead.numel()  # matrices of a block
         self.cuts = self._cut(value)
 
-    def state_of(self, rows: slice) -> State:
+    def state_of(self, rows: slice) -> Tensors:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
         whole, wide = self.whole or {}, self.blocks[0].wide
         return {
-            name: as_batch(tensor.mT if wide and not is_small(name) else tensor)[rows]
+            name: as_batch(tensor.mT if wide and not self.declared[name].is_small else tensor)[rows]
             for name, tensor in whole.items()
         }
 
-    def _stacked(self, name: str) -> Tensor:
-        """Join the state ``name`` of all blocks, and leave windows in its place."""
-        keys = [name + suffix_of(block.index) for block in self.blocks]
-        shown = [block.owner.state[key] for block, key in zip(self.blocks, keys, strict=True)]
+    def _stacked(self, kind: State) -> Tensor:
+        """Join one state of all blocks, and leave windows in its place."""
+        keys = [key_of(kind.name, block.index) for block in self.blocks]
+        shown = [block.weight.state[key] for block, key in zip(self.blocks, keys, strict=True)]
         tensors = [local_part(tensor).detach() for tensor in shown]
         first, shape = self.blocks[0], tensors[0].shape
-        if not is_small(name):  # laid out in the order of the matrices
+        if not kind.is_small:  # laid out in the order of the matrices
             matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
             tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
-        whole = torch.stack(tensors)
+        whole = kind.part_of(torch.stack(tensors))
         for block, key, earlier, window in zip(
             self.blocks, keys, shown, windows_on(whole), strict=True
         ):
-            if not is_small(name):
+            if not kind.is_small:
                 window = block.stored(window.mT if first.wide else window, shape)
-            if block.owner.shards is not None:
-                window = block.owner.shards.like(window, earlier)
-            block.owner.state[key] = window
+            if block.weight.shards is not None:
+                window = block.weight.shards.like(window, earlier)
+            block.weight.state[key] = window
         return whole
 
     def _cut(self, value: Tensor) -> list[tuple[int, int, slice]]:
-        """Cut the stack into batches: some whole blocks, or some matrices of a single one."""
+        """Cut the stack into batches: some whole blocks, or some matrices of a single one.
+
+        Returns: For each batch its first block, the one behind its last, and its share of each.
+        """
         count, everything, part = len(self.blocks), slice(0, self.each), self.blocks[0].part(value)
-        if self.row_sum is not None:  # one sum for all, and as many on every process
+        if self.sums.row_sum is not None:  # one sum for all, and as many on every process
             return [(0, count, everything)]
         size, on_cpu = part.numel() * part.element_size(), is_cpu(part)
         if size == 0:
@@ -190,17 +204,16 @@ class Stack:
 
     def _length(self, size: int, count: int, on_cpu: bool) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
-        m = int(self.blocks[0].matrices(torch.empty(self.part_shape, device="meta")).size(-1))
         pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
         if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
-            joined = len(self.blocks) > 1
-            alone = 4 if self.row_count == m else 3 + 8 * m / self.row_count
-            temporaries = alone + (3 if self.row_count == m else 2) * joined
+            is_square, joined = self.row_count == self.column_count, len(self.blocks) > 1
+            alone = 5 if is_square else 5 + 8 * self.column_count / self.row_count
+            temporaries = alone + (3 if is_square else 2) * joined
             pieces = max(pieces, math.ceil(temporaries / _TEMPORARIES))
         return -(-count // min(pieces, count))
 
 
-def joined(states: list[State], name: str) -> Tensor:
+def joined(states: list[StateDict], name: str) -> Tensor:
     """Join the state ``name`` of several parameters, and leave windows in its place."""
     tensors = [local_part(state[name]) for state in states]
     whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
@@ -209,52 +222,50 @@ def joined(states: list[State], name: str) -> Tensor:
     return whole
 
 
-def join_masters(owners: list[Owner]) -> list[tuple[Tensor, list[Owner]]]:
+def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
     """Join the masters of parameters that are alike."""
-    kinds: dict[Any, list[Owner]] = {}
-    for owner in owners:
-        if MASTER in owner.state:
-            shape = local_part(owner.state[MASTER]).shape
-            kinds.setdefault((shape, owner.dtype, id(owner.shards)), []).append(owner)
+    kinds: dict[Any, list[Weight]] = {}
+    for weight in weights:
+        if MASTER in weight.state:
+            shape = local_part(weight.state[MASTER]).shape
+            kinds.setdefault((shape, weight.dtype, id(weight.shards)), []).append(weight)
     masters = []
     for members in kinds.values():
-        shown = [owner.state[MASTER] for owner in members]
-        masters.append((joined([owner.state for owner in members], MASTER), members))
-        for owner, earlier in zip(members, shown, strict=True):
-            if owner.shards is not None:
-                owner.state[MASTER] = owner.shards.like(owner.state[MASTER], earlier)
+        shown = [weight.state[MASTER] for weight in members]
+        masters.append((joined([weight.state for weight in members], MASTER), members))
+        for weight, earlier in zip(members, shown, strict=True):
+            if weight.shards is not None:
+                weight.state[MASTER] = weight.shards.like(weight.state[MASTER], earlier)
     return masters
 
 
-def stacks_of(owners: list[Owner], values: list[Tensor]) -> list[Stack]:
-    """Stack the blocks of parameters, of which ``values`` are what moves."""
-    kinds: dict[Any, tuple[list[Block], list[str]]] = {}
-    for owner, value in zip(owners, values, strict=True):
-        kept = [
-            name.partition(".")
-            for name in owner.state
-            if is_kept(name) and name != MASTER and not name.startswith(ROWS)
-        ]
-        for block in blocks_of(owner):
-            names = [word for word, _, index in kept if int(index or 0) == block.index]
-            shape, layout = block.part(value).shape, id(owner.shards)
-            key = shape, block.reading, block.wide, value.dtype, layout, tuple(sorted(names))
-            kinds.setdefault(key, ([], names))[0].append(block)
-    return [Stack(*kind) for kind in kinds.values()]
+def stacks_of(
+    weights: list[Weight], values: list[Tensor], declared: Sequence[State]
+) -> list[Stack]:
+    """Stack the blocks of parameters; ``values`` are the tensors that move."""
+    kinds: dict[Any, list[Block]] = {}
+    for weight, value in zip(weights, values, strict=True):
+        for block in blocks_of(weight):
+            shape, layout = block.part(value).shape, id(weight.shards)
+            key = shape, block.reading, block.wide, value.dtype, layout
+            kinds.setdefault(key, []).append(block)
+    return [Stack(blocks, declared) for blocks in kinds.values()]
 
 
-def plain_rows_of(owners: list[Owner], values: list[Tensor]) -> list[tuple[Owner, list[State]]]:
-    """Return the parameters of which some rows are plain, and torch's state of each part."""
-    found = []
-    for owner, value in zip(owners, values, strict=True):
-        if parts := owner.local_manifold.plain_parts(value):
-            states: list[State] = [{} for _ in parts]
-            for name, tensor in owner.state.items():
+def plain_rows_of(
+    weights: list[Weight], values: list[Tensor]
+) -> list[tuple[Weight, list[StateDict]]]:
+    """Return the parameters with plain rows, and torch's state of each of their ranges."""
+    pairs = []
+    for weight, value in zip(weights, values, strict=True):
+        if parts := weight.local_manifold.plain_parts(value):
+            states: list[StateDict] = [{} for _ in parts]
+            for name, tensor in weight.state.items():
                 if name.startswith(ROWS):
                     _, word, index = f"{name}.0".split(".")[:3]
-                    states[int(index)][word] = owner.local_rows(tensor)
-            found.append((owner, states))
-    return found
+                    states[int(index)][word] = weight.local_rows(tensor)
+            pairs.append((weight, states))
+    return pairs
 
 
 def as_batch(matrices: Tensor) -> Tensor:

@@ -6,25 +6,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.functional.cayley import cayley_adam_, cayley_sgd_
+from stiefel_opt.functional.cayley import MAX_SQUARE, SQUARE, cayley_adam, cayley_sgd
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.checks import check_iterations
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
+from stiefel_opt.optim.torch_rules import Group
+
+SQUARES = State(SQUARE, "1", dtype="real"), State(MAX_SQUARE, "1", dtype="real")
 
 
-class _Shortened(StiefelOptimizer):
-    """A step is no longer than 1 / |W|."""
-
-    @override
-    def _step_along(self, eta: float, turn: Tensor, size: Tensor) -> Tensor:
-        norm = (turn + 2 * size).diagonal(dim1=-2, dim2=-1).sum(-1).abs().sqrt()
-        return (1 / (norm + 1e-8)).clamp(max=eta)[..., None, None]
-
-
-class CayleySGD(_Shortened, SGDLike):
+class CayleySGD(SGDLike):
     r"""Cayley SGD with momentum for constrained parameters; plain ones get torch's SGD.
 
     .. math::
@@ -77,21 +71,20 @@ class CayleySGD(_Shortened, SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        return StateNames(("momentum_skew",), (), ("momentum_normal",))
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_iterations(group)
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        return cayley_sgd_(
-            given.point,
-            given.grad,
-            given.state["momentum_skew"],
-            given.state.get("momentum_normal"),
-            **given.of_sgd(group, "steps", "exact"),
-        )
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, cayley_sgd, "steps", "exact")
 
 
-class CayleyAdam(_Shortened, AdamLike):
+class CayleyAdam(AdamLike):
     r"""Cayley Adam for constrained parameters; plain ones get torch's Adam.
 
     As :class:`CayleySGD`, with one second moment v for each matrix:
@@ -143,18 +136,14 @@ class CayleyAdam(_Shortened, AdamLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        norms = ("exp_avg_sq_norm", "max_exp_avg_sq_norm")[: 1 + group["amsgrad"]]
-        return StateNames(("momentum_skew",), (), ("momentum_normal",), norms)
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_iterations(group)
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        return cayley_adam_(
-            given.point,
-            given.grad,
-            given.state["momentum_skew"],
-            given.state.get("momentum_normal"),
-            given.state["exp_avg_sq_norm"],
-            given.state.get("max_exp_avg_sq_norm"),
-            **given.of_adam(group, "steps", "exact"),
-        )
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return (Z_STATE, U_STATE, *SQUARES[: 1 + group["amsgrad"]])
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, cayley_adam, "steps", "exact")

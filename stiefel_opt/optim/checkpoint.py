@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stiefel_opt._checks import HALF, fail
+from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import label, reading
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import ROWS, StateNames, expected_shapes
+from stiefel_opt.optim.state import ROWS, State, expected_state
+from stiefel_opt.optim.torch_rules import Group
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 
 _RULE, _FORMAT = "rule", "format"  # keys of saved groups, and of no others
-_OF_SGD: Final = frozenset({"momentum_buffer"})
-_OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+_MOMENTS: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class TorchRule(NamedTuple):
+    """A rule of torch whose checkpoints can be loaded: its name, state and options."""
+
+    name: str
+    state: frozenset[str]
+    options: frozenset[str]
 
 
 def mark(saved_groups: list[Group], rule: str) -> None:
@@ -53,18 +62,20 @@ def take_marks(saved_groups: list[Group], rule: str) -> bool:
     return of_torch
 
 
-def check_plain_rule(state: Mapping[Any, Any], saved_groups: list[Group], defaults: Group) -> None:
+def check_plain_rule(
+    state: Mapping[Any, Any], saved_groups: list[Group], torch_rule: TorchRule | None, rule: str
+) -> None:
     """Raise unless a state_dict of torch belongs to the rule that plain parameters follow here."""
-    adam = "betas" in defaults
+    if torch_rule is None:
+        remedy = "load the weights only and start anew"
+        raise ValueError(fail("state_dict", f"be one of {rule}", "one of torch.optim", remedy))
     names = {name for values in state.values() for name in values}
-    strange = sorted(names - (_OF_ADAM if adam else _OF_SGD))
-    options = {"betas", "eps", "amsgrad"} if adam else {"momentum", "dampening", "nesterov"}
+    strange = sorted(names - torch_rule.state)
     for saved in saved_groups:
-        strange += [f"no {option}" for option in sorted(options - saved.keys())]
+        strange += [f"no {option}" for option in sorted(torch_rule.options - saved.keys())]
     if strange:
-        condition = f"be one of {'torch.optim.Adam or AdamW' if adam else 'torch.optim.SGD'}"
-        found, remedy = f"one with {', '.join(strange)}", "load the weights only and start anew"
-        raise ValueError(fail("state_dict", condition, found, remedy))
+        given, remedy = f"one with {', '.join(strange)}", "load the weights only and start anew"
+        raise ValueError(fail("state_dict", f"be one of {torch_rule.name}", given, remedy))
 
 
 def without_plain(
@@ -84,32 +95,73 @@ def check_states(
     state: Mapping[Any, Any],
     groups: list[Group],
     saved_groups: list[Group],
-    names_of: Callable[[Group], StateNames],
+    declare: Callable[[Group], tuple[State, ...]],
 ) -> None:
     """Raise for ``state``, by number or name, that a step would refuse, naming the parameter."""
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
         labels = group.get("param_names")
-        kept = names_of({**group, **saved, "params": group["params"]})
+        declared = declare({**group, **saved, "params": group["params"]})
         pairs = zip(group["params"], saved["params"], strict=False)
         for index, (parameter, key) in enumerate(pairs):
             if not (values := state.get(key)):
                 continue
+            called = label(labels[index] if labels else None, index, number)
+            if not isinstance(values, Mapping):
+                wanted, given = "be a dict", type(values).__name__
+                raise TypeError(fail(f"state of {called}", wanted, given, _AS_SAVED))
             manifold = reading(parameter, group)
+            shapes: dict[str, torch.Size]
             if manifold is None:
-                shapes = dict.fromkeys(_OF_SGD | _OF_ADAM - {"step"}, parameter.shape)
+                shapes = dict.fromkeys(_MOMENTS, parameter.shape)
             else:
-                shapes = expected_shapes(kept, parameter, manifold)
+                expected = expected_state(declared, parameter, manifold)
+                shapes = {name: shape for name, (_, shape) in expected.items()}
             for name, value in values.items():
-                if name not in shapes or not isinstance(value, Tensor):
-                    continue
-                called = f"{name} of {label(labels[index] if labels else None, index, number)}"
-                if value.shape != shapes[name]:
-                    condition = f"have shape {tuple(shapes[name])}"
-                    remedy = "load the state of a parameter of the same shape and reading"
-                    raise ValueError(fail(called, condition, f"shape {tuple(value.shape)}", remedy))
-                if value.is_complex() and not parameter.is_complex():
-                    remedy = "load the state of a real parameter"
-                    raise ValueError(fail(called, "be real", value.dtype, remedy))
+                if name == "step" or name.startswith(ROWS + "step"):
+                    _check_number(f"{name} of {called}", value)
+                elif name in shapes:
+                    is_ours = manifold is not None
+                    _check_value(f"{name} of {called}", value, shapes[name], parameter, is_ours)
+
+
+_AS_SAVED: Final = "load what optimizer.state_dict() returned"
+
+
+def _check_number(called: str, value: Any) -> None:
+    """Raise unless a count of steps is one."""
+    if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
+        raise TypeError(fail(called, "be a number", type(value).__name__, _AS_SAVED))
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_sparse):
+        given = "a sparse tensor" if value.is_sparse else f"shape {tuple(value.shape)}"
+        raise ValueError(fail(called, "be one number", given, _AS_SAVED))
+    if not (0 <= float(value) < math.inf):
+        raise ValueError(fail(called, "be finite and not negative", float(value), _AS_SAVED))
+
+
+def _check_value(
+    called: str, value: Any, shape: torch.Size, parameter: Tensor, is_ours: bool
+) -> None:
+    """Raise unless a moment is a finite tensor like its parameter."""
+    if value is None and not is_ours:  # a momentum buffer of torch before its first step
+        return
+    if not isinstance(value, Tensor):
+        raise TypeError(fail(called, "be a tensor", type(value).__name__, _AS_SAVED))
+    if value.shape != shape:
+        remedy = "load the state of a parameter of the same shape and reading"
+        given = f"shape {tuple(value.shape)}"
+        raise ValueError(fail(called, f"have shape {tuple(shape)}", given, remedy))
+    if value.is_complex() and not parameter.is_complex():
+        remedy = "load the state of a real parameter"
+        raise ValueError(fail(called, "be real", value.dtype, remedy))
+    if not is_ours:
+        return
+    if value.layout is not torch.strided:
+        raise ValueError(fail(called, "be dense", value.layout, _AS_SAVED))
+    if not (value.is_floating_point() or value.is_complex()):
+        raise ValueError(fail(called, "have a floating-point dtype", value.dtype, _AS_SAVED))
+    if not (value.is_meta or bool(torch.isfinite(local_part(value)).all())):
+        remedy = "load an earlier checkpoint, or the weights only"
+        raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
@@ -156,7 +208,10 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
             if values is None or reading(parameter, group) is None:
                 continue
             for name, value in values.items():
-                if not isinstance(value, Tensor) or name == "step":
+                if not isinstance(value, Tensor):
+                    continue
+                if name == "step":
+                    state[parameter][name] = value.detach().to(parameter.device, torch.float32)
                     continue
                 if name.startswith(ROWS + "step"):
                     on_device = group.get("capturable") or group.get("fused")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -23,10 +23,10 @@ from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.functional.published import ROTATIONS
-from stiefel_opt.geometry import RETRACTIONS
 from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.safety import LARGEST_SAFE
+from stiefel_opt.optim.commit import LARGEST_SAFE
+from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.optim.torch_rules import Group
 
 NONFINITE: Final = ("skip", "raise", "ignore")
 TRANSPORTS: Final = ("isometric", "projected", "published")
@@ -91,8 +91,8 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 # ---- options -----------------------------------------------------------------------------------
 
 
-def check_options(group: Group, names: Iterable[str]) -> None:
-    """Raise unless the options of these ``names`` make sense: each means the same in all rules."""
+def check_common_options(group: Group) -> None:
+    """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
     lr = group["lr"]
     if isinstance(lr, Tensor):
@@ -102,29 +102,28 @@ def check_options(group: Group, names: Iterable[str]) -> None:
             check_range("lr", float(lr), 0.0)
     else:
         check_range("lr", lr, 0.0)
-    check_range("weight_decay", group["weight_decay"], 0.0)
-    check_flag("maximize", group["maximize"])
-    if group["differentiable"] is not False:
+    check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)
+    check_flag("maximize", group.get("maximize", False))
+    if group.get("differentiable", False) is not False:
         remedy = "differentiate through a parametrization, stiefel_opt.orthogonal, instead"
         raise ValueError(fail("differentiable", "be False", group["differentiable"], remedy))
     for name in ("foreach", "fused"):
-        if group[name] is not None:
+        if group.get(name) is not None:
             check_flag(name, group[name])
-    if group["foreach"] and group["fused"]:
+    if group.get("foreach") and group.get("fused"):
         raise ValueError(fail("fused", "not be True together with foreach", True))
-    for name in names:
-        if name in _CHECKS:
-            _CHECKS[name](group)
 
 
-def _check_metric(group: Group) -> None:
+def check_metric(group: Group) -> None:
+    """Raise unless ``metric`` is one."""
     if isinstance(group["metric"], str):
         check_choice("metric", group["metric"], METRICS)
     else:
         check_range("metric", group["metric"], -math.inf, 1.0, open_low=True)
 
 
-def _check_transport(group: Group) -> None:
+def check_transport(group: Group) -> None:
+    """Raise unless ``transport`` and ``rotation`` go together."""
     check_choice("transport", group["transport"], TRANSPORTS)
     if group["transport"] == "published":
         check_choice("rotation", group["rotation"] or "euler", ROTATIONS)
@@ -134,46 +133,14 @@ def _check_transport(group: Group) -> None:
         raise ValueError(fail("rotation", wanted, repr(group["rotation"]), remedy))
 
 
-def _check_steps(group: Group) -> None:
+def check_iterations(group: Group) -> None:
+    """Raise unless ``steps`` and ``exact`` of a Cayley map make sense."""
     steps = group["steps"]
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(fail("steps", "be an integer", repr(steps)))
     if steps < 0:
         raise ValueError(fail("steps", "be at least 0", steps))
-
-
-def _check_sgd(group: Group) -> None:
-    check_range("momentum", group["momentum"], 0.0)
-    check_range("dampening", group["dampening"], -math.inf)
-    check_flag("nesterov", group["nesterov"])
-    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-        given = f"momentum {group['momentum']} and dampening {group['dampening']}"
-        raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
-
-
-def _check_adam(group: Group) -> None:
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
-    for index, beta in enumerate(betas):
-        check_range(f"betas[{index}]", beta, 0.0, 1.0)
-    check_range("eps", group["eps"], 0.0)
-    for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
-        check_flag(name, group[name])
-    if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
-        wanted = "be a number with foreach=True"
-        raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
-
-
-_CHECKS: Final[dict[str, Callable[[Group], None]]] = {
-    "dampening": _check_sgd,
-    "betas": _check_adam,
-    "metric": _check_metric,
-    "transport": _check_transport,
-    "retraction": lambda group: check_choice("retraction", group["retraction"], RETRACTIONS),
-    "steps": _check_steps,
-    "exact": lambda group: check_flag("exact", group["exact"]),
-}
+    check_flag("exact", group["exact"])
 
 
 # ---- parameters and gradients --------------------------------------------------------------------
@@ -198,6 +165,16 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
             if not (parameter.is_meta or bool(torch.isfinite(local_part(parameter)).all())):
                 remedy = "initialise it before optimizing"
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+
+
+def check_rows_may_be_shared(shards: Shards | None, rule: str, called: Callable[[], str]) -> None:
+    """Raise for rows on several processes, with a rule that does not say it sums over them."""
+    if shards is None or shards.row_sum is None:
+        return
+    wanted = f"not have its rows on several processes for {rule}, which does not sum over them"
+    remedy = "shard its batch or head dimension, or replicate it; a rule that forms all products "
+    remedy += "over rows by step.sums says sums_over_rows = True"
+    raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
 
 
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
@@ -264,3 +241,27 @@ def refuse_other_precision(
                 remedy = "after a change of precision call opt.load_state_dict(opt.state_dict())"
                 condition = f"have dtype {parameter.dtype}"
                 raise ValueError(fail(called, condition, value.dtype, remedy)) from error
+
+
+def warn_of_skipped(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    """Say which parameters were left as they were."""
+    pairs = zip(names[:8], parameters, strict=False)
+    shown = ", ".join(f"{name} of shape {tuple(parameter.shape)}" for name, parameter in pairs)
+    _warn(shown + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
+
+
+def warn_of_tallies(tallies: Mapping[str, int], reported: int) -> int:
+    """Say which parameters missed steps if more did than ``reported``; return their number."""
+    total = sum(tallies.values())
+    if total > reported:
+        _warn(", ".join(f"{name} ({count} steps)" for name, count in tallies.items()))
+    return total
+
+
+def _warn(names: str) -> None:
+    warnings.warn(
+        f"The gradient of {names}, or the step it made, was not finite: point, momentum and step "
+        "stay as they were, or the momentum starts again if it overflowed. "
+        "Look for its cause; nonfinite='raise' stops there, 'ignore' looks at nothing.",
+        stacklevel=users_level(),
+    )

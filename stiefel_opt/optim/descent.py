@@ -6,12 +6,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.functional.descent import descend_
+from stiefel_opt._checks import check_choice
+from stiefel_opt.functional.descent import RETRACTIONS, descend
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.checks import check_metric
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike, options_of
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
+from stiefel_opt.optim.torch_rules import Group
 
 
 class ProjectedRGD(SGDLike):
@@ -66,17 +69,15 @@ class ProjectedRGD(SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        if group["momentum"] == 0:
-            return StateNames()
-        return StateNames(("momentum_skew",), (), ("momentum_normal",))
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_metric(group)
+        check_choice("retraction", group["retraction"], RETRACTIONS)
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        return descend_(
-            given.point,
-            given.grad,
-            given.state.get("momentum_skew"),
-            given.state.get("momentum_normal"),
-            **given.of_sgd(group, "metric", "retraction"),
-        )
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return () if group["momentum"] == 0 else (Z_STATE, U_STATE)
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, descend, "metric", "retraction")

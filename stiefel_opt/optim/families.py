@@ -1,31 +1,117 @@
-"""The families of rules: which function of torch moves plain tensors, and its options."""
+"""Families of optimizers by the rule of torch that moves their plain tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt.functional.flows import Move, Scalar
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.plain import Group, init_adam, init_muon, step_adam, step_muon, step_sgd
+from stiefel_opt.optim.checkpoint import TorchRule
+from stiefel_opt.optim.commit import Rule
+from stiefel_opt.optim.state import StateDict
+from stiefel_opt.optim.torch_rules import (
+    Group,
+    init_adam,
+    init_muon,
+    step_adam,
+    step_muon,
+    step_sgd,
+)
 
-_NO_OPTIONS = ("self", "params", "__class__")
+_NO_OPTIONS: Final = ("self", "params", "__class__")
 
 
 class SGDLike(StiefelOptimizer):
     """Plain tensors move by ``torch.optim.SGD``: momentum, dampening, weight decay, Nesterov."""
 
+    sums_over_rows = True
     _sparse_allowed = True
+    _torch_rule = TorchRule(
+        "torch.optim.SGD",
+        frozenset({"momentum_buffer"}),
+        frozenset({"momentum", "dampening", "nesterov"}),
+    )
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_range("momentum", group["momentum"], 0.0)
+        check_range("dampening", group["dampening"], float("-inf"))
+        check_flag("nesterov", group["nesterov"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            given = f"momentum {group['momentum']} and dampening {group['dampening']}"
+            raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
+
+    def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
+        """Return a rule with the options of SGD and those of these names."""
+        options = {name: group[name] for name in ("momentum", "nesterov", *names)}
+        sign = -1.0 if group["maximize"] else 1.0
+        if group["dampening"] == 0 or group["momentum"] == 0:
+            return partial(rule, force=sign, **options)
+        return partial(_damped, rule, sign, 1.0 - group["dampening"], **options)
 
     @override
     def _step_plain(self, *arguments: Any, **options: Any) -> None:
         step_sgd(*arguments, **options)
 
+    @override
+    def update_plain(self, *arguments: Any) -> None:
+        step_sgd(*arguments)
+
+
+def _damped(
+    rule: Callable[..., Move],
+    sign: float,
+    factor: float,
+    X: Tensor,
+    *given: Any,
+    step: Scalar,
+    **options: Any,
+) -> Move:
+    """Dampen the gradient from the second step on."""
+    if isinstance(step, Tensor):
+        force: Scalar = torch.where(step == 1, X.new_tensor(sign), X.new_tensor(sign * factor))
+    else:
+        force = sign if step == 1 else sign * factor
+    return rule(X, *given, step=step, force=force, **options)
+
 
 class AdamLike(StiefelOptimizer):
     """Plain tensors move by ``torch.optim.Adam``, or AdamW with ``decoupled_weight_decay``."""
+
+    sums_over_rows = True
+    _torch_rule = TorchRule(
+        "torch.optim.Adam or AdamW",
+        frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        frozenset({"betas", "eps", "amsgrad"}),
+    )
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(fail("betas", "be two numbers in [0, 1)", repr(betas)))
+        for index, beta in enumerate(betas):
+            check_range(f"betas[{index}]", beta, 0.0, 1.0)
+        check_range("eps", group["eps"], 0.0)
+        for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
+            check_flag(name, group[name])
+        if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
+            wanted = "be a number with foreach=True"
+            raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
+
+    def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
+        """Return a rule with the options of Adam and those of these names."""
+        options = {name: group[name] for name in ("betas", "eps", *names)}
+        return partial(rule, force=-1.0 if group["maximize"] else 1.0, **options)
 
     @override
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
@@ -35,9 +121,13 @@ class AdamLike(StiefelOptimizer):
     def _step_plain(self, *arguments: Any, **options: Any) -> None:
         step_adam(*arguments, **options)
 
+    @override
+    def update_plain(self, *arguments: Any) -> None:
+        step_adam(*arguments)
+
 
 class MuonLike(AdamLike):
-    """Those with two dimensions move by ``torch.optim.Muon`` where ``plain`` says so."""
+    """Plain tensors of two dimensions move by ``torch.optim.Muon`` where ``plain`` says so."""
 
     @override
     def _init_plain(self, group: Group, parameter: Tensor) -> None:
@@ -52,8 +142,8 @@ class MuonLike(AdamLike):
         group: Group,
         parameters: list[Tensor],
         grads: list[Tensor],
-        states: Sequence[Group],
-        left: Tensor | None = None,
+        states: Sequence[StateDict],
+        stays: Tensor | None = None,
     ) -> None:
         kinds: tuple[list[Any], list[Any]] = ([], [])
         for item in zip(parameters, grads, states, strict=True):
@@ -61,7 +151,7 @@ class MuonLike(AdamLike):
             kinds[is_whole and _follows_muon(group, item[0])].append(item)
         by_adam, by_muon = (list(map(list, zip(*kind, strict=True))) for kind in kinds)
         if by_adam:
-            super()._step_plain(group, *by_adam, left)
+            super()._step_plain(group, *by_adam, stays)
         if by_muon:
             step_muon(group, *by_muon)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from torch import Tensor
@@ -9,12 +10,13 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_flag, check_range
-from stiefel_opt.functional.stiefel_muon import muon_
+from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.functional.muon import AMBIENT, muon
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import MuonLike, options_of
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import StateNames
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.torch_rules import Group
 
 PLAIN: Final = ("adamw", "muon")
 
@@ -31,7 +33,7 @@ class StiefelMuon(MuonLike):
 
     with M = mu B + (1 - mu) G, or B without ``nesterov``. Where D has full rank every principal
     angle between the old and the new point is atan eta, so that the learning rate needs no scaling
-    by shape or by the size of the gradient; see :func:`stiefel_opt.functional.muon_`.
+    by shape or by the size of the gradient; see :func:`stiefel_opt.functional.muon`.
 
     Args:
         params: Parameters, named parameters or groups, as in torch.
@@ -88,30 +90,28 @@ class StiefelMuon(MuonLike):
         super().__init__(params, options_of(locals()) | adamw)
 
     @override
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
         check_range("momentum", group["momentum"], 0.0, 1.0)
         check_flag("nesterov", group["nesterov"])
         check_choice("plain", group["plain"], PLAIN)
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        ambient = () if group["momentum"] == 0 else ("momentum_ambient",)
-        return StateNames(ambient=ambient)
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return () if group["momentum"] == 0 else (State(AMBIENT),)
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        return muon_(
-            given.point,
-            given.grad,
-            given.state.get("momentum_ambient"),
-            lr=given.lr,
-            momentum=group["momentum"],
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            setting=given.setting,
-        )
+    def rule_for(self, group: Group) -> Rule:
+        options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
+        return partial(muon, **options)
 
     @override
-    def _longest_step(self, group: Group, parameter: Tensor, manifold: Stiefel) -> float:
-        return float(group["lr"]) / manifold.scale  # directions are no longer than 1
+    def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
+        if (B := state.get(AMBIENT)) is None:  # -(X Z + U)
+            return None, None
+        inner = X.mH @ B
+        return (inner.mH - inner) / 2, X @ inner - B
+
+    @override
+    def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
+        return {AMBIENT: -(X @ Z + U)}

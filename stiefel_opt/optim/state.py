@@ -1,4 +1,4 @@
-"""Which state a constrained parameter has: names, shapes, first values, precision.
+"""Which state a constrained parameter has: declared by its rule, completed and converted here.
 
 Each constrained range of a parameter has state of its own; that of the second range and on has the
 number of the range behind its name: ``momentum_skew``, ``momentum_skew.1``. Plain rows have the
@@ -9,145 +9,196 @@ So the point lives in float32 in the state, and the parameter is what it rounds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import HALF, fail
+from stiefel_opt import linalg
+from stiefel_opt._checks import HALF, check_choice, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards, placed, sharded_zeros
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 
 MASTER: Final = "master"
 ROWS: Final = "rows."
-_SMALL: Final = ("skew", "factor", "shift", "norm")
-_KEPT: Final = (*_SMALL, "normal", "base", "ambient", MASTER)  # the last words of our names
-_PREFIXES: Final = ("momentum_", "exp_avg_sq_", "max_exp_avg_sq_", "deferred_")
+_SHAPES: Final = ("nm", "mm", "1")
+_SYMMETRIES: Final = (None, "skew", "symmetric", "normal")
+_OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+
+# Names that a rule has declared; whatever else a state holds belongs to a user.
+_DECLARED: Final[dict[str, State]] = {}
 
 
-class StateNames(NamedTuple):
-    """What a rule keeps beside ``step``."""
+@dataclass(frozen=True)
+class State:
+    """A tensor that a rule keeps for every constrained matrix, beside ``step``.
 
-    small: tuple[str, ...] = ()  # m x m for each matrix
-    small_of_tall: tuple[str, ...] = ()  # the same, of tall matrices only
-    tall: tuple[str, ...] = ()  # like the constrained range, where its matrices are tall
-    norms: tuple[str, ...] = ()  # one number for each matrix
-    ambient: tuple[str, ...] = ()  # like the constrained range, square matrices too
+    Args:
+        name: Its key in ``optimizer.state[parameter]``; not one of torch's own.
+        shape: "nm", like the tall matrix; "mm", or "1", one number.
+        start: Its first value: a number, or "I" for the identity of "mm".
+        dtype: None, that of the point, or "real".
+        symmetry: What holds for it: "skew", "symmetric", "normal" (X'U = 0), or None. A loaded
+            tensor is replaced by its skew or symmetric part. What is normal to the point has
+            rounding removed with it, and does not exist for square matrices.
+        tall_only: It does not exist for square matrices.
 
-
-def suffix_of(index: int) -> str:
-    """Return what stands behind the names of the state of range ``index``."""
-    return f".{index}" if index else ""
-
-
-def is_kept(name: str) -> bool:
-    """Say whether a name is one of ours, not torch's or a user's."""
-    word = name.partition(".")[0]
-    ours = word.startswith(_PREFIXES) and word.endswith(_KEPT)
-    return ours or word == MASTER or name.startswith(ROWS)
-
-
-def is_small(name: str) -> bool:
-    """Say whether state of this name is m x m, or one number, for each matrix."""
-    return name.partition(".")[0].endswith(_SMALL)
-
-
-def state_dtype(dtype: torch.dtype, name: str = "") -> torch.dtype:
-    """Return the dtype of the state ``name`` of a constrained parameter of ``dtype``.
-
-    The second moment of a complex number is that of its absolute value.
+    Raises:
+        ValueError: for other shapes and symmetries, and for names that torch has.
     """
-    if dtype.is_complex and "exp_avg_sq" in name:
-        return dtype.to_real()
+
+    name: str
+    shape: str = "nm"
+    start: float | str = 0.0
+    dtype: str | None = None
+    symmetry: str | None = None
+    tall_only: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("shape", self.shape, _SHAPES)
+        if self.symmetry is not None:
+            check_choice("symmetry", self.symmetry, _SYMMETRIES[1:])
+        if self.name in (*_OF_TORCH, MASTER) or "." in self.name:
+            remedy = "choose another: torch or this package has it"
+            raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
+        if self.symmetry == "normal":
+            object.__setattr__(self, "tall_only", True)
+        _DECLARED[self.name] = self
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its size does not grow with n."""
+        return self.shape != "nm"
+
+    def exists_for(self, n: int, m: int) -> bool:
+        """Say whether matrices of n x m have it."""
+        return n > m or not self.tall_only
+
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """Return its dtype for a parameter of ``dtype``."""
+        working = working_dtype(dtype)
+        return working.to_real() if self.dtype == "real" else working
+
+    def fill_(self, tensor: Tensor) -> Tensor:
+        """Write the first value into a batch ``(..., n, m)`` or ``(..., m, m)``."""
+        if self.start == "I":
+            tensor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            return tensor
+        return tensor.fill_(self.start)  # type: ignore[arg-type]
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """Return the skew or symmetric part, where that is declared."""
+        if self.symmetry == "skew":
+            return linalg.skew(tensor)
+        return linalg.sym(tensor) if self.symmetry == "symmetric" else tensor
+
+
+def key_of(name: str, index: int) -> str:
+    """Return the key of the state of range ``index``."""
+    return f"{name}.{index}" if index else name
+
+
+def declaration_of(key: str) -> State | None:
+    """Return the declaration behind a key, by whatever rule and options; None for others."""
+    return _DECLARED.get(key.partition(".")[0])
+
+
+def is_declared(key: str) -> bool:
+    """Say whether a key is one of ours, not torch's or a user's."""
+    return key.partition(".")[0] in _DECLARED or key == MASTER or key.startswith(ROWS)
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a constrained parameter of ``dtype`` is worked on."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def complete_state(
-    state: State,
-    names: StateNames,
+    state: StateDict,
+    declared: Iterable[State],
     parameter: Tensor,
     manifold: Stiefel,
     called: Callable[[], str],
     shards: Shards | None = None,
-) -> State:
+) -> StateDict:
     """Make in ``state`` what is missing, and drop what the rule does not keep; raise for a shape.
 
     What a user has put there under a name of their own stays; the state of a plain parameter is
     started anew. ``called`` gives what a message calls the parameter.
     """
-    expected = expected_shapes(names, parameter, manifold)
-    for name in ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        if name in state:  # of a plain parameter until now
-            state.clear()
+    expected = expected_state(declared, parameter, manifold)
+    if any(name in state for name in _OF_TORCH[:-1]):  # of a plain parameter until now
+        state.clear()
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    for name, shape in expected.items():
-        dtype = state_dtype(parameter.dtype, name)
-        if name not in state and name == MASTER:
-            state[name] = parameter.detach().to(dtype)
-        elif name not in state:
-            state[name] = _zeros(name, shape, dtype, parameter, shards)
-            if name.startswith("deferred_factor"):
-                local_part(state[name]).diagonal(dim1=-2, dim2=-1).fill_(1.0)
-        elif state[name].shape != shape:
+    if parameter.dtype in HALF and MASTER not in state:
+        state[MASTER] = parameter.detach().to(torch.float32)
+    for key, (kind, shape) in expected.items():
+        dtype = working_dtype(parameter.dtype) if kind is None else kind.dtype_for(parameter.dtype)
+        if key not in state and kind is not None:
+            state[key] = _started(kind, shape, dtype, parameter, shards)
+        elif state[key].shape != shape:
             remedy = "load the state of a parameter of the same shape and reading"
-            wanted, found = f"have shape {tuple(shape)}", f"shape {tuple(state[name].shape)}"
-            raise ValueError(fail(f"{name} of {called()}", wanted, found, remedy))
-        if state[name].dtype != dtype:  # the model is in another precision now
-            state[name] = state[name].to(dtype)
-        if shards is not None and (layout := _placements(name, shards)) is not None:
-            state[name] = placed(state[name], shards.mesh, layout)
-    for name in [name for name in state if is_kept(name) and name not in expected]:
-        if not name.startswith(ROWS):
-            del state[name]
+            wanted, given = f"have shape {tuple(shape)}", f"shape {tuple(state[key].shape)}"
+            raise ValueError(fail(f"{key} of {called()}", wanted, given, remedy))
+        if state[key].dtype != dtype:  # the model is in another precision now
+            state[key] = state[key].to(dtype)
+        if shards is not None and (layout := _placements(kind, shards)) is not None:
+            state[key] = placed(state[key], shards.mesh, layout)
+    for key in [key for key in state if is_declared(key) and key not in expected]:
+        if not key.startswith(ROWS):
+            del state[key]
     return state
 
 
 def forget_constrained(states: Any, parameter: Tensor) -> None:
     """Clear the state of a plain parameter that was constrained until now."""
     state = states.get(parameter, {})
-    if any(is_kept(name) for name in state):
+    if any(is_declared(key) for key in state):
         state.clear()
 
 
-def expected_shapes(
-    names: StateNames, parameter: Tensor, manifold: Stiefel
-) -> dict[str, torch.Size]:
-    """Return the shape of all state of a constrained parameter but ``step``, by name.
+def expected_state(
+    declared: Iterable[State], parameter: Tensor, manifold: Stiefel
+) -> dict[str, tuple[State | None, torch.Size]]:
+    """Return all state of a constrained parameter but ``step``: declaration and shape, by key.
 
-    No tall state where every matrix is square: nothing is normal to the point then.
+    The master of a half-precision parameter has no declaration.
     """
-    expected: dict[str, torch.Size] = {}
-    model = torch.empty(parameter.shape, device="meta")
+    expected: dict[str, tuple[State | None, torch.Size]] = {}
+    model, declared = torch.empty(parameter.shape, device="meta"), tuple(declared)
     for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
-        small = names.small + names.small_of_tall if n > m else names.small
-        for name in small:
-            expected[name + suffix_of(index)] = torch.Size((*lead, m, m))
-        for name in names.norms:
-            expected[name + suffix_of(index)] = torch.Size((*lead, 1, 1))
-        for name in names.ambient + (names.tall if n > m else ()):
-            expected[name + suffix_of(index)] = part.shape
+        shapes = {"nm": part.shape, "mm": torch.Size((*lead, m, m)), "1": torch.Size((*lead, 1, 1))}
+        for kind in declared:
+            if kind.exists_for(n, m):
+                expected[key_of(kind.name, index)] = kind, shapes[kind.shape]
     if parameter.dtype in HALF:
-        expected[MASTER] = parameter.shape
+        expected[MASTER] = None, parameter.shape
     return expected
 
 
-def _zeros(
-    name: str, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
+def _started(
+    kind: State, shape: torch.Size, dtype: torch.dtype, parameter: Tensor, shards: Shards | None
 ) -> Tensor:
-    if shards is None or (layout := _placements(name, shards)) is None:
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
-    return sharded_zeros(shape, dtype, shards.mesh, layout)
+    """Return the first value of a state."""
+    if shards is None or (layout := _placements(kind, shards)) is None:
+        tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
+    else:
+        tensor = sharded_zeros(shape, dtype, shards.mesh, layout)
+    if kind.start != 0:
+        kind.fill_(local_part(tensor))
+    return tensor
 
 
-def _placements(name: str, shards: Shards) -> Any:
-    """Return how state of this name is shared out; m x m sums over rows are not."""
-    return shards.small if is_small(name) else shards.working
+def _placements(kind: State | None, shards: Shards) -> Any:
+    """Return how a state is shared out; m x m sums over rows are not."""
+    return shards.small if kind is not None and kind.is_small else shards.working
 
 
 # ---- masters -----------------------------------------------------------------------------------
@@ -156,13 +207,13 @@ def _placements(name: str, shards: Shards) -> Any:
 def point_of(parameter: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     """Return what a constrained parameter stands for: its master, or its own value."""
     value = state.get(MASTER, parameter.detach())
-    return value.to(state_dtype(value.dtype))
+    return value.to(working_dtype(value.dtype))
 
 
-def follow_(master: Tensor, found: Tensor) -> None:
-    """Let masters take the values that somebody else wrote into their parameters, ``found``.
+def follow_(master: Tensor, value: Tensor) -> None:
+    """Let masters take the values that somebody else wrote into their parameters.
 
-    A number that still is the rounded master leaves the master its digits.
+    Keep the master where the parameter still equals its rounding.
     """
-    same = master.to(found.dtype).view(torch.int16) == found.view(torch.int16)
-    torch.where(same, master, found.to(master.dtype), out=master)
+    same = master.to(value.dtype).view(torch.int16) == value.view(torch.int16)
+    torch.where(same, master, value.to(master.dtype), out=master)

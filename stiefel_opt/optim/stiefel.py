@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -10,19 +10,40 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.functional.flows import mend_point
-from stiefel_opt.functional.published import published_adam_, published_sgd_
-from stiefel_opt.functional.stiefel_adam import Moments, adam_
-from stiefel_opt.functional.stiefel_sgd import sgd_, velocity_in
-from stiefel_opt.linalg import keep_, sums, zeroed
+from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.functional.momentum import (
+    BASE,
+    FACTOR,
+    NORMAL,
+    SHIFT,
+    SKEW,
+    adam,
+    corrected_deferred,
+    evaluated,
+    sgd,
+)
+from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.blocks import Owner
-from stiefel_opt.optim.constrained import Given
+from stiefel_opt.optim.blocks import Weight
+from stiefel_opt.optim.checks import check_metric, check_transport
+from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.plain import Group
-from stiefel_opt.optim.state import State, StateNames, suffix_of
+from stiefel_opt.optim.state import State, key_of
+from stiefel_opt.optim.torch_rules import Group
 
-_NORMAL: Final = ("momentum_normal", "deferred_base", "deferred_factor", "deferred_shift")
+Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
+U_STATE: Final = State(NORMAL, symmetry="normal")
+_DEFERRED: Final = (
+    State(BASE, tall_only=True),
+    State(SHIFT, "mm", tall_only=True),
+    State(FACTOR, "mm", start="I", tall_only=True),
+)
+_SECOND_MOMENTS: Final = (
+    State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric"),
+    State("exp_avg_sq_normal", dtype="real", tall_only=True),
+    State("max_exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric"),
+    State("max_exp_avg_sq_normal", dtype="real", tall_only=True),
+)
 
 
 class StiefelSGD(SGDLike):
@@ -36,7 +57,7 @@ class StiefelSGD(SGDLike):
         X \leftarrow (X\,\mathrm{rot}(\eta Z) + \eta U) R,\quad
         U \leftarrow (U - \eta X\,\mathrm{rot}(\eta Z)\, U^\top U) R
 
-    for the canonical metric; see :func:`stiefel_opt.functional.sgd_` for all variants. Constrained
+    for the canonical metric; see :func:`stiefel_opt.functional.sgd` for all variants. Constrained
     are parameters with a tag (:func:`stiefel_opt.constrain`, :class:`ManifoldParameter`), or those
     of groups with ``stiefel``. One learning rate serves both kinds.
 
@@ -105,29 +126,66 @@ class StiefelSGD(SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_metric(group)
+        check_transport(group)
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
         if group["transport"] == "published":
-            return StateNames(("momentum_skew",), (), ("momentum_normal",))
+            return Z_STATE, U_STATE
         if group["momentum"] == 0:
-            return StateNames()
-        if group["transport"] == "projected":
-            return StateNames(("momentum_skew",), ("deferred_shift",), ("deferred_base",))
+            return ()
         if group["nesterov"]:
-            return StateNames(("momentum_skew",), (), ("momentum_normal",))
-        deferred = ("deferred_factor", "deferred_shift")
-        return StateNames(("momentum_skew",), deferred, ("deferred_base",))
+            return Z_STATE, U_STATE
+        return (Z_STATE, *_DEFERRED[: 3 - (group["transport"] == "projected")])
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        options = given.of_sgd(group, "metric", "transport")
+    def rule_for(self, group: Group) -> Rule:
         if group["transport"] == "published":
-            kept = given.state["momentum_skew"], given.state.get("momentum_normal")
-            return _published(group, given, published_sgd_, kept, options)
-        return sgd_(given.point, given.grad, velocity_in(given.state), **options)
+            rotation = group["rotation"] or "euler"
+            return self.bound(group, partial(published_sgd, rotation=rotation), "metric")
+        return self.bound(group, sgd, "metric", "transport")
 
     @override
-    def _adapt(self, owner: Owner, names: StateNames) -> None:
-        _undefer(owner, names)
+    def correction_for(self, group: Group) -> Correction:
+        return corrected_deferred
+
+    @override
+    def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
+        return evaluated(X, state)
+
+    @override
+    def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
+        identity = torch.eye(Z.size(-1), dtype=Z.dtype, device=Z.device).expand_as(Z)
+        return {SKEW: Z, NORMAL: U, BASE: U, SHIFT: torch.zeros_like(Z), FACTOR: identity}
+
+    @override
+    @torch.no_grad()
+    def _adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
+        state, wanted = weight.state, {kind.name for kind in declared}
+        if weight.shards is not None or not wanted:
+            return
+        known = (NORMAL, *(kind.name for kind in _DEFERRED))
+        for index, (part, reading) in enumerate(weight.manifold.blocks(weight.parameter)):
+            kept = {name: state[key] for name in known if (key := key_of(name, index)) in state}
+            tall = kept.keys() & {BASE, NORMAL}
+            if not tall or kept.keys() <= wanted:
+                continue
+            shape = kept[tall.pop()].shape
+            kept = {n: reading.matrices(t) if n in (BASE, NORMAL) else t for n, t in kept.items()}
+            dtype = next(iter(kept.values())).dtype
+            X = reading.matrices(part).to(dtype) / reading.scale
+            _, U = evaluated(X, kept)
+            Z = torch.zeros_like(X[..., : X.size(-1), :])
+            for name in kept:
+                del state[key_of(name, index)]
+            for name, value in self._state_of_velocity(X, Z, U).items():  # type: ignore[arg-type]
+                if name in wanted and name != SKEW:
+                    is_tall = name in (BASE, NORMAL)
+                    value = reading.stored(value, shape) if is_tall else value
+                    state[key_of(name, index)] = value.contiguous()
 
 
 class StiefelAdam(AdamLike):
@@ -140,7 +198,7 @@ class StiefelAdam(AdamLike):
         Z_p = \frac{Z/c_1}{\sqrt{p/c_2} + \epsilon},\quad
         V = (I - XX^\top) \frac{U/c_1}{\sqrt{q/c_2} + \epsilon},\quad c_i = 1 - \beta_i^t,
 
-    and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam_`. A
+    and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam`. A
     constant factor on the loss changes nothing (it does with published transport).
 
     Args:
@@ -191,20 +249,21 @@ class StiefelAdam(AdamLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def _state_names(self, group: Group) -> StateNames:
-        largest = ("max_",) if group["amsgrad"] else ()
-        words = ("momentum_", "exp_avg_sq_", *(word + "exp_avg_sq_" for word in largest))
-        small, tall = (tuple(word + kind for word in words) for kind in ("skew", "normal"))
-        return StateNames(small, (), tall)
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_metric(group)
+        check_transport(group)
 
     @override
-    def _move(self, group: Group, given: Given) -> Tensor:
-        state, options = given.state, given.of_adam(group, "metric", "transport")
-        normal = _moments(state, "normal") if "momentum_normal" in state else None
-        kept = _moments(state, "skew"), normal
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2])
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
         if group["transport"] == "published":
-            return _published(group, given, published_adam_, kept, options)
-        return adam_(given.point, given.grad, *kept, **options)
+            rotation = group["rotation"] or "euler"
+            return self.bound(group, partial(published_adam, rotation=rotation), "metric")
+        return self.bound(group, adam, "metric", "transport")
 
 
 class StiefelAdamW(StiefelAdam):
@@ -250,68 +309,3 @@ class StiefelAdamW(StiefelAdam):
         super().__setstate__(state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True
-
-
-def _published(
-    group: Group,
-    given: Given,
-    rule: Callable[..., Tensor],
-    kept: tuple[Any, Any],
-    options: dict[str, Any],
-) -> Tensor:
-    """Return the new point of the flows as printed, which know nothing of masks and corrections.
-
-    What they let overflow stays where it was, and its momentum starts again.
-    """
-    ok, row_sum = given.setting.ok, given.setting.row_sum
-    point, grad = given.point, zeroed(given.grad, ok)
-    if given.setting.correct is not False:
-        point = mend_point(point, row_sum)
-    moments = list(given.state.values())
-    earlier = [tensor.clone() for tensor in moments] if ok is not None else []
-    del options["setting"], options["transport"]
-    options["rotation"] = group["rotation"] or "euler"
-    options["sums"] = lambda left, right: sums(row_sum, (left, right))[0]
-    new_point = rule(point, grad, *kept, **options)
-    if not given.is_judged:
-        return new_point
-    (own,) = sums(row_sum, (new_point, new_point))
-    overflowed = ~own.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
-    if ok is not None:
-        overflowed = overflowed & ok
-    given.overflowed = overflowed
-    for tensor in moments:
-        tensor.masked_fill_(overflowed, 0.0)
-    for tensor, before in zip(moments, earlier, strict=False):
-        keep_(tensor, before, ~ok)  # type: ignore[operator]
-    return torch.where(overflowed, given.point, new_point)
-
-
-def _moments(state: State, part: str) -> Moments:
-    """Return the moments of one part of the velocity."""
-    first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
-    return Moments(first, second, state.get("max_exp_avg_sq_" + part))
-
-
-@torch.no_grad()
-def _undefer(owner: Owner, names: StateNames) -> None:
-    """Turn a momentum that other options have left behind into what ``names`` says is kept."""
-    state, kept = owner.state, {*names.tall, *names.small_of_tall}
-    name = "deferred_base" if "deferred_base" in kept else "momentum_normal"
-    if owner.shards is not None or not kept:
-        return
-    for index, (part, reading) in enumerate(owner.manifold.blocks(owner.parameter)):
-        suffix = suffix_of(index)
-        known = {word: state[word + suffix] for word in _NORMAL if word + suffix in state}
-        base, gone = known.get("deferred_base", known.get("momentum_normal")), known.keys() - kept
-        if base is None or not gone:
-            continue
-        value = reading.matrices(base)
-        if "deferred_factor" in gone:
-            value = value @ known["deferred_factor"]
-        if "deferred_shift" in gone:
-            point = reading.matrices(part).to(value.dtype) / reading.scale
-            value = value - point @ known["deferred_shift"]
-        state[name + suffix] = reading.stored(value, base.shape).contiguous()
-        for word in gone:
-            del state[word + suffix]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from stiefel_opt.optim.base import StiefelOptimizer
-    from stiefel_opt.optim.constrained import Constrained
+    from stiefel_opt.optim.group import WeightGroup
 
 
 _OPTIMIZERS: weakref.WeakValueDictionary[int, StiefelOptimizer] = weakref.WeakValueDictionary()
@@ -34,24 +34,24 @@ def remember(optimizer: StiefelOptimizer) -> int:
     return handle
 
 
-def in_graph(handle: int, everyone: list[Constrained], lrs: list[float | Tensor]) -> None:
+def in_graph(handle: int, weight_groups: list[WeightGroup], lrs: list[float | Tensor]) -> None:
     """Put the step of all constrained parameters into the graph that is being traced.
 
-    Rates of groups, ``lrs``, that are tensors are read where the graph has them.
+    Learning rates of groups, ``lrs``, that are tensors are read where the graph has them.
     """
     parameters: list[Tensor] = []
     state: list[Tensor] = []
     grads: list[Tensor] = []
     places: list[int] = []
-    for constrained in everyone:
-        if constrained.is_shared:  # collectives of a step are not for a graph
+    for weights in weight_groups:
+        if weights.is_shared:  # collectives of a step are not for a graph
             torch._dynamo.graph_break()
-        for owner in constrained.owners:
-            if owner.parameter.grad is not None:
+        for parameter in weights.parameters:
+            if parameter.grad is not None:
                 places.append(len(parameters))
-                grads.append(owner.parameter.grad)
-            parameters.append(owner.parameter)
-        state += constrained.tensors()
+                grads.append(parameter.grad)
+            parameters.append(parameter)
+        state += weights.tensors()
     if places:
         rates = [lr for lr in lrs if isinstance(lr, Tensor)]
         torch.ops.stiefel_opt.step(parameters, state, grads, places, rates, handle)
@@ -66,9 +66,9 @@ def _step(
     handle: int,
 ) -> None:
     optimizer = _OPTIMIZERS[handle]
-    everyone = optimizer.all_constrained()
-    real = [owner.parameter.detach() for each in everyone for owner in each.owners]
-    real += [tensor for each in everyone for tensor in each.tensors()]
+    weight_groups = optimizer.all_constrained()
+    real = [parameter.detach() for each in weight_groups for parameter in each.parameters]
+    real += [tensor for each in weight_groups for tensor in each.tensors()]
     copies = [
         (own, given)
         for own, given in zip(real, [*parameters, *state], strict=False)

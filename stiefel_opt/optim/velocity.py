@@ -2,112 +2,120 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
 from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.functional.stiefel_sgd import velocity_in
+from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.linalg import skew as skew_part
+from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import name_of, reading
-from stiefel_opt.optim.state import complete_state, point_of, suffix_of
+from stiefel_opt.optim.state import (
+    State,
+    StateDict,
+    complete_state,
+    declaration_of,
+    key_of,
+    point_of,
+)
+from stiefel_opt.optim.torch_rules import Group
 
-if TYPE_CHECKING:
-    from stiefel_opt.optim.base import StiefelOptimizer
-
-_TALL: Final = ("momentum_normal", "momentum_ambient", "deferred_base")
+Read = Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]
+Write = Callable[[Tensor, Tensor, Tensor], Tensors]
 
 
 class Range(NamedTuple):
-    """A constrained range of a parameter, its rows gathered.
+    """A constrained range of a parameter, its rows gathered."""
 
-    Attributes:
-        suffix: Of the names of its state.
-        point: X, ``(..., n, m)``.
-        state: All state of the parameter; what is as tall as X is read as X is.
-    """
-
-    suffix: str
-    point: Tensor
-    state: dict[str, Tensor]
+    number: int
+    reading: Stiefel
+    point: Tensor  # X, (..., n, m)
+    state: Tensors  # by name; tall state is read as X is
 
 
 @torch.no_grad()
-def ranges_of(optimizer: StiefelOptimizer, parameter: Tensor, *, make: bool = False) -> list[Range]:
-    """Return the constrained ranges of a parameter; ``make``: with state that it lacks so far."""
-    for group in optimizer.param_groups:
-        manifold = reading(parameter, group)
-        if manifold is not None and any(parameter is other for other in group["params"]):
-            break
-    else:
-        raise ValueError(fail("parameter", "be constrained in this optimizer", "one that is not"))
-    state = optimizer.state.get(parameter, {})
-    if make:
-        names = optimizer._state_names(group)
-        called = partial(name_of, parameter, optimizer.param_groups)
-        state = complete_state(optimizer.state[parameter], names, parameter, manifold, called)
-    state = {n: whole(t) for n, t in state.items() if isinstance(t, Tensor)}
-    found = []
-    value = point_of(whole(parameter.detach()), state)
-    for index, (part, own) in enumerate(manifold.blocks(value)):
-        suffix = suffix_of(index)
-        tall = {name + suffix for name in _TALL}.intersection(state)
-        read = state | {name: own.matrices(state[name]) for name in tall}
-        found.append(Range(suffix, own.matrices(part) / own.scale, read))
-    return found
-
-
-def velocity_of(optimizer: StiefelOptimizer, parameter: Tensor) -> tuple[Any, Any]:
+def velocity_of(
+    parameter: Tensor,
+    states: Mapping[Tensor, StateDict],
+    groups: list[Group],
+    read: Read,
+) -> tuple[Any, Any]:
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
+    _, manifold = _group_of(parameter, groups)
     skews, normals = [], []
-    for suffix, point, state in ranges_of(optimizer, parameter):
-        if (ambient := state.get("momentum_ambient" + suffix)) is not None:  # Muon's -(X Z + U)
-            inner = point.mH @ ambient
-            skews.append((inner.mH - inner) / 2)
-            normals.append(point @ inner - ambient)
-            continue
-        skew, normal = velocity_in(state, suffix)
+    for _, _, point, state in _ranges(parameter, manifold, states.get(parameter, {})):
+        Z, U = read(point, state)
         none = torch.zeros_like(point)
-        skews.append(none[..., : point.size(-1), :].clone() if skew is None else skew.clone())
-        if normal is not None:
-            flat = [t if t is None else t.reshape(-1, *t.shape[-2:]) for t in (point, *normal)]
-            none = type(normal)(*flat[1:]).value(flat[0]).reshape(point.shape)  # type: ignore[arg-type]
-        normals.append(none)
+        skews.append(none[..., : point.size(-1), :].clone() if Z is None else Z.clone())
+        normals.append(none if U is None else U.clone())
     return (skews[0], normals[0]) if len(skews) == 1 else (tuple(skews), tuple(normals))
 
 
 @torch.no_grad()
-def set_velocity_(optimizer: StiefelOptimizer, parameter: Tensor, skew: Any, normal: Any) -> None:
+def set_velocity_(
+    parameter: Tensor,
+    states: Mapping[Tensor, StateDict],
+    groups: list[Group],
+    declare: Callable[[Group], tuple[State, ...]],
+    write: Write,
+    skew: Any,
+    normal: Any,
+) -> None:
     """Set (Z, U), after all of it is checked; see ``StiefelOptimizer.set_velocity``."""
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
+    group, manifold = _group_of(parameter, groups)
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))
-    ranges = ranges_of(optimizer, parameter, make=True)
+    called, declared = partial(name_of, parameter, groups), declare(group)
+    state = complete_state(states[parameter], declared, parameter, manifold, called)
+    ranges = _ranges(parameter, manifold, state)
     if len(values) != len(ranges):
         wanted = f"be tuples of {len(ranges)} tensors each"
         raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
-    for (suffix, point, state), (new_skew, new_normal) in zip(ranges, values, strict=True):
+    for (_, _, point, _), (new_skew, new_normal) in zip(ranges, values, strict=True):
         small = torch.Size((*point.shape[:-2], point.size(-1), point.size(-1)))
         _check("skew", new_skew, small)
-        if any(name + suffix in state for name in _TALL):  # square matrices have no normal part
+        if point.size(-2) != point.size(-1):  # square matrices have no normal part
             _check("normal", new_normal, point.shape)
-    for (suffix, point, state), (new_skew, new_normal) in zip(ranges, values, strict=True):
-        if "momentum_skew" + suffix in state:
-            state["momentum_skew" + suffix].copy_((new_skew - new_skew.mH) / 2)
-        for name in _TALL:
-            if name + suffix in state:
-                state[name + suffix].copy_(new_normal - point @ (point.mH @ new_normal))
-        if (ambient := state.get("momentum_ambient" + suffix)) is not None:
-            ambient.add_(point @ (new_skew - new_skew.mH) / 2).neg_()
-        if "deferred_shift" + suffix in state:
-            state["deferred_shift" + suffix].zero_()
-        if "deferred_factor" + suffix in state:
-            factor = state["deferred_factor" + suffix]
-            factor.zero_().diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    for (number, own, point, kept), (new_skew, new_normal) in zip(ranges, values, strict=True):
+        is_square = point.size(-2) == point.size(-1)
+        U = torch.zeros_like(point) if is_square else new_normal
+        U = U - point @ (point.mH @ U)
+        written = write(point, skew_part(new_skew), U)
+        for kind in declared:
+            if kind.name in kept and kind.name in written:
+                target, value = state[key_of(kind.name, number)], written[kind.name]
+                target.copy_(value if kind.is_small else own.stored(value, target.shape))
+
+
+def _group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
+    """Return the group of a constrained parameter, and its reading."""
+    for group in groups:
+        manifold = reading(parameter, group)
+        if manifold is not None and any(parameter is other for other in group["params"]):
+            return group, manifold
+    raise ValueError(fail("parameter", "be constrained in this optimizer", "one that is not"))
+
+
+def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict) -> list[Range]:
+    """Return the constrained ranges of a parameter with their state, in whatever form it is."""
+    gathered = {key: whole(t) for key, t in state.items() if isinstance(t, Tensor)}
+    value, ranges = point_of(whole(parameter.detach()), gathered), []
+    for index, (part, own) in enumerate(manifold.blocks(value)):
+        read: Tensors = {}
+        for key, tensor in gathered.items():
+            kind = declaration_of(key)
+            if kind is not None and key == key_of(kind.name, index):
+                read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
+        ranges.append(Range(index, own, own.matrices(part) / own.scale, read))
+    return ranges
 
 
 def _check(name: str, value: Any, shape: torch.Size) -> None:

@@ -97,11 +97,13 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
         if more:
             wanted = f"have no modules but {', '.join(sorted(children - HARMLESS))}"
             remedy = "only Llama, Mistral, Qwen2, Qwen3 and what is built like them can be rotated"
-            raise ValueError(fail(name, wanted, ", ".join(more), remedy))
+            raise ValueError(fail(name or "the model", wanted, ", ".join(more), remedy))
 
     linear: Any = nn.Module if quantised else nn.Linear
     embedding, head = find("model.embed_tokens", nn.Embedding), find("lm_head", linear)
     norm, blocks = find("model.norm", nn.Module), find("model.layers", nn.ModuleList)
+    only("", {"model", "lm_head"})
+    only("model", {"embed_tokens", "layers", "norm", *HARMLESS})
     layers = []
     for number in range(len(blocks)):
         name = f"model.layers.{number}"

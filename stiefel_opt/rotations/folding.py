@@ -54,6 +54,7 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
     whole("model.embed_tokens", decoder.embedding.weight)
     whole("lm_head", decoder.head.weight)
     residual = polished(rotations.residual)
+    mark(decoder.model, "half folded")  # what is interrupted from here on cannot be used
     _turn_rows(decoder.embedding.weight, residual)
     _turn_rows(decoder.head.weight, residual)
     for layer, given in zip(decoder.layers, rotations.heads, strict=True):

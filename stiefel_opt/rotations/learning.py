@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import math
 import os
@@ -95,7 +96,7 @@ def learn(
         the start; ``log`` has the steps.
     Raises:
         ValueError: for a model that is not prepared, options out of range, no batches, and a
-            checkpoint of other options.
+            checkpoint of other options, another start or other batches.
         TypeError: for batches that are no token ids, naming the first, and for other wrong types.
     Note: A step is two forward passes and one backward pass; with "noise" one forward pass. Memory
         beside that of the activations: the rotations in float32, and the optimizer's state.
@@ -126,6 +127,8 @@ def learn(
     schedule = CosineAnnealingLR(method, max(1, total))
     objective = _Objective(decoder, quantizers, loss, top_k)
     asked = {**options, "loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
+    asked |= {"lr": lr, **_options_of(method)}
+    asked |= {"start": _digest([start.residual, *start.heads]), "batches": _digest_of_all(data)}
     path = None if checkpoint is None else Path(checkpoint)
     training = _Training(rotations, method, schedule, path, asked)
     remedy, silent = "run: pip install tqdm, or pass progress=False", _rank() != 0
@@ -344,14 +347,46 @@ class _Training:
             given = content["options"].get(name)
             if given != value:
                 remedy = f"pass {name}={given!r}, or another path"
-                wanted = f"be of a training with {name}={value!r}"
-                raise ValueError(fail("checkpoint", wanted, f"one with {given!r}", remedy))
+                wanted, found = f"be of a training with {name}={value!r}", f"one with {given!r}"
+                if name in ("start", "batches"):
+                    wanted, found = f"be of a training with the same {name}", "one with others"
+                    remedy = f"pass the {name} that it was begun with, or another path"
+                raise ValueError(fail("checkpoint", wanted, found, remedy))
         with torch.no_grad():
             for rotation, value in zip(self.rotations, content["rotations"], strict=True):
                 rotation.copy_(value)
         self.optimizer.load_state_dict(content["optimizer"])
         self.schedule.load_state_dict(content["schedule"])
         self.log, self.before = content["log"], content["before"]
+
+
+def _options_of(optimizer: Optimizer) -> dict[str, str]:
+    """Class and options of an optimizer, as they are before its first step."""
+    found = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: str(value) for name, value in group.items() if name != "params"}
+        found |= {f"{name} of group {number}": value for name, value in options.items()}
+    return found
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """A few letters that differ where one of the tensors does."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{values.shape}{values.dtype}".encode())
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest_of_all(data: list[dict[str, Tensor]]) -> list[str]:
+    """Of the batches of each process."""
+    mine = _digest(tensor for batch in data for tensor in batch.values())
+    if not _many():
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
 # ---- what is given -------------------------------------------------------------------------------

@@ -44,14 +44,17 @@ def prepare_(model: ModelT) -> ModelT:
     """
     decoder = read_decoder(model)
     if state_of(decoder.model):
+        state = state_of(decoder.model)["state"]
         remedy = "go on with rotations.learn or load_online_"
-        state = f"a model that is {state_of(decoder.model)['state']}"
-        raise ValueError(fail("model", "not be prepared yet", state, remedy))
+        remedy = "load the original" if state.startswith("half") else remedy
+        found = f"a model that is {state}"
+        raise ValueError(fail("model", "not be prepared yet", found, remedy))
     _check_sharing(decoder)
     for name, norm, readers in decoder.norms():
         _check_norm(name, norm)
         for reader in readers:
             whole(name, reader.weight)
+    mark(decoder.model, "half prepared")  # what is interrupted from here on cannot be used
     if decoder.head.weight is decoder.embedding.weight:
         trained = decoder.head.weight.requires_grad
         decoder.head.weight = nn.Parameter(decoder.head.weight.clone(), requires_grad=trained)

@@ -121,7 +121,8 @@ def check_prepared(decoder: Decoder) -> None:
     """Raise unless the model has gone through ``prepare_`` and not through ``fold_``."""
     state = state_of(decoder.model).get("state", "as it was loaded")
     if state != "prepared":
-        remedy = "load the original" if state == "folded" else "call rotations.prepare_(model)"
+        untouched = state == "as it was loaded"
+        remedy = "call rotations.prepare_(model)" if untouched else "load the original"
         raise ValueError(fail("model", "be prepared", f"one that is {state}", remedy))
 
 
@@ -213,11 +214,11 @@ class Quantizers:
                 (layer.up, residual, None),
                 (layer.down, fixed, residual),
             ):
-                forward = functools.partial(self._linear, linear, linear.forward, inward, outward)
-                stack.enter_context(replaced_forward(linear, forward))
+                rounded = functools.partial(self._linear, linear, inward, outward)
+                stack.enter_context(wrapped_forward(linear, rounded))
         if self.recompute:
-            forward = functools.partial(checkpoint, layer.module.forward, use_reentrant=False)
-            stack.enter_context(replaced_forward(layer.module, forward))
+            recomputed = functools.partial(checkpoint, use_reentrant=False)
+            stack.enter_context(wrapped_forward(layer.module, recomputed))
 
     def _round(
         self, x: Tensor, bits: int | None, rotation: Rotation, row: int | None = None
@@ -255,9 +256,9 @@ class Quantizers:
     def _linear(
         self,
         linear: nn.Linear,
-        plain: Callable[[Tensor], Tensor],
         inward: Rotation,
         outward: Rotation,
+        plain: Callable[[Tensor], Tensor],
         x: Tensor,
     ) -> Tensor:
         """The layer with its weight rounded, one grid for each output, in the rotated basis."""
@@ -307,15 +308,29 @@ def turned(x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
     return (x.reshape(*x.shape[:-1], -1, size) @ matrix).reshape(x.shape)
 
 
+WRAPPERS = "_stiefel_wrappers"  # of a module: what runs around its own forward, outermost last
+
+
 @contextlib.contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """``module`` runs ``forward`` meanwhile."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
+def wrapped_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """``module`` runs ``wrapper(forward, ...)`` meanwhile; several may end in any order."""
+    if WRAPPERS not in module.__dict__:
+        module.__dict__[WRAPPERS] = ([], module.__dict__.get("forward"))
+    wrappers, own = module.__dict__[WRAPPERS]
+    wrappers.append(wrapper)
+    _wrap(module, wrappers, own)
     try:
         yield
     finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
+        wrappers.remove(wrapper)
+        _wrap(module, wrappers, own)
+        if not wrappers:
+            del module.__dict__[WRAPPERS]
+
+
+def _wrap(module: nn.Module, wrappers: Sequence[Callable[..., Any]], own: Any) -> None:
+    module.__dict__.pop("forward", None)
+    if own is not None:
+        module.forward = own
+    for wrapper in wrappers:
+        module.forward = functools.partial(wrapper, module.forward)

@@ -16,7 +16,7 @@ figures = importlib.import_module("benchmarks.common.figures")
 
 SAME = [  # one method under two names
     {"ProjectedRGD", "ProjectedRGD, cayley"},
-    {"RGD-C-C", "RGD-C-C (Wen & Yin)"},
+    {"RGD-C-C", "RGD-C-C (ours)"},
     {"CayleyAdam", "Cayley Adam"},
     {"Free control", "free, same start"},
     {"HR", "sequential HR"},

@@ -281,7 +281,10 @@ def test_start_again_without_resume(tmp_path) -> None:
     ("name", "plain", "constrained"),
     [
         ("stiefel-sgd", {"lr": 0.15, "momentum": 0.9}, {"lr": 0.15, "momentum": 0.9}),
+        ("algorithm-1", {"lr": 0.15}, {"lr": 0.15, "momentum": 0.9, "transport": "published"}),
+        ("algorithm-2", {"lr": 1e-3}, {"lr": 1e-3, "transport": "published"}),
         ("cayley-sgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 1.0, "momentum": 0.9}),
+        ("released-cayley-sgd", {"momentum": 0.9}, {"lr": 1.0, "momentum": 0.0}),
         ("momentumless", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}),
         ("rgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.9}),
         ("stiefel-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),

@@ -298,3 +298,74 @@ def test_what_cannot_be_constrained_is_refused_and_unchanged():
             assert torch.equal(model.state_dict()[name], value) or not value.isfinite().all()
         if model is not None and type(model) is not MultiheadAttention:
             assert not any(isinstance(p, so.ManifoldParameter) for p in model.parameters())
+
+
+# ---- the projection of the joined heads --------------------------------------------------------
+
+
+class Joined(nn.Module):
+    """Attention whose output layer is called and kept in one of several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.num_heads = 4
+        self.to_q, self.to_k, self.to_v = (nn.Linear(12, 16) for _ in range(3))
+        layer = nn.Linear(16, 12)
+        self.to_out = nn.Sequential(layer, nn.Dropout(0.1)) if kind == "sequence" else layer
+
+
+class Bert(nn.Module):
+    """The output layer stands beside the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Module()
+        inner = self.attention.self = nn.Module()
+        inner.num_attention_heads = 4
+        inner.query, inner.key, inner.value = (nn.Linear(12, 16) for _ in range(3))
+        self.attention.output = nn.Module()
+        self.attention.output.dense = nn.Linear(16, 12)
+
+
+OUTPUTS_OF = {
+    "linear": (lambda: Joined("linear"), "to_out.weight"),
+    "sequence": (lambda: Joined("sequence"), "to_out.0.weight"),
+    "beside": (Bert, "attention.output.dense.weight"),
+    "torch": (lambda: nn.MultiheadAttention(16, 4), "out_proj.weight"),
+    "torch, other keys": (lambda: nn.MultiheadAttention(16, 4, kdim=8), "out_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS_OF)
+@pytest.mark.parametrize("which", ["o", "vo", "qkvo"])
+@pytest.mark.parametrize("constraint", ["within", "across"])
+def test_the_columns_that_read_one_head_are_a_matrix(kind, which, constraint):
+    torch.manual_seed(0)
+    make, name = OUTPUTS_OF[kind]
+    model = make()
+    found = so.constrain_attention(model, constraint, which)
+    lines = {line[0]: line for line in found.lines}
+    assert name in lines
+    assert len(lines) == (2 if kind == "torch" and which != "o" else len(which))
+    weight = model.get_parameter(name).detach()
+    heads = weight.split(4, dim=1) if constraint == "within" else [weight]
+    for head in heads:
+        tall = head if head.size(0) >= head.size(1) else head.mT
+        torch.testing.assert_close(tall.mT @ tall, torch.eye(tall.size(1)), atol=1e-5, rtol=0)
+    assert so.orthonormality_error(model) < 1e-5
+
+
+def test_an_output_that_is_missing_or_doubtful_is_named():
+    model = Joined("linear")
+    model.proj = nn.Linear(16, 12)
+    with pytest.raises(ValueError, match=r"it has proj, to_out for the output; say names="):
+        so.constrain_attention(model, which="o")
+    names = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "proj"}
+    assert so.constrain_attention(model, which="o", names=names).lines[0][0] == "proj.weight"
+    del model.proj, model.to_out
+    with pytest.raises(ValueError, match=r"it has none for the output; say names="):
+        so.constrain_attention(model, which="qko")
+    assert not so.report(model).lines[1:]
+    for which in ("oq", "qq", "", "x", 3):
+        with pytest.raises(ValueError, match=r"`which` must be one or more of 'q', 'k', 'v', 'o'"):
+            so.constrain_attention(model, which=which)

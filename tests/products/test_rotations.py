@@ -487,10 +487,10 @@ def shared_across_layers() -> TinyDecoder:
     return model
 
 
-def embedding_shared_with_an_adapter() -> TinyDecoder:
+def layers_that_share() -> TinyDecoder:
     model = TinyDecoder(tied=True)
-    model.adapter = nn.Linear(WIDTH, 23, bias=False)
-    model.adapter.weight = model.model.embed_tokens.weight
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
     return model
 
 
@@ -544,9 +544,9 @@ def with_quantization_config() -> TinyDecoder:
             "`model.layers.0.mlp.up_proj.weight` must not be shared",
         ),
         (
-            embedding_shared_with_an_adapter,
+            layers_that_share,
             ValueError,
-            "must not be shared, got shared with lm_head.weight, adapter.weight",
+            "must not be shared, got shared with model.layers.1.mlp.up_proj.weight",
         ),
         (layer_norms, ValueError, "`model.norm` must be an RMSNorm"),
         (shifted_gain, ValueError, "`model.norm` must multiply by its weight"),

@@ -18,11 +18,14 @@ from reference_descent import (
     positive_qr,
     retract,
 )
+from rule_cases import MOMENTUM, NORMAL, RuleCase, tensors
 from torch import Tensor
 
-from stiefel_opt.functional import Setting, cayley_adam_, cayley_sgd_, descend_
+from stiefel_opt.device import Now
+from stiefel_opt.functional import cayley_adam, cayley_sgd, descend
 from stiefel_opt.functional.descent import RETRACTIONS
-from stiefel_opt.linalg import cholesky_factor
+from stiefel_opt.functional.flows import corrected, corrections_after
+from stiefel_opt.linalg import LOCAL_SUMS, cholesky_factor
 
 SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
 LARGE = (200, 20)
@@ -49,10 +52,10 @@ def batched(*arrays: np.ndarray) -> list[Tensor]:
 def along(point: np.ndarray, skew: np.ndarray, normal: np.ndarray, retraction: str) -> np.ndarray:
     """R_X(XT + V), as the step of a momentum without force."""
     X, T, V = batched(point, skew, normal)
-    square = point.shape[0] == point.shape[1]
-    moved = descend_(
-        X, X * 0, T, None if square else V, lr=1.0, momentum=1.0, retraction=retraction
-    )
+    state = {"momentum_skew": T}
+    if point.shape[0] > point.shape[1]:
+        state[NORMAL] = V
+    moved, *_ = descend(X, X * 0, state, lr=1.0, momentum=1.0, retraction=retraction)
     return moved[0].numpy()
 
 
@@ -85,7 +88,7 @@ def test_systems_of_m_2m_3m_and_n_give_one_cayley_map(shape, rng):
     np.testing.assert_allclose(thrice, twice, rtol=0, atol=TOLERANCE)
     for metric, expected in [("canonical", canonical), ("euclidean", twice)]:
         point, grad = batched(X, G)
-        found = descend_(point, grad, lr=1.0, metric=metric)[0].numpy()
+        found = descend(point, grad, {}, lr=1.0, metric=metric)[0][0].numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
@@ -148,17 +151,18 @@ def test_polar_and_cayley_are_right_to_second_order(shape, retraction, geodesic,
 KINDS = [(9, 4), (4, 4), (7, 1), (6, 5)]
 METRICS = ("canonical", "euclidean", -1.0, 0.3)
 MOMENTA = ({}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True})
+SQUARED = (*MOMENTUM, "exp_avg_sq_norm")
 CAYLEY_RULES: list[tuple[Any, Any, dict[str, Any]]] = [
-    *((cayley_sgd_, CayleySGDReference, {"steps": steps}) for steps in (0, 1, 2, 5)),
-    *((cayley_adam_, CayleyAdamReference, {"steps": steps}) for steps in (0, 1, 2, 5)),
-    (cayley_sgd_, CayleySGDReference, {"exact": True}),
-    (cayley_sgd_, CayleySGDReference, {"momentum": 0.8, "nesterov": True}),
-    (cayley_sgd_, CayleySGDReference, {"momentum": 0.0}),
-    (cayley_adam_, CayleyAdamReference, {"exact": True}),
-    (cayley_adam_, CayleyAdamReference, {"betas": (0.0, 0.5), "eps": 0.1}),
+    *((cayley_sgd, CayleySGDReference, {"steps": steps}) for steps in (0, 1, 2, 5)),
+    *((cayley_adam, CayleyAdamReference, {"steps": steps}) for steps in (0, 1, 2, 5)),
+    (cayley_sgd, CayleySGDReference, {"exact": True}),
+    (cayley_sgd, CayleySGDReference, {"momentum": 0.8, "nesterov": True}),
+    (cayley_sgd, CayleySGDReference, {"momentum": 0.0}),
+    (cayley_adam, CayleyAdamReference, {"exact": True}),
+    (cayley_adam, CayleyAdamReference, {"betas": (0.0, 0.5), "eps": 0.1}),
 ]
 RULES = [
-    (shape, descend_, DescentReference, {"retraction": retraction, "metric": metric, **momentum})
+    (shape, descend, DescentReference, {"retraction": retraction, "metric": metric, **momentum})
     for shape, retraction, metric, momentum in mixed(12, KINDS, RETRACTIONS, METRICS, MOMENTA)
 ] + [(shape, *rule) for rule, shape in in_turn(CAYLEY_RULES, KINDS)]
 
@@ -183,102 +187,54 @@ def test_every_rule_follows_its_dense_loop(shape, rule, reference, options, rng)
     start_points = np.stack([start(rng, n, m) for _ in range(k)])
     loops = [reference(point, lr=lr, **options) for point in start_points]
     point = torch.tensor(start_points)
-    has_momentum = rule is not descend_ or "momentum" in options
-    skew = torch.zeros(k, m, m).double() if has_momentum else None
-    normal = torch.zeros(k, n, m).double() if has_momentum and n > m else None
-    state = [skew, normal]
-    if rule is cayley_adam_:
-        state.append(torch.zeros(k, 1, 1).double())
+    keeps = SQUARED if rule is cayley_adam else MOMENTUM
+    has_momentum = rule is not descend or "momentum" in options
+    case = RuleCase(rule, {"lr": lr, **options}, keeps if has_momentum else ())
+    state = case.state(point, torch.Generator(), zero=True)
     for step in range(length):
         grads = torch.tensor(force(point.numpy(), step))
-        if rule is cayley_adam_:
-            options = {**options, "step": step + 1.0}
-        setting = Setting(correct=step % 8 == 7)
-        point = rule(point, grads, *state, lr=lr, setting=setting, **options)
+        number = {"step": step + 1.0} if rule is cayley_adam else {}
+        if step % 8 == 7:
+            point, fixed = corrected(point, state, LOCAL_SUMS, (NORMAL,))
+            state |= fixed
+        point, new, _ = case(point, grads, state, **number)
+        state |= new
         expected = force(np.stack([loop.X for loop in loops]), step)
         for loop, grad in zip(loops, expected, strict=True):
             loop.step(grad)
     for index, loop in enumerate(loops):
         np.testing.assert_allclose(point[index].numpy(), loop.X, rtol=0, atol=TOLERANCE)
         assert orthonormality_error(point[index].numpy()) < 1e-13
-        if skew is not None:
-            np.testing.assert_allclose(skew[index].numpy(), loop.Z, rtol=0, atol=TOLERANCE)
-        if normal is not None:
-            np.testing.assert_allclose(normal[index].numpy(), loop.U, rtol=0, atol=TOLERANCE)
-
-
-def test_options_of_a_batch_may_differ_from_matrix_to_matrix(rng):
-    """lr, force and the number of the step as (k, 1, 1), which is what accelerators get."""
-    X, G = np.stack([start(rng, 8, 3) for _ in range(3)]), rng.standard_normal((3, 8, 3))
-    point, grad = torch.tensor(X), torch.tensor(G)
-    column = torch.tensor([0.1, 0.2, 3.0]).double().view(3, 1, 1)
-
-    def state() -> list[Tensor]:
-        return [torch.zeros(3, 3, 3).double(), torch.zeros(3, 8, 3).double()]
-
-    for rule, options, more in [
-        *((descend_, {"retraction": name, "momentum": 0.5}, 0) for name in RETRACTIONS),
-        (cayley_sgd_, {}, 0),
-        (cayley_adam_, {"step": 2.0}, 1),
-    ]:
-        together = state() + [torch.ones(3, 1, 1).double()] * more
-        signs = {} if more else {"force": -column}
-        found = rule(point, grad, *together, lr=column, **signs, **options)
-        for index in range(3):
-            alone = [*(part[:1] for part in state())] + [torch.ones(1, 1, 1).double()] * more
-            one = slice(index, index + 1)
-            value = float(column[index])
-            signs = {} if more else {"force": -value}
-            expected = rule(point[one], grad[one], *alone, lr=value, **signs, **options)
-            torch.testing.assert_close(found[one], expected, rtol=0, atol=1e-13)
+        for name, expected in (("momentum_skew", loop.Z), (NORMAL, loop.U)):
+            if name in state:
+                found = state[name][index].numpy()
+                np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
 ALL = {
-    **{f"descent-{name}": (descend_, {"retraction": name}) for name in RETRACTIONS},
-    "cayley-sgd": (cayley_sgd_, {}),
-    "cayley-sgd-exact": (cayley_sgd_, {"exact": True}),
+    **{
+        f"descent-{name}": RuleCase(descend, {"retraction": name, "momentum": 0.9}, MOMENTUM)
+        for name in RETRACTIONS
+    },
+    "cayley-sgd": RuleCase(cayley_sgd, {}, MOMENTUM),
+    "cayley-sgd-exact": RuleCase(cayley_sgd, {"exact": True}, MOMENTUM),
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_rows_may_live_on_several_processes(name, rng):
-    """Half of the rows each, with sums over both halves: the same step."""
-    rule, options = ALL[name]
-    X, G = start(rng, 12, 4), rng.standard_normal((12, 4))
-    T, V = tangent(rng, X)
-    whole = batched(X, G, T, V)
-    expected = rule(*whole, lr=0.3, momentum=0.9, **options)
-    queue: list[Tensor] = []
-
-    def run(rows: slice, sums: Any) -> tuple[Tensor, list[Tensor]]:
-        point, grad, skew, normal = batched(X[rows], G[rows], T, V[rows])
-        setting = Setting(row_sum=sums)
-        moved = rule(point, grad, skew, normal, lr=0.3, momentum=0.9, setting=setting, **options)
-        return moved, [skew, normal]
-
-    def replay(stage: list[Tensor]) -> Any:
-        waiting = iter(stage)
-        # A sum is its rule's own, as that of an all-reduce is.
-        return lambda packed: next(waiting).clone() if (queue.append(packed) or True) else packed
-
-    totals: list[Tensor] = []
-    while True:  # learn the sums one stage at a time
-        parts = []
-        for rows in (slice(0, 5), slice(5, 12)):
-            queue.clear()
-            try:
-                results = run(rows, replay(totals))
-            except StopIteration:
-                results = None
-            parts.append((results, queue[-1]))
-        if parts[0][0] is not None:
-            break
-        totals.append(parts[0][1] + parts[1][1])
-    assert 2 <= len(totals) <= 4
-    halves = [part[0] for part in parts]
-    torch.testing.assert_close(torch.cat([half[0] for half in halves], dim=1), expected)
-    torch.testing.assert_close(halves[0][1][0], whole[2])
-    torch.testing.assert_close(torch.cat([half[1][1] for half in halves], dim=1), whole[3])
+def test_force_may_differ_from_matrix_to_matrix(rng):
+    """As ``(k, 1, 1)``, like the learning rate: the first step of dampened momentum has its own."""
+    point = torch.tensor(np.stack([start(rng, 8, 3) for _ in range(3)]))
+    grad = torch.tensor(rng.standard_normal((3, 8, 3)))
+    column = torch.tensor([0.1, 0.2, 3.0]).double().view(3, 1, 1)
+    for case in ALL.values():
+        state = case.state(point, torch.Generator().manual_seed(0))
+        found = tensors(case(point, grad, state, lr=column, force=-column))
+        for index in range(3):
+            one, value = slice(index, index + 1), float(column[index])
+            own = {name: tensor[one] for name, tensor in state.items()}
+            alone = tensors(case(point[one], grad[one], own, lr=value, force=-value))
+            for name, tensor in alone.items():
+                torch.testing.assert_close(found[name][one], tensor, rtol=0, atol=1e-13)
 
 
 # ---- long steps ----------------------------------------------------------------------------------
@@ -291,32 +247,36 @@ def test_rows_may_live_on_several_processes(name, rng):
     ),
 )
 def test_no_gradient_is_too_large(name, shape, size, dtype, generator):
-    rule, options = ALL[name]
     n, m = shape
     point = torch.linalg.qr(torch.randn(2, n, m, generator=generator, dtype=dtype)).Q
-    skew = torch.zeros(2, m, m, dtype=dtype)
-    normal = torch.zeros(2, n, m, dtype=dtype) if n > m else None
+    state = ALL[name].state(point, generator, zero=True)
     for step in range(12):
         grad = size * torch.randn(2, n, m, generator=generator, dtype=dtype)
         grad[1, 2:] = 0  # of low rank
-        setting = Setting(correct=step % 4 == 3)
-        point = rule(point, grad, skew, normal, lr=1.0, momentum=0.9, setting=setting, **options)
+        if step % 4 == 3:
+            point, fixed = corrected(point, state, LOCAL_SUMS, (NORMAL,))
+            state |= fixed
+        point, new, length = ALL[name](point, grad, state, lr=1.0)
+        state |= new
+        for _ in range(corrections_after(length, 1.0, float(grad.norm()), Now())):
+            point, fixed = corrected(point, state, LOCAL_SUMS, (NORMAL,))
+            state |= fixed
     error = (point.mT @ point - torch.eye(m, dtype=dtype)).abs().max()
     assert error < 20 * n**0.5 * torch.finfo(dtype).eps
-    if normal is not None:
-        assert (point.mT @ normal).abs().max() < 1e2 * torch.finfo(dtype).eps * grad.norm()
+    if NORMAL in state:
+        assert (point.mT @ state[NORMAL]).abs().max() < 1e2 * torch.finfo(dtype).eps * grad.norm()
 
 
 @pytest.mark.parametrize(("name", "shape"), in_turn([*ALL, "cayley-adam"], [(8, 3), (4, 4)]))
 def test_a_tensor_of_another_dtype_as_learning_rate_keeps_that_of_the_point(name, shape, generator):
-    rule, options = ALL.get(name, (cayley_adam_, {"step": 1.0}))
     n, m = shape
+    case = ALL.get(name, RuleCase(cayley_adam, {"step": 1.0}, SQUARED))
     point = torch.linalg.qr(torch.randn(2, n, m, generator=generator)).Q
     grad = torch.randn(2, n, m, generator=generator)
-    moved = []
-    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
-        state = [torch.zeros(2, m, m), torch.zeros(2, n, m) if n > m else None]
-        state += [torch.zeros(2, 1, 1)] if rule is cayley_adam_ else []
-        moved.append(rule(point, grad, *state, lr=lr, **options))
-    assert moved[1].dtype is torch.float32
-    torch.testing.assert_close(moved[1], moved[0], rtol=0, atol=1e-6)
+    state = case.state(point, generator, zero=True)
+    lrs = 0.1, torch.tensor(0.1, dtype=torch.float64)
+    number, tensor = (tensors(case(point, grad, state, lr=lr)) for lr in lrs)
+    for key, found in tensor.items():
+        assert found.dtype is torch.float32
+        # a momentum of length 10 turns with the point
+        torch.testing.assert_close(found, number[key], rtol=0, atol=1e-6 if key == "X" else 1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,12 @@ from cases import in_turn, mixed, pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stiefel_opt.functional import muon_, spectral_direction, spectral_gap, stiefel_muon
+from stiefel_opt.functional import Sums, muon, spectral_direction, spectral_gap
+from stiefel_opt.functional.flows import corrected
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
+from stiefel_opt.linalg import LOCAL_SUMS
 
+AMBIENT = "momentum_ambient"
 DOUBLE = torch.float64
 DTYPES = (torch.float32, DOUBLE, torch.complex64)
 PRODUCTS = (
@@ -65,6 +69,11 @@ def problem(
     point = random_point(*shape, generator=generator, dtype=wide)
     gaussian = torch.randn(shape, generator=generator, dtype=wide)
     return point.to(dtype), GRADIENTS[kind](gaussian).to(dtype)
+
+
+def stepped(point: Tensor, grad: Tensor, **options: Any) -> Tensor:
+    """The new point of a first step with momentum."""
+    return muon(point, grad, {AMBIENT: torch.zeros_like(grad)}, **options)[0]
 
 
 def value_of(grad: Tensor, direction: Tensor) -> Tensor:
@@ -267,10 +276,10 @@ def test_rows_may_be_shared_in_one_sum(generator):
         return local
 
     for rows in parts:
-        spectral_direction(*rows, row_sum=record)
+        spectral_direction(*rows, sums=Sums(record))
     assert [part.shape for part in packed] == [(2, 6, 13)] * 2
     total = packed[0] + packed[1]
-    found = [spectral_direction(*rows, row_sum=lambda _: total.clone()) for rows in parts]
+    found = [spectral_direction(*rows, sums=Sums(lambda _: total.clone())) for rows in parts]
     torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
@@ -299,7 +308,7 @@ class Training:
         self.scales = torch.linspace(0.0, 3.0, n, dtype=dtype)[:, None]
         self.weights = torch.linspace(1.0, 2.0, m, dtype=dtype)
         self.offset = torch.randn(k, n, m, generator=generator, dtype=dtype) / math.sqrt(n)
-        self.momentum_buffer = torch.zeros_like(self.point)
+        self.state = {AMBIENT: torch.zeros_like(self.point)}
 
     def gradient(self) -> Tensor:
         return self.scales * self.point * self.weights - self.offset
@@ -308,13 +317,14 @@ class Training:
         return (self.point * (self.gradient() - self.offset)).sum() / 2
 
     def step(self, **options: Any) -> None:
-        self.point = muon_(self.point, self.gradient(), self.momentum_buffer, **options)
+        self.point, self.state, _ = muon(self.point, self.gradient(), self.state, **options)
 
 
 @pytest.fixture
 def unreadable(monkeypatch):
     """As on an accelerator: nothing may be read."""
-    monkeypatch.setattr(stiefel_muon, "is_free_to_read", lambda _: False)
+    module = importlib.import_module("stiefel_opt.functional.muon")  # the name is the rule's, too
+    monkeypatch.setattr(module, "is_free_to_read", lambda _: False)
 
 
 @pytest.mark.usefixtures("unreadable")
@@ -340,7 +350,7 @@ def test_a_small_tangent_part_counts_beside_a_large_radial_one(shape, dtype, sha
     assert_optimal(point.double(), tangent, best)
     value = value_of(tangent, direction.double()) / value_of(tangent, best)
     assert value.min() >= 0.9995
-    new = muon_(point, grad, torch.zeros_like(grad), lr=0.3)
+    new = stepped(point, grad, lr=0.3)
     assert gram_error(new).max() <= 2 * orthonormality_tolerance(dtype, shape[-2])
     radial = radial.to(dtype)  # nothing but rounding is tangent
     assert torch.linalg.matrix_norm(spectral_direction(point, radial), 2).max() < 0.9
@@ -365,7 +375,7 @@ def test_the_products_where_nothing_may_be_read_are_counted(m, generator):
     """About 40 of 2m x 2m, whatever the gradient is; five have n rows."""
     point, grad = problem((1, 4 * m, m), "gaussian", generator, torch.float32)
     with Products() as products:
-        muon_(point, grad, grad * 0, lr=0.02)
+        stepped(point, grad, lr=0.02)
     assert products.tall == 5
     assert 35 <= products.small <= 60
 
@@ -376,7 +386,7 @@ def test_the_products_where_nothing_may_be_read_are_counted(m, generator):
 )
 def test_every_direction_turns_by_the_arc_tangent_of_lr(shape, lr, dtype, generator):
     point, grad = problem(shape, "gaussian", generator, dtype)
-    new = muon_(point, grad, torch.zeros_like(grad), lr=lr)
+    new = stepped(point, grad, lr=lr)
     cosines = torch.linalg.svdvals(point.mH @ new)
     expected = torch.full_like(cosines, math.cos(math.atan(float(lr))))
     if shape[-2] > 2 * shape[-1]:
@@ -394,16 +404,17 @@ def test_one_step_stays_on_the_manifold(kind, dtype, generator):
     for shape in SHAPES:
         point, grad = problem(shape, kind, generator, dtype)
         before = point.clone(), grad.clone()
-        buffer = torch.zeros_like(grad)
         off = point + 1e-6 * torch.ones_like(point)  # as after many steps in float32
         for start in (point, off):
-            new = muon_(start, grad, buffer, lr=0.3)
+            # of square matrices nothing is measured: an optimizer corrects them now and then
+            given = corrected(start, {}, LOCAL_SUMS)[0] if shape[-2] == shape[-1] else start
+            new = stepped(given, grad, lr=0.3)
             tolerance = orthonormality_tolerance(dtype, shape[-2])
             # what is off by e is mended to 3/4 e^2
             assert gram_error(new).max() <= tolerance + shape[-1] * gram_error(start).max().square()
         torch.testing.assert_close((point, grad), before, rtol=0, atol=0, equal_nan=True)
         if kind == "zero":
-            torch.testing.assert_close(muon_(point, grad, buffer * 0, lr=0.3), point)
+            torch.testing.assert_close(stepped(point, grad, lr=0.3), point)
 
 
 @pytest.mark.parametrize(("dtype", "powers"), [(torch.float32, (-38, -45)), (DOUBLE, (-120, -170))])
@@ -415,7 +426,7 @@ def test_a_gradient_that_fades_away_leaves_finite_numbers(dtype, powers, generat
     assert direction.isfinite().all()
     assert direction[0].any()
     assert not direction[-1].any()
-    new = muon_(many, faded, None, lr=0.5)
+    new = muon(many, faded, {}, lr=0.5)[0]
     assert gram_error(new).max() <= orthonormality_tolerance(dtype, 20)
 
 
@@ -433,7 +444,7 @@ def test_nothing_has_an_empty_direction(shape):
     direction = spectral_direction(point, point)
     assert direction.shape == shape
     assert spectral_gap(point, point, direction).shape == shape[:1]
-    assert muon_(point, point, None, lr=0.1).shape == shape
+    assert muon(point, point, {}, lr=0.1)[0].shape == shape
 
 
 def test_the_gap_of_what_cannot_be_improved_is_zero_and_of_what_is_not_finite_nan(generator):
@@ -449,15 +460,15 @@ def test_the_gap_of_what_cannot_be_improved_is_zero_and_of_what_is_not_finite_na
 def test_rank_one_in_float64_stays_to_rounding(generator):
     """Where Q is singular rounding of M'M is amplified 1e9 times."""
     point, grad = problem((60, 64, 16), "rank-1", generator)
-    new = muon_(point, grad, None, lr=0.3)
+    new = muon(point, grad, {}, lr=0.3)[0]
     assert gram_error(new).max() <= orthonormality_tolerance(DOUBLE, 64)
 
 
 def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
     point, grad = problem((1, 30, 6), "gaussian", generator)
-    torch.testing.assert_close(muon_(point, grad, torch.zeros_like(grad), lr=0.0), point)
-    up = muon_(point, grad, torch.zeros_like(grad), lr=0.1, maximize=True)
-    down = muon_(point, -grad, torch.zeros_like(grad), lr=0.1)
+    torch.testing.assert_close(stepped(point, grad, lr=0.0), point)
+    up = stepped(point, grad, lr=0.1, maximize=True)
+    down = stepped(point, -grad, lr=0.1)
     torch.testing.assert_close(up, down)
 
 
@@ -465,7 +476,9 @@ def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
 @pytest.mark.parametrize("shape", [(1, 24, 24), (2, 40, 8)], ids=str)
 def test_many_steps_in_float32_stay_orthonormal(shape, steps, generator):
     training = Training(*shape, generator, torch.float32)
-    for _ in range(steps):
+    for step in range(steps):
+        if step % 8 == 7 and shape[-2] == shape[-1]:  # of a tall X rounding is removed by the rule
+            training.point, _ = corrected(training.point, {}, LOCAL_SUMS)
         training.step(lr=0.02)
     assert gram_error(training.point).max() <= orthonormality_tolerance(torch.float32, shape[-2])
 

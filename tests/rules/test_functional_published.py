@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import in_turn, mixed, pairwise
+from rule_cases import ADAM, AMSGRAD, MOMENTUM, NORMAL, SKEW, SQUARES, state_at
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stiefel_opt.functional.published import (
-    polar_factor_by_sums,
-    published_adam_,
-    published_sgd_,
-)
-from stiefel_opt.functional.stiefel_adam import Moments
+from stiefel_opt.functional import published_adam, published_sgd
+from stiefel_opt.functional.published import polar_factor_by_sums
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
 
 MAPS = {
@@ -69,21 +66,10 @@ def algorithm_2(X, G, Z, U, p, q, eta, t, a, rotation, largest):
     return polar(dagger), Z, U - eta * half @ (V.mH @ U), p, q
 
 
-def start(shape, dtype, generator, k=3):
-    n, m = shape
-    point = random_point(k, n, m, generator=generator, dtype=dtype)
-    real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
-    skew, normal = torch.zeros(k, m, m, dtype=dtype), torch.zeros_like(point)
-    squares = torch.zeros(k, m, m, dtype=real), torch.zeros(k, n, m, dtype=real)
-    if n == m:
-        return point, [skew, None], [squares[0], None]
-    return point, [skew, normal], list(squares)
-
-
-def adam_of_parts(point, grad, skew, normal, p, q, max_p=None, max_q=None, **options):
-    """Algorithm 2, tensor by tensor."""
-    tall = None if normal is None else Moments(normal, q, max_q)
-    return published_adam_(point, grad, Moments(skew, p, max_p), tall, **options)
+def start(shape, dtype, generator, keeps=MOMENTUM, k=3):
+    """A point and the state before the first step."""
+    point = random_point(k, *shape, generator=generator, dtype=dtype)
+    return point, state_at(point, keeps, generator, zero=True)
 
 
 def gradient(point, generator, scale=1.0):
@@ -97,8 +83,8 @@ def close(found, expected):
 @pytest.mark.parametrize(("case", "nesterov"), in_turn([*CASES, CASES[0]], [False, True]), ids=str)
 def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
     shape, dtype, rotation, a, momentum = case
-    point, (skew, normal), _ = start(shape, dtype, generator)
-    loops = [(x, torch.zeros_like(skew[0]), torch.zeros_like(x)) for x in point]
+    point, state = start(shape, dtype, generator)
+    loops = [(x, torch.zeros_like(state[SKEW][0]), torch.zeros_like(x)) for x in point]
     lr = torch.tensor([0.01, 0.02, 0.03], dtype=torch.float64)[:, None, None]
     for _ in range(12):
         grad = gradient(point, generator)
@@ -106,24 +92,19 @@ def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
             eta = float(lr[i])
             loops[i] = algorithm_1(x, 0.5 * grad[i], z, u, eta, momentum, a, rotation, nesterov)
         options = {"momentum": momentum, "metric": a, "rotation": rotation, "nesterov": nesterov}
-        kept = point.clone(), grad.clone()
-        new = published_sgd_(point, grad, skew, normal, lr=lr, force=0.5, **options)
-        assert torch.equal(point, kept[0])  # only read
-        assert torch.equal(grad, kept[1])
-        point = new
+        point, state, _ = published_sgd(point, grad, state, lr=lr, force=0.5, **options)
     close(point, torch.stack([x for x, _, _ in loops]))
-    close(skew, torch.stack([z for _, z, _ in loops]))
-    if normal is not None:
-        close(normal, torch.stack([u for _, _, u in loops]))
+    close(state[SKEW], torch.stack([z for _, z, _ in loops]))
+    if NORMAL in state:
+        close(state[NORMAL], torch.stack([u for _, _, u in loops]))
 
 
 @pytest.mark.parametrize(("case", "amsgrad"), in_turn([*CASES, CASES[0]], [True, False]), ids=str)
 def test_adam_is_algorithm_2_line_by_line(case, amsgrad, generator):
     shape, dtype, rotation, a, _ = case
-    point, kept, squares = start(shape, dtype, generator, k=1)
-    largest = [None if s is None else s.clone() for s in squares] if amsgrad else [None, None]
-    x, p = point[0], squares[0][0].clone()
-    z, u, q = torch.zeros_like(kept[0][0]), torch.zeros_like(x), torch.zeros_like(x.real)
+    point, state = start(shape, dtype, generator, AMSGRAD if amsgrad else ADAM, k=1)
+    x, z = point[0], torch.zeros_like(state[SKEW][0])
+    u, p, q = torch.zeros_like(x), torch.zeros_like(z.real), torch.zeros_like(x.real)
     running = [p.clone(), q.clone()]
     for t in range(1, 9):
         grad = gradient(point, generator, 3.0 / t)
@@ -132,10 +113,13 @@ def test_adam_is_algorithm_2_line_by_line(case, amsgrad, generator):
         x, z, u, p, q = algorithm_2(x, grad[0], z, u, p, q, 0.01, t, a, rotation, running)
         step = t if t % 2 else torch.full((1, 1, 1), float(t))
         options = {"lr": 0.01, "step": step, "metric": a, "rotation": rotation}
-        point = adam_of_parts(point, grad, *kept, *squares, *largest, **options)
-    for found, expected in zip([point, *kept, *squares], [x, z, u, p, q], strict=True):
-        if found is not None:
-            close(found[0], expected)
+        point, state, _ = published_adam(point, grad, state, **options)
+    close(point[0], x)
+    expected = dict(zip((SKEW, NORMAL, *SQUARES), (z, u, p, q), strict=True))
+    if amsgrad:
+        expected |= dict(zip(AMSGRAD[-2:], running, strict=True))
+    for name, tensor in state.items():
+        close(tensor[0], expected[name])
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -158,10 +142,10 @@ def test_only_our_sign_converges_to_the_equation_of_motion(sign, generator):
         point, skew, normal = X[None], Y[None] / h, V[None] / h
         for _ in range(count):
             if sign == 1:
-                point = published_sgd_(
-                    point, torch.zeros_like(point), skew, normal,
-                    lr=h * h, momentum=1.0, metric="euclidean",
-                )  # fmt: skip
+                state = {SKEW: skew, NORMAL: normal}
+                options = {"lr": h * h, "momentum": 1.0, "metric": "euclidean"}
+                point, state, _ = published_sgd(point, torch.zeros_like(point), state, **options)
+                skew, normal = state[SKEW], state[NORMAL]
             else:
                 zero = torch.zeros_like(X)
                 x, z, u = algorithm_1(
@@ -192,66 +176,43 @@ RULES = [
 )
 def test_stays_on_the_manifold_until_it_overflows(rule, wild, dtype, generator):
     (kind, shape, rotation), (lr, scale) = rule, wild
-    point, kept, squares = start(shape, dtype, generator, k=2)
+    point, state = start(shape, dtype, generator, ADAM if kind == "adam" else MOMENTUM, k=2)
     for step in range(1, 31):
         grad = gradient(point, generator, scale)
         if step % 3 == 0:  # of rank one
             grad = grad[..., :1].expand(grad.shape)
         options = {"lr": lr, "rotation": rotation}
         if kind == "adam":
-            point = adam_of_parts(point, grad, *kept, *squares, step=step, **options)
+            point, state, _ = published_adam(point, grad, state, step=step, **options)
         else:
             options["nesterov"] = kind == "nesterov"
-            point = published_sgd_(point, grad, *kept, **options)
+            point, state, _ = published_sgd(point, grad, state, **options)
         if not point.isfinite().all():
             assert step > (1 if dtype != torch.float64 else 3)
             break
         assert gram_error(point).max() <= orthonormality_tolerance(point.real.dtype, shape[0])
-        assert all(tensor is None or tensor.isfinite().all() for tensor in kept + squares)
+        assert all(tensor.isfinite().all() for tensor in state.values())
 
 
 @pytest.mark.parametrize(
     ("rule", "shape", "huge"),
     [
-        (published_sgd_, (9, 4), 1e200),
-        (published_sgd_, (5, 5), float("inf")),  # 1e200 overflows nothing: nothing is squared
-        (adam_of_parts, (9, 4), float("nan")),
-        (adam_of_parts, (5, 5), 1e200),
+        (published_sgd, (9, 4), 1e200),
+        (published_sgd, (5, 5), float("inf")),  # 1e200 overflows nothing: nothing is squared
+        (published_adam, (9, 4), float("nan")),
+        (published_adam, (5, 5), 1e200),
     ],
 )
 def test_only_the_matrix_that_overflows_is_not_finite(rule, shape, huge, generator):
-    point, kept, squares = start(shape, torch.float64, generator)
+    is_adam = rule is published_adam
+    point, state = start(shape, torch.float64, generator, ADAM if is_adam else MOMENTUM)
     grad = gradient(point, generator)
-    options = {"lr": 0.1}
-    if rule is adam_of_parts:
-        kept, options["step"] = kept + squares, 1
-    copies = [None if tensor is None else tensor.clone() for tensor in kept]
-    calm = rule(point, grad, *copies, **options)
+    options = {"lr": 0.1, **({"step": 1} if is_adam else {})}
+    calm, *_ = rule(point, grad, state, **options)
     grad[1] *= huge
-    found = rule(point, grad, *kept, **options)
+    found, *_ = rule(point, grad, state, **options)
     assert found.isfinite().all(dim=-1).all(dim=-1).tolist() == [True, False, True]
     torch.testing.assert_close(found[::2], calm[::2], rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("rule", [published_sgd_, adam_of_parts])
-def test_rows_may_live_elsewhere(rule, generator):
-    """Half of the rows, given the sums over all of them, move as they do among all."""
-    point, kept, squares = start((9, 4), torch.float64, generator)
-    grad, told = gradient(point, generator), []
-    options = {"lr": 0.1, "nesterov": True}
-    if rule is adam_of_parts:
-        kept, options = kept + squares, {"lr": 0.1, "step": 1}
-    here = [t[:, :5].clone() if t.size(1) == 9 else t.clone() for t in [point, grad, *kept]]
-
-    def tell(left, right):
-        told.append(torch.bmm(left.mH, right))
-        return told[-1]
-
-    whole = rule(point, grad, *kept, sums=tell, **options)
-    part = rule(*here, sums=lambda *_: told.pop(0), **options)
-    close(part, whole[:, :5])
-    for own, theirs in zip(here[2:], kept, strict=True):
-        close(own, theirs[:, :5])
 
 
 @pytest.mark.parametrize(
@@ -281,24 +242,25 @@ def test_polar_factor_by_sums(dtype, shape, digits, generator):
 def test_nothing_is_read(rotation):
     with FakeTensorMode():
         point, skew = torch.empty(2, 9, 4), torch.empty(2, 4, 4)
-        squares = skew.clone(), point.clone()
-        published_sgd_(point, point, skew, point.clone(), lr=0.1, rotation=rotation)
-        options = {"lr": 0.1, "step": 1, "rotation": rotation}
-        found = adam_of_parts(point, point, skew, point.clone(), *squares, **options)
+        state = {SKEW: skew, NORMAL: point.clone()}
+        state |= {SQUARES[0]: skew.clone(), SQUARES[1]: point.clone()}
+        options = {"lr": 0.1, "rotation": rotation}
+        published_sgd(point, point, state, **options)
+        found, *_ = published_adam(point, point, state, step=1, **options)
         assert found.shape == point.shape
 
 
 def test_zero_steps_and_zero_eps_stay(generator):
-    point, kept, squares = start((9, 4), torch.float32, generator)
+    point, state = start((9, 4), torch.float32, generator, ADAM)
     grad = torch.zeros_like(point)
-    found = adam_of_parts(point, grad, *kept, *squares, lr=0.1, step=1, eps=0.0)
+    found, *_ = published_adam(point, grad, state, lr=0.1, step=1, eps=0.0)
     torch.testing.assert_close(found, point, rtol=0, atol=1e-6)
-    found = published_sgd_(point, gradient(point, generator), *kept, lr=0.0)
+    found, *_ = published_sgd(point, gradient(point, generator), state, lr=0.0)
     torch.testing.assert_close(found, point, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [{"rotation": "polar"}, {"metric": "flat"}])
 def test_unknown_choices_are_refused(wrong, generator):
-    point, kept, _ = start((9, 4), torch.float64, generator)
+    point, state = start((9, 4), torch.float64, generator)
     with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be one of"):
-        published_sgd_(point, point, *kept, lr=0.1, **wrong)
+        published_sgd(point, point, state, lr=0.1, **wrong)

@@ -12,7 +12,7 @@ from contract import assert_same, backward, constrained, model, through_file
 from torch import Tensor, nn
 
 import stiefel_opt as so
-from stiefel_opt.functional import muon_
+from stiefel_opt.functional import muon
 from stiefel_opt.geometry import random_point
 
 OPTIONS: list[dict[str, Any]] = [
@@ -147,11 +147,12 @@ def test_every_direction_turns_by_the_arc_tangent_of_lr(lr, generator):
 def test_the_step_is_that_of_the_pure_function(generator):
     weight = so.ManifoldParameter(random_point(2, 20, 6, generator=generator, dtype=torch.float64))
     opt = so.StiefelMuon([weight], lr=0.1, momentum=0.9)
-    point, buffer = weight.detach().clone(), torch.zeros_like(weight)
+    point, state = weight.detach().clone(), {"momentum_ambient": torch.zeros_like(weight)}
     for _ in range(5):
         weight.grad = torch.randn(2, 20, 6, generator=generator, dtype=torch.float64)
         opt.step()
-        point = muon_(point, weight.grad, buffer, lr=0.1, momentum=0.9)
+        point, state, _ = muon(point, weight.grad, state, lr=0.1, momentum=0.9)
+    buffer = state["momentum_ambient"]
     torch.testing.assert_close(weight.detach(), point, rtol=0, atol=1e-12)
     torch.testing.assert_close(opt.state[weight]["momentum_ambient"], buffer)
     skews, normals = opt.velocity(weight)

@@ -157,10 +157,10 @@ MANY, ALONE = [(1024, 128)] * 32, [(512, 64)]  # those of one matrix live at the
     [
         ("sgd", MANY, 1.5, "as_accelerator"),
         ("adam", MANY, 2.0, "as_accelerator"),
-        ("sgd", ALONE, 2.3, "as_accelerator"),
-        ("adam", ALONE, 3.0, "as_accelerator"),
-        ("sgd", ALONE, 1.7, "cpu"),
-        ("adam", ALONE, 2.7, "cpu"),
+        ("sgd", ALONE, 4.8, "as_accelerator"),
+        ("adam", ALONE, 7.0, "as_accelerator"),
+        ("sgd", ALONE, 3.4, "cpu"),
+        ("adam", ALONE, 5.8, "cpu"),
     ],
 )
 @pytest.mark.parametrize("nonfinite", ["skip", pytest.param("ignore", marks=pytest.mark.slow)])
@@ -183,15 +183,19 @@ def test_temporaries_stay_below_the_parameters(
         weight.grad = 0.01 * torch.randn(weight.shape, generator=generator)
     for _ in range(3):
         opt.step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        opt.step()
-    held = peak = 0
-    events = found.profiler.kineto_results.events()
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    assert held <= 1e4
-    assert 0 < peak <= bar * bytes_of(weights), peak / bytes_of(weights)
+    held: list[int] = []
+    for steps in (1, 2):
+        peak = current = 0
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            for _ in range(steps):
+                opt.step()
+        events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+        for event in sorted(events, key=lambda e: e.start_ns()):
+            current += event.nbytes()
+            peak = max(peak, current)
+        held.append(current)
+        assert 0 < peak <= bar * bytes_of(weights), peak / bytes_of(weights)
+    assert held[1] - held[0] <= 1e4  # the length of the last step is kept, of none before it
 
 
 # ---- the same numbers ----------------------------------------------------------------------------

@@ -354,7 +354,7 @@ def test_training_reaches_the_same_optimum(name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["isometric", "projected"])
 def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None:
-    """Deferred, it is spread over three tensors, of which an interruption lets some be new."""
+    """Deferred, it is spread over three tensors: all of them are old, or all of them new."""
 
     def begun() -> tuple[nn.Parameter, Any]:
         generator = torch.Generator().manual_seed(0)
@@ -367,11 +367,10 @@ def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None
         return weight, opt
 
     weight, opt = begun()
-    point, grad, earlier = weight.detach().clone(), weight.grad, opt.velocity(weight)[1]
-    received = 0.9 * earlier - (grad - point @ (point.mT @ grad))
+    earlier = opt.velocity(weight)[1]
     with Interrupt() as mode:
         opt.step()
-    ends = (earlier, received, opt.velocity(weight)[1])
+    ends = (earlier, opt.velocity(weight)[1])
     reached = set()
     for at in range(1, mode.calls + 1):
         weight, opt = begun()
@@ -380,7 +379,7 @@ def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None
         away = [float((opt.velocity(weight)[1] - end).abs().max()) for end in ends]
         assert min(away) < 1e-13, at
         reached.add(away.index(min(away)))
-    assert reached == {0, 1, 2}
+    assert reached == {0, 1}
 
 
 # ---- what is saved afterwards -----------------------------------------------------------------

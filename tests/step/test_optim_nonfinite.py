@@ -290,11 +290,8 @@ def test_report_works_after_a_gradient_that_is_not_finite(value: float, nonfinit
             net.weight.grad = torch.full_like(net.weight, size)
             opt.step()
         (line,) = so.report(net, opt).lines
-        if (rule, options) in WITHOUT_MOMENTUM:
+        if nonfinite == "skip":  # it has not moved in the last step
             assert line.angle is None
-        elif nonfinite == "skip":  # that of the step before
-            assert line.angle is not None
-            assert 0 < line.angle < math.pi / 2
 
 
 @pytest.mark.parametrize(("rule", "options"), WITHOUT_MOMENTUM)

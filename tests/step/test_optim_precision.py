@@ -135,13 +135,13 @@ def test_the_choice_is_suspended_in_a_step_and_then_back(choose, value, monkeypa
     before = settings()
     assert "tf32" in before
     seen = []
-    move = type(opt)._move
+    update = type(opt).update
 
     def spy(self, *arguments):
         seen.append(settings())
-        return move(self, *arguments)
+        return update(self, *arguments)
 
-    monkeypatch.setattr(type(opt), "_move", spy)
+    monkeypatch.setattr(type(opt), "update", spy)
     backward(net, 0)
     opt.step()
     assert seen
@@ -151,7 +151,7 @@ def test_the_choice_is_suspended_in_a_step_and_then_back(choose, value, monkeypa
     def fails(*_):
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(type(opt), "_move", fails)
+    monkeypatch.setattr(type(opt), "update", fails)
     with pytest.raises(RuntimeError, match="stop"):
         opt.step()
     assert settings() == before

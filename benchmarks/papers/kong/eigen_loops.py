@@ -2,8 +2,9 @@
 
 Inner iterations that stop early with their error left in X (figure 5 of Kong, Wang & Tao, 2023),
 phi_2 by the matrix exponential and by the Cayley map (their appendix M.2), and a momentum that is
-left where it was when X moves on (their figure 6). One tall matrix a parameter; the sign is that of
-`stiefel_opt.functional.published`.
+left where it was when X moves on (their figure 6); the step of Wen & Yin (2013) as its authors
+write it. One tall matrix a parameter; the sign is that of `stiefel_opt.functional.published`, but
+for ``printed``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class Loop(torch.optim.Optimizer):
 
 class PublishedLoop(Loop):
     """Algorithm 1 of Kong et al. with a choice of the metric a, of phi_1, phi_2 and of how many
-    iterations the inverse root gets."""
+    iterations the inverse root gets.
+
+    ``printed``: line 3 with the sign, line 4 with the Z that Algorithm 1 prints.
+    """
 
     def __init__(
         self,
@@ -69,23 +73,25 @@ class PublishedLoop(Loop):
         rotation: str = "euler",
         coupling: str = "euler",
         iterations: int = 100,
+        printed: bool = False,
     ) -> None:
         choice = {"a": a, "rotation": rotation, "coupling": coupling, "iterations": iterations}
-        super().__init__(params, {"lr": lr, "momentum": momentum, **choice})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "printed": printed, **choice})
 
     def move(self, X: Tensor, G: Tensor, state: dict[Any, Any], group: dict[str, Any]) -> Tensor:
         lr, momentum, a = group["lr"], group["momentum"], group["a"]
         inner = X.T @ G
         U = state.get("U", torch.zeros_like(X))
         Z = state.get("Z", torch.zeros_like(inner))
-        turn = (3 * a - 2) / 2 * lr * Z
+        turn = (3 * a - 2) / 2 * lr * (-Z if group["printed"] else Z)
+        before = Z
         if group["coupling"] == "euler":
             U = momentum * U + U @ turn
         else:
             U = momentum * U @ MAPS[group["coupling"]](turn)
         U = U - (G - X @ inner)
         Z = momentum * Z - (inner - inner.T) / (2 * (1 - a))
-        moved = X @ MAPS[group["rotation"]](lr * Z)
+        moved = X @ MAPS[group["rotation"]](lr * (before if group["printed"] else Z))
         ahead = moved + lr * U @ (moved.T @ moved)
         state["U"], state["Z"] = U - lr * moved @ (U.T @ U), Z
         return ahead @ inverse_root(ahead.T @ ahead, group["iterations"])
@@ -127,6 +133,19 @@ class CayleyLoop(Loop):
             factor = torch.linalg.qr(Y)
             Y = factor.Q * factor.R.diagonal().sign()
         return Y
+
+
+class WenYinLoop(Loop):
+    """Gradient descent by the Cayley map of Wen & Yin (2013), with their system of 2m x 2m."""
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def move(self, X: Tensor, G: Tensor, _: dict[Any, Any], group: dict[str, Any]) -> Tensor:
+        left, right = torch.cat([G, X], dim=1), torch.cat([X, -G], dim=1)
+        small = group["lr"] / 2 * (right.T @ left)
+        system = small + identity_like(small)
+        return X - group["lr"] * (left @ torch.linalg.solve(system, right.T @ X))
 
 
 class PolarLoop(Loop):

@@ -139,6 +139,13 @@ def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]]
         return lambda params: so.ProjectedRGD(
             params, lr=lr, metric="canonical", retraction="cayley"
         )
+    if rule == "CayleySGD as released":  # its momentum stays zero
+        return lambda params: so.CayleySGD(params, lr=lr, momentum=0.0)
+    if rule == "Algorithm 1":
+        return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5, transport="published")
+    if rule in ("StiefelAdam", "Algorithm 2"):
+        transport = "published" if rule == "Algorithm 2" else "isometric"
+        return lambda params: so.StiefelAdam(params, lr=lr, transport=transport)
     return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5)
 
 

@@ -1,8 +1,10 @@
 """The methods of the orthogonal vision transformer, with their published settings and results.
 
 Settings: Kong, Wang & Tao (ICLR 2023), table 4; results: their table 1, mean and deviation of five
-runs. The package's names for its rows: Projected Stiefel SGD and Adam are ``CayleySGD`` (with the
-momentum that the released implementation loses) and ``CayleyAdam``; Momentumless, the method of
+runs. ``algorithm-1`` and ``algorithm-2`` are the published rules, ``stiefel-sgd`` and
+``stiefel-adam`` the package's, by other flows. Projected Stiefel SGD and Adam are ``CayleySGD``,
+which keeps the momentum that the released implementation loses (``released-cayley-sgd`` loses it,
+too), and ``CayleyAdam``; Momentumless, the method of
 Wen & Yin, is ``ProjectedRGD`` with the canonical metric and the Cayley map, and momentum for the
 plain weights only; Regularizer is X <- X - w X (X'X - I) before the step, the form of their code.
 Not in the paper: ``penalty-sgd`` and ``penalty-adam``, the penalty as a term of the loss, which
@@ -44,6 +46,9 @@ class Settings(NamedTuple):
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),
+    "algorithm-1": Settings(
+        "Algorithm 1", partial(so.StiefelSGD, transport="published"), 0.15, SGD
+    ),
     "momentumless": Settings(
         "Wen & Yin without momentum",
         partial(so.ProjectedRGD, metric="canonical", retraction="cayley"),
@@ -53,15 +58,27 @@ OPTIMIZERS = {
     ),
     "rgd": Settings("ProjectedRGD", so.ProjectedRGD, 0.1, SGD),
     "cayley-sgd": Settings("CayleySGD", so.CayleySGD, 0.1, SGD, ratio=10),
+    "released-cayley-sgd": Settings(
+        "CayleySGD as released", so.CayleySGD, 0.1, SGD, ratio=10, constrained={"momentum": 0.0}
+    ),
     "regularizer-sgd": Settings("SGD, regularized", so.StiefelSGD, 0.1, SGD, soft="step"),
     "penalty-sgd": Settings("SGD with penalty", so.StiefelSGD, 0.1, SGD, soft="loss"),
     "stiefel-adam": Settings("StiefelAdam", so.StiefelAdam, 1e-3, ADAM),
+    "algorithm-2": Settings(
+        "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
+    ),
     "cayley-adam": Settings("CayleyAdam", so.CayleyAdam, 1e-2, ADAM, ratio=0.1),
     "regularizer-adam": Settings("Adam, regularized", so.StiefelAdam, 1e-3, ADAM, soft="step"),
     "penalty-adam": Settings("Adam with penalty", so.StiefelAdam, 1e-3, ADAM, soft="loss"),
     "sgd": Settings("SGD", torch.optim.SGD, 0.1, SGD),
     "adam": Settings("Adam", torch.optim.Adam, 1e-3, ADAM),
     "adamw": Settings("AdamW", torch.optim.AdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
+}
+# Whose results in the paper are those of which of our rules.
+ROWS = {
+    "algorithm-1": "stiefel-sgd",
+    "algorithm-2": "stiefel-adam",
+    "released-cayley-sgd": "cayley-sgd",
 }
 # Test error in per cent on CIFAR-10 and CIFAR-100, as published.
 PUBLISHED = {
@@ -82,6 +99,12 @@ PUBLISHED = {
     "adam:none": ("9.52 ± 0.32", "33.15 ± 0.50"),
     "adamw:none": ("9.05 ± 0.43", "33.11 ± 0.47"),
 }
+
+# The rows of the paper by its own rules.
+PAPER_ROWS = [
+    name.replace("stiefel-sgd", "algorithm-1").replace("stiefel-adam", "algorithm-2")
+    for name in PUBLISHED
+]
 
 
 class Method(NamedTuple):

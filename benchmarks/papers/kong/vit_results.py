@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.common.harness import markdown_table
 from benchmarks.common.programs import Panel, figures, plot_curves, write_table
 from benchmarks.common.training import Record
-from benchmarks.papers.kong.vit_methods import PUBLISHED
+from benchmarks.papers.kong.vit_methods import PUBLISHED, ROWS
 
 HEADER = ["Method", "Test error %", "Deviation", "Range", "Seeds", "Training loss", "Largest logit"]
 HEADER += ["Orthonormality", "Images/s", "Published CIFAR-10 %", "CIFAR-100 %"]
@@ -23,6 +23,7 @@ def row(title: str, runs: Sequence[Record]) -> list[str]:
     histories = [run["history"] for run in runs]
     last = [history[-1] for history in histories]
     errors = [entry["test_error"] for entry in last]
+    rule, constraint = (runs[0][key] for key in ("optimizer", "constraint"))
     speed = statistics.median(epoch["images_per_second"] for h in histories for epoch in h)
     return [
         title,
@@ -34,7 +35,7 @@ def row(title: str, runs: Sequence[Record]) -> list[str]:
         f"{max(entry['largest_logit'] for entry in last):.1f}",
         f"{max(entry['orthonormality_error'] for entry in last):.1e}",
         f"{speed:.0f}",
-        *PUBLISHED.get(f"{runs[0]['optimizer']}:{runs[0]['constraint']}", ("-", "-")),
+        *PUBLISHED.get(f"{ROWS.get(rule, rule)}:{constraint}", ("-", "-")),
     ]
 
 

@@ -32,31 +32,34 @@ times the polar factor of K.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.device import finest_dtype, is_free_to_read
-from stiefel_opt.functional.flows import Scalar, Setting, mend
+from stiefel_opt.device import Reader, finest_dtype, is_free_to_read
+from stiefel_opt.functional.flows import Length, Move, Scalar, half_error_
 from stiefel_opt.linalg import (
     BLOCKED,
-    RowSum,
+    LOCAL_SUMS,
+    Sums,
     add_product,
     add_product_,
     add_to_diagonal_,
     gram,
     identity_for,
-    keep_,
     own_gram,
     product,
     skew,
     sym,
     symmetric_product,
-    zeroed,
 )
 from stiefel_opt.roots import roots
+
+# Name of state: B.
+AMBIENT: Final = "momentum_ambient"
 
 _COARSE: Final = 3e-3  # least smoothing of Q where rounding by a large C^(-1) cannot be seen
 _RADIAL: Final = 1e-4  # share of |M|^2 below which M_T is worked out by itself
@@ -76,7 +79,7 @@ def spectral_direction(
     *,
     tolerance: float | None = None,
     smoothing: float | None = None,
-    row_sum: RowSum | None = None,
+    sums: Sums = LOCAL_SUMS,
 ) -> Tensor:
     r"""Return the steepest tangent direction of spectral norm 1.
 
@@ -91,7 +94,7 @@ def spectral_direction(
             Default: 5e-5, and 1e-10 in float64.
         smoothing: What the value may lack of the optimum, relative to it, at the most; where values
             cannot be read (accelerators, compiled) that may be 1e-3 in any case. Default: 1e-4.
-        row_sum: Sum over the processes that share the rows. Default: all rows are here.
+        sums: Products of tall matrices, summed over the rows. Default: all rows are here.
 
     Returns: D ``(k, n, m)``, without a history for backward; 0 where M is 0, not finite, or too
         large or too small for its square, which for n = m it may be.
@@ -109,10 +112,10 @@ def spectral_direction(
         (1978), On a quotient norm and the Sz.-Nagy-Foias lifting theorem, for the missing block.
     """
     accuracy = _accuracy(point, tolerance, smoothing)
-    _check(point, grad, row_sum)
+    _check(point, grad, sums)
     if _is_empty(point):
         return torch.zeros_like(point)
-    found = _solve(point, grad, *accuracy, row_sum)
+    found = _solve(point, grad, *accuracy, sums)
     if found.along is None:
         direction = product(point, found.within)
     else:
@@ -125,7 +128,7 @@ def spectral_direction(
 
 @torch.no_grad()
 def spectral_gap(
-    point: Tensor, grad: Tensor, direction: Tensor, *, row_sum: RowSum | None = None
+    point: Tensor, grad: Tensor, direction: Tensor, *, sums: Sums = LOCAL_SUMS
 ) -> Tensor:
     r"""Return how much a direction lacks of the optimal value, relative to it, ``(k,)``.
 
@@ -133,7 +136,7 @@ def spectral_gap(
     1 - <M, D> / (that norm max(1, |D|_2)).
 
     Args:
-        point, grad, row_sum: as in :func:`spectral_direction`.
+        point, grad, sums: as in :func:`spectral_direction`.
         direction: D, ``(k, n, m)``, tangent.
 
     Returns: The gap of every matrix; 0 where the gradient has no tangent part beyond rounding, NaN
@@ -144,18 +147,18 @@ def spectral_gap(
         numbers over the rows. Rounding makes it as large as the root of eps in the dtype of the
         m x m work.
     """
-    _check(point, grad, row_sum)
+    _check(point, grad, sums)
     if direction.shape != point.shape:
         shape = tuple(point.shape)
         raise ValueError(fail("direction", f"have the shape {shape}", tuple(direction.shape)))
     if _is_empty(point):
         return point.real.new_zeros(len(point))
-    _, parts = _tangent_parts(point, grad, row_sum)
+    _, parts = _tangent_parts(point, grad, sums)
     work = parts.skew.dtype
     tall = direction.to(work)
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
     packed = torch.cat([own_gram(tall), value.expand(-1, tall.size(-1), 1).to(work)], dim=-1)
-    packed = packed if row_sum is None else row_sum(packed)
+    packed = sums.add(packed)
     length = torch.linalg.eigvalsh(packed[..., :-1])[:, -1].clamp(min=1.0).sqrt()
     finite = (parts.square + parts.skew).isfinite().all(dim=-1, keepdim=True)
     finite = finite.all(dim=-2, keepdim=True)
@@ -168,95 +171,91 @@ def spectral_gap(
     return torch.where(finite.flatten(), gap, math.nan).to(point.real.dtype)
 
 
-def muon_(
-    point: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor | None,
+def muon(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
     *,
     lr: Scalar,
+    step: Scalar = 1.0,
     momentum: float = 0.95,
     nesterov: bool = True,
     maximize: bool = False,
     tolerance: float | None = None,
     smoothing: float | None = None,
-    setting: Setting = Setting(),  # noqa: B008
-) -> Tensor:
-    r"""One step of StiefelMuon; returns the new point and updates the state in place.
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,  # noqa: ARG001
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of StiefelMuon.
 
     .. math:: B \leftarrow \mu B + (1 - \mu) G, \qquad M = \mu B + (1 - \mu) G \text{ or } B,
         \qquad X \leftarrow (X - \eta D)(I + \eta^2 D^\top D)^{-1/2}
 
     with D of :func:`spectral_direction` for M. Where D'D = I the root is the number
     :math:`\sqrt{1 + \eta^2}`, and the angle between X v and the new X v is atan eta for every v.
-    What rounding left in X'X is measured with the other sums and taken out with the step.
+    For n > m what rounding left in X'X is measured with the other sums and taken out with the step.
 
     Args:
-        point: X, orthonormal, ``(k, n, m)``.
-        grad: G, same shape.
-        momentum_buffer: B, same shape, updated. None: M = G.
+        X: The point, orthonormal, ``(k, n, m)``.
+        G: The gradient, same shape.
+        state: ``momentum_ambient`` B, same shape. Empty: M = G.
         lr: eta, a number or ``(k, 1, 1)``; acts as at most 4, an angle of 76 degrees.
+        step: The number of this step; it makes no difference.
         momentum: mu.
         nesterov: M is a lookahead, as above; else the buffer.
         maximize: X moves along D.
-        tolerance, smoothing: as in :func:`spectral_direction`.
-        setting: How the step is worked out; of it ``ok`` and ``row_sum``.
+        tolerance, smoothing, sums: as in :func:`spectral_direction`.
+        reader: Not asked.
 
-    Returns: The new point, ``(k, n, m)``.
     Raises:
         ValueError: as :func:`spectral_direction`.
     Note: As :func:`spectral_direction`, and 1 to 10 products of m x m. Tensors as ``lr`` cost the
         products of the longest step. Where rounding in M'M would show in X'X, as in float64 it
         does, one more sum of m^2 and two products: on a CPU only.
     """
-    row_sum = setting.row_sum
-    accuracy = _accuracy(point, tolerance, smoothing)
-    _check(point, grad, row_sum)
-    if _is_empty(point):
-        return point.clone()
-    buffer = moving = grad = zeroed(grad, setting.ok)
-    if momentum_buffer is not None:
-        buffer = momentum_buffer.lerp(grad, 1 - momentum)
-        moving = grad.lerp(buffer, momentum) if nesterov else buffer
-    found = _solve(point, moving, *accuracy, row_sum)
-    if momentum_buffer is not None:
-        ok = found.finite if setting.ok is None else found.finite & setting.ok
-        keep_(momentum_buffer, buffer, ok)
+    accuracy = _accuracy(X, tolerance, smoothing)
+    _check(X, G, sums)
+    if _is_empty(X):
+        return X, {}, 0.0
+    B = state.get(AMBIENT)
+    buffer = M = G
+    if B is not None:
+        buffer = B.lerp(G, 1 - momentum)
+        M = G.lerp(buffer, momentum) if nesterov else buffer
+    found = _solve(X, M, *accuracy, sums)
+    new = {} if B is None else {AMBIENT: torch.where(found.finite, buffer, B)}
     step, limit = _step_of(lr, found.length)
-    difference = roots(found.length * (step * step), limit).difference
+    length = Length(found.length * (step * step), 1.0, limit)
+    difference = roots(length.squares, limit).difference
     step = -step if maximize else step
     if found.along is None:
-        return _turned(point, found, step, difference, limit, setting)
+        return _turned(X, found, step, difference, limit), new, length
     # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
-    moved = found.mending - found.within * step
+    moved = found.correction - found.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
-    within = torch.where(found.sound, within, found.mending)
-    moving = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
+    within = torch.where(found.sound, within, found.correction)
+    M = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
     along = found.along * -step
     along = along.baddbmm(along, difference)
-    dtype = _tall_dtype(point, found)
-    tall, within = _same(point, within, dtype)
-    new = add_product_(add_product(tall, tall, within), *_same(moving, along, dtype))
-    new = new.to(point.dtype)
-    if _is_rough(point, found, step):
-        own = own_gram(new) if row_sum is None else row_sum(own_gram(new))
-        half = mend(own)  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
-        new = add_product(new, new, torch.baddbmm(half, half, half, alpha=1.5))
-    return new
+    dtype = _tall_dtype(X, found)
+    tall, within = _same(X, within, dtype)
+    new_X = add_product_(add_product(tall, tall, within), *_same(M, along, dtype)).to(X.dtype)
+    if _is_rough(X, found, step):
+        (own,) = sums((new_X, new_X))
+        half = half_error_(own)  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
+        new_X = add_product(new_X, new_X, torch.baddbmm(half, half, half, alpha=1.5))
+    return new_X, new, length
 
 
-def _turned(
-    point: Tensor, found: _Found, step: Scalar, difference: Tensor, limit: float, setting: Setting
-) -> Tensor:
-    """Return X (I + mending - eta P) (I + difference) of a square matrix X."""
-    mending = found.mending if setting.correct is False else mend(own_gram(point))
+def _turned(X: Tensor, found: _Found, step: Scalar, difference: Tensor, limit: float) -> Tensor:
+    """Return X (I - eta P) (I + difference) of a square matrix X."""
     turn = found.within * -step
     if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
-        turn = turn.baddbmm(mending, turn).add_(mending)
         turn = turn.baddbmm(turn, difference)
     else:  # turn and difference commute
-        turn = symmetric_product(turn, difference, turn.clone(), beta=1.0, sign=-1).add_(mending)
-    within = torch.where(found.sound, turn.add_(difference), mending)
-    return add_product(point, *_same(point, within, point.dtype))
+        turn = symmetric_product(turn, difference, turn.clone(), beta=1.0, sign=-1)
+    within = torch.where(found.sound, turn.add_(difference), 0.0)
+    return add_product(X, *_same(X, within, X.dtype))
 
 
 class _Found(NamedTuple):
@@ -265,7 +264,7 @@ class _Found(NamedTuple):
     Attributes:
         within, along: ``(k, m, m)``; ``along`` is None for square matrices.
         moving: M, or what is left of it.
-        mending: c - I for X c nearest to X on the manifold.
+        correction: c - I for X c nearest to X on the manifold.
         length: D'D.
         finite: Whether M is, and its square, ``(k, 1, 1)``.
         sound: Whether D is other than 0, ``(k, 1, 1)``.
@@ -275,7 +274,7 @@ class _Found(NamedTuple):
     within: Tensor
     along: Tensor | None
     moving: Tensor
-    mending: Tensor
+    correction: Tensor
     length: Tensor
     finite: Tensor
     sound: Tensor
@@ -291,7 +290,7 @@ class _Parts(NamedTuple):
     inner: Tensor
     skew: Tensor
     square: Tensor
-    mending: Tensor
+    correction: Tensor
     noise: Tensor
 
 
@@ -300,12 +299,12 @@ def _solve(
     moving: Tensor,
     tolerance: float,
     smoothing: float,
-    row_sum: RowSum | None,
+    sums: Sums,
 ) -> _Found:
     """Find the direction, in small matrices."""
-    if row_sum is None and point.size(-2) == point.size(-1):
+    if sums.are_square(point):
         return _solve_square(point, moving, tolerance, 3.0 * smoothing)  # nothing else is lost
-    moving, parts = _tangent_parts(point, moving, row_sum)
+    moving, parts = _tangent_parts(point, moving, sums)
     m = point.size(-1)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
     scale = (scale.square() + parts.noise).sqrt()  # M_T may be no more than rounding
@@ -333,11 +332,11 @@ def _solve(
     along, length = (torch.where(sound, matrix, 0.0) for matrix in (along, length))
     # N = M - X c B
     within = torch.baddbmm(inner, parts.inner, along, alpha=-1.0)
-    within = within.baddbmm(parts.mending, within)
+    within = within.baddbmm(parts.correction, within)
     within = torch.where(sound, within, 0.0)
     gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * _square_norm(along)).sqrt() / m
     finite = parts.noise.isfinite()
-    return _Found(within, along, moving, parts.mending, length, finite, sound, gain)
+    return _Found(within, along, moving, parts.correction, length, finite, sound, gain)
 
 
 def _completed(turn: Tensor, root: Tensor) -> Tensor:
@@ -458,14 +457,14 @@ def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
     return (trace * share).sqrt(), share.reciprocal()
 
 
-def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> tuple[Tensor, _Parts]:
+def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums) -> tuple[Tensor, _Parts]:
     """Return M and its parts; of M only M_T, in the dtype of the work, where that is all but lost.
 
     Q = M'M - B'B is off by eps |M|^2, more than M_T if that is shorter than the root of eps |M|.
     """
     work = finest_dtype(point)
     tall, other = point.to(work), moving.to(work)
-    parts = _parts_of(tall, other, row_sum)
+    parts = _parts_of(tall, other, sums)
     size = parts.noise / (_NOISE * torch.finfo(work).eps)
     if not is_free_to_read(point):
         return moving, parts
@@ -473,31 +472,31 @@ def _tangent_parts(point: Tensor, moving: Tensor, row_sum: RowSum | None) -> tup
     if not bool(is_lost.any()):
         return moving, parts
     normal = sym(parts.inner)
-    moving = add_product(other, tall, normal.baddbmm(parts.mending, normal), alpha=-1.0)
-    parts = _parts_of(tall, torch.where(is_lost, moving, other), row_sum)
+    moving = add_product(other, tall, normal.baddbmm(parts.correction, normal), alpha=-1.0)
+    parts = _parts_of(tall, torch.where(is_lost, moving, other), sums)
     lost = _ROUNDING * torch.finfo(point.dtype).eps
     noise = torch.where(is_lost, parts.noise + lost**2 * size, parts.noise)
     return torch.where(is_lost, moving, other), parts._replace(noise=noise)
 
 
-def _parts_of(tall: Tensor, other: Tensor, row_sum: RowSum | None) -> _Parts:
+def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
     """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
     inner, own, point_own = gram(tall, other), own_gram(other), own_gram(tall)
-    if row_sum is not None:
+    if sums.row_sum is not None:
         diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         triangles = own.triu() + point_own.tril(-1)
         m = inner.size(-1)
-        packed = row_sum(torch.cat([inner, triangles, diagonal], dim=-1))
+        packed = sums.add(torch.cat([inner, triangles, diagonal], dim=-1))
         inner, triangles, diagonal = packed[..., :m], packed[..., m:-1], packed[..., -1:]
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
-    half = mend(point_own)
-    mending = torch.baddbmm(half, half, half, alpha=1.5)  # Q may be far smaller than |M|^2
-    inner = inner.baddbmm(mending, inner)
+    half = half_error_(point_own)
+    correction = torch.baddbmm(half, half, half, alpha=1.5)  # Q may be far smaller than |M|^2
+    inner = inner.baddbmm(correction, inner)
     square = sym(own - own_gram(inner))
     noise = _trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
-    return _Parts(inner, skew(inner), square, mending, noise)
+    return _Parts(inner, skew(inner), square, correction, noise)
 
 
 def _is_empty(point: Tensor) -> bool:
@@ -521,9 +520,9 @@ def _is_double(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float64, torch.complex128)
 
 
-def _check(point: Tensor, grad: Tensor, row_sum: RowSum | None) -> None:
+def _check(point: Tensor, grad: Tensor, sums: Sums) -> None:
     shape = tuple(point.shape)
-    if point.ndim != 3 or (row_sum is None and shape[-2] < shape[-1]):
+    if point.ndim != 3 or (sums.row_sum is None and shape[-2] < shape[-1]):
         raise ValueError(fail("point", "be tall matrices (k, n, m)", f"shape {shape}"))
     if grad.shape != point.shape:
         raise ValueError(fail("grad", f"have the shape {shape} of point", tuple(grad.shape)))

@@ -1,4 +1,4 @@
-"""Torch's own SGD and Adam, on plain parameters and on the plain rows of constrained ones."""
+"""Torch's own SGD, Adam and Muon, on plain parameters and on plain rows of constrained ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def step_sgd(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
-    left: Tensor | None = None,
+    stays: Tensor | None = None,
 ) -> None:
-    """Apply ``torch.optim.SGD`` with the options of ``group``; ``states`` is what it keeps of each.
+    """Apply ``torch.optim.SGD`` with the options of ``group``; ``states`` holds a dict for each.
 
-    ``left`` is not 0 where all are to stay as they are: only fused kernels can, with no host read.
+    All stay as they are if ``stays`` is not 0: fused kernels do that without a host read.
     """
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
         for state, parameter in zip(states, parameters, strict=True):
-            if left is not None and "momentum_buffer" not in state:  # the kernel may not fill it
+            if stays is not None and "momentum_buffer" not in state:  # the kernel may not fill it
                 state["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [state.get("momentum_buffer") for state in states]
     sgd(
@@ -43,9 +43,9 @@ def step_sgd(
         nesterov=group["nesterov"],
         maximize=group["maximize"],
         has_sparse_grad=any(grad.is_sparse for grad in grads),
-        foreach=group["foreach"] if left is None else False,
-        fused=group["fused"] if left is None else True,
-        found_inf=left,
+        foreach=group["foreach"] if stays is None else False,
+        fused=group["fused"] if stays is None else True,
+        found_inf=stays,
     )
     for state, buffer in zip(states, buffers, strict=False):
         state["momentum_buffer"] = buffer
@@ -77,11 +77,11 @@ def step_adam(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
-    left: Tensor | None = None,
+    stays: Tensor | None = None,
 ) -> None:
     """Apply ``torch.optim.Adam`` with the options of ``group``; arguments as :func:`step_sgd`."""
     for parameter, state in zip(parameters, states, strict=True):
-        init_adam(group, parameter, state, on_device=left is not None)
+        init_adam(group, parameter, state, on_device=stays is not None)
     moments = [[state[name] for state in states] for name in adam_moments(group)]
     adam(
         parameters,
@@ -98,11 +98,11 @@ def step_adam(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
-        foreach=group["foreach"] if left is None else False,
+        foreach=group["foreach"] if stays is None else False,
         capturable=group["capturable"],
-        fused=group["fused"] if left is None else True,
+        fused=group["fused"] if stays is None else True,
         decoupled_weight_decay=group["decoupled_weight_decay"],
-        found_inf=left,
+        found_inf=stays,
     )
 
 
@@ -140,15 +140,15 @@ def step_rows(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
-    left: Tensor | None,
+    stays: Tensor | None,
 ) -> None:
     """Apply a rule to views on rows; fused kernels get copies that are real and without gaps."""
-    if not group["fused"] and left is None:
+    if not group["fused"] and stays is None:
         rule(group, parameters, grads, states)
         return
     dense = list(map(_dense, parameters))
     copies = [{name: _dense(tensor) for name, tensor in state.items()} for state in states]
-    rule(group, dense, list(map(_dense, grads)), copies, left)
+    rule(group, dense, list(map(_dense, grads)), copies, stays)
     for parameter, copy in zip(parameters, dense, strict=True):
         _put_back(parameter, copy)
     for parameter, state, copied in zip(parameters, states, copies, strict=True):

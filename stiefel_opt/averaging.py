@@ -1,0 +1,97 @@
+"""Averages of a training (EMA, SWA) whose tagged weights stay on the manifold."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+from typing_extensions import override
+
+from stiefel_opt._checks import check_flag, check_module, check_range, fail
+from stiefel_opt.constraints import project_, readings
+from stiefel_opt.distributed import is_sharded
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
+from stiefel_opt.manifold import Stiefel
+
+_CORRECTIONS: Final = 4  # Newton-Schulz steps, each of which squares the error
+
+
+class ProjectedAverage(swa_utils.AveragedModel):
+    """``torch.optim.swa_utils.AveragedModel`` that projects tagged weights after each update."""
+
+    @override
+    def update_parameters(self, model: nn.Module) -> None:
+        """Average with the parameters of ``model``, and project.
+
+        Raises:
+            ValueError: for values that are not finite, naming the parameter.
+        """
+        super().update_parameters(model)
+        tagged = [(p, reading) for p, reading in readings(self.module).values() if reading]
+        for parameter, reading in tagged:
+            _correct(parameter, reading)
+        if tagged:
+            project_(self.module)  # looks at all, and decomposes what is still off
+
+
+def averaged(
+    model: nn.Module,
+    decay: float | None = None,
+    *,
+    device: torch.device | str | None = None,
+    use_buffers: bool = False,
+) -> ProjectedAverage:
+    r"""Return a running average of ``model`` whose tagged weights are points of the manifold.
+
+    After each ``update_parameters(model)``, which follows a step of the optimizer,
+
+    .. math:: \bar X \leftarrow \mathrm{polar}(d \bar X + (1 - d) X)
+
+    with d = ``decay``, or :math:`d = t / (t + 1)` in update t. Plain weights are averaged as
+    torch does it. Use the result as any ``AveragedModel``: call it, or take its ``module``.
+
+    Args:
+        model: The model, copied here. Tags, heads, ranges of rows, convolutions and scales are
+            kept; weights that :func:`stiefel_opt.orthogonal` computes are averaged by their free
+            tensors, and are orthonormal anyway.
+        decay: d of an exponential moving average, in (0, 1). Default: the mean of all updates
+            (stochastic weight averaging).
+        device: Where the average is kept. Default: that of the model.
+        use_buffers: Whether buffers are averaged, too. Default: no.
+
+    Raises:
+        TypeError: if ``model`` is no module, or one of its tagged weights is sharded.
+        ValueError: for a decay out of range.
+    Note: Up to nine products of n x m by m x m for each tagged matrix and update; a singular value
+        decomposition only where the average is far from orthonormal.
+    Reference: Moakher, Means and averaging in the group of rotations (2002): of points, the
+        projected arithmetic mean is nearest in the least-squares sense.
+    """
+    check_module("model", model)
+    check_flag("use_buffers", use_buffers)
+    if decay is not None:
+        check_range("decay", decay, 0.0, 1.0, open_low=True)
+    for name, (parameter, reading) in readings(model).items():
+        if reading is not None and is_sharded(parameter):
+            remedy = "gather the weights into a model that is not sharded, and average that"
+            raise TypeError(fail(name, "not be sharded to be averaged", "a DTensor", remedy))
+    function = None
+    if decay is not None:
+        function = swa_utils.get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    place = None if device is None else torch.device(device)
+    return ProjectedAverage(model, place, multi_avg_fn=function, use_buffers=use_buffers)
+
+
+@torch.no_grad()
+def _correct(parameter: Tensor, reading: Stiefel) -> None:
+    """Bring matrices that are near the manifold onto it: averages of near points are."""
+    for index, part in enumerate(reading.parts(parameter)):
+        point = widened(reading.matrices(part, index)) / reading.scale
+        error = float(gram_error(point).amax())
+        if not orthonormality_tolerance(parameter.dtype, point.size(-2)) < error < 1:
+            continue
+        for _ in range(_CORRECTIONS):
+            point = 1.5 * point - 0.5 * point @ (point.mH @ point)
+        part.copy_(reading.stored(reading.scale * point, part.shape, index))

@@ -1,0 +1,479 @@
+r"""Momentum on the Stiefel manifold by isometric flows: the rules of StiefelSGD and StiefelAdam.
+
+Notation of Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023, arXiv 2205.14173): X is the
+point, G the Euclidean gradient, Z the skew and U the normal part of the velocity (X'U = 0), eta the
+learning rate, mu the momentum, a < 1 the parameter of the metric tr(D1'(I - a XX')D2). One step is
+
+    f = (X'G - G'X) / (2 (1 - a)),   g = (I - XX') G                 force
+    U <- mu U rot((2a - 1) eta Z) - g                                phi_2, coupling
+    Z <- mu Z - f,  D = rot(eta Z)                                   phi_1, turn
+    R = (I + eta^2 U'U)^(-1/2)
+    X <- (X D + eta U) R,  U <- (U - eta X D U'U) R                  phi_3, both by one rotation
+
+with rot(K) = (I + K)(I - K^2)^(-1/2). The published flows are in
+:mod:`stiefel_opt.functional.published`. Between steps of SGD U = B L - X N is not evaluated: with
+
+    S = X'G                                                          1
+    B <- B (mu L) + X (S - mu N) - G                                 2, 3
+    W = B'B,  R = (I + eta^2 W)^(-1/2)                               4
+    X <- X (D R) + B (eta R),  L = R^(-1),  N = eta W                5, 6
+
+neither the projection of G nor the transport of U is a tall product of its own: six in all. With
+``transport="projected"`` the momentum is what orthogonal projection onto the new tangent space
+leaves of each part: U times one more R, so that L = I and N = eta W R, five products, and Z times
+(I - eta^2 Z^2)^(-1/2). With Nesterov's momentum U is evaluated.
+
+Adam has second moments p of f and q of g, elementwise; both moments are corrected for their
+initialisation at zero, ci = 1 - bi^t:
+
+    U <- b1 U rot((2a - 1) eta Zp) - (1 - b1) g,   Z <- b1 Z - (1 - b1) f
+    p <- b2 p + (1 - b2) |f|^2,                    q <- b2 q + (1 - b2) |g|^2
+    Zp = (Z/c1) / (sqrt(p/c2) + eps),              V = (I - XX') (U/c1) / (sqrt(q/c2) + eps)
+    R = (I + eta^2 V'V)^(-1/2)
+    X <- (X rot(eta Zp) + eta V) R,                U <- T U
+
+Rules are pure: tensors in, new tensors out. All batches are ``(k, n, m)`` with n >= m, or
+``(k, m, m)``; for complex ones ' is the conjugate transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.device import Reader, is_free_to_read, reader_for
+from stiefel_opt.functional.flows import (
+    METRICS,
+    Move,
+    Scalar,
+    Tensors,
+    corrected,
+    coupling,
+    half_error_,
+    metric_parameter,
+    moves_of,
+    rotation_of_square,
+    turned_square,
+)
+from stiefel_opt.linalg import (
+    BLOCKED,
+    LOCAL_SUMS,
+    Sums,
+    absolute_square,
+    add_product,
+    add_product_,
+    product,
+    subtract_,
+    turn_and_move,
+)
+
+# Names of state: Z and U, and B, L and N of a U that is not evaluated.
+SKEW: Final = "momentum_skew"
+NORMAL: Final = "momentum_normal"
+BASE: Final = "deferred_base"
+FACTOR: Final = "deferred_factor"
+SHIFT: Final = "deferred_shift"
+
+# Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
+_LEAST_EPS: Final = 1e-30
+
+
+def sgd(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    lr: Scalar,
+    step: Scalar = 1.0,  # noqa: ARG001
+    momentum: float = 0.9,
+    force: Scalar = 1.0,
+    nesterov: bool = False,
+    metric: str | float = "canonical",
+    transport: str = "isometric",
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of StiefelSGD.
+
+    Args:
+        X: The point, orthonormal, ``(k, n, m)``.
+        G: The Euclidean gradient, same shape.
+        state: ``momentum_skew`` Z, and for n > m ``momentum_normal`` U, or B, L and N as
+            ``deferred_base``, ``deferred_factor``, which starts as I and is missing if
+            "projected", and ``deferred_shift``. Empty: no momentum.
+        lr: eta, a number or ``(k, 1, 1)``.
+        step: The number of this step; it makes no difference.
+        momentum: mu.
+        force: Factor on f and g: 1 - dampening, negative to maximise; a number or ``(k, 1, 1)``.
+        nesterov: X moves along V = mu U - g and mu Z - f. U must be evaluated.
+        metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
+        transport: "isometric" or "projected".
+        sums: Products of tall matrices summed over the rows, some of which may be elsewhere.
+        reader: Who may read a number of this step. Default: whoever can.
+
+    Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 8 and 7.
+    Reference: after Kong et al., Algorithm 1, with other maps and the geometry corrected.
+    """
+    reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
+    (S,) = sums((X, G))  # 1
+    torque = skew_force(S, a, force)
+    new_Z = torque if Z is None else torch.add(torque, Z, alpha=momentum)
+    ahead = torch.add(torque, new_Z, alpha=momentum) if nesterov else new_Z
+    carry = None if Z is None else transport
+    if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
+        return _turn_square(X, ahead, new_Z, lr, carry, S, reader)
+    S = S if isinstance(force, float) and force == 1.0 else S * force
+    mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
+    if BASE in state:
+        return _deferred(X, G, S, state, ahead, new_Z, lr, momentum, mu, force, sums, reader)
+    force_normal = normal_force(X, S, G, force)  # -g
+    if Z is None:
+        (W,) = sums((force_normal, force_normal))
+        moves = moves_of(ahead, W, lr, reader, S)
+        new_X = turn_and_move(X, moves.within, force_normal, moves.inverse_root, moves.step)
+        return new_X, {}, moves.length
+    U = _times(state[NORMAL], momentum, mu).add_(force_normal)
+    V = force_normal.add_(U, alpha=momentum) if nesterov else U.clone()
+    return advance(X, V, U, ahead, new_Z, lr, transport, S, sums, reader)
+
+
+def adam(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    lr: Scalar,
+    step: Scalar,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    force: float = 1.0,
+    metric: str | float = "canonical",
+    transport: str = "isometric",
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of StiefelAdam.
+
+    Args:
+        X, G, lr, metric, transport, sums, reader: as in :func:`sgd`.
+        state: Z and p as ``momentum_skew`` and ``exp_avg_sq_skew``, ``(k, m, m)``; for n > m U and
+            q as ``momentum_normal`` and ``exp_avg_sq_normal``; with amsgrad the running maxima of
+            p and q behind ``max_``.
+        step: t >= 1, the number of this step, a number or ``(k, 1, 1)``.
+        betas: b1 and b2.
+        eps: Added to the denominator; with 0, 0/0 counts as 0.
+        force: Sign of the gradient: 1, or -1 to maximise.
+
+    Note: 10 products of n x m by m x m, 8 if "projected", one more off the canonical metric.
+    Reference: after Kong et al., Algorithm 2, with other maps, the geometry corrected, and both
+        moments corrected for their initialisation at zero.
+    """
+    reader, a = reader or reader_for(X), metric_parameter(metric)
+    (S,) = sums((X, G))
+    torque = skew_force(S, a, force)
+    gained = lr * gain(betas, step, torque.real.dtype)
+    new = moments(state, "skew", torque, betas)
+    ahead = partial(precondition, new, "skew", step, betas, eps)
+    if NORMAL not in state:
+        turn = ahead if X.size(0) == 1 else cache(ahead)  # a single matrix may be large
+        new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, S, reader)
+        return new_X, new | new_Z, length
+    push = normal_force(X, S * force, G, force)  # -g
+    mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
+    if mu is None and _may_fuse(push, state, step, eps):
+        of_normal, V = _fused_moments(state, push, float(step), betas, eps)
+    else:
+        of_normal = moments(state, "normal", push, betas, mu)
+        V = precondition(of_normal, "normal", step, betas, eps)
+    del push
+    U = of_normal.pop(NORMAL)
+    if transport == "isometric":  # whose transport needs V itself
+        (overlap,) = sums((X, V))
+        V = add_product_(V, X, overlap, alpha=-1.0)
+    new_X, carried, length = advance(
+        X, V, U, ahead(), new[SKEW], gained, transport, S, sums, reader
+    )
+    return new_X, new | of_normal | carried, length
+
+
+# ---- the normal momentum of SGD, not evaluated ---------------------------------------------------
+
+
+def _deferred(
+    X: Tensor,
+    G: Tensor,
+    S: Tensor,
+    state: Mapping[str, Tensor],
+    ahead: Tensor,
+    new_Z: Tensor,
+    lr: Scalar,
+    momentum: float,
+    mu: Tensor | None,
+    force: Scalar,
+    sums: Sums,
+    reader: Reader,
+) -> Move:
+    """The step in lines 2 to 6; if projected, L = I and N = eta R W."""
+    B, L, N = state[BASE], state.get(FACTOR), state[SHIFT]
+    earlier = B if L is None else product(B, L)  # 2
+    if mu is not None:
+        earlier, N, momentum = product(earlier, mu), torch.bmm(N, mu), 1.0
+    combine = add_product if earlier is B else add_product_
+    pending = combine(earlier, X, torch.sub(S, N, alpha=momentum), beta=momentum)  # 3
+    new_B = subtract_(pending, G, force)
+    (W,) = sums((new_B, new_B))  # 4
+    moves = moves_of(ahead, W, lr, reader, S)
+    R = moves.inverse_root
+    if L is None:
+        new = carried_skew(new_Z, moves.rotation, "projected")
+        new[SHIFT] = torch.bmm(R, W) * moves.step
+    else:
+        excess, scale = moves.excess
+        new = {SKEW: new_Z, SHIFT: W * moves.step}
+        new[FACTOR] = torch.baddbmm(R, excess, R, alpha=scale)  # R^(-1) = (I + eta^2 W) R
+    new_X = turn_and_move(X, moves.within, new_B, R, moves.step)  # 5, 6
+    return new_X, new | {BASE: new_B}, moves.length
+
+
+def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return Z and U at X; None for what is not in the state."""
+    base = state.get(BASE)
+    if base is None:
+        return state.get(SKEW), state.get(NORMAL)
+    U = base if FACTOR not in state else base @ state[FACTOR]
+    return state.get(SKEW), U - X @ state[SHIFT]
+
+
+def corrected_deferred(
+    X: Tensor, state: Mapping[str, Tensor], sums: Sums, own: Tensor | None = None
+) -> tuple[Tensor, Tensors]:
+    """Remove rounding from X'X = I and, by N = X'B L, from X'U = 0."""
+    if BASE not in state:
+        return corrected(X, state, sums, own, (NORMAL,))
+    if own is None:
+        own, overlap = sums((X, X), (X, state[BASE]))
+    else:
+        (overlap,), own = sums((X, state[BASE])), own.clone()
+    half = half_error_(own)
+    shift = torch.baddbmm(overlap, half, overlap)
+    shift = torch.bmm(shift, state[FACTOR]) if FACTOR in state else shift
+    return add_product(X, X, half), {SHIFT: shift}
+
+
+# ---- moves ---------------------------------------------------------------------------------------
+
+
+def advance(
+    X: Tensor,
+    V: Tensor,
+    U: Tensor,
+    ahead: Tensor,
+    new_Z: Tensor,
+    lr: Scalar,
+    transport: str,
+    S: Tensor,
+    sums: Sums,
+    reader: Reader,
+) -> Move:
+    r"""Turn along ``ahead`` and move along V; carry Z and U, which is written to.
+
+    With C = V'U and P = I - X_new X_new' the transport of U is
+
+        isometric: T U = U + eta^2 V R (I + R)^(-1) C - eta X_new C,     projected: P U
+
+    and X_new'U = eta R C. If V is not normal to X, as it may be if projected, its part along X is
+    taken out of the turn, which saves a product.
+    """
+    isometric = transport == "isometric"
+    W, C, *overlap = sums((V, V), (V, U), *([] if isometric else [(X, V)]))
+    for inner in overlap:
+        W = torch.baddbmm(W, inner.mH, inner, alpha=-1.0)
+    moves = moves_of(ahead, W, lr, reader, S, companion=isometric)
+    R, step = moves.inverse_root, moves.step
+    for inner in overlap:
+        moves = moves._replace(within=moves.within - torch.bmm(inner, R) * step)
+    if moves.companion is not None:
+        add_product_(U, V, torch.bmm(moves.companion, C), alpha=step * step)
+    else:
+        C = torch.bmm(R, C)
+    new_X = turn_and_move(X, moves.within, V, R, step)
+    new_U = add_product_(U, new_X, C, alpha=-step)
+    return new_X, carried_skew(new_Z, moves.rotation, transport) | {NORMAL: new_U}, moves.length
+
+
+def _turn_square(
+    X: Tensor,
+    ahead: Tensor | Callable[[], Tensor],
+    new_Z: Tensor,
+    lr: Scalar,
+    transport: str | None,
+    S: Tensor,
+    reader: Reader,
+) -> Move:
+    """X <- X rot(eta ``ahead``) for square matrices; ``transport`` None: there is no momentum."""
+    turn = (lambda: ahead) if isinstance(ahead, Tensor) else ahead
+    if transport != "projected" and X.size(-1) < BLOCKED:
+        new_X, length = turned_square(X, turn, lr, reader)
+        new = {} if transport is None else {SKEW: new_Z}
+    else:  # a product of the rotation is symmetric, and large ones are cheaper then
+        rotation, length = rotation_of_square(turn, lr, reader)
+        new_X = add_product(X, X, rotation)
+        new = {} if transport is None else carried_skew(new_Z, rotation, transport)
+    return new_X, new, length._replace(inner=S)
+
+
+def carried_skew(Z: Tensor, rotation: Tensor, transport: str) -> Tensors:
+    """Return Z or, if projected, the skew part of D'Z for D = I + ``rotation``."""
+    if transport == "isometric":
+        return {SKEW: Z}
+    projected = torch.baddbmm(Z, rotation.mH, Z)
+    return {SKEW: (projected - projected.mH) / 2}
+
+
+def skew_force(S: Tensor, a: float, force: Scalar) -> Tensor:
+    """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
+    # in the memory order of S, which is also the faster one
+    difference = torch.sub(S.mH, S, out=torch.empty_like(S))
+    factor = force / (2 * (1 - a))
+    return difference if isinstance(factor, float) and factor == 1.0 else difference.mul_(factor)
+
+
+def normal_force(X: Tensor, S: Tensor, G: Tensor, force: Scalar) -> Tensor:
+    """-g = X S - force G for S = force X'G."""
+    return subtract_(product(X, S), G, force)
+
+
+def _times(U: Tensor, momentum: float, mu: Tensor | None) -> Tensor:
+    """Return U times the momentum, a number or a rotation times it."""
+    return U * momentum if mu is None else product(U, mu)
+
+
+# ---- moments -------------------------------------------------------------------------------------
+
+
+def moments(
+    state: Mapping[str, Tensor],
+    part: str,
+    value: Tensor,
+    betas: tuple[float, float],
+    mu: Tensor | None = None,
+) -> Tensors:
+    """Return both moments of ``value``, -f or -g, and with amsgrad the maximum of the second.
+
+    The part of the velocity is "skew" or "normal"; ``mu`` is b1 times a rotation.
+    """
+    first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
+    weight = 1 - betas[1]
+    if value.is_complex():
+        square = torch.mul(second, betas[1]).add_(absolute_square(value), alpha=weight)
+    else:
+        square = torch.mul(second, betas[1]).addcmul_(value, value, value=weight)
+    if mu is None:
+        mean = torch.lerp(first, value, 1 - betas[0])
+    else:
+        mean = product(first, mu).add_(value, alpha=1 - betas[0])
+    new = {"momentum_" + part: mean, "exp_avg_sq_" + part: square}
+    largest = state.get("max_exp_avg_sq_" + part)
+    return (
+        new if largest is None else new | {"max_exp_avg_sq_" + part: torch.maximum(largest, square)}
+    )
+
+
+def precondition(
+    state: Mapping[str, Tensor], part: str, step: Scalar, betas: tuple[float, float], eps: float
+) -> Tensor:
+    """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
+
+    The factor gamma of :func:`gain` is left to the learning rate.
+    """
+    first = state["momentum_" + part]
+    second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
+    denominator = torch.sqrt(second)  # real
+    denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
+    if eps < _LEAST_EPS:
+        denominator.masked_fill_(denominator == 0, 1.0)
+    return torch.div(first, denominator, out=None if first.is_complex() else denominator)
+
+
+def gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
+    """Return gamma = sqrt(c2) / c1."""
+    first, second = (bias_correction(beta, step, dtype) for beta in betas)
+    return second**0.5 / first
+
+
+def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
+    """Return 1 - beta^step, without the cancellation that a step in float32 would suffer."""
+    if isinstance(step, Tensor):
+        return -torch.expm1(step.to(dtype) * (math.log(beta) if beta > 0 else -math.inf))
+    return 1.0 - float(beta**step)
+
+
+def _coupling_of_adam(
+    state: Mapping[str, Tensor],
+    lr: Scalar,
+    step: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    a: float,
+    reader: Reader,
+) -> Tensor | None:
+    """Return b1 rot((2a - 1) eta Zp) for Zp of the step before; 0 at the first."""
+    if a == METRICS["canonical"]:
+        return None
+    before = step - 1.0
+    counted = before.clamp(min=1.0) if isinstance(before, Tensor) else max(before, 1.0)
+    earlier = precondition(state, "skew", counted, betas, eps)
+    earlier_lr = lr * gain(betas, counted, earlier.real.dtype) * (before > 0)
+    return coupling(earlier, betas[0], earlier_lr, a, reader)
+
+
+def _may_fuse(value: Tensor, state: Mapping[str, Tensor], step: Scalar, eps: float) -> bool:
+    """Say whether torch's fused Adam may compute the moments of the normal part.
+
+    On a CPU, for real tensors that have their numbers in one order in memory, without gaps.
+    """
+    names = NORMAL, "exp_avg_sq_normal"
+    return (
+        not isinstance(step, Tensor)
+        and is_free_to_read(value)
+        and value.is_floating_point()
+        and eps >= _LEAST_EPS
+        and (value.is_contiguous() or value.mT.is_contiguous())
+        and all(state[name].stride() == value.stride() for name in names)
+    )
+
+
+def _fused_moments(
+    state: Mapping[str, Tensor], value: Tensor, step: float, betas: tuple[float, float], eps: float
+) -> tuple[Tensors, Tensor]:
+    """Return new moments of the normal part, and their quotient as :func:`precondition` does.
+
+    One pass over memory where single operations need five: Adam's own step, from zero. Not for
+    skew matrices: the kernel rounds the last few numbers differently, and the m x m would not stay
+    skew.
+    """
+    names = NORMAL, "exp_avg_sq_normal", "max_exp_avg_sq_normal"
+    new = {name: state[name].clone() for name in names if name in state}
+    first, second, *largest = new.values()
+    quotient = torch.zeros_like(first)
+    torch._fused_adam_(
+        [quotient],
+        [value],
+        [first],
+        [second],
+        largest,
+        [torch.scalar_tensor(step, dtype=torch.float32, device=first.device)],
+        lr=-1.0 / float(gain(betas, step, first.dtype)),
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=0.0,
+        eps=eps,
+        amsgrad=bool(largest),
+        maximize=False,
+    )
+    return new, quotient

@@ -1,0 +1,503 @@
+"""Adapters of peft whose orthogonal factors are kept exactly so, and back to plain peft."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from typing_extensions import override
+
+from stiefel_opt._checks import check_dtype, check_module, check_range, fail
+from stiefel_opt.constraints import constrain, release
+from stiefel_opt.distributed import is_sharded
+from stiefel_opt.geometry import polar_factor, widened
+from stiefel_opt.integrations.migration import from_torch_orthogonal
+from stiefel_opt.manifold import manifold_of
+from stiefel_opt.report import table
+
+FROM_TORCH: Final = (
+    "_stiefel_from_torch"  # {weight: (map, trivialization)}, in the owner's __dict__
+)
+PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, in its config's __dict__
+SOUGHT: Final = (
+    "blocks of OFT, P and Q of AdaLoRA, or a weight of torch.nn.utils.parametrizations.orthogonal, "
+    "as LoReFT has"
+)
+
+
+@dataclass(frozen=True, repr=False)
+class AdapterReport:
+    """What :func:`constrain_adapters` or :func:`export_adapters` did; printing it shows a table.
+
+    Attributes:
+        action: ``"constrained"`` or ``"exported"``.
+        lines: ``(parameter, what it is, its matrices, what was done)`` for each parameter.
+    """
+
+    action: str
+    lines: tuple[tuple[str, str, str, str], ...]
+
+    @override
+    def __repr__(self) -> str:
+        head = f"parameters of adapters {self.action}: {len(self.lines)}\n"
+        return head + table([("parameter", "part", "matrices", "what was done"), *self.lines])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of an adapter that can be changed: how, and what the report says of it then."""
+
+    adapter: str | None
+    change: Callable[[], list[tuple[str, str, str, str]]]
+
+
+@torch.no_grad()
+def constrain_adapters(
+    model: nn.Module, adapter: str | None = None, *, tolerance: float = 1e-4
+) -> AdapterReport:
+    r"""Keep the orthogonal factors of an adapted model exactly orthogonal.
+
+    Found are:
+
+    - blocks of OFT: the rotation R itself becomes the parameter, (blocks, b, b), in place of the
+      numbers that a Neumann series or a Cayley transform turns into it; it can reach every angle;
+    - P and Q of AdaLoRA: tagged, and the weight of peft's penalty for them becomes 0. An update
+      that is there already is factored anew, :math:`P \Lambda Q` the same;
+    - weights of ``torch.nn.utils.parametrizations.orthogonal``, as a LoReFT rotation: tagged as by
+      :func:`from_torch_orthogonal`.
+
+    The function of the model stays the same. Build the optimizer afterwards, one of this package,
+    from the parameters that require a gradient. peft's own calls go on working: several adapters,
+    dropout, merging, saving and resuming the training. What is saved of OFT is for models that are
+    constrained alike, until :func:`export_adapters` makes peft's numbers of it.
+
+    Args:
+        model: A ``PeftModel``, a model of transformers with adapters, or interventions of pyreft;
+            changed in place.
+        adapter: The name of one adapter of peft. Default: all, and the weights of torch.
+        tolerance: By how much a block of OFT may change, in the spectral norm: what peft's series
+            of a trained one computes is no rotation. Default: 1e-4.
+
+    Returns: What was done, by parameter.
+    Raises:
+        ValueError: if there is no such part or adapter, all are constrained already, an adapter is
+            merged, a block changes by more than ``tolerance``, OFT has ``coft=True`` or adapts a
+            convolution whose kernel has more than one pixel; for a rank above a width of its layer,
+            and values on the meta device. Nothing is changed then.
+        TypeError: for dtypes that :func:`constrain` refuses, and sharded parameters.
+
+    Note: For each block of OFT one singular value decomposition, for each pair P, Q two QR
+        decompositions and one of r x r, once.
+    Reference: Qiu et al. (2023), orthogonal fine-tuning; Zhang et al., AdaLoRA (2023), equations 3
+        and 4; Wu et al., ReFT (2024).
+    """
+    check_module("model", model)
+    check_range("tolerance", tolerance, 0.0)
+    parts: list[_Part] = []
+    constrained: list[str] = []
+    for path, layer, key in _layers(model, adapter):
+        if _is_constrained(layer, key):
+            constrained.append(path)
+        elif (part := _to_constrain(path, layer, key, tolerance)) is not None:
+            parts.append(part)
+    with_torch = adapter is None and any(_from_torch(model))
+    if not parts and not with_torch:
+        given = f"a {_kind(model)}"
+        if constrained:
+            remedy = "build the optimizer; so.export_adapters(model) goes back to peft"
+            given += f" whose {constrained[0]} is constrained already"
+            raise ValueError(
+                fail("model", "have factors that are not constrained yet", given, remedy)
+            )
+        remedy = "for LoRA on the manifold make the adapter with so.StellaConfig"
+        raise ValueError(fail("model", f"have {SOUGHT}", given, remedy))
+    lines = _convert_torch(model) if with_torch else []
+    for part in parts:
+        lines += part.change()
+    for configs in _config_dicts(model):
+        for name in configs.keys() & {part.adapter for part in parts}:
+            if (config := configs[name]).peft_type == "ADALORA":
+                config.__dict__[PENALTY] = config.orth_reg_weight
+                config.orth_reg_weight = 0.0
+    return AdapterReport("constrained", tuple(lines))
+
+
+@torch.no_grad()
+def export_adapters(
+    model: nn.Module, adapter: str | None = None, *, tolerance: float = 1e-3
+) -> AdapterReport:
+    r"""Undo :func:`constrain_adapters`: numbers and settings as plain peft has them.
+
+    Blocks of OFT become :math:`(I - R)(I + R)^{-1}` with ``use_cayley_neumann=False``, which is
+    exact; P and Q of AdaLoRA keep their values and get the penalty back; a weight from torch's
+    parametrization gets the same again; StelLA becomes LoRA of the same rank, A = S V' and B = U.
+    Then ``model.save_pretrained(folder)`` writes what peft loads where this package is not
+    installed.
+
+    Args:
+        model: The model; changed in place. Keep a copy, or constrain it again, to train on.
+        adapter: The name of one adapter of peft. Default: all, and the weights of torch.
+        tolerance: By how much a block of OFT may change, in the spectral norm, beside the rounding
+            of its dtype. Default: 1e-3.
+
+    Returns: What was done, by parameter.
+    Raises:
+        ValueError: if nothing is constrained, an adapter is merged, or a block turns by pi, of
+            which peft's numbers are infinite, or is a reflection. Nothing is changed then.
+        TypeError: if ``model`` is not a module.
+
+    Note: Optimizers of the model have to be built anew. One linear system for each block of OFT.
+    """
+    check_module("model", model)
+    check_range("tolerance", tolerance, 0.0)
+    parts = [
+        _to_export(path, layer, key, tolerance)
+        for path, layer, key in _layers(model, adapter)
+        if _is_constrained(layer, key)
+    ]
+    if adapter is None:
+        parts += [
+            _to_torch(path, owner, leaf, *known)
+            for path, owner in model.named_modules()
+            for leaf, known in owner.__dict__.get(FROM_TORCH, {}).items()
+        ]
+    if not parts:
+        given, remedy = f"a {_kind(model)} of none", "call so.constrain_adapters(model) first"
+        raise ValueError(fail("model", "have constrained adapters", given, remedy))
+    lines = [line for part in parts for line in part.change()]
+    for configs in _config_dicts(model):
+        for name in configs.keys() & {part.adapter for part in parts}:
+            configs[name] = _plain_config(configs[name])
+    return AdapterReport("exported", tuple(lines))
+
+
+# ---- what is there -----------------------------------------------------------------------------
+
+
+def _is_loaded() -> bool:
+    """Say whether a model can have parts of peft at all."""
+    return sys.modules.get("peft") is not None
+
+
+def _peft_parts() -> Any:
+    return importlib.import_module("stiefel_opt.integrations.peft_parts")
+
+
+def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield (path, layer of peft, adapter) of every adapter that is wanted."""
+    if adapter is not None:
+        known = sorted({name for config in _config_dicts(model) for name in config})
+        if adapter not in known:
+            remedy = "" if known else "make the model with peft.get_peft_model"
+            listed = f"be one of {known}" if known else "be an adapter of peft"
+            raise ValueError(fail("adapter", listed, repr(adapter), remedy))
+    if not _is_loaded():
+        return
+    parts = _peft_parts()
+    for path, layer in model.named_modules():
+        if not isinstance(layer, parts.TunerLayer):
+            continue
+        names = {name for held in _holders(layer) for name in getattr(layer, held).keys()}  # noqa: SIM118
+        for name in sorted(names if adapter is None else names & {adapter}):
+            if not any(name in configs for configs in _config_dicts(model)):
+                remedy = "pass what get_peft_model returned: its config is written, too"
+                given = f"a {type(model).__name__} without the config of {name!r}"
+                raise ValueError(fail("model", "be the whole model", given, remedy))
+            if name in layer.merged_adapters:
+                remedy = "call model.unmerge_adapter() first"
+                raise ValueError(fail(path, "not be merged", f"adapter {name!r} merged", remedy))
+            yield path, layer, name
+
+
+def _holders(layer: Any) -> tuple[str, ...]:
+    """Return where a layer keeps the factors that are orthogonal, by adapter."""
+    parts = _peft_parts()
+    if isinstance(layer, parts.OFTLayer):
+        return "oft_R", "oft_embedding_R"
+    if isinstance(layer, parts.AdaLoraLayer):
+        return ("lora_E",)
+    return ("lora_A",) if hasattr(layer, "lora_A") else ()
+
+
+def _rotation(layer: Any, key: str) -> tuple[str, Any]:
+    """Return the name and the rotation of a layer under OFT."""
+    held = "oft_R" if key in layer.oft_R else "oft_embedding_R"
+    return f"{held}.{key}", getattr(layer, held)[key]
+
+
+def _is_constrained(layer: Any, key: str) -> bool:
+    parts = _peft_parts()
+    if isinstance(layer, parts.OFTLayer):
+        return isinstance(_rotation(layer, key)[1], parts.ExactRotation)
+    if isinstance(layer, parts.AdaLoraLayer):
+        return manifold_of(layer.lora_A[key]) is not None
+    return isinstance(layer.lora_A[key], parts.InputFactor)
+
+
+def _config_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    seen: set[int] = set()
+    for module in model.modules():
+        configs = module.__dict__.get("peft_config")
+        if isinstance(configs, dict) and id(configs) not in seen:
+            seen.add(id(configs))
+            yield configs
+
+
+def _kind(model: nn.Module) -> str:
+    """Return what a model is, with the adapters that it has."""
+    types = [config.peft_type for configs in _config_dicts(model) for config in configs.values()]
+    kinds = sorted({str(getattr(each, "value", each)) for each in types})
+    return type(model).__name__ + (f" with {', '.join(kinds)}" if kinds else " without adapters")
+
+
+def _from_torch(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield (path, owner, weight, map) of every weight of torch's own parametrization."""
+    for path, owner in model.named_modules():
+        if parametrize.is_parametrized(owner):
+            for leaf, listed in owner.parametrizations.items():
+                if isinstance(listed[0], parametrizations._Orthogonal):
+                    yield path, owner, leaf, listed[0]
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    check_dtype(name, tensor.dtype)
+    if tensor.is_meta:
+        raise ValueError(fail(name, "have values", "the meta device", "load the adapter first"))
+    if is_sharded(tensor):
+        remedy = "call it before fully_shard, or gather the parameters"
+        raise TypeError(fail(name, "not be sharded", "a DTensor", remedy))
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(fail(name, "be finite", "infinities or NaN"))
+
+
+def _matrices(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape))
+
+
+# ---- constraining ------------------------------------------------------------------------------
+
+
+def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part | None:
+    parts = _peft_parts()
+    if isinstance(layer, parts.OFTLayer):
+        return _rotation_to_constrain(path, layer, key, tolerance)
+    return (
+        _triplets_to_constrain(path, layer, key) if isinstance(layer, parts.AdaLoraLayer) else None
+    )
+
+
+def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part:
+    called, rotation = _rotation(layer, key)
+    name, old = f"{path}.{called}.weight", rotation.weight
+    _check(name, old)
+    if rotation.coft:
+        remedy = "a bound on the angle is no constraint here: make the adapter with coft=False"
+        raise ValueError(fail(f"{path}.{called}", "be without coft", "coft=True", remedy))
+    size = rotation.kernel_size
+    if max(size if isinstance(size, tuple) else (size,)) > 1:
+        remedy = "peft adds overlapping patches up, so that merging changes the model; leave it out"
+        raise ValueError(fail(path, "have a kernel of one pixel for OFT", size, remedy))
+    options = rotation.use_cayley_neumann, rotation.num_cayley_neumann_terms
+    given = rotation._cayley_batch(old.double(), rotation.block_size, *options)
+    blocks = polar_factor(given)
+    off = float(torch.linalg.matrix_norm(given - blocks, 2).amax())
+    if off > tolerance:
+        condition = f"be rotations up to {tolerance:g}"
+        found = f"blocks that peft's series leaves off by {off:.1g}"
+        remedy = "pass a larger tolerance: the function changes by as much; or another adapter="
+        raise ValueError(fail(name, condition, found, remedy))
+
+    def change() -> list[tuple[str, str, str, str]]:
+        rotation.__class__ = _peft_parts().ExactRotation
+        rotation.weight = nn.Parameter(blocks.to(old.dtype), requires_grad=old.requires_grad)
+        constrain(rotation, "weight", flatten=False)
+        done = f"the rotation itself; peft's was off by {off:.1g}"
+        return [(name, "OFT block", _matrices(blocks), done)]
+
+    return _Part(key, change)
+
+
+def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
+    left, middle, right = layer.lora_B[key], layer.lora_E[key], layer.lora_A[key]
+    name = f"{path}.lora_A.{key}"
+    for tensor in (left, middle, right):
+        _check(name, tensor)
+    rank, width = middle.size(0), min(left.size(0), right.size(1))
+    if rank == 0:  # all of them were cut
+        return None
+    if rank > width:
+        condition = f"have a rank of at most {width}, the smaller width of its layer"
+        raise ValueError(fail(name, condition, rank, "set init_r"))
+    new = _factored(left.double(), middle.double()[:, 0], right.double())
+
+    def change() -> list[tuple[str, str, str, str]]:
+        lines = []
+        for tensor, value in zip((left, middle[:, 0], right), new, strict=True):
+            tensor.copy_(value)
+        for held, part in (("lora_B", "AdaLoRA's P"), ("lora_A", "AdaLoRA's Q")):
+            factors = getattr(layer, held)
+            constrain(factors, key, flatten=False)
+            done = "orthonormal; peft's penalty is off"
+            lines.append((f"{path}.{held}.{key}", part, _matrices(factors[key]), done))
+        return lines
+
+    return _Part(key, change)
+
+
+def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Factor :math:`P \Lambda Q` anew, with orthonormal P and Q.
+
+    Triplets whose value is zero, at the start or because AdaLoRA has cut them, keep their places,
+    with directions that complete the others.
+    """
+    live, idle = middle.nonzero()[:, 0], (middle == 0).nonzero()[:, 0]
+    left_basis, left_part = torch.linalg.qr(left[:, live])
+    right_basis, right_part = torch.linalg.qr(right[live].mT)
+    u, values, v = torch.linalg.svd(left_part @ (middle[live, None] * right_part.mT))
+    new_left, new_right, new_middle = left.clone(), right.clone(), middle.clone()
+    new_left[:, live], new_right[live], new_middle[live] = (
+        left_basis @ u,
+        (right_basis @ v.mT).mT,
+        values,
+    )
+    order = torch.cat([live, idle])
+    new_left[:, order] = _completed(new_left[:, order], len(live))
+    new_right[order] = _completed(new_right[order].mT, len(live)).mT
+    return new_left, new_middle, new_right
+
+
+def _completed(columns: Tensor, count: int) -> Tensor:
+    """Keep the first columns, which are orthonormal, and make the others orthonormal to them."""
+    basis, triangle = torch.linalg.qr(columns)
+    signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0).to(basis.dtype)
+    return torch.cat([columns[:, :count], (basis * signs)[:, count:]], 1)
+
+
+def _convert_torch(model: nn.Module) -> list[tuple[str, str, str, str]]:
+    """Tag the weights of torch's own parametrization; remember how each was computed."""
+    found = [
+        (path, owner, leaf, (computed.orthogonal_map.name, hasattr(computed, "base")))
+        for path, owner, leaf, computed in _from_torch(model)
+    ]
+    from_torch_orthogonal(model)
+    lines = []
+    for path, owner, leaf, known in found:
+        owner.__dict__.setdefault(FROM_TORCH, {})[leaf] = known
+        name = f"{path}.{leaf}" if path else leaf
+        done = "a parameter; torch's parametrization is gone"
+        lines.append((name, "rotation", _matrices(owner.get_parameter(leaf)), done))
+    return lines
+
+
+# ---- exporting ---------------------------------------------------------------------------------
+
+
+def _to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
+    parts = _peft_parts()
+    if isinstance(layer, parts.OFTLayer):
+        return _rotation_to_export(path, layer, key, tolerance)
+    if isinstance(layer, parts.AdaLoraLayer):
+        return _triplets_to_export(path, layer, key)
+    return _stella_to_export(path, layer, key)
+
+
+def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
+    called, rotation = _rotation(layer, key)
+    name, blocks = f"{path}.{called}.weight", rotation.weight
+    _check(name, blocks)
+    exact = blocks.detach().double()
+    identity = torch.eye(blocks.size(-1), dtype=exact.dtype, device=exact.device)
+    skew = torch.linalg.solve_ex(identity + exact, identity - exact, left=False)[0]
+    numbers = skew[:, rotation.rows, rotation.cols].to(blocks.dtype)
+    kind = _peft_parts().OFTRotation
+    finite = bool(torch.isfinite(numbers).all())
+    off = float("inf")
+    if finite:
+        again = kind._cayley_batch(rotation, numbers, rotation.block_size, False)
+        off = float(torch.linalg.matrix_norm(again.double() - exact, 2).amax())
+    if not off <= tolerance + 8 * torch.finfo(blocks.dtype).eps:
+        condition = "have a Cayley transform in its dtype, which peft's numbers are"
+        found = f"a block that turns by an angle too near to pi, or reflects: {off:.1g} off"
+        remedy = "pass a larger tolerance, or merge the constrained model"
+        raise ValueError(fail(name, condition, found, remedy))
+
+    def change() -> list[tuple[str, str, str, str]]:
+        release(rotation, "weight")
+        rotation.__class__, rotation.use_cayley_neumann = kind, False
+        rotation.weight = nn.Parameter(numbers, requires_grad=blocks.requires_grad)
+        done = f"peft's numbers, exact Cayley; off by {off:.1g}"
+        return [(name, "OFT block", _matrices(numbers), done)]
+
+    return _Part(key, change)
+
+
+def _triplets_to_export(path: str, layer: Any, key: str) -> _Part:
+    def change() -> list[tuple[str, str, str, str]]:
+        lines = []
+        for held, part in (("lora_B", "AdaLoRA's P"), ("lora_A", "AdaLoRA's Q")):
+            factors = getattr(layer, held)
+            release(factors, key)
+            done = "plain again; peft's penalty is back"
+            lines.append((f"{path}.{held}.{key}", part, _matrices(factors[key]), done))
+        return lines
+
+    return _Part(key, change)
+
+
+def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
+    factor, output = layer.lora_A[key], layer.lora_B[key]
+    _check(f"{path}.lora_A.{key}", factor.core)
+
+    def change() -> list[tuple[str, str, str, str]]:
+        value = (widened(factor.core) @ widened(factor.basis)).to(factor.basis.dtype)
+        plain = nn.Linear(value.size(1), value.size(0), bias=False, device="meta")
+        plain.weight = nn.Parameter(value, requires_grad=factor.core.requires_grad)
+        plain.train(factor.training)
+        release(output, "weight")
+        layer.lora_A[key] = plain
+        return [
+            (f"{path}.lora_A.{key}.weight", "LoRA's A", _matrices(value), "core times basis"),
+            (f"{path}.lora_B.{key}.weight", "LoRA's B", _matrices(output.weight), "the basis"),
+        ]
+
+    return _Part(key, change)
+
+
+def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bool) -> _Part:
+    called = f"{path}.{leaf}" if path else leaf
+    value = owner.get_parameter(leaf).detach()
+    trial = nn.Module()
+    trial.register_parameter(leaf, nn.Parameter(value.clone()))
+    options: dict[str, Any] = {"orthogonal_map": name, "use_trivialization": trivialized}
+    parametrizations.orthogonal(trial, leaf, **options)
+    off = float((getattr(trial, leaf) - value).abs().amax())
+    if not off <= 1e-4:
+        condition = f"be a value of torch's {name} map, use_trivialization={trivialized}"
+        remedy = "use the constrained weight as it is, or make the adapter with trivialization"
+        raise ValueError(fail(called, condition, f"one {off:.1g} off", remedy))
+
+    def change() -> list[tuple[str, str, str, str]]:
+        release(owner, leaf)
+        del owner.__dict__[FROM_TORCH][leaf]
+        parametrizations.orthogonal(owner, leaf, **options)
+        done = f"torch's parametrization, map {name}"
+        return [(called, "rotation", _matrices(value), done)]
+
+    return _Part(None, change)
+
+
+def _plain_config(config: Any) -> Any:
+    """Return a config with what plain peft needs to know."""
+    if config.peft_type == "OFT":
+        config.use_cayley_neumann = False
+    elif config.peft_type == "ADALORA":
+        config.orth_reg_weight = config.__dict__.pop(PENALTY)
+    else:
+        config = _peft_parts().plain_config(config)
+    return config

@@ -1,0 +1,473 @@
+"""Any optimizer of the kind of torch's on constrained weights: hooks before and after its step.
+
+Constrained matrices of equal shape are one batch. With X before a step and X + D behind it, the
+step becomes the tangent vector nearest to D, and X its polar retraction.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
+from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
+from stiefel_opt.distributed import is_sharded
+from stiefel_opt.foreign import is_own, trust
+from stiefel_opt.geometry import project_tangent, widened
+from stiefel_opt.linalg import add_to_diagonal_, infinity_norm, largest_bound, own_gram, skew
+from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.points import nearest
+from stiefel_opt.roots import roots
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+_KEEPER: Final = "_stiefel_keeper"  # on an optimizer
+# A longer step would turn by hardly more: atan(8) is 83 degrees.
+_LONGEST: Final = 64.0  # its square
+_SECOND_WEIGHTS: Final = re.compile("schedulefree|lookahead|ranger|sam$|^trac$", re.IGNORECASE)
+
+
+def on_manifold(optimizer: OptimizerT) -> OptimizerT:
+    r"""Let any optimizer keep constrained weights orthonormal; returns the same object.
+
+    Where it meets a constrained weight X, it sees the tangent part of the gradient G, and of its
+    step D the tangent part is taken, by the polar retraction:
+
+    .. math::
+        G \to G - X\,\mathrm{sym}(X^\top G),\quad
+        \xi = D - X\,\mathrm{sym}(X^\top D),\quad X \leftarrow (X + \xi)(I + \xi^\top\xi)^{-1/2}
+
+    Everything else is the optimizer's own: plain weights get its bits, checkpoints, schedules,
+    closures, gradient scaling and groups added later work as before. ``p.grad`` stays as it is.
+    Prefer :class:`stiefel_opt.StiefelAdam` or :class:`stiefel_opt.StiefelSGD` where they will do:
+    their momentum turns with the point, here it stays in the coordinates of the weight.
+
+    Args:
+        optimizer: A ``torch.optim.Optimizer``: of torch, or of another package. Constrained are
+            parameters with a tag (:func:`stiefel_opt.constrain`), and those of groups of
+            :func:`stiefel_opt.param_groups`.
+
+    Returns: The optimizer. A second call changes nothing.
+    Raises:
+        TypeError: for what is no optimizer or runs no step hooks; for an optimizer of this package,
+            one around another optimizer, and those that keep second weights (schedule-free,
+            Lookahead, Ranger, SAM) or take sparse gradients only. Before a step: for sharded
+            weights and sparse gradients.
+        ValueError: before a step, for ``capturable`` and ``differentiable`` groups.
+        RuntimeError: for a step that ``torch.compile`` traces.
+
+    Note:
+        Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
+        copies of the constrained weights while it lasts. Weight decay does not move a constrained
+        weight. A start off the manifold is projected by the first step. A matrix whose gradient is
+        not finite gets a gradient of zero in this step, on a CPU with a warning. In half precision
+        there is no float32 master: steps below rounding are lost. A closure is evaluated on the
+        manifold, with the gradient of the loss behind the retraction. Copies of the optimizer
+        (``copy.deepcopy``, pickle) lose all step hooks, as always in torch: call this on the copy.
+    Reference: Absil, Mahony & Sepulchre, Optimization algorithms on matrix manifolds (2008), 4.1.
+    """
+    if not isinstance(optimizer, Optimizer):
+        given = type(optimizer).__name__
+        raise TypeError(fail("optimizer", "be a torch.optim.Optimizer", given))
+    if _KEEPER in vars(optimizer):
+        return optimizer
+    _refuse(optimizer)
+    keeper = _Keeper()
+    optimizer.register_step_pre_hook(keeper.before)
+    optimizer.register_step_post_hook(keeper.after)
+    vars(optimizer)[_KEEPER] = keeper
+    trust(optimizer)
+    is_open = any(group.get("stiefel") is not False for group in optimizer.param_groups)
+    if is_open and not _constrained(optimizer):
+        warnings.warn(NOTHING_CONSTRAINED, stacklevel=2)
+    return optimizer
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    """Raise for optimizers whose steps hooks cannot keep on the manifold."""
+    name = type(optimizer).__name__
+    if is_own(optimizer):
+        remedy = "it keeps constrained weights by itself"
+        raise TypeError(fail("optimizer", "be of another package", name, remedy))
+    kinds = [kind.__name__.replace("_", "") for kind in type(optimizer).__mro__]
+    if any(map(_SECOND_WEIGHTS.search, kinds)):
+        wanted = "keep no second set of weights"
+        remedy = "what it averages or restores is off the manifold; take so.StiefelAdamW"
+        raise TypeError(fail("optimizer", wanted, name, remedy))
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):
+            given = f"{name} around {type(value).__name__}"
+            remedy = "call so.on_manifold(optimizer) first, or leave the wrapper out"
+            raise TypeError(fail("optimizer", "step the weights itself", given, remedy))
+    if "SparseAdam" in kinds:
+        raise TypeError(fail("optimizer", "take dense gradients", name))
+    if not getattr(type(optimizer).step, "hooked", False):
+        remedy = "its __init__ must call torch.optim.Optimizer.__init__"
+        raise TypeError(fail("optimizer", "run the step hooks of torch", name, remedy))
+
+
+# ---- which weights -----------------------------------------------------------------------------
+
+
+class _Weight(NamedTuple):
+    parameter: Tensor
+    reading: Stiefel
+    name: str  # as the group has it, or ""
+
+    def called(self) -> str:
+        """Return what an error calls it."""
+        return self.name or f"parameter of shape {tuple(self.parameter.shape)}"
+
+    def is_like(self, other: _Weight) -> bool:
+        """Say whether ``other`` is the same parameter, read alike."""
+        return self.parameter is other.parameter and self.reading == other.reading
+
+
+def _constrained(optimizer: Optimizer) -> list[_Weight]:
+    """Return the constrained parameters of all groups."""
+    found = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names", ())
+        names = names or [""] * len(group["params"])
+        for parameter, name in zip(group["params"], names, strict=True):
+            reading = _reading(parameter, group.get("stiefel"))
+            if reading is not None:
+                found.append(_Weight(parameter, reading, name))
+    return found
+
+
+def _reading(parameter: Tensor, wanted: Any) -> Stiefel | None:
+    """Return how a parameter is read: by the key ``stiefel`` of its group, else by its tag."""
+    if isinstance(wanted, Stiefel):
+        return wanted
+    if isinstance(wanted, dict):
+        return Stiefel.from_dict(wanted)
+    tagged = manifold_of(parameter)
+    if wanted is None:
+        return tagged
+    return (tagged or Stiefel()) if wanted else None
+
+
+class _Block:
+    """A range of rows of a parameter, read as ``(k, n, m)``."""
+
+    def __init__(self, parameter: Tensor, reading: Stiefel, index: int) -> None:
+        self.parameter, self.reading, self.index = parameter, reading, index
+        self.is_all = reading.rows is None
+        value = parameter.detach()
+        part = reading.parts(value)[index]
+        self._stored, self._shape = part.shape, reading.matrices(part, index).shape
+        matrices = self.read(value)
+        storages = (tensor.untyped_storage().data_ptr() for tensor in (matrices, value))
+        self._view = matrices if len(set(storages)) == 1 else None  # where strides allow
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the matrices ``(k, n, m)`` of a tensor like the parameter."""
+        part = tensor if self.is_all else self.reading.parts(tensor)[self.index]
+        return self.reading.matrices(part, self.index).reshape(-1, *self._shape[-2:])
+
+    def stored(self, matrices: Tensor) -> Tensor:
+        """Undo :meth:`read`, for the range of rows."""
+        matrices = matrices.reshape(self._shape)
+        return self.reading.stored(matrices, self._stored, self.index)
+
+    def point(self) -> Tensor:
+        """Return the matrices of the parameter, perhaps a view."""
+        return self.read(self.parameter.detach()) if self._view is None else self._view
+
+    def write(self, matrices: Tensor, tensor: Tensor | None = None) -> None:
+        """Write matrices into a tensor like the parameter. Default: the parameter."""
+        if tensor is None and self._view is not None:
+            self._view.copy_(matrices)
+            return
+        tensor = self.parameter.detach() if tensor is None else tensor
+        self.reading.parts(tensor)[self.index].copy_(self.stored(matrices))
+
+
+class _Stack:
+    """Blocks of equal shape, kind and scale: one batch ``(k, n, m)``."""
+
+    def __init__(self, blocks: list[_Block]) -> None:
+        self.blocks, self.scale = blocks, blocks[0].reading.scale
+        self._sizes = [block.point().size(0) for block in blocks]
+
+    def points(self) -> Tensor:
+        """Return the values of the parameters in new memory, in float32 at least."""
+        return widened(torch.cat([block.point() for block in self.blocks]))
+
+    def gradients(self) -> Tensor:
+        """Return the gradients alike; zero where there is none."""
+        grads = ((block, block.parameter.grad) for block in self.blocks)
+        return widened(
+            torch.cat([torch.zeros_like(b.point()) if g is None else b.read(g) for b, g in grads])
+        )
+
+    def pieces(self, matrices: Tensor) -> Iterator[tuple[_Block, Tensor]]:
+        """Return each block with its part of a batch."""
+        return zip(self.blocks, torch.split(matrices, self._sizes), strict=True)
+
+    def write(self, matrices: Tensor) -> None:
+        """Write a batch into the parameters."""
+        for block, piece in self.pieces(matrices):
+            block.write(piece)
+
+
+def _stacks(weights: list[_Weight]) -> list[_Stack]:
+    alike: dict[Any, list[_Block]] = {}
+    for parameter, reading, _ in weights:
+        for index in range(len(reading.parts(parameter))):
+            block = _Block(parameter, reading, index)
+            point = block.point()
+            key = (*point.shape[-2:], point.dtype, point.device, reading.scale)
+            alike.setdefault(key, []).append(block)
+    return list(map(_Stack, alike.values()))
+
+
+# ---- the hooks ---------------------------------------------------------------------------------
+
+
+class _Keeper:
+    """The two hooks of one optimizer, and what they remember between them."""
+
+    def __init__(self) -> None:
+        self._weights: list[_Weight] = []  # of the step before
+        self._stacks: list[_Stack] = []
+        self._points: list[Tensor] = []  # X of each stack during a step
+        self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
+        self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
+
+    @torch.no_grad()
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Hook before a step: make gradients tangent, now or behind the closure."""
+        if is_compiling():
+            remedy = "compile the model and its loss alone"
+            raise RuntimeError(fail("optimizer.step", "not be compiled", "a traced one", remedy))
+        if self._points:  # an exception has ended the step before
+            self.after(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        weights = _constrained(optimizer)
+        known = self._written
+        self._written = {w.parameter: known[w.parameter] for w in weights if w.parameter in known}
+        if closure is None:
+            weights = [weight for weight in weights if weight.parameter.grad is not None]
+        else:
+            weights = [weight for weight in weights if weight.parameter.requires_grad]
+        self._begin(optimizer, weights)
+        if closure is None:
+            self._make_tangent()
+            return None
+        wrapped = self._on_points(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    @torch.no_grad()
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """Hook after a step: give the gradients back, and move along the tangent part."""
+        self._give_back()
+        for stack, point in zip(self._stacks, self._points, strict=True):
+            with exact_products(point):
+                _move(stack, point, type(optimizer).__name__)
+        self._points = []
+        for weight in self._weights:
+            self._written[weight.parameter] = _version_of(weight.parameter)
+
+    def _begin(self, optimizer: Optimizer, weights: list[_Weight]) -> None:
+        """Remember the points. What is new, or written to by others, is looked at."""
+        known = self._written
+        changed = [w for w in weights if known.get(w.parameter) != _version_of(w.parameter)]
+        _check(optimizer, weights, changed)
+        for weight in changed:
+            point = nearest(weight.parameter, weight.reading, weight.called())
+            if point is not None:
+                weight.parameter.copy_(point)
+        if changed or not _are_alike(weights, self._weights):
+            self._stacks, self._weights = _stacks(weights), weights
+        self._points = [stack.points() for stack in self._stacks]
+
+    def _make_tangent(self, moved: list[Tensor] | None = None) -> None:
+        """Put new gradients in the place of those that are there; ``moved``: tangent vectors."""
+        ours: dict[Tensor, Tensor] = {}
+        for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
+            grad = _finite(stack.gradients())
+            with exact_products(point):
+                x = _unscaled(point, stack)
+                if moved is not None:
+                    grad = _pulled_back(x, moved[place], grad)
+                tangents = project_tangent(x, grad)
+            for block, piece in stack.pieces(tangents):
+                _give(block, piece, ours)
+        for parameter, tangent in ours.items():
+            self._grads.append((parameter, parameter.grad, tangent))  # type: ignore[arg-type]
+            parameter.grad = tangent
+
+    def _give_back(self) -> None:
+        for parameter, grad, tangent in self._grads:
+            if parameter.grad is tangent:
+                parameter.grad = grad
+        self._grads = []
+
+    def _on_points(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure that evaluates the model on the manifold and then makes tangent.
+
+        Optimizers that call it several times have moved the weights by D: what they see is the loss
+        at the retraction of D, and its gradient by D.
+        """
+
+        def evaluate() -> Any:
+            with torch.no_grad():
+                self._give_back()
+                here = [stack.points() for stack in self._stacks]
+                moved = None
+                if not all(map(torch.equal, here, self._points)):
+                    moved = list(map(_move, self._stacks, self._points))
+            with torch.enable_grad():
+                loss = closure()
+            with torch.no_grad():
+                _check_gradients(self._weights)
+                self._make_tangent(moved)
+                if moved is not None:
+                    for stack, matrices in zip(self._stacks, here, strict=True):
+                        stack.write(matrices)
+            return loss
+
+        return evaluate
+
+
+def _are_alike(weights: list[_Weight], others: list[_Weight]) -> bool:
+    return len(weights) == len(others) and all(map(_Weight.is_like, weights, others))
+
+
+def _version_of(parameter: Tensor) -> tuple[int, int]:
+    """Return what changes where somebody writes to ``parameter``, or moves it."""
+    return parameter.data_ptr(), parameter._version
+
+
+def _check(optimizer: Optimizer, weights: list[_Weight], changed: list[_Weight]) -> None:
+    """Raise before a step that would leave constrained weights off the manifold."""
+    for option in ("capturable", "differentiable") if weights else ():
+        if any(group.get(option) for group in optimizer.param_groups):
+            remedy = "a replayed or differentiated step runs no hooks"
+            raise ValueError(fail(option, "be False for so.on_manifold", True, remedy))
+    for weight in changed:
+        name = weight.called()
+        weight.reading.check(weight.parameter.shape, name)
+        check_dtype(name, weight.parameter.dtype)
+        if is_sharded(weight.parameter):
+            remedy = "take so.StiefelAdamW"
+            raise TypeError(fail(name, "not be sharded for so.on_manifold", "a DTensor", remedy))
+    _check_gradients(weights)
+
+
+def _check_gradients(weights: list[_Weight]) -> None:
+    for weight in weights:
+        grad = weight.parameter.grad
+        if grad is not None and grad.layout is not torch.strided:
+            wanted = "have a dense gradient to be constrained"
+            raise TypeError(fail(weight.called(), wanted, str(grad.layout)))
+
+
+def _give(block: _Block, tangent: Tensor, ours: dict[Tensor, Tensor]) -> None:
+    """Put the tangent vectors of a block into the new gradient of its parameter, if it has one."""
+    parameter, grad = block.parameter, block.parameter.grad
+    if grad is None:
+        return
+    if block.is_all:
+        stored = block.stored(tangent)
+        is_like = (stored.dtype, stored.stride()) == (grad.dtype, grad.stride())
+        ours[parameter] = stored if is_like else torch.empty_like(grad).copy_(stored)
+        return
+    if parameter not in ours:
+        ours[parameter] = grad.clone()
+    block.write(tangent, ours[parameter])
+
+
+# ---- on batches --------------------------------------------------------------------------------
+
+
+def _finite(grad: Tensor) -> Tensor:
+    """Return gradients, zero for the matrices where they are not finite."""
+    if is_free_to_read(grad) and bool(torch.isfinite(grad.sum())):
+        return grad
+    ok = torch.isfinite(grad).all(dim=-1).all(dim=-1)[..., None, None]
+    if is_free_to_read(grad) and not bool(ok.all()):
+        count, size = int((~ok).sum()), " x ".join(map(str, grad.shape[-2:]))
+        warnings.warn(
+            f"the gradients of {count} constrained matrices of {size} are not finite: zero takes "
+            "their place in this step",
+            stacklevel=users_level(),
+        )
+    return torch.where(ok, grad, 0.0)
+
+
+def _unscaled(matrices: Tensor, stack: _Stack) -> Tensor:
+    return matrices if stack.scale == 1.0 else matrices / stack.scale
+
+
+def _move(stack: _Stack, point: Tensor, rule: str = "the optimizer") -> Tensor:
+    """Write the retraction of what has moved from ``point``, and return the tangent vectors.
+
+    Matrices that have not moved keep their bits; what is not finite goes back to ``point``.
+    """
+    here = stack.points()
+    step = here - point
+    x = _unscaled(point, stack)
+    new_point, tangent = _retracted(x, project_tangent(x, _unscaled(step, stack)))
+    if stack.scale != 1.0:
+        new_point = new_point * stack.scale
+    moved = step.abs().amax(dim=(-2, -1), keepdim=True) != 0  # NaN has moved
+    if is_free_to_read(moved) and bool(moved.all() & torch.isfinite(new_point.sum())):
+        stack.write(new_point)
+        return tangent
+    ok = torch.isfinite(new_point).all(dim=-1).all(dim=-1)[..., None, None]
+    if is_free_to_read(ok) and not bool(ok.all()):
+        shape = " x ".join(map(str, point.shape[-2:]))
+        warnings.warn(
+            f"{rule} has moved constrained matrices of {shape} to values that are not finite: they "
+            "stay where they were",
+            stacklevel=users_level(),
+        )
+    stack.write(torch.where(moved, torch.where(ok, new_point, point), here))
+    return tangent
+
+
+def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (X + xi)(I + xi'xi)^(-1/2), and xi, shortened where it is beyond all measure.
+
+    The inverse root is that of the Gram matrix as it is, so that rounding does not add up.
+    """
+    moved = point + tangent
+    excess = add_to_diagonal_(own_gram(moved), -1.0)
+    limit = largest_bound(excess) if is_free_to_read(excess) else _LONGEST
+    if not limit <= _LONGEST or not is_free_to_read(excess):
+        factor = (_LONGEST / infinity_norm(excess)).clamp(max=1.0).sqrt()
+        tangent = tangent * factor
+        moved = point + tangent
+        excess, limit = excess * factor.square(), _LONGEST
+    new_point: Tensor = moved @ roots(excess, limit).inverse_root
+    return new_point, tangent
+
+
+def _pulled_back(point: Tensor, tangent: Tensor, grad: Tensor) -> Tensor:
+    r"""Return the gradient by :math:`\xi` of a function with gradient G at Y, the retraction of xi.
+
+    With A = X + xi = Y H it is :math:`(I - YY')G H^{-1} + 2 Y \Omega`, where
+    :math:`H\Omega + \Omega H = \mathrm{skew}(Y'G)`.
+    """
+    moved = point + tangent
+    values, basis = torch.linalg.eigh(moved.mH @ moved)
+    lengths = values.sqrt()
+    inverse = (basis / lengths.unsqueeze(-2)) @ basis.mH
+    new_point = moved @ inverse
+    inner = new_point.mH @ grad
+    turned = basis.mH @ skew(inner) @ basis
+    turned = turned / (lengths.unsqueeze(-1) + lengths.unsqueeze(-2))
+    normal = (grad - new_point @ inner) @ inverse
+    pulled: Tensor = 2 * new_point @ (basis @ turned @ basis.mH)
+    return pulled.add_(normal)

@@ -1,0 +1,436 @@
+"""The commit: correct a batch, run its rule, judge the result, write it. The same for every rule.
+
+A rule is pure: it reads a point, a gradient and a state, and returns new ones. What may go wrong
+is handled here. A matrix moves if its gradient is safe, so that its squares are finite, and if its
+new point is finite; otherwise its point and state stay. Where numbers may be read only the batch
+with an unsafe gradient has a mask; elsewhere every batch has. A write can be repeated: one that an
+exception interrupts is completed before the exception goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stiefel_opt._checks import CONSTRAINABLE
+from stiefel_opt.device import Lagged, Now, Reader, is_cpu, reader_for
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
+from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.linalg import Sums, largest_stretch
+from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
+from stiefel_opt.optim.state import working_dtype
+
+# The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
+# of the largest number leaves room for momenta and sums of squares. Half precision is summed in
+# float32.
+LARGEST_SAFE: Final = {
+    dtype: math.sqrt(torch.finfo(working_dtype(dtype)).max) * 2.0**-20 for dtype in CONSTRAINABLE
+}
+
+
+# Beyond this learning rate times gradient rounding in X'X is removed after every step.
+_STEEP: Final = 0.26
+_VERY_STEEP: Final = 100.0
+
+
+class Rule(Protocol):
+    """A pure function that moves a batch: what an optimizer of this package is about.
+
+    Args:
+        X: Points, ``(k, n, m)`` with n >= m, orthonormal.
+        G: Gradients, same shape, finite.
+        state: What ``state_for`` declares, by name: batches ``(k, n, m)``, ``(k, m, m)`` or
+            ``(k, 1, 1)``.
+        lr: The learning rate eta for orthonormal X, a number or a tensor.
+        step: t >= 1, the number of this step: one for all, or ``(k, 1, 1)``.
+        sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair; ``sums.add(a)`` adds
+            ``(k, ., .)`` over processes. Rows may be on several processes: a rule forms every sum
+            over rows by these.
+        reader: Who may read a number that decides how much work a step does.
+
+    Returns: The new points; the new state by name, where it has changed; and the length of the
+        step, the largest singular value of its tangent vector: a number, ``(k, 1, 1)``, or a
+        :class:`Length`.
+    """
+
+    def __call__(
+        self,
+        X: Tensor,
+        G: Tensor,
+        state: Tensors,
+        /,
+        *,
+        lr: Scalar,
+        step: Scalar,
+        sums: Sums,
+        reader: Reader,
+    ) -> Move:
+        """Return the new points, the new state and the length of the step; write to nothing."""
+
+
+class Correction(Protocol):
+    """The part of an optimizer that removes rounding from a batch."""
+
+    def __call__(
+        self, X: Tensor, state: Mapping[str, Tensor], sums: Sums, own: Tensor | None = None, /
+    ) -> tuple[Tensor, Tensors]:
+        """Return the corrected point, and the state that has changed; ``own`` is X'X if known."""
+
+
+class LastStep(NamedTuple):
+    """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
+
+    places: list[int]
+    length: Length | Tensor | float
+    moved: Tensor | None
+
+
+class Batch:
+    """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
+
+    They are those of the blocks from ``start`` to ``stop``, or the ``share`` of a single block.
+    """
+
+    def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
+        self.blocks = stack.blocks[start:stop]
+        self.places = [block.weight.place for block in self.blocks]
+        self.sums, self.row_count, self.declared = stack.sums, stack.row_count, stack.declared
+        self.each = share.stop - share.start  # matrices of a block
+        low = start * stack.each + share.start
+        count = (stop - start - 1) * stack.each + self.each
+        self.state = stack.state_of(slice(low, low + count))  # views
+        self.scale = self.blocks[0].reading.scale
+        self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
+        self.last: LastStep | None = None
+        self._lead, self._part_shape = stack.lead, stack.part_shape
+        self._share = None if share == slice(0, stack.each) else share
+        self._is_one = stop - start == 1
+        self._in_parts = any(block.narrow is not None for block in self.blocks)
+        self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
+
+    def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
+        """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
+        first, tensor = self.blocks[0], tensors[0]
+        if not self._is_one:
+            parts = self._parts(tensors, blocks)
+            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
+            return as_batch(first.matrices(joined, stacked=True))
+        if (view := self._views.get(tensor.stride())) is not None:
+            return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
+        matrices = as_batch(first.matrices(first.part(tensor)))
+        if self._share is not None:
+            matrices = matrices[self._share]
+        if not tensor.is_complex() and shares_memory(matrices, tensor):
+            offset = int(matrices.storage_offset() - tensor.storage_offset())
+            self._views[tensor.stride()] = matrices.size(), matrices.stride(), offset
+        return matrices
+
+    def write(
+        self, tensors: list[Tensor], matrices: Tensor, blocks: list[int] | None, read: Tensor
+    ) -> None:
+        """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
+        first, tensor = self.blocks[0], tensors[0]
+        if self._is_one:
+            if tensor.stride() in self._views:
+                read.copy_(matrices)
+                return
+            part = first.part(tensor)
+            whole = first.matrices(part)
+            target = as_batch(whole)
+            (target if self._share is None else target[self._share]).copy_(matrices)
+            if not shares_memory(target, part):  # channels_last, or batches of rows
+                part.copy_(first.stored(target.view(whole.shape), part.shape))
+            return
+        parts = self._parts(tensors, blocks)
+        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
+        shape = torch.Size((len(parts), *self._part_shape))
+        stored = first.stored(batch, shape, stacked=True)
+        if is_cpu(stored) and not self._in_parts:
+            torch.unbind_copy(stored, out=parts)
+        else:
+            torch._foreach_copy_(parts, list(stored.unbind()))
+
+    def index_of(self, blocks: list[int] | None) -> Tensor | None:
+        """Return an index of the matrices of these blocks; None for all of them."""
+        if blocks is None:
+            return None
+        device = self.blocks[0].weight.parameter.device
+        index = torch.tensor(blocks, device=device)
+        if self.each > 1:
+            first = (index * self.each).unsqueeze(1)
+            index = (first + torch.arange(self.each, device=device)).flatten()
+        return index
+
+    def of_each(self, of_block: Tensor) -> Tensor:
+        """Return ``(k, 1, 1)``: for each matrix the value of its block."""
+        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
+
+    def angles(self) -> dict[int, float]:
+        """Return the largest angle in radians of the last step, for each weight that moved."""
+        if self.last is None:
+            return {}
+        places, length, moved = self.last
+        count = len(places) * self.each
+        if isinstance(length, Length):
+            tangents = length.tangents(count)
+        else:
+            tangents = torch.as_tensor(length, dtype=torch.float64).expand(count, 1, 1).flatten()
+        tangents = tangents if moved is None else tangents.where(moved.flatten(), math.nan)
+        largest = tangents.view(len(places), self.each).amax(dim=1).atan().tolist()
+        pairs = zip(places, largest, strict=True)
+        return {place: angle for place, angle in pairs if math.isfinite(angle)}
+
+    def _parts(self, tensors: list[Tensor], blocks: list[int] | None) -> list[Tensor]:
+        if not self._in_parts:
+            return tensors
+        chosen = self.blocks if blocks is None else [self.blocks[i] for i in blocks]
+        return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
+
+
+class Task(NamedTuple):
+    """What one step asks of a batch.
+
+    Attributes:
+        batch: The matrices.
+        chosen: Its blocks that take part; None: all.
+        places: Their weights.
+        tensors, grads: What moves, and its gradient, for each of these.
+        lr, number: Learning rate for the tensors as they are scaled; the number of this step.
+        ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not known yet.
+        is_due: Whether rounding is removed in this step.
+        is_changed: Whether somebody else has written to one of the tensors.
+        nonfinite: The option of this name.
+        reads: Whether numbers may be read without waiting.
+        done: Takes the places of what has been written.
+    """
+
+    batch: Batch
+    chosen: list[int] | None
+    places: list[int]
+    tensors: list[Tensor]
+    grads: list[Tensor]
+    lr: Scalar
+    number: Scalar
+    ok: Tensor | None
+    is_due: bool
+    is_changed: bool
+    nonfinite: str
+    reads: bool
+    done: set[int]
+
+
+class Verdict(NamedTuple):
+    """What became of a batch.
+
+    Attributes:
+        unsafe: Places of weights that stay because of their gradients; on a CPU only.
+        overflowed: Which matrices left floating point, ``(k, 1, 1)``. None: none.
+    """
+
+    unsafe: list[int]
+    overflowed: Tensor | None = None
+
+
+def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
+    """Correct the batch, run its rule, judge what it returned, and write it."""
+    batch, chosen, sums = task.batch, task.chosen, task.batch.sums
+    stored = batch.read(task.tensors, chosen)
+    grad = batch.read(task.grads, chosen).to(stored.dtype)
+    reader = batch.now if task.reads else reader_for(stored, batch.lagged)
+    reader.is_lost = False
+    unsafe: list[int] = []
+    ok, length = task.ok, math.inf
+    if task.nonfinite == "skip" and task.reads:
+        ok, length, unsafe = _judge(grad, task)
+        if len(unsafe) == len(task.places):
+            return Verdict(unsafe)
+    if ok is not None:
+        grad = torch.where(ok, grad, 0.0)
+    index = batch.index_of(chosen)
+    state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
+    unscaled = stored if batch.scale == 1.0 else stored / batch.scale
+    known = math.inf if sums.row_sum is not None else length  # all processes must decide alike
+    X, fixed = _on_manifold(unscaled, state, grad, task, known, reader, correct)
+    lr = task.lr if batch.scale == 1.0 else task.lr / batch.scale
+    current = {**state, **fixed}
+    new_X, new, moved = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
+    new = {**fixed, **new}
+    for _ in range(_corrections_after(moved, lr, known, reader)):
+        new_X, again = correct(new_X, {**state, **new}, sums)
+        new |= again
+    overflowed = None
+    if task.nonfinite != "ignore" and _may_have_overflowed(moved, reader):
+        overflowed = _overflowed(new_X, sums, ok)
+        new_X = torch.where(overflowed, unscaled, new_X)
+        for name, tensor in new.items():
+            start = batch.declared[name].fill_(torch.empty_like(tensor))
+            new[name] = torch.where(overflowed, start, tensor)
+    new_X = new_X if batch.scale == 1.0 else new_X * batch.scale
+    if isinstance(lr, Tensor):
+        new_X = torch.where(lr == 0, stored, new_X)
+    is_moving = isinstance(lr, Tensor) or lr != 0  # else bits stay, also where X C would differ
+
+    def write() -> None:
+        for name, tensor in new.items():
+            _write(batch.state[name], tensor, state[name], index, ok)
+        if is_moving:
+            moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
+            batch.write(task.tensors, moved_X, chosen, stored)
+        task.done.update(place for place in task.places if place not in unsafe)
+
+    complete(write)
+    batch.last = LastStep(task.places, moved.kept() if isinstance(moved, Length) else moved, ok)
+    return Verdict(unsafe, overflowed)
+
+
+def complete(write: Callable[[], None]) -> None:
+    """Run a write that can be repeated, again if an exception interrupts it."""
+    try:
+        write()
+    except BaseException:
+        write()
+        raise
+
+
+def _write(
+    target: Tensor, value: Tensor, earlier: Tensor, index: Tensor | None, ok: Tensor | None
+) -> None:
+    """Write new state where matrices move; ``index`` says of which rows ``earlier`` is."""
+    if index is not None:
+        target[index] = value if ok is None else torch.where(ok, value, earlier)
+    elif ok is None:
+        target.copy_(value)
+    else:
+        target.copy_(torch.where(ok, value, earlier))
+
+
+# ---- before the rule -----------------------------------------------------------------------------
+
+
+def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
+    """Return which matrices have safe gradients, the length of those, and the other weights."""
+    length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
+    if length <= most:  # False for NaN
+        return task.ok, length, []
+    lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
+    safe = lengths <= most
+    length = float(torch.linalg.vector_norm(lengths[safe]))
+    unsafe = list(itertools.compress(task.places, (~safe).tolist()))
+    return task.batch.of_each(safe), length, unsafe
+
+
+def _on_manifold(
+    point: Tensor,
+    state: Tensors,
+    grad: Tensor,
+    task: Task,
+    length: float,
+    reader: Reader,
+    correct: Correction,
+) -> tuple[Tensor, Tensors]:
+    """Return the point with rounding removed if that is due, and the state that has changed.
+
+    A point that is off the manifold is projected. That shows where somebody else has written to a
+    parameter, and, where numbers may be read, once in a while: writes to ``.data`` leave no trace.
+    """
+    batch, sums = task.batch, task.batch.sums
+    is_due = task.is_due or reader.is_blind
+    looks = is_due and reader.is_exact
+    if not (looks or task.is_changed):
+        return correct(point, state, sums) if is_due else (point, {})
+    if looks and sums.row_sum is None:  # without a gradient no bit moves, not even by a correction
+        is_due = (length if length < math.inf else float(torch.linalg.vector_norm(grad))) != 0.0
+    (own,) = sums((point, point))
+    error, tolerance = identity_error(own), orthonormality_tolerance(point.dtype, batch.row_count)
+    worst = float(error.amax())
+    if worst <= 10 * tolerance:
+        new_point, fixed = correct(point, state, sums, own)
+        if is_due or worst > tolerance or _is_stale(state, fixed, sums):
+            return new_point, fixed
+        return point, {}
+    off = ~(error <= 10 * tolerance)
+    if sums.row_sum is None:  # X'X may overflow where X does not
+        off &= point.isfinite().all(dim=-1).all(dim=-1)
+    point = point.clone()
+    project = polar_factor
+    if sums.row_sum is not None:
+        project = partial(sums.row_sum.with_all_rows, polar_factor)  # type: ignore[attr-defined]
+    if bool(off.any()):
+        point[off] = project(point[off])
+    return correct(point, state, sums)
+
+
+def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
+    """Say whether a momentum is off its tangent space by more than rounding: of another point."""
+    tall = list(state.values()) if fixed else []
+    if not tall:
+        return False
+    squares = [torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True).square() for t in tall]
+    size = sums.add(torch.stack(squares).sum(dim=0)).sqrt()
+    eps = torch.finfo(size.dtype).eps
+    changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
+    return any(bool(change.any()) for change in changes)
+
+
+# ---- behind it -----------------------------------------------------------------------------------
+
+
+def _may_have_overflowed(moved: Length | Tensor | float, reader: Reader) -> bool:
+    """Say whether the new point has to be looked at: a bound on the step is not finite or unknown.
+
+    On an accelerator the flows of this package saturate and are not looked at.
+    """
+    if not isinstance(moved, Length):
+        return True
+    return reader.is_lost or (not moved.limit < math.inf)
+
+
+def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
+    """Return which matrices are not finite, ``(k, 1, 1)``."""
+    lost: Tensor = ~torch.linalg.vector_norm(new_X, dim=(-2, -1), keepdim=True).isfinite()
+    if sums.row_sum is not None:  # in the rows of any process; all come here alike
+        lost = sums.add(lost.float()) > 0
+    return lost if ok is None else lost & ok
+
+
+def _corrections_after(
+    length: Length | Tensor | float, lr: Scalar, gradient_length: float, reader: Reader
+) -> int:
+    """Return how often rounding is to be removed after a step, as far as that can be known.
+
+    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
+    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
+    eight steps cost two digits at the most; beyond the second an error may grow to 1.
+    """
+    if reader.is_blind:
+        return 0
+    if isinstance(length, Tensor):
+        largest = length
+        length = reader.number("length of a step", lambda: largest)
+    if not isinstance(length, Length):
+        return int(not length <= 1)
+    return max(int(length.limit > 1), _corrections_of(length.inner, lr, gradient_length, reader))
+
+
+def _corrections_of(
+    inner: Tensor | None, lr: Scalar, gradient_length: float, reader: Reader
+) -> int:
+    if inner is None:
+        return 0
+    if isinstance(lr, Tensor):
+        stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
+    else:
+        if lr * gradient_length <= _STEEP:  # |X'G| <= |G|
+            return 0
+        if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
+            return 0
+        stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
+    if stretch <= _STEEP:
+        return 0
+    return 5 if stretch > _VERY_STEEP else 1  # once for NaN, of a gradient that is discarded

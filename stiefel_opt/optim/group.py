@@ -1,0 +1,472 @@
+"""The constrained parameters of a group on one device: which of them move in a step, as batches.
+
+A gradient is looked at before its parameter moves. A parameter without one, or with one that is
+not finite, stays as it is, and so does its state. Parameters that several batches share, or several
+processes, are judged as a whole before anything moves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.device import is_cpu
+from stiefel_opt.distributed import local_part
+from stiefel_opt.optim.blocks import (
+    Weight,
+    join_masters,
+    joined,
+    plain_rows_of,
+    stacks_of,
+)
+from stiefel_opt.optim.commit import (
+    LARGEST_SAFE,
+    Batch,
+    Correction,
+    Rule,
+    Task,
+    complete,
+    take_step,
+)
+from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.optim.state import (
+    ROWS,
+    State,
+    StateDict,
+    follow_,
+    is_declared,
+    key_of,
+    working_dtype,
+)
+
+# Rounding in X'X and X'U is measured and removed once in so many steps.
+_CORRECTION_PERIOD: Final = 8
+
+# Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
+TALLIES: Final = ("skipped", "unreported")
+
+_VERSION = operator.attrgetter("_version")
+
+# parameters, gradients, states, and a number that is not 0 where all of them are to stay
+MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
+
+
+class Windows:
+    """The state tensors that a user sees, watched for being replaced or moved."""
+
+    def __init__(self, weights: list[Weight], forget: Callable[[], None]) -> None:
+        self._parameters = [weight.parameter for weight in weights]
+        self._states = [weight.state for weight in weights]
+        self._slots = [
+            (weight.state, key)
+            for weight in weights
+            for key in weight.state
+            if is_declared(key) or key == "step"
+        ]
+        windows = [state[key] for state, key in self._slots]
+        self._ids = list(map(id, windows))
+        self._is_shared = any(weight.shards is not None for weight in weights)
+        self._memory = self._addresses(windows)
+        method = weakref.WeakMethod(forget)
+        self._is_gone = False
+
+        this = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            if (watched := this()) is not None:
+                watched._is_gone = True
+            if (release := method()) is not None:
+                release()
+
+        self._windows: list[Any] = [weakref.ref(window, gone) for window in windows]
+
+    def are_intact(self, states: Any) -> bool:
+        """Say whether ``states`` still holds these tensors, with their memory."""
+        if self._is_gone or not all(
+            map(operator.is_, map(states.get, self._parameters), self._states)
+        ):
+            return False
+        try:
+            windows = [state[key] for state, key in self._slots]
+        except KeyError:
+            return False
+        return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
+
+    def release(self) -> None:
+        """Give parameters that are not part of any stack any more state of their own."""
+        for (state, key), known in zip(self._slots, self._windows, strict=True):
+            is_ours = not key.startswith(ROWS) and key in state  # rows have no windows
+            if is_ours and state[key] is known():
+                state[key] = state[key].clone()
+
+    def _addresses(self, windows: list[Tensor]) -> list[int]:
+        tensors = [local_part(window) for window in windows] if self._is_shared else windows
+        return list(map(torch.Tensor.data_ptr, tensors))
+
+
+class WeightGroup:
+    """The constrained parameters of a group on one device that have ever had a gradient.
+
+    The tensors in their state, which is complete, and in their tallies are replaced by windows.
+    """
+
+    def __init__(
+        self, weights: list[Weight], tallies: list[StateDict], declared: Sequence[State]
+    ) -> None:
+        self.weights = weights
+        self.parameters = [weight.parameter for weight in weights]
+        self.steps = joined([weight.state for weight in weights], "step")
+        self._reads = is_cpu(self.steps)
+        self.skipped, self._unreported = (joined(tallies, name) for name in TALLIES)
+        self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
+        self.masters = join_masters(weights)
+        self.is_shared = not bool(all(weight.shards is None for weight in weights))
+        values = [weight.moving() for weight in weights]
+        self.stacks = stacks_of(weights, values, declared)
+        self.batches = [Batch(stack, *cut) for stack in self.stacks for cut in stack.cuts]
+        self._rows = plain_rows_of(weights, values)
+        # parameters themselves move, unless a master or a shard does, which every step looks up
+        self._values = None if self.is_shared or self.masters else values
+        self._joint = self._find_joint()
+        self.windows = Windows(weights, self.forget)
+        # the step under way: gradients, places that stay, and the same as a mask
+        self._grads: list[Tensor | None] = []
+        self._staying: set[int] = set()
+        self._ok: Tensor | None = None
+        # places with an unsafe gradient, and with a step that overflowed, where that may be read
+        self.unsafe: list[int] = []
+        self.overflowed: list[int] = []
+        self._overflows: Tensor | None = None  # matrices of each
+        # versions and addresses of the parameters: now, and after our last write
+        self._now = self._look()
+        self._seen = [(-1, -1)] * len(weights)
+        self._changed: set[int] = set()  # places that somebody else has written to
+        self._steps_begun = 0
+        self._numbers: list[float] | Tensor = []
+
+    def _find_joint(self) -> list[int]:
+        """Return the places of weights that no single batch can judge."""
+        batches = Counter(place for batch in self.batches for place in batch.places)
+        with_rows = {weight.place for weight, _ in self._rows}
+        return [
+            weight.place
+            for weight in self.weights
+            if batches[weight.place] != 1 or weight.shards is not None or weight.place in with_rows
+        ]
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that a step changes beside the parameters, each memory once."""
+        changed = [self.steps, self.skipped, self._unreported]
+        changed += [whole for whole, _ in self.masters]
+        for stack in self.stacks:
+            changed += list((stack.whole or {}).values())
+        for _, states in self._rows:
+            changed += [tensor for state in states for tensor in state.values()]
+        return changed
+
+    def forget(self) -> None:
+        """Let go of all state: a window is gone, perhaps so that its memory is freed."""
+        for stack in self.stacks:
+            stack.whole = None
+        for batch in self.batches:
+            batch.state = {}
+        self.masters = []
+
+    def is_intact(self, states: object) -> bool:
+        """Say whether parameters and state, of all ``states``, are those this was built of."""
+        if not self.windows.are_intact(states):
+            return False
+        self._now = self._look()
+        return all(
+            seen[1] == now[1] or weight.is_same()
+            for seen, now, weight in zip(self._seen, self._now, self.weights, strict=True)
+        )
+
+    def angles(self) -> dict[int, float]:
+        """Return the largest angle of the last step in radians, by place."""
+        angles: dict[int, float] = {}
+        for place, angle in itertools.chain(*(batch.angles().items() for batch in self.batches)):
+            angles[place] = max(angle, angles.get(place, 0.0))
+        return angles
+
+    # ---- before anything changes ---------------------------------------------------------------
+
+    def take(
+        self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
+    ) -> list[Weight]:
+        """Set the gradients of this step, one for each parameter and already checked; judge them.
+
+        Returns: The weights that somebody else has written to; a compiled graph is not meant.
+        """
+        self._grads = grads
+        if self.is_shared:
+            self._grads = [
+                grad if grad is None or weight.shards is None else weight.shards.local(grad)
+                for weight, grad in zip(self.weights, grads, strict=True)
+            ]
+        self._staying = set()
+        if not all(map(operator.is_not, grads, itertools.repeat(None))):
+            self._staying = {place for place, grad in enumerate(grads) if grad is None}
+        self.unsafe, self.overflowed, self._overflows, self._ok = [], [], None, None
+        self._changed = set()
+        if self._now != self._seen:
+            self._changed = {
+                place
+                for place, (now, seen) in enumerate(zip(self._now, self._seen, strict=True))
+                if now != seen and not (in_graph and seen[0] >= 0)
+            }
+        if nonfinite != "ignore" or self.is_shared:
+            self._judge(nonfinite)
+        return [self.weights[place] for place in sorted(self._changed - self._staying)]
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Return what changes when a parameter is written to, or its ``.data`` replaced.
+
+        An operation on a DTensor counts at the DTensor, one on its local tensor there.
+        """
+        versions = map(_VERSION, self.parameters)
+        if not self.is_shared:
+            return list(zip(versions, map(torch.Tensor.data_ptr, self.parameters), strict=True))
+        local = list(map(local_part, self.parameters))
+        return [
+            (own if part is parameter else own + part._version, part.data_ptr())
+            for own, part, parameter in zip(versions, local, self.parameters, strict=True)
+        ]
+
+    def _judge(self, nonfinite: str) -> None:
+        """Find the parameters with unsafe gradients: all processes that have a part agree."""
+        places = list(range(len(self.weights)))
+        if self._reads and nonfinite == "skip":  # each batch judges the others
+            if not self._joint:
+                return
+            places = self._joint
+        present = [place for place in places if place not in self._staying]
+        ok = torch.ones(len(self.weights), dtype=torch.bool, device=self.steps.device)
+        kinds: dict[torch.dtype, list[int]] = {}
+        if nonfinite != "ignore":
+            for place in present:
+                kinds.setdefault(self._grads[place].dtype, []).append(place)  # type: ignore[union-attr]
+        for dtype, members in kinds.items():
+            lengths = _lengths_of([self._grads[place] for place in members])  # type: ignore[misc]
+            ok[members] = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
+        if self.is_shared:
+            ok = self._agreed(ok)
+        if not self._reads:
+            self._ok = ok if nonfinite == "skip" else None
+        if self._reads or nonfinite == "raise":
+            self.unsafe = [place for place in present if not ok[place]] if not ok.all() else []
+            self._staying.update(self.unsafe)
+
+    def _agreed(self, ok: Tensor) -> Tensor:
+        """All-reduce (MIN) three flags over processes: safe, not written to, no overflow before."""
+        layouts: dict[int, tuple[Shards, list[int]]] = {}
+        for weight in self.weights:
+            if weight.shards is not None and weight.place not in self._staying:
+                layouts.setdefault(id(weight.shards), (weight.shards, []))[1].append(weight.place)
+        for shards, places in layouts.values():
+            same = torch.tensor([place not in self._changed for place in places], device=ok.device)
+            flags = torch.cat([ok[places], same, self._unreported[places] == 0])
+            ok[places], same, sound = shards.agree(flags).tensor_split(3)
+            self._changed.update(itertools.compress(places, (~same).tolist()))
+            self.overflowed += itertools.compress(places, (~sound).tolist())
+        if self.overflowed:
+            self.skipped[self.overflowed] += 1
+            self._unreported[self.overflowed] = 0
+        return ok
+
+    # ---- the step ------------------------------------------------------------------------------
+
+    def step(
+        self,
+        rule: Rule,
+        correct: Correction,
+        move_rows: MoveRows,
+        lr: float | Tensor,
+        nonfinite: str,
+    ) -> None:
+        """Move the parameters that have a gradient, and count the step."""
+        for batch in self.batches:
+            batch.last = None
+        if len(self._staying) == len(self.weights):
+            self.skipped[self.unsafe] += 1
+            self._grads = []
+            return
+        values = self._values or [weight.moving() for weight in self.weights]
+        if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
+            lr = 0.0  # nothing is projected
+        for whole, members in self.masters:
+            follow_(whole, torch.stack([weight.local() for weight in members]))
+        self._steps_begun += 1
+        self._numbers = self._next_numbers()
+        moved: set[int] = set()
+        try:
+            for batch in self.batches:
+                task = self._task_for(batch, values, lr, nonfinite, moved)
+                if task is None:
+                    continue
+                verdict = take_step(task, rule, correct)
+                if verdict.unsafe:
+                    self.unsafe += verdict.unsafe
+                    self._staying.update(verdict.unsafe)
+                if verdict.overflowed is not None:
+                    self._count(verdict.overflowed, task.places)
+            if self._rows:
+                self._move_rows(move_rows, values)
+            moved.update(range(len(self.weights)))  # also where this process has no matrices
+        finally:
+            self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
+        self._tell_overflows(nonfinite)
+
+    def _task_for(
+        self,
+        batch: Batch,
+        values: list[Tensor],
+        lr: float | Tensor,
+        nonfinite: str,
+        done: set[int],
+    ) -> Task | None:
+        """Return what this step asks of a batch; None if none of its weights moves."""
+        places, chosen = batch.places, None
+        if self._staying and not self._staying.isdisjoint(places):
+            chosen = [i for i, place in enumerate(places) if place not in self._staying]
+            places = [places[i] for i in chosen]
+            if not chosen:
+                return None
+        number, is_due = self._number(batch, places)
+        return Task(
+            batch,
+            chosen,
+            places,
+            [values[place] for place in places],
+            [self._grads[place] for place in places],  # type: ignore[misc]
+            lr,
+            number,
+            None if self._ok is None else batch.of_each(self._ok[places]),
+            is_due,
+            bool(self._changed) and not self._changed.isdisjoint(places),
+            nonfinite,
+            self._reads,
+            done,
+        )
+
+    def _next_numbers(self) -> list[float] | Tensor:
+        """Return the number of this step for each parameter: one if it is the same for all."""
+        if not self._reads:
+            return self.steps + 1.0
+        counts = self.steps.tolist()
+        if min(counts) == max(counts):
+            counts = counts[:1]
+        return [count + 1.0 for count in counts]
+
+    def _number(self, batch: Batch, places: list[int]) -> tuple[float | Tensor, bool]:
+        """Return the number of this step for a batch, and whether rounding is to be removed."""
+        numbers = self._numbers
+        if isinstance(numbers, Tensor):
+            is_due = self._steps_begun % _CORRECTION_PERIOD == 0
+            return batch.of_each(numbers[places]), is_due
+        each = numbers if len(numbers) == 1 else [numbers[place] for place in places]
+        is_due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
+        if min(each) == max(each):
+            return each[0], is_due
+        return batch.of_each(torch.tensor(each, device=self.steps.device)), is_due
+
+    def _count(self, overflowed: Tensor, places: list[int]) -> None:
+        """Count the matrices of each parameter that left floating point."""
+        if self._overflows is None:
+            self._overflows = torch.zeros_like(self.skipped)
+        index = torch.tensor(places, device=overflowed.device)
+        self._overflows.index_add_(0, index, overflowed.view(len(places), -1).sum(dim=1))
+
+    def _tell_overflows(self, nonfinite: str) -> None:
+        """Count overflows; of weights that processes share, for the next step to report."""
+        if self._overflows is None:
+            return
+        some = self._overflows > 0
+        self._unreported += some & ~self._local
+        self.skipped += some & self._local
+        if self._reads or nonfinite == "raise":
+            self.overflowed += (some & self._local).nonzero().flatten().tolist()
+
+    def _move_rows(self, move_rows: MoveRows, values: list[Tensor]) -> None:
+        """Move the plain rows of parameters that are constrained in part, by torch's own rule."""
+        moving = [(w, states) for w, states in self._rows if w.place not in self._staying]
+        parameters: list[Tensor] = []
+        grads: list[Tensor] = []
+        states: list[StateDict] = []
+        for weight, own in moving:
+            grad: Tensor = self._grads[weight.place]  # type: ignore[assignment]
+            split, value = weight.local_manifold.plain_parts, values[weight.place]
+            parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
+            if not self._reads:  # its kernels take a verdict, but only one
+                stays = grad.new_zeros((), dtype=torch.float32)
+                if self._ok is not None:
+                    stays = (~self._ok[weight.place]).float()
+                move_rows(list(split(value)), parts, own, stays)
+            parameters += split(value)
+            grads += parts
+            states += own
+        if parameters and self._reads:
+            move_rows(parameters, grads, states, None)
+        for weight, own in moving:
+            for index, state in enumerate(own):
+                for word, tensor in state.items():
+                    key = key_of(ROWS + word, index)
+                    if key not in weight.state:
+                        weight.state[key] = weight.shown_rows(tensor, index)
+
+    def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
+        """Write masters and shards into their parameters, and count the step."""
+        places = sorted(moved)
+        new_steps, new_skipped = self.steps.clone(), self.skipped.clone()
+        if len(places) == len(self.weights):
+            new_steps += 1.0 if self._ok is None else self._ok
+        elif places:
+            new_steps[places] += 1.0 if self._ok is None else self._ok[places]
+        if self._ok is not None:
+            new_skipped[places] += ~self._ok[places]
+        if self.unsafe:
+            new_skipped[self.unsafe] += 1
+
+        def write() -> None:
+            if is_written:
+                self._write_masters_and_shards(values)
+            self.steps.copy_(new_steps)
+            self.skipped.copy_(new_skipped)
+
+        complete(write)
+        if is_written:
+            self._remember_what_was_written(moved)
+        self._grads = []
+
+    def _write_masters_and_shards(self, values: list[Tensor]) -> None:
+        for whole, members in self.masters:
+            if members[0].shards is None:
+                torch._foreach_copy_([w.parameter for w in members], list(whole.unbind()))
+        if self.is_shared:
+            for weight, value in zip(self.weights, values, strict=True):
+                if weight.shards is not None and weight.place not in self._staying:
+                    weight.shards.write(weight.parameter, value)
+
+    def _remember_what_was_written(self, moved: set[int]) -> None:
+        """Whatever a parameter is now is known to be on the manifold, if it has moved."""
+        earlier, before = self._seen, self._now
+        self._seen = [(now[0], then[1]) for now, then in zip(self._look(), before, strict=True)]
+        for place in range(len(self.weights)):
+            was_looked_at = self._ok is not None and place in self._changed
+            stays = place not in moved or (was_looked_at and not self._ok[place])  # type: ignore[index]
+            if stays:
+                self._seen[place] = earlier[place]
+
+
+def _lengths_of(grads: Sequence[Tensor]) -> Tensor:
+    """Return the length of each of several gradients of one dtype and device, without waiting."""
+    dtype = working_dtype(grads[0].dtype)
+    wide = None if dtype == grads[0].dtype else dtype
+    return torch.stack(torch._foreach_norm(list(grads), 2, wide))

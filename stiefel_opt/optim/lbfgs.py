@@ -1,0 +1,864 @@
+"""StiefelLBFGS: L-BFGS for constrained and plain parameters together."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS
+from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is meant
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
+
+from stiefel_opt._checks import (
+    HALF,
+    NOTHING_CONSTRAINED,
+    check_choice,
+    check_count,
+    check_dtype,
+    check_range,
+    fail,
+    users_level,
+)
+from stiefel_opt.device import exact_products
+from stiefel_opt.distributed import is_sharded
+from stiefel_opt.functional.lbfgs import (
+    Curve,
+    Frame,
+    along,
+    coordinates,
+    curve,
+    frame,
+    from_coordinates,
+    is_far,
+    quasi_newton_direction,
+    rotated_,
+)
+from stiefel_opt.geometry import (
+    gram_error,
+    orthonormality_tolerance,
+    polar_factor,
+    riemannian_gradient,
+)
+from stiefel_opt.linalg import own_gram
+from stiefel_opt.manifold import Stiefel, manifold_of
+
+Closure = Callable[[], Any]
+Group = dict[str, Any]
+
+_NONFINITE: Final = ("skip", "raise")
+_LINE_SEARCHES: Final = ("strong_wolfe",)
+_MOST_TRIALS: Final = 25  # of one line search
+_PAIRS: Final = ("steps", "changes")
+_LAST: Final = ("last_step", "last_gradient")
+_step_of_torch: Final = inspect.unwrap(LBFGS.step)  # without hooks: they belong to our step
+
+
+# ---- all parameters as one point, vectors there as flat tensors ----------------------------------
+
+
+class _Stack(NamedTuple):
+    """Matrices of one shape: which parameter, which range of rows, and how that is read."""
+
+    places: list[tuple[int, int, Stiefel]]
+    scale: float
+
+
+class _Point:
+    """The parameters as one point of a product of manifolds.
+
+    A vector of the product is one flat real tensor in the order of the parameters, as in torch's
+    class; its coordinates, with respect to the frames at the point, are another one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], readings: Sequence[Stiefel | None], states: Any
+    ) -> None:
+        self.parameters, self.readings = list(parameters), list(readings)
+        self.states = states
+        stacks: dict[Any, list[tuple[int, int, Stiefel]]] = {}
+        for place, (parameter, reading) in enumerate(zip(parameters, readings, strict=True)):
+            for index, (part, own) in enumerate(reading.blocks(parameter) if reading else ()):
+                shape = own.matrices(part).shape[-2:]
+                key = shape, parameter.dtype, own.scale
+                stacks.setdefault(key, []).append((place, index, own))
+        self.stacks = [_Stack(places, key[-1]) for key, places in stacks.items()]
+
+    def counts(self, stack: _Stack) -> list[int]:
+        """Return how many matrices of a stack each of its places has."""
+        shapes = (
+            own.matrices(self._part(self.parameters, place, index)).shape
+            for place, index, own in stack.places
+        )
+        return [math.prod(shape[:-2]) for shape in shapes]
+
+    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return tensors like the parameters as one new flat real tensor."""
+        return torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
+
+    def shaped(self, flat: Tensor) -> list[Tensor]:
+        """Return views of a flat vector, shaped like the parameters."""
+        views, start = [], 0
+        for parameter in self.parameters:
+            shape = tuple(_real(parameter).shape)
+            view = flat[start : start + math.prod(shape)].view(shape)
+            views.append(torch.view_as_complex(view) if parameter.is_complex() else view)
+            start += math.prod(shape)
+        return views
+
+    def matrices(self, stack: _Stack, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the matrices of a stack in tensors like the parameters, ``(k, n, m)``."""
+        found = []
+        for place, index, own in stack.places:
+            part = own.matrices(self._part(tensors, place, index))
+            found.append(part.reshape(-1, *part.shape[-2:]))
+        return torch.cat(found)
+
+    def write(self, stack: _Stack, tensors: Sequence[Tensor], matrices: Tensor) -> None:
+        """Write the matrices of a stack into tensors like the parameters."""
+        start = 0
+        for place, index, own in stack.places:
+            part = self._part(tensors, place, index)
+            shape = own.matrices(part).shape
+            values = matrices[start : start + math.prod(shape[:-2])].reshape(shape)
+            part.copy_(own.stored(values, part.shape))
+            start += math.prod(shape[:-2])
+
+    def _part(self, tensors: Sequence[Tensor], place: int, index: int) -> Tensor:
+        reading: Stiefel = self.readings[place]  # type: ignore[assignment]
+        return reading.parts(tensors[place])[index]
+
+    def points(self, stack: _Stack) -> Tensor:
+        """Return the orthonormal matrices of a stack."""
+        return self.matrices(stack, self.parameters) / stack.scale
+
+    # coordinates
+
+    def owners(self, stack: _Stack) -> list[Tensor]:
+        """Return to which parameter each place of a stack belongs."""
+        return [self.parameters[place] for place, _, _ in stack.places]
+
+    def pick(self, stack: _Stack, names: list[str], found: Tensor) -> list[str]:
+        """Return the names of the places some of whose matrices are marked in ``found``."""
+        marks = found.split_with_sizes(self.counts(stack))
+        return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
+
+    def references(self) -> list[Tensor]:
+        """Return what the frames refer to; a parameter without is its own."""
+        return [self.states[p].get("reference", p) for p in self.parameters]
+
+    def refer_here(self) -> None:
+        """Make this point the reference of the frames."""
+        for parameter, reading in zip(self.parameters, self.readings, strict=True):
+            if reading is not None:
+                self.states[parameter]["reference"] = parameter.detach().clone()
+
+    def has_reference(self) -> bool:
+        """Say whether the frames have a reference."""
+        return any("reference" in self.states[parameter] for parameter in self.parameters)
+
+    def forget(self) -> None:
+        """Forget all pairs and the reference."""
+        for parameter in self.parameters:
+            for name in ("reference", *_PAIRS, *_LAST):
+                self.states[parameter].pop(name, None)
+        self.states[self.parameters[0]]["order"] = []
+
+    def note_angles(self, line: _Line) -> None:
+        """Keep by how much a line has turned each constrained parameter, in radians."""
+        largest: dict[Tensor, float] = {}
+        for stack in self.stacks:
+            angles = line.angles(stack).split_with_sizes(self.counts(stack))
+            for parameter, angle in zip(self.owners(stack), angles, strict=True):
+                largest[parameter] = max(largest.get(parameter, 0.0), float(angle.max()))
+        for parameter, size in largest.items():
+            self.states[parameter]["angle"] = size
+
+    def frames(self) -> list[Frame]:
+        """Return the frames of all stacks at this point."""
+        references = self.references()
+        return [
+            frame(self.points(stack), self.matrices(stack, references) / stack.scale)
+            for stack in self.stacks
+        ]
+
+    def is_far(self) -> bool:
+        """Say whether another reference would serve better."""
+        references = self.references()
+        return any(
+            bool(is_far(self.points(s), self.matrices(s, references) / s.scale).any())
+            for s in self.stacks
+        )
+
+    def mapped(self, function: Callable[[Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
+        """Return a flat vector whose matrices went through a function of the frames."""
+        result = flat.clone()
+        tensors = self.shaped(result)
+        for stack, at in zip(self.stacks, self.frames(), strict=True):
+            self.write(stack, tensors, function(at, self.matrices(stack, tensors)))
+        return result
+
+    def gradient(self) -> Tensor:
+        """Return the Riemannian gradient as a flat vector; what is missing is zero."""
+        grads = [
+            torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse
+            else p.grad
+            for p in self.parameters
+        ]  # fmt: skip
+        flat = self.flat(grads)
+        tensors = self.shaped(flat)
+        for stack in self.stacks:
+            grad = self.matrices(stack, tensors)
+            self.write(stack, tensors, riemannian_gradient(self.points(stack), grad))
+        return flat
+
+    # points
+
+    def values(self) -> list[Tensor]:
+        """Return copies of the parameters."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def restore(self, values: Sequence[Tensor]) -> None:
+        """Go back to where :meth:`values` were read."""
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+class _Line:
+    """The curve of all parameters along a direction, and the transport that belongs to it."""
+
+    def __init__(self, point: _Point, direction: Tensor) -> None:
+        self.point, self.start = point, point.values()
+        self.t = 0.0
+        with exact_products(direction):
+            self._vector = point.mapped(from_coordinates, direction)
+            self._length = torch.linalg.vector_norm(direction)
+            self.before = self.after = direction / self._length
+            tensors = point.shaped(self._vector)
+            self._curves: list[Curve] = [
+                curve(point.points(stack), point.matrices(stack, tensors) / stack.scale)
+                for stack in point.stacks
+            ]
+
+    def go(self, t: float) -> None:
+        """Move the parameters to t."""
+        point, velocity = self.point, self._vector.clone()
+        moves, velocities = point.shaped(self._vector), point.shaped(velocity)
+        with exact_products(velocity):
+            for parameter, value, move in zip(point.parameters, self.start, moves, strict=True):
+                parameter.copy_(torch.add(value, move, alpha=t))
+            for stack, path in zip(point.stacks, self._curves, strict=True):
+                matrices, speeds = along(path, t)
+                point.write(stack, point.parameters, stack.scale * matrices)
+                point.write(stack, velocities, stack.scale * speeds)
+            self.after = point.mapped(coordinates, velocity) / self._length
+        self.t = t
+
+    def longest_move(self) -> float:
+        """Return the largest entry of t times the direction."""
+        return self.t * float(self._vector.abs().max())
+
+    def stay(self) -> None:
+        """Go back to the start, to the bit."""
+        self.point.restore(self.start)
+        self.t, self.after = 0.0, self.before
+
+    def carried_(self, vectors: Tensor) -> Tensor:
+        """Carry coordinates from the start to where the parameters are, in place."""
+        return rotated_(vectors, self.before, self.after)
+
+    def brought_back_(self, vectors: Tensor) -> Tensor:
+        """Undo :meth:`carried_`."""
+        return rotated_(vectors, self.after, self.before)
+
+    def angles(self, stack: _Stack) -> Tensor:
+        """Return by how much each matrix of a stack was turned at most, in radians."""
+        vectors = self.point.matrices(stack, self.point.shaped(self._vector)) / stack.scale
+        squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
+        return squares.clamp(min=0.0).sqrt() * self.t
+
+
+# ---- the memory of pairs -------------------------------------------------------------------------
+
+
+class _Memory:
+    """The pairs (s, y) in the state of the first parameter, as coordinates at the point.
+
+    ``steps`` and ``changes`` have a pair in each row; ``order`` lists the rows in use, oldest
+    first. ``last_step`` and ``last_gradient`` are of the last iteration, whose pair needs the
+    gradient of the next one.
+    """
+
+    def __init__(self, state: dict[str, Any], history_size: int) -> None:
+        self._state, self._size = state, history_size
+        state.setdefault("order", [])
+
+    def __bool__(self) -> bool:
+        return bool(self._state["order"])
+
+    def forget(self) -> None:
+        """Start anew."""
+        for name in (*_PAIRS, *_LAST):
+            self._state.pop(name, None)
+        self._state["order"] = []
+
+    def note(self, step: Tensor, gradient: Tensor) -> None:
+        """Keep the step of this iteration, and the gradient before it."""
+        self._state["last_step"], self._state["last_gradient"] = step, gradient.clone()
+
+    def learn(self, gradient: Tensor) -> None:
+        """Make a pair of the last iteration, if the curvature along its step is positive."""
+        step, before = (self._state.pop(name, None) for name in _LAST)
+        if step is None:
+            return
+        change = gradient - before
+        rounding = torch.finfo(step.dtype).eps * step.norm() * change.norm()
+        if torch.dot(step, change) > rounding:
+            row = self._free_row(step)
+            self._state["steps"][row], self._state["changes"][row] = step, change
+            self._state["order"].append(row)
+
+    def _free_row(self, like: Tensor) -> int:
+        """Return a row for the next pair: a new one, or that of the oldest."""
+        state = self._state
+        rows = len(state["steps"]) if "steps" in state else 0
+        del state["order"][: max(0, len(state["order"]) + 1 - self._size)]
+        free = set(range(rows)).difference(state["order"])
+        if not free:
+            more = like.new_zeros(max(1, min(rows, self._size - rows)), like.numel())
+            for name in _PAIRS:
+                state[name] = torch.cat([state[name], more]) if rows else more.clone()
+        return min(free, default=rows)
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Return -H g."""
+        rows = ([self._state[name][row] for row in self._state["order"]] for name in _PAIRS)
+        return quasi_newton_direction(gradient, *rows)
+
+    def tensors(self) -> list[Tensor]:
+        """Return all coordinates, rows of pairs as one tensor."""
+        return [self._state[name] for name in (*_PAIRS, *_LAST) if name in self._state]
+
+
+# ---- one call of step ----------------------------------------------------------------------------
+
+
+class _Run:
+    """One call of :meth:`StiefelLBFGS.step`: the iterations of torch's class, on the manifold."""
+
+    def __init__(self, point: _Point, group: Group, closure: Closure) -> None:
+        self._group, self._point, self._closure = group, point, closure
+        self._state = point.states[point.parameters[0]]
+        self._state.setdefault("func_evals", 0)
+        self._state.setdefault("n_iter", 0)
+        self._memory = _Memory(self._state, group["history_size"])
+        self._evaluations = 0
+        self.line: _Line | None = None  # of the last iteration
+        self.failure = ""  # what is to be told
+        self.is_finite = True
+
+    def run(self) -> Any:
+        """Iterate until a tolerance or a budget is reached; return the first loss."""
+        returned, loss, gradient = self._evaluate()
+        if not _is_finite(loss, gradient):
+            self.is_finite = False
+            return returned
+        try:
+            self._iterate(loss, gradient)
+        except BaseException:
+            if self.line is not None:
+                self.line.stay()
+            raise
+        return returned
+
+    def _iterate(self, loss: float, gradient: Tensor) -> None:
+        group, tolerance = self._group, self._group["tolerance_change"]
+        for iteration in range(1, group["max_iter"] + 1):
+            is_last = iteration == group["max_iter"]
+            if self._is_small(gradient):
+                return
+            self._state["n_iter"] += 1
+            if self._point.is_far():
+                gradient = self._refer_here(gradient)
+            self._memory.learn(gradient)
+            direction, slope = self._direction(gradient)
+            if slope >= 0 or slope > -tolerance:
+                return
+            self.line = _Line(self._point, direction)
+            found = self._move(self.line, direction, loss, gradient, slope, is_last)
+            if found is None:
+                if self._is_over(loss, slope):
+                    return
+                self._memory.forget()
+                continue
+            change, (loss, gradient) = loss - found[0], found
+            if (
+                is_last
+                or self._evaluations >= group["max_eval"]
+                or self.line.longest_move() <= tolerance
+                or abs(change) < tolerance
+            ):
+                return
+
+    def _evaluate(self) -> tuple[Any, float, Tensor]:
+        """Return what the closure returned, the loss, and the coordinates of the gradient."""
+        self._evaluations += 1
+        self._state["func_evals"] += 1
+        returned = self._closure()
+        try:
+            loss = float(returned)
+        except (TypeError, ValueError, RuntimeError) as error:
+            given, remedy = type(returned).__name__, "let it return the loss, one number"
+            raise TypeError(fail("closure", "return a number", given, remedy)) from error
+        if all(parameter.grad is None for parameter in self._point.parameters):
+            remedy = "call loss.backward() in it, on a loss that depends on the parameters"
+            raise ValueError(fail("closure", "leave a gradient", "none", remedy))
+        with exact_products(self._point.parameters[0]):
+            gradient = self._point.mapped(coordinates, self._point.gradient())
+        return returned, loss, gradient
+
+    def _is_small(self, gradient: Tensor) -> bool:
+        """Say whether no entry of the Riemannian gradient exceeds the tolerance."""
+        with exact_products(gradient):
+            vector = self._point.mapped(from_coordinates, gradient)
+        return bool(vector.abs().max() <= self._group["tolerance_grad"])
+
+    def _refer_here(self, gradient: Tensor) -> Tensor:
+        """Change the reference of the frames, and all coordinates with it."""
+        point, tensors = self._point, [*self._memory.tensors(), gradient.clone()]
+        vectors = [row for tensor in tensors for row in tensor.view(-1, gradient.numel())]
+        with exact_products(gradient):
+            for vector in vectors:
+                vector.copy_(point.mapped(from_coordinates, vector))
+            point.refer_here()
+            for vector in vectors:
+                vector.copy_(point.mapped(coordinates, vector))
+        return tensors[-1]
+
+    def _direction(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the direction and the slope along it."""
+        direction = self._memory.direction(gradient)
+        slope = torch.dot(gradient, direction)
+        if not slope < 0:  # the pairs have drowned in rounding
+            self._memory.forget()
+            direction = gradient.neg()
+            slope = torch.dot(gradient, direction)
+        return direction, slope
+
+    def _move(
+        self,
+        line: _Line,
+        direction: Tensor,
+        loss: float,
+        gradient: Tensor,
+        slope: Tensor,
+        is_last: bool,
+    ) -> tuple[float, Tensor] | None:
+        """Move the parameters; return loss and gradient there, or None if they had to stay."""
+        lr = float(self._group["lr"])
+        t = lr if self._memory else min(1.0, 1.0 / float(gradient.abs().sum())) * lr
+        if self._group["line_search_fn"] is None:
+            line.go(t)
+            found = (loss, gradient) if is_last else self._evaluate()[1:]
+            if not _is_finite(*found):
+                line.stay()
+                self.is_finite = False
+                return None
+        else:
+            new_loss, brought, length, _ = _strong_wolfe(  # type: ignore[no-untyped-call]
+                lambda _, t, __: self._trial(line, float(t), loss, gradient, slope),
+                None,
+                t,
+                direction,
+                loss,
+                gradient,
+                slope,
+                tolerance_change=self._group["tolerance_change"],
+                max_ls=min(_MOST_TRIALS, self._group["max_eval"] - self._evaluations),
+            )
+            t = float(length)
+            if t == 0 or new_loss > loss:
+                line.stay()
+                return None
+            if line.t != t:
+                line.go(t)
+            found = new_loss, line.carried_(brought.clone())
+        self._memory.note(t * direction, gradient)
+        for vectors in self._memory.tensors():
+            line.carried_(vectors)
+        return found
+
+    def _trial(
+        self, line: _Line, t: float, loss: float, gradient: Tensor, slope: Tensor
+    ) -> tuple[float, Tensor]:
+        """Return the loss at t, and the gradient there brought back to the start."""
+        line.go(t)
+        _, found, there = self._evaluate()
+        if not _is_finite(found, there):  # uphill, so that the search turns back
+            return loss - float(slope) * t, -gradient
+        return found, line.brought_back_(there)
+
+    def _is_over(self, loss: float, slope: Tensor) -> bool:
+        """Say whether a line search without success is the end, and why."""
+        if not self.is_finite or self._evaluations >= self._group["max_eval"]:
+            return True
+        if -float(slope) <= 10 * torch.finfo(slope.dtype).eps * abs(loss):
+            return True  # converged: what could be gained is rounding
+        if self._memory:
+            return False
+        self.failure = (
+            "The line search found no lower loss along the negative gradient: the parameters stay "
+            "as they were. The closure must return the same loss at the same point (no dropout, no "
+            "new batch), call zero_grad() before backward(), and be differentiable there."
+        )
+        return True
+
+
+def _is_finite(loss: float, gradient: Tensor) -> bool:
+    return math.isfinite(loss) and bool(torch.isfinite(gradient).all())
+
+
+# ---- the class -----------------------------------------------------------------------------------
+
+
+class StiefelLBFGS(LBFGS):
+    r"""L-BFGS with a line search; plain parameters alone get ``torch.optim.LBFGS`` itself.
+
+    .. math::
+        X_+ = X(t),\quad X'(0) = d = -H\,\mathrm{grad} f(X),\quad
+        s = T\,t d,\quad y = \mathrm{grad} f(X_+) - T\,\mathrm{grad} f(X)
+
+    All parameters together are one point; H follows by the two-loop recursion from the last pairs
+    (s, y). A matrix moves along the curve
+
+    .. math:: X(t) = \big(X \cos(t \sqrt{N^\top N})
+        + N (N^\top N)^{-1/2} \sin(t \sqrt{N^\top N})\big)\, e^{tA},\quad d = X A + N,
+
+    :math:`A = -A^\top, X^\top N = 0`, and the gradient is that of the canonical metric. The
+    transport T is an isometry with :math:`T d = X'(t)`, the locking condition: positive curvature
+    along the curve, which the line search provides, is s'y > 0. In the coordinates in which pairs
+    are kept T is a rotation in one plane, so that keeping many pairs costs little.
+
+    For losses that are the same at the same point: all data in every step, no dropout.
+
+    Args:
+        params: Parameters, one group; all of one precision.
+        lr: The first step length that each line search tries, or the only one. Default: 1.
+        max_iter: Most iterations a step. Default: 20.
+        max_eval: Most evaluations a step. Default: 1.25 times ``max_iter``.
+        tolerance_grad: A step ends where no entry of the Riemannian gradient exceeds this.
+            Default: 1e-7.
+        tolerance_change: A step ends where the loss, or every entry of the parameters, changes by
+            less, and where the slope is above its negative. Default: 1e-9; set it to 0 for more
+            digits.
+        history_size: How many pairs are kept. Default: 100.
+        line_search_fn: ``"strong_wolfe"``, torch's search, or None: every step has length ``lr``.
+            Default: ``"strong_wolfe"``.
+        nonfinite: Where the loss or a gradient is not finite as a step begins: ``"skip"`` leaves
+            everything as it is and warns, ``"raise"`` raises. Trials of a line search that are not
+            finite count as uphill in any case. Default: ``"skip"``.
+        stiefel: As in :class:`StiefelSGD`: None, the tags decide; True, False or a
+            :class:`Stiefel`, for all parameters.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them:
+            constrained ones of half precision, DTensors, several groups.
+
+    Note:
+        An iteration with one trial: about 35 products of n x m by m x m, one symmetric
+        eigendecomposition of m x m and eight products of ``history_size`` vectors; two vectors of
+        memory for each pair and one copy of each constrained parameter. Reads the loss, so that it
+        waits for an accelerator, as torch's class does. What a closure raises passes through, the
+        parameters at the start of the line search under way. A line search that finds no lower
+        loss drops the pairs; if the negative gradient fails too, it warns.
+
+    Reference:
+        Huang, Gallivan & Absil, A Broyden class of quasi-Newton methods for Riemannian optimization
+        (SIAM J. Optim. 2015); Huang, Absil & Gallivan, Intrinsic representation of tangent vectors
+        and vector transports on matrix manifolds (Numer. Math. 2017); Nocedal & Wright, Numerical
+        optimization (2006), chapter 7.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+        line_search_fn: str | None = "strong_wolfe",
+        *,
+        nonfinite: str = "skip",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        group = _one_group(params, {"nonfinite": nonfinite, "stiefel": stiefel})
+        numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
+        super().__init__([group], *numbers, line_search_fn)
+        self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
+        _check_group(self.param_groups[0])
+
+    @override
+    def add_param_group(self, param_group: Group) -> None:
+        """Raise for a second group: all parameters are one point, given to the constructor."""
+        if self.param_groups:
+            remedy = "pass all parameters to the constructor, and tag the constrained ones"
+            raise ValueError(fail("param_group", "be the only one", "a second one", remedy))
+        super().add_param_group(param_group)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Closure) -> Any:  # type: ignore[override]
+        """Iterate until a tolerance or a budget is reached.
+
+        Args:
+            closure: Clears the gradients, evaluates the loss, calls ``backward`` and returns the
+                loss, the same one at the same point. Called several times, with grad enabled.
+
+        Returns: What the closure returned first.
+        Raises:
+            TypeError: without a closure, or if it returns no number.
+            ValueError: if it leaves no gradient, and for parameters that are not finite.
+        """
+        if not callable(closure):
+            remedy = "L-BFGS evaluates the loss several times in a step"
+            raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
+        group = self.param_groups[0]
+        readings = _readings(group)
+        _fit_state(self.state, self._params, readings)
+        if not any(readings):
+            return _step_of_torch(self, closure)
+        return _step_on_manifold(_Point(self._params, readings, self.state), group, closure)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` gave, here or from ``torch.optim.LBFGS``.
+
+        Of torch's the memory is taken if no parameter is constrained, else the options only.
+
+        Raises:
+            ValueError: for the state of another rule, another reading or other shapes. Nothing has
+                changed then.
+            TypeError: for what is no state_dict.
+        """
+        super().load_state_dict(_loadable(state_dict, self.param_groups[0]))
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._params, self._numel_cache = self.param_groups[0]["params"], None
+
+    def skipped_steps(self) -> dict[str, int]:
+        """Return how many steps each parameter has missed because its gradient was not finite."""
+        skipped = self.skipped_steps_of()
+        return {_name(each, self.param_groups[0]): count for each, count in skipped.items()}
+
+    def skipped_steps_of(self) -> dict[Tensor, int]:
+        """Return what :meth:`skipped_steps` does, by parameter."""
+        return {p: kept["skipped"] for p, kept in self.state.items() if "skipped" in kept}
+
+    def angles_of(self) -> dict[Tensor, float]:
+        """Return by how much, in radians, the last iteration has turned each parameter."""
+        return {p: kept["angle"] for p, kept in self.state.items() if "angle" in kept}
+
+
+# ---- what the class looks after ------------------------------------------------------------------
+
+
+def _one_group(params: Any, options: Group) -> Group:
+    """Return the parameters as one group with its own options."""
+    if isinstance(params, set):
+        raise TypeError(fail("params", "have an order", "a set", "pass a list"))
+    listed = [params] if isinstance(params, Tensor) else list(params)
+    groups = [each for each in listed if isinstance(each, dict)]
+    if len(groups) > 1:
+        remedy = "pass model.parameters(): tags say which parameters are constrained"
+        raise ValueError(fail("params", "be one group", f"{len(groups)} groups", remedy))
+    group = {**options, **(groups[0] if groups else {"params": listed})}
+    key = group["stiefel"]
+    if isinstance(key, (Stiefel, Mapping)):
+        reading = key if isinstance(key, Stiefel) else Stiefel.from_dict(key)
+        group["stiefel"] = reading.as_dict()
+    elif not (key is None or isinstance(key, bool)):
+        raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(key)))
+    return group
+
+
+def _check_group(group: Group) -> None:
+    """Raise for options that make no sense, and parameters that cannot be constrained here."""
+    check_range("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"], 0.0)
+    for name in ("max_iter", "max_eval", "history_size"):
+        check_count(name, group[name])
+    for name in ("tolerance_grad", "tolerance_change"):
+        check_range(name, group[name], -math.inf)
+    if group["line_search_fn"] is not None:
+        check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
+    check_choice("nonfinite", group["nonfinite"], _NONFINITE)
+    params = group["params"]
+    readings = _readings(group)
+    tagged = any(readings) or any(hasattr(p, "computes_orthonormal") for p in params)
+    if group["stiefel"] is None and not tagged and any(p.ndim >= 2 for p in params):
+        warnings.warn(NOTHING_CONSTRAINED, stacklevel=users_level())
+
+
+def _readings(group: Group) -> list[Stiefel | None]:
+    """Return how each parameter is read; raise for those that cannot be constrained here."""
+    params = group["params"]
+    readings = [_reading(parameter, group["stiefel"]) for parameter in params]
+    if not any(readings):
+        return readings
+    precision = params[0].dtype.to_real()
+    for parameter, reading in zip(params, readings, strict=True):
+        called = _name(parameter, group)
+        if is_sharded(parameter):
+            remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
+            raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
+        if reading is not None:
+            reading.check(parameter.shape, called)
+            check_dtype(called, parameter.dtype)
+            if parameter.dtype in HALF:
+                wanted = "be of float32 or float64 for StiefelLBFGS"
+                remedy = "convert it: differences of its gradients would be rounding"
+                raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+        if parameter.dtype.to_real() != precision:
+            wanted = f"be as precise as the first parameter, {precision}"
+            remedy = "convert all to one precision: they share one memory"
+            raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+    return readings
+
+
+def _reading(parameter: Tensor, key: Any) -> Stiefel | None:
+    """Return how a group with the option ``stiefel=key`` reads a parameter."""
+    if key is False:
+        return None
+    if key is None or key is True:
+        return manifold_of(parameter) or (Stiefel() if key else None)
+    return key if isinstance(key, Stiefel) else Stiefel.from_dict(key)
+
+
+def _name(parameter: Tensor, group: Group) -> str:
+    """Return what a message calls a parameter: its name, or its place."""
+    index = next(i for i, other in enumerate(group["params"]) if other is parameter)
+    names = group.get("param_names")
+    return str(names[index]) if names else f"parameter {index} of group 0"
+
+
+def _as_data(readings: Sequence[Stiefel | None]) -> list[Any]:
+    return [None if reading is None else reading.as_dict() for reading in readings]
+
+
+def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
+    """Do what :meth:`StiefelLBFGS.step` does where a parameter is constrained."""
+    _settle(point, group)
+    run = _Run(point, group, torch.enable_grad()(closure))
+    returned = run.run()
+    if run.line is not None:
+        point.note_angles(run.line)
+    if run.failure:
+        warnings.warn(run.failure, stacklevel=users_level())
+    if not run.is_finite:
+        _tell_nonfinite(point, group)
+    return returned
+
+
+def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | None]) -> None:
+    """Forget a memory whose vectors are of other readings, or torch's where tags are new."""
+    state, data = states.get(params[0], {}), _as_data(readings)
+    if any(readings) and state.get("readings") != data:
+        is_fit = not state
+    else:
+        is_fit = any(readings) or "readings" not in state
+    if not is_fit:
+        for parameter in params:
+            states.pop(parameter, None)
+    if any(readings):
+        states[params[0]]["readings"] = data
+
+
+def _settle(point: _Point, group: Group) -> None:
+    """Replace matrices that are off the manifold by the nearest ones, and say so."""
+    off: list[str] = []
+    for stack in point.stacks:
+        matrices, names = point.points(stack), [_name(p, group) for p in point.owners(stack)]
+        finite = matrices.isfinite().all(dim=-1).all(dim=-1)
+        if not bool(finite.all()):
+            called = ", ".join(point.pick(stack, names, ~finite))
+            remedy = "initialise it, or load a good checkpoint"
+            raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+        with exact_products(matrices):
+            error = gram_error(matrices)
+        wrong = error > 10 * orthonormality_tolerance(matrices.dtype, matrices.size(-2))
+        if bool(wrong.any()):
+            matrices[wrong] = polar_factor(matrices[wrong])
+            point.write(stack, point.parameters, stack.scale * matrices)
+            off += point.pick(stack, names, wrong)
+    if off:
+        point.forget()
+        warnings.warn(
+            f"{', '.join(off)}: off the manifold where the step begins, so that the nearest "
+            "orthonormal matrices were taken and the memory of pairs starts anew. "
+            "so.project_(model) projects weights that were written to",
+            stacklevel=users_level(),
+        )
+    if not point.has_reference():
+        point.refer_here()
+
+
+def _tell_nonfinite(point: _Point, group: Group) -> None:
+    """Count the step as missed by those whose gradient was not finite; warn or raise."""
+    bad = [p for p in point.parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
+    for parameter in bad or point.parameters:
+        kept = point.states[parameter]
+        kept["skipped"] = kept.get("skipped", 0) + 1
+    called = ", ".join(f"grad of {_name(parameter, group)}" for parameter in bad) or "loss"
+    if group["nonfinite"] == "raise":
+        remedy = "look for its cause; the parameters are where it was finite"
+        raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+    warnings.warn(
+        f"{called}: not finite; the parameters are left where it was. Look for its cause; "
+        "nonfinite='raise' stops there.",
+        stacklevel=users_level(),
+    )
+
+
+def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
+    """Return a copy of ``state_dict`` for torch to load; raise if it is of something else."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(fail("state_dict", "be a dict", type(state_dict).__name__))
+    loaded: dict[str, Any] = copy.deepcopy(dict(state_dict))
+    groups = loaded.get("param_groups") or [{}]
+    if "state" not in loaded or len(groups) != 1 or "history_size" not in groups[0]:
+        remedy = "load the weights only and let it start anew"
+        raise ValueError(fail("state_dict", "be one of StiefelLBFGS or LBFGS", "another", remedy))
+    readings = _readings(group)
+    for name in ("nonfinite", "stiefel"):  # torch's has none
+        groups[0][name] = group[name]
+    saved = loaded["state"].get(0, {})
+    if "readings" not in saved and any(readings):
+        loaded["state"] = {}
+        return loaded
+    earlier = saved.get("readings", [None] * len(readings))
+    for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
+        if _as_data([current]) != [other]:
+            called = f"reading of {_name(parameter, group)}"
+            condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
+            remedy = "constrain it as it was when the checkpoint was written"
+            raise ValueError(fail(called, condition, current, remedy))
+    numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in group["params"])
+    for name in ("d", "prev_flat_grad", "steps", "last_step"):
+        if name in saved and saved[name] is not None and saved[name].shape[-1] != numel:
+            found = f"{saved[name].shape[-1]} of {name}"
+            remedy = "load the weights only and let it start anew"
+            raise ValueError(fail("state_dict", f"have {numel} entries", found, remedy))
+    return loaded

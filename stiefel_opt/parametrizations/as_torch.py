@@ -1,0 +1,180 @@
+"""``torch.nn.utils.parametrizations.orthogonal`` by the maps of this package."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from typing_extensions import override
+
+from stiefel_opt._checks import check_choice, check_flag, check_module, fail
+from stiefel_opt.device import finest_dtype
+from stiefel_opt.functional.skew_maps import cayley_map
+from stiefel_opt.manifold import manifold_of
+from stiefel_opt.parametrizations.base import Free, Parametrization
+from stiefel_opt.parametrizations.householder import TCWY
+from stiefel_opt.parametrizations.init import householder_vectors, with_determinant
+from stiefel_opt.parametrizations.skew import Trivialization
+from stiefel_opt.watching import mark_maps
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_MARK: Final = "0._extra_state"  # in checkpoints of these maps, and in none of torch's
+
+
+class Reflections(TCWY):
+    """:class:`TCWY` that reaches every start: a square one of the wrong determinant by a sign."""
+
+    @override
+    def free(self, point: Tensor) -> Free:
+        if point.is_complex() or point.size(-2) != point.size(-1):
+            return super().free(point)
+        n = point.size(-1)
+        wrong = (with_determinant(point, (-1) ** n)[..., -1, :] != point[..., -1, :]).any(-1)
+        signs = torch.ones_like(point[..., 0, :])
+        signs[..., -1] = torch.where(wrong, -1.0, 1.0)
+        self._keep("phases", signs)
+        return householder_vectors(point * signs.unsqueeze(-2))
+
+    @override
+    def start(self, point: Tensor) -> Free:
+        return self.free(point)
+
+    @override
+    def get_extra_state(self) -> Tensor:
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+
+    @override
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing: the key alone says whose checkpoint it is."""
+
+
+class Exponential(Trivialization):
+    """:class:`Trivialization` about the start."""
+
+    def __init__(self) -> None:
+        super().__init__(every=None)
+
+
+class Cayley(Exponential):
+    r"""Cayley transform about the start: :math:`(I - A/2)^{-1} (I + A/2) X_0, A = P X_0' - X_0 P'`.
+
+    Free: P, zero at the start. The turns of X0 without an eigenvalue -1 are reached.
+    """
+
+    @override
+    def _unrounded(self, tangent: Tensor) -> Tensor:
+        return cayley_map(tangent if self.base is None else tangent.to(self.base.dtype), self.base)
+
+
+_MAPS: Final[dict[str, type[Parametrization]]] = {
+    "matrix_exp": Exponential,
+    "cayley": Cayley,
+    "householder": Reflections,
+}
+
+
+def orthogonal(
+    module: ModuleT,
+    name: str = "weight",
+    orthogonal_map: str | None = None,
+    *,
+    use_trivialization: bool = True,
+) -> ModuleT:
+    r"""Parametrize a weight as ``torch.nn.utils.parametrizations.orthogonal`` does, without n x n.
+
+    The signature is torch's, and so are the reading (the last two dimensions are a matrix, all
+    others a batch) and the parameter ``module.parametrizations.weight.original``. The map is ours:
+
+    - ``"householder"``: the map "tcwy" of :func:`stiefel_opt.orthogonal`, m reflections;
+    - ``"matrix_exp"``: "trivialization" about the start, :math:`\exp(P X_0' - X_0 P') X_0`;
+    - ``"cayley"``: the Cayley transform in the place of the exponential;
+    - None: "householder", and "matrix_exp" where the weight is complex. (torch: "matrix_exp" where
+      it is square or complex.)
+
+    Args:
+        module: Owner of the weight.
+        name: A parameter, a buffer, or a weight that is parametrized already. Default: "weight".
+        orthogonal_map: See above. Default: None.
+        use_trivialization: Accepted. In torch it adds a base of n x n, and False loses the start;
+            X0 here has the shape of the weight, "householder" has none, and the start is kept.
+
+    Returns: The module. A weight that is orthonormal keeps its value, any other one becomes the
+        nearest point (torch: the Q factor).
+    Raises:
+        ValueError: for a name that is no tensor of the module, a weight of fewer than two
+            dimensions, tagged, or not finite, another map, and "householder" for complex weights.
+        TypeError: if ``module`` is not a module, or for dtypes without fraction.
+
+    Note: ``load_state_dict`` takes checkpoints of torch's parametrization of the same
+        ``orthogonal_map``, with or without base, and its own. Free tensors mean another thing than
+        torch's: state of an optimizer does not carry over. Half precision works; it is computed
+        in float32.
+    Reference: Likhosherstov et al. (AISTATS 2021); Lezcano-Casado (NeurIPS 2019).
+    """
+    check_module("module", module)
+    check_flag("use_trivialization", use_trivialization)
+    weight = getattr(module, name, None) if isinstance(name, str) else None
+    if not isinstance(weight, Tensor):
+        wanted = f"be a parameter or buffer of this {type(module).__name__}"
+        raise ValueError(fail("name", wanted, repr(name)))
+    if weight.ndim < 2:
+        given = f"shape {tuple(weight.shape)}"
+        raise ValueError(fail(name, "be a matrix or a batch of matrices", given))
+    if orthogonal_map is not None:
+        check_choice("orthogonal_map", orthogonal_map, _MAPS)
+    if manifold_of(weight, name) is not None:
+        given = "a parameter that so.constrain put there"
+        raise ValueError(fail(name, "not be tagged", given, "so.release it first"))
+    if weight.is_complex() and orthogonal_map == "householder":
+        remedy = "choose 'matrix_exp' or 'cayley'"
+        raise ValueError(fail("orthogonal_map", "support complex weights", "'householder'", remedy))
+    chosen = orthogonal_map or ("matrix_exp" if weight.is_complex() else "householder")
+    parametrize.register_parametrization(module, name, _MAPS[chosen]())
+    found: Any = module.parametrizations
+    if len(found[name]) == 1:
+        is_square = weight.size(-2) == weight.size(-1)
+        theirs = orthogonal_map or ("matrix_exp" if is_square or weight.is_complex() else chosen)
+        found[name].orthogonal_map = theirs
+        found[name].register_load_state_dict_pre_hook(_translate)
+    mark_maps(module)
+    return module
+
+
+@torch.no_grad()
+def _translate(
+    maps: parametrize.ParametrizationList,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,  # noqa: ARG001
+    strict: bool,  # noqa: ARG001
+    missing_keys: list[str],  # noqa: ARG001
+    unexpected_keys: list[str],  # noqa: ARG001
+    error_msgs: list[str],
+) -> None:
+    """Hook before ``load_state_dict``: turn what torch's parametrization saved into ours."""
+    free, base = (state_dict.get(prefix + leaf) for leaf in ("original", "0.base"))
+    if free is None or free.is_meta or prefix + _MARK in state_dict:
+        return
+    ours: Any = copy.deepcopy(maps[0])
+    if len(maps) != 1 or free.shape != ours.shape:
+        return  # not what torch saves, or torch refuses the shape
+    theirs = parametrizations._Orthogonal(
+        free,
+        parametrizations._OrthMaps[maps.orthogonal_map],  # type: ignore[misc]
+        use_trivialization=base is not None,
+    )
+    precise = finest_dtype(free)
+    if base is not None:
+        theirs.base = base.to(free.device, precise)
+    weight = theirs(free.to(precise)).to(ours.dtype)
+    try:
+        state_dict[prefix + "original"] = ours.right_inverse(weight)
+    except ValueError as error:
+        error_msgs.append(f"{prefix}original: of torch's parametrization: {error}")
+        state_dict[prefix + "original"] = maps.original.detach()  # nothing is loaded
+    state_dict.pop(prefix + "0.base", None)
+    state_dict.update(ours.state_dict(prefix=prefix + "0."))

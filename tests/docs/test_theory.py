@@ -1,0 +1,660 @@
+"""Every statement of docs/theory.md, checked by numbers.
+
+The rules are those of the package; what they are compared with is written from the page: the
+Lagrangian, a direct integration of the equations, the published step, completions, duality.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import stiefel_opt as so
+from stiefel_opt.functional import spectral_direction
+
+METRICS = (0.5, 0.0, -1.0, 0.7)
+ALPHA = 0.30028311  # of theorem 19
+State = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def gaussian(*shape: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def point(n: int, m: int, generator: torch.Generator) -> Tensor:
+    return torch.linalg.qr(gaussian(n, m, generator=generator)).Q
+
+
+def skew(matrix: Tensor) -> Tensor:
+    return (matrix - matrix.mT) / 2
+
+
+def normal(X: Tensor, matrix: Tensor) -> Tensor:
+    return matrix - X @ (X.mT @ matrix)
+
+
+def inner(A: Tensor, B: Tensor) -> Tensor:
+    return (A * B).sum()
+
+
+def nuclear(A: Tensor) -> float:
+    return float(torch.linalg.svdvals(A).sum())
+
+
+def inverse_root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors / values.sqrt()) @ vectors.mT
+
+
+def rot(K: Tensor) -> Tensor:
+    identity = torch.eye(len(K), dtype=K.dtype)
+    return (identity + K) @ inverse_root(identity - K @ K)
+
+
+def squared(Y: Tensor, V: Tensor, a: float) -> float:
+    """|XY + V|^2 in the metric a."""
+    return float((1 - a) * inner(Y, Y) + inner(V, V))
+
+
+def gradient(X: Tensor, G: Tensor, a: float) -> tuple[Tensor, Tensor]:
+    """The skew part F and the normal part g of the Riemannian gradient."""
+    return skew(X.mT @ G) / (1 - a), normal(X, G)
+
+
+class Weighted:
+    """f = -tr(X'AXN), whose gradient has both parts; ``slope`` is its largest gradient."""
+
+    def __init__(self, n: int, m: int, generator: torch.Generator) -> None:
+        matrix = gaussian(n, n, generator=generator)
+        self.A = (matrix + matrix.mT) / (2 * math.sqrt(n))
+        self.N = torch.linspace(0.3, 1, m, dtype=torch.float64).diag()
+        self.slope = 2 * float(torch.linalg.matrix_norm(self.A, 2))  # l and C of the page
+        self.least = -float((torch.linalg.eigvalsh(self.A)[-m:] * self.N.diagonal()).sum())
+
+    def __call__(self, X: Tensor) -> float:
+        return -float(inner(X, self.A @ X @ self.N))
+
+    def gradient(self, X: Tensor) -> Tensor:
+        return -2 * self.A @ X @ self.N
+
+    def smoothness(self, a: float) -> float:
+        """L of lemma 9."""
+        return 2 * self.slope * max(1.0, 1 / (1 - a))
+
+    def transported(self, a: float) -> float:
+        """L_T of lemma 12."""
+        kappa = 2 * a - 1
+        first = (2 * self.slope) ** 2 / (1 - a)
+        second = (self.slope * (1 + 2 * math.sqrt(2) + abs(kappa))) ** 2
+        return math.sqrt(max(1.0, 1 / (1 - a)) * (first + second))
+
+
+def draw(a: float, generator: torch.Generator, n: int = 9, m: int = 4) -> State:
+    X = point(n, m, generator)
+    Y = skew(gaussian(m, m, generator=generator))
+    return X, Y, normal(X, gaussian(n, m, generator=generator)) * (1 + abs(a))
+
+
+# ---- the equations of motion ---------------------------------------------------------------------
+
+
+def motion(f: Weighted | None, a: float, kappa: float, gamma: float) -> Callable[[State], State]:
+    def rates(state: State) -> State:
+        X, Y, V = state
+        G = torch.zeros_like(X) if f is None else f.gradient(X)
+        F, g = gradient(X, G, a)
+        turned = kappa * V @ Y - X @ (V.mT @ V)
+        return X @ Y + V, -gamma * Y - F, -gamma * V + turned - g
+
+    return rates
+
+
+def integrate(
+    rates: Callable[[State], State], state: State, time: float, steps: int
+) -> list[State]:
+    """The classical method of Runge and Kutta."""
+
+    def ahead(state: State, rate: State, h: float) -> State:
+        X, Y, V = (x + h * k for x, k in zip(state, rate, strict=True))
+        return X, Y, V
+
+    h, path = time / steps, [state]
+    for _ in range(steps):
+        k1 = rates(state)
+        k2 = rates(ahead(state, k1, h / 2))
+        k3 = rates(ahead(state, k2, h / 2))
+        k4 = rates(ahead(state, k3, h))
+        for rate, weight in ((k1, 1), (k2, 2), (k3, 2), (k4, 1)):
+            state = ahead(state, rate, weight * h / 6)
+        path.append(state)
+    return path
+
+
+def angular(state: State, a: float) -> Tensor:
+    X, Y, V = state
+    P = (1 - a) * X @ Y + V
+    return P @ X.mT - X @ P.mT
+
+
+def variation(path: list[State], f: Weighted, a: float, gamma: float, time: float) -> float:
+    """How fast the action changes when the curve is bent, over all skew matrices of a basis.
+
+    The action is integrated from the Lagrangian of bent curves, and differentiated by torch.
+    """
+    n, steps = len(path[0][0]), len(path) - 1
+    X, Q = (torch.stack(x) for x in zip(*((X, X @ Y + V) for X, Y, V in path), strict=True))
+    t = torch.linspace(0, time, steps + 1, dtype=torch.float64)[:, None, None]
+    bump, slope = (
+        torch.sin(math.pi * t / time) ** 2,
+        math.pi / time * torch.sin(2 * math.pi * t / time),
+    )
+    weights = torch.ones_like(t)
+    weights[1:-1:2], weights[2:-1:2] = 4, 2  # Simpson's rule
+    worst = 0.0
+    for row, column in itertools.combinations(range(n), 2):
+        Omega = torch.zeros(n, n, dtype=torch.float64)
+        Omega[row, column], Omega[column, row] = 1.0, -1.0
+        bend = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        turn = torch.linalg.matrix_exp(bend * bump * Omega)
+        bent, velocity = turn @ X, turn @ (Q + bend * slope * (Omega @ X))
+        along = bent.mT @ velocity
+        kinetic = ((velocity**2).sum((1, 2)) - a * (along**2).sum((1, 2))) / 2
+        value = -((bent * (f.A @ bent @ f.N)).sum((1, 2)))
+        integrand = (gamma * t[:, 0, 0]).exp() * (kinetic - value) * weights[:, 0, 0]
+        (derivative,) = torch.autograd.grad(integrand.sum() * time / steps / 3, bend)
+        worst = max(worst, abs(float(derivative)))
+    return worst
+
+
+@pytest.mark.parametrize("a", METRICS)
+def test_the_action_is_stationary(a: float, generator: torch.Generator) -> None:
+    """Theorem 1."""
+    f, gamma, time = Weighted(6, 3, generator), 0.4, 1.0
+    start = draw(a, generator, 6, 3)
+    path = integrate(motion(f, a, 2 * a - 1, gamma), start, time, 400)
+    assert variation(path, f, a, gamma, time) < 1e-7
+    other = integrate(motion(f, a, (3 * a - 2) / 2, gamma), start, time, 400)
+    error = variation(other, f, a, gamma, time)
+    assert error < 1e-7 if a == 0 else error > 1e-2
+
+
+@pytest.mark.parametrize("a", METRICS)
+def test_the_published_equation_lost_half_a_term(a: float, generator: torch.Generator) -> None:
+    """The derivative of the Hamiltonian by torch, and which factor follows from which term."""
+    b = a / (a - 1)
+    X, Y, V = draw(a, generator, 7, 3)
+    P = (1 - a) * X @ Y + V
+    free = X.clone().requires_grad_()
+    H = (inner(P, P) - b * inner(free.mT @ P, free.mT @ P)) / 2
+    (derivative,) = torch.autograd.grad(H, free)
+    correct, printed = b * P @ P.mT @ X, b / 2 * (P @ P.mT @ X + X @ P.mT @ P)
+    torch.testing.assert_close(-derivative, correct)
+    Q = X @ Y + V
+    for term, kappa in ((correct, 2 * a - 1), (printed, (3 * a - 2) / 2)):
+        # d/dt of Q = (I - b XX')P; what is X times a symmetric matrix has no normal part
+        rate = term - b * X @ (X.mT @ term) - b * (Q @ X.mT @ P + X @ Q.mT @ P)
+        torch.testing.assert_close(normal(X, rate), (1 + kappa) * V @ Y)
+        torch.testing.assert_close((1 + kappa) * V @ Y, -(1 + kappa) * normal(X, Q @ Q.mT @ X))
+
+
+@pytest.mark.parametrize("a", METRICS)
+def test_angular_momentum_is_kept(a: float, generator: torch.Generator) -> None:
+    """Corollary 2."""
+    start = draw(a, generator)
+    before = angular(start, a)
+    for kappa in (2 * a - 1, (3 * a - 2) / 2):
+        after = angular(integrate(motion(None, a, kappa, 0.0), start, 1.0, 300)[-1], a)
+        drift = float((after - before).norm() / before.norm())
+        assert drift < 1e-8 if kappa == 2 * a - 1 else drift > 0.05, kappa
+
+
+@pytest.mark.parametrize("kappa", [0.0, -0.25, 3.0])
+def test_energy_falls_for_every_coupling(kappa: float, generator: torch.Generator) -> None:
+    """Corollary 3."""
+    f, a, gamma = Weighted(9, 4, generator), 0.5, 0.7
+    steps, time = 800, 1.0
+    path = integrate(motion(f, a, kappa, gamma), draw(a, generator), time, steps)
+    speeds = torch.tensor([squared(Y, V, a) for _, Y, V in path], dtype=torch.float64)
+    values = torch.tensor([f(X) for X, _, _ in path], dtype=torch.float64)
+    energy = speeds / 2 + values
+    lost = gamma * torch.trapezoid(speeds, dx=time / steps)
+    torch.testing.assert_close(energy[0] - energy[-1], lost, rtol=1e-4, atol=0.0)
+    assert (energy.diff() < 0).all()
+
+
+@pytest.mark.parametrize("options", [
+    {"metric": "euclidean"}, {"metric": -1.0},
+    {"transport": "published", "rotation": "euler"},
+    {"transport": "published", "rotation": "cayley", "metric": "euclidean"},
+    {"transport": "published", "rotation": "expm"},
+])  # fmt: skip
+def test_functions_of_the_span_do_not_see_the_metric(
+    options: dict[str, object], generator: torch.Generator
+) -> None:
+    """Proposition 4: Z stays 0; the variants differ by the map of the normal part alone."""
+    f = Weighted(9, 4, generator)
+    f.N = torch.eye(4, dtype=torch.float64)
+    start = point(9, 4, generator)
+    same = {} if "transport" not in options else {"transport": "published", "rotation": "euler"}
+    ends = []
+    for chosen in (options, same):
+        weight = so.ManifoldParameter(start.clone())
+        optimizer = so.StiefelSGD([weight], lr=0.02, momentum=0.9, **chosen)
+        for _ in range(20):
+            weight.grad = f.gradient(weight.detach())
+            optimizer.step()
+        turn, _ = optimizer.velocity(weight)
+        assert float(turn.abs().max()) < 1e-13
+        ends.append(weight.detach())
+    assert float((ends[0] - start).norm()) > 0.1
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+def stepped(state: State, G: Tensor, eta: float, mu: float, a: float, **options: object) -> State:
+    """One step of the package from a state of the page."""
+    X, Z, U = state
+    weight = so.ManifoldParameter(X.clone())
+    optimizer = so.StiefelSGD([weight], lr=eta, momentum=mu, metric=a, **options)
+    optimizer.set_velocity(weight, Z, U)
+    weight.grad = G
+    optimizer.step()
+    Z, U = optimizer.velocity(weight)
+    return weight.detach(), Z, U
+
+
+def carried(X: Tensor, K: Tensor, V: Tensor, w: Tensor) -> Tensor:
+    """T w of theorem 5, for a turn K and a move V."""
+    identity = torch.eye(V.size(1), dtype=V.dtype)
+    R = inverse_root(identity + V.mT @ V)
+    along = V.mT @ w
+    return w - V @ R @ R @ torch.linalg.inv(identity + R) @ along - X @ rot(K) @ R @ along
+
+
+@pytest.mark.parametrize("eta", [0.1, 1.0, 2.0])
+@pytest.mark.parametrize("a", METRICS)
+def test_the_step_is_a_rotation(a: float, eta: float, generator: torch.Generator) -> None:
+    """Theorem 5."""
+    X, Z, U = draw(0.0, generator)
+    Z, U, G, mu = Z / 4, U / 4, gaussian(9, 4, generator=generator) / 8, 0.8
+    F, g = gradient(X, G, a)
+    before = mu * U @ rot((2 * a - 1) * eta * Z) - g
+    X1, Z1, U1 = stepped((X, Z, U), G, eta, mu, a)
+    identity = torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(X1.mT @ X1, identity)
+    torch.testing.assert_close(X1.mT @ U1, 0 * identity, rtol=0, atol=1e-13)
+    torch.testing.assert_close(Z1, mu * Z - F)
+    values = torch.linalg.svdvals(before)
+    torch.testing.assert_close(torch.linalg.svdvals(U1), values)
+    cosines = torch.linalg.svdvals(X.mT @ X1).flip(0)
+    torch.testing.assert_close(cosines, torch.cos(torch.atan(eta * values)))
+    torch.testing.assert_close(U1, carried(X, eta * Z1, eta * before, before))
+    w, v = (normal(X, gaussian(9, 5, generator=generator)) for _ in range(2))
+    Tw, Tv = carried(X, eta * Z1, eta * before, w), carried(X, eta * Z1, eta * before, v)
+    torch.testing.assert_close(Tw.mT @ Tv, w.mT @ v)
+    torch.testing.assert_close(X1.mT @ Tw, torch.zeros(4, 5).double(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("a", METRICS)
+def test_momentum_is_bounded(a: float, generator: torch.Generator) -> None:
+    """Corollary 6, at a learning rate that makes no sense."""
+    weight = so.ManifoldParameter(point(9, 4, generator))
+    optimizer = so.StiefelSGD([weight], lr=7.0, momentum=0.8, metric=a)
+    longest = [0.0, 0.0]
+    for _ in range(60):
+        weight.grad = gaussian(9, 4, generator=generator)
+        parts = gradient(weight.detach(), weight.grad, a)
+        longest = [max(most, float(part.norm())) for most, part in zip(longest, parts, strict=True)]
+        optimizer.step()
+        for momentum, most in zip(optimizer.velocity(weight), longest, strict=True):
+            assert float(momentum.norm()) <= most / (1 - 0.8) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("mu", [0.5, 0.9])
+def test_where_the_published_transport_blows_up(mu: float) -> None:
+    """Proposition 7, with forces just below and just above the limit."""
+    s = torch.linspace(0, 3, 300_001, dtype=torch.float64)
+    limit = float((s * (1 - mu * (1 + s * s).sqrt())).max())
+    if mu == 0.9:
+        assert limit == pytest.approx(0.0183, abs=5e-5)
+    for factor, transport in itertools.product((0.98, 1.05), ("published", "isometric")):
+        weight = so.ManifoldParameter(torch.eye(3, 1, dtype=torch.float64))
+        options = {"rotation": "euler"} if transport == "published" else {}
+        optimizer = so.StiefelSGD([weight], lr=1.0, momentum=mu, transport=transport, **options)
+        along, longest = torch.eye(3, dtype=torch.float64)[:, 1:2], 0.0
+        for _ in range(200):
+            weight.grad = -factor * limit * along
+            optimizer.step()
+            _, momentum = optimizer.velocity(weight)
+            longest = max(longest, float(momentum.norm()))
+            along = momentum / momentum.norm()
+            if longest > 1e3:
+                break
+        if transport == "isometric":
+            assert longest <= factor * limit / (1 - mu) * (1 + 1e-12)
+        else:
+            assert longest < 2.0 if factor < 1 else longest > 1e3
+
+
+# ---- descent and convergence ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("shape", [(9, 4), (5, 4), (4, 4)])
+def test_a_step_is_smooth_however_long(
+    shape: tuple[int, int], scale: float, generator: torch.Generator
+) -> None:
+    """Lemma 9. The map is written out here: the package shortens what is so long."""
+    n, m = shape
+    f = Weighted(n, m, generator)
+    for a in METRICS:
+        X, K, V = draw(0.0, generator, n, m)
+        K, V = scale * K, scale * V
+        xi = X @ K + V
+        R = inverse_root(torch.eye(m, dtype=torch.float64) + V.mT @ V)
+        X1 = (X @ rot(K) + V) @ R
+        assert float((X1 - X).norm()) <= float(xi.norm()) * (1 + 1e-12)
+        assert nuclear(X1 - X - xi) <= float(inner(xi, xi)) / 2 * (1 + 1e-12)
+        F, g = gradient(X, f.gradient(X), a)
+        linear = float((1 - a) * inner(F, K) + inner(g, V))
+        torch.testing.assert_close(linear, float(inner(f.gradient(X), xi)))
+        assert f(X1) <= f(X) + linear + f.smoothness(a) / 2 * squared(K, V, a) + 1e-12
+        if scale == 0.1:  # the package's own step is this map
+            still = torch.zeros_like(X)
+            torch.testing.assert_close(stepped((X, K, V), still, 1.0, 1.0, 0.5)[0], X1)
+
+
+@pytest.mark.parametrize("transport", ["isometric", "projected"])
+@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("a", METRICS)
+def test_energy_falls_in_every_step(
+    a: float, mu: float, transport: str, generator: torch.Generator
+) -> None:
+    """Theorem 10, at the largest rate that it allows."""
+    f = Weighted(9, 4, generator)
+    eta = (1 - mu * mu) / f.smoothness(a)
+    X = point(9, 4, generator)
+    weight = so.ManifoldParameter(X.clone())
+    optimizer = so.StiefelSGD([weight], lr=eta, momentum=mu, metric=a, transport=transport)
+    energy = start = f(X)
+    squares = []
+    for _ in range(150):
+        weight.grad = f.gradient(weight.detach())
+        squares.append(squared(*gradient(weight.detach(), weight.grad, a), a))
+        optimizer.step()
+        moved = squared(*optimizer.velocity(weight), a) if mu else 0.0
+        after = f(weight.detach()) + eta * mu * mu / 2 * moved
+        assert after <= energy - eta / 2 * squares[-1] + 1e-13
+        energy = after
+        assert min(squares) <= 2 * (start - f.least) / (eta * len(squares))
+    assert energy < start - 0.1
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.6])
+def test_linear_rate_under_a_gradient_inequality(mu: float, generator: torch.Generator) -> None:
+    """Theorem 11, with the constant of the inequality as it is along the way."""
+    f = Weighted(7, 2, generator)
+    L, a = f.smoothness(0.5), 0.5
+    eta = 0.5 * (1 - mu * mu) / L
+    weight = so.ManifoldParameter(point(7, 2, generator))
+    optimizer = so.StiefelSGD([weight], lr=eta, momentum=mu)
+    gaps, ratios = [], []
+    for _ in range(300):
+        X = weight.detach().clone()
+        weight.grad = f.gradient(X)
+        gaps.append(f(X) - f.least)
+        ratios.append(squared(*gradient(X, weight.grad, a), a) / (2 * gaps[-1]))
+        optimizer.step()
+    nu = min(ratios)
+    rho = max(1 - eta * nu, mu * mu / (1 - eta * L))
+    assert nu > 1e-3
+    assert rho < 1
+    for number, gap in enumerate(gaps):
+        assert gap <= rho**number * gaps[0] + 1e-12, number
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.5, 5.0])
+@pytest.mark.parametrize("a", METRICS)
+def test_the_gradient_changes_slowly_along_the_transport(
+    a: float, scale: float, generator: torch.Generator
+) -> None:
+    """Lemma 12."""
+    f, kappa = Weighted(9, 4, generator), 2 * a - 1
+    for _ in range(5):
+        X, K, V = draw(0.0, generator)
+        K, V = scale * K, scale * V
+        R = inverse_root(torch.eye(4, dtype=torch.float64) + V.mT @ V)
+        X1 = (X @ rot(K) + V) @ R
+        F, g = gradient(X, f.gradient(X), a)
+        F1, g1 = gradient(X1, f.gradient(X1), a)
+        changed = squared(F1 - F, g1 - carried(X, K, V, g) @ rot(kappa * K), a)
+        assert changed <= f.transported(a) ** 2 * squared(K, V, a)
+
+
+@pytest.mark.parametrize("a", METRICS)
+def test_expected_decrease_with_noise(a: float, generator: torch.Generator) -> None:
+    """Theorem 13: the decrease in one step, and the bound on a whole run.
+
+    The noise is +e or -e, so that a mean is that of two steps. m_k has not been coupled yet in what
+    the package stores, the page's has.
+    """
+    f, mu, kappa = Weighted(9, 4, generator), 0.8, 2 * a - 1
+    weight = f.smoothness(a) / 2 + mu * f.transported(a) / (1 - mu)
+    eta = (1 - mu) / (2 * weight)
+
+    def lookahead(state: State) -> float:
+        X, Z, U = state
+        F, g = gradient(X, f.gradient(X), a)
+        product = (1 - a) * inner(F, Z) + inner(g, U @ rot(kappa * eta * Z))
+        return f(X) + eta * mu / (1 - mu) * float(product)
+
+    state = draw(0.0, generator)
+    total, squares, noise, steps = f(state[0]), [], 0.0, 40
+    state = (state[0], 0 * state[1], 0 * state[2])
+    for _ in range(steps):
+        X, G = state[0], f.gradient(state[0])
+        e = 3 * gaussian(9, 4, generator=generator)
+        branches = [stepped(state, G + sign * e, eta, mu, a) for sign in (1, -1)]
+        mean = sum(lookahead(branch) for branch in branches) / 2
+        moved = sum(squared(*branch[1:], a) for branch in branches) / 2
+        slope = squared(*gradient(X, G, a), a)
+        bound = lookahead(state) - eta / (1 - mu) * slope + eta**2 * weight * moved
+        assert mean <= bound + 1e-12
+        squares.append(slope)
+        noise = max(noise, squared(*gradient(X, e, a), a))
+        assert moved <= mu * squared(*state[1:], a) + slope / (1 - mu) + noise + 1e-9
+        state = branches[0]
+    B = math.sqrt(max(squares))
+    c = mu * B / (1 - mu) * math.sqrt(B * B / (1 - mu) ** 2 + noise / (1 - mu))
+    bound = 2 * (1 - mu) * (total - f.least + eta * c) / (eta * steps) + 2 * eta * weight * noise
+    assert sum(squares) / steps <= bound
+
+
+# ---- six products --------------------------------------------------------------------------------
+
+
+def test_six_products(generator: torch.Generator) -> None:
+    """Theorem 14: the step of the package and that of the page, by the formulas that defer U."""
+    X, Z, U = draw(0.0, generator)
+    Z, U, mu, eta = Z / 4, U / 4, 0.9, 0.3
+    state = (X, Z, U)
+    identity = torch.eye(4, dtype=torch.float64)
+    B, L, N = U, identity, 0 * identity
+    for _ in range(20):
+        G = gaussian(9, 4, generator=generator) / 4
+        state = stepped(state, G, eta, mu, 0.5)
+        S = X.mT @ G  # 1
+        B = B @ (mu * L) + X @ (S - mu * N) - G  # 2, 3
+        W = B.mT @ B  # 4
+        Z = mu * Z - (S - S.mT)
+        R = inverse_root(identity + eta**2 * W)
+        X = X @ (rot(eta * Z) @ R) + B @ (eta * R)  # 5, 6
+        L, N = torch.linalg.inv(R), eta * W
+        torch.testing.assert_close(state, (X, Z, B @ L - X @ N), rtol=0, atol=1e-12)
+
+
+# ---- spectral steepest descent -------------------------------------------------------------------
+
+SHAPES = ((12, 4), (9, 4), (6, 4), (5, 4), (4, 4), (5, 5), (7, 1))
+
+
+def closed_form(X: Tensor, M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """W, P and D = P X of theorem 15."""
+    W = (M @ X.mT - X @ M.mT) / 2
+    left, values, right = torch.linalg.svd(W)
+    kept = values > 1e-10 * values[0]
+    P = left[:, kept] @ right[kept]
+    return W, P, P @ X
+
+
+def dual_bound(X: Tensor, M: Tensor) -> float:
+    """The least |M - X L|_* over symmetric L, from above, by quasi-Newton steps on a smooth one."""
+    multiplier = torch.zeros(X.size(1), X.size(1), dtype=torch.float64, requires_grad=True)
+    best = math.inf
+    for smoothing in (1e-2, 1e-4, 1e-6):
+        search = torch.optim.LBFGS(
+            [multiplier], max_iter=300, line_search_fn="strong_wolfe", tolerance_change=1e-14
+        )
+
+        def residual() -> Tensor:
+            return M - X @ (multiplier + multiplier.mT) / 2
+
+        def closure() -> Tensor:
+            search.zero_grad()  # noqa: B023
+            identity = torch.eye(X.size(1), dtype=torch.float64)
+            square = residual().mT @ residual() + smoothing**2 * identity  # noqa: B023
+            loss = torch.linalg.eigvalsh(square).sqrt().sum()
+            loss.backward()
+            return loss
+
+        search.step(closure)
+        best = min(best, nuclear(residual().detach()))
+    return best
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tangent_contraction_extends_to_a_skew_one(
+    shape: tuple[int, int], generator: torch.Generator
+) -> None:
+    """Lemma 16, by its formula; also for a D that is as long as it may be in one direction."""
+    n, m = shape
+    X = point(n, m, generator)
+    complement = torch.linalg.qr(X, mode="complete").Q[:, m:]
+    D = X @ skew(gaussian(m, m, generator=generator)) + normal(
+        X, gaussian(n, m, generator=generator)
+    )
+    D = D / (1.000001 * torch.linalg.matrix_norm(D, 2))
+    A, H = X.mT @ D, complement.mT @ D
+    Delta = torch.linalg.inv(inverse_root(torch.eye(m, dtype=torch.float64) + A @ A))
+    Gamma = torch.linalg.solve(Delta, H.mT).mT
+    frame = torch.cat([X, complement], dim=1)
+    upper = torch.cat([A, -Delta @ Gamma.mT], dim=1)
+    Omega = torch.cat([upper, torch.cat([Gamma @ Delta, -Gamma @ A @ Gamma.mT], dim=1)])
+    Omega = frame @ Omega @ frame.mT
+    torch.testing.assert_close(Omega, -Omega.mT, rtol=0, atol=1e-9)
+    torch.testing.assert_close(Omega @ X, D, rtol=0, atol=1e-9)
+    assert float(torch.linalg.matrix_norm(Omega, 2)) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_closed_form_is_optimal(shape: tuple[int, int], generator: torch.Generator) -> None:
+    """Theorem 15: D is feasible and has the value |W|_*, which is that of the dual problem, too."""
+    n, m = shape
+    X, M = point(n, m, generator), gaussian(n, m, generator=generator)
+    W, _, D = closed_form(X, M)
+    torch.testing.assert_close(X.mT @ D, -(X.mT @ D).mT, rtol=0, atol=1e-12)
+    assert float(torch.linalg.matrix_norm(D, 2)) <= 1 + 1e-12
+    assert float(inner(M, D)) == pytest.approx(nuclear(W), rel=1e-12)
+    assert dual_bound(X, M) == pytest.approx(nuclear(W), rel=1e-5)
+    found = spectral_direction(X[None], M[None])[0]
+    assert float(inner(M, found)) == pytest.approx(nuclear(W), rel=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "rank", "turns"), [
+    ((12, 4), 4, True), ((12, 4), 3, False), ((12, 4), 2, True), ((12, 4), 1, False),
+    ((6, 4), 2, True), ((5, 4), 1, False), ((7, 5), 2, False), ((8, 5), 3, True), ((4, 4), 0, True),
+    ((5, 5), 0, False),
+])  # fmt: skip
+def test_which_directions_do_not_turn_fully(
+    shape: tuple[int, int], rank: int, *, turns: bool, generator: torch.Generator
+) -> None:
+    """Proposition 18, and the other maximisers of theorem 17."""
+    n, m = shape
+    X = point(n, m, generator)
+    N = normal(X, gaussian(n, rank, generator=generator)) @ gaussian(rank, m, generator=generator)
+    M = X @ gaussian(m, m, generator=generator) + N
+    W, P, D = closed_form(X, M)
+    values = torch.linalg.svdvals(D)
+    assert (float(values[-1]) > 1 - 1e-9) == turns
+    _, sizes, basis = torch.linalg.svd(N)
+    kernel = basis[int((sizes > 1e-10).sum()) :].mT
+    compressed = kernel.mT @ skew(X.mT @ M) @ kernel
+    singular = bool(len(compressed)) and float(torch.linalg.svdvals(compressed)[-1]) < 1e-9
+    assert singular != turns
+    eta = 0.3
+    moved = (X - eta * D) @ inverse_root(torch.eye(m, dtype=torch.float64) + eta**2 * D.mT @ D)
+    v = gaussian(m, generator=generator)
+    cosine = float(inner(X @ v, moved @ v) / inner(v, v))
+    assert (abs(math.acos(cosine) - math.atan(eta)) < 1e-9) == turns
+    missing = torch.eye(n, dtype=torch.float64) - P.mT @ P
+    other = missing @ skew(gaussian(n, n, generator=generator)) @ missing
+    size = float(torch.linalg.matrix_norm(other, 2))
+    assert (size < 1e-9) == (float(missing.trace()) < 1.5)  # the dimension of the kernel of W
+    if size > 1e-9:
+        changed = D + other @ X / size
+        assert float(torch.linalg.matrix_norm(changed, 2)) <= 1 + 1e-9
+        assert float(inner(M, changed)) == pytest.approx(nuclear(W), rel=1e-9)
+        assert (float((changed - D).norm()) > 1e-6) == (not turns)
+
+
+@pytest.mark.parametrize("delta", [1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_smoothing_costs(
+    shape: tuple[int, int], delta: float, generator: torch.Generator
+) -> None:
+    """Theorem 19, for a general M and for one whose normal part has rank 1."""
+    n, m = shape
+    s = torch.linspace(1e-3, 10, 100_000, dtype=torch.float64)
+    assert float(((1 - (1 + s * s).rsqrt()) / s).max()) == pytest.approx(ALPHA, abs=1e-7)
+    X = point(n, m, generator)
+    column, row = gaussian(n, 1, generator=generator), gaussian(1, m, generator=generator)
+    thin = X @ skew(gaussian(m, m, generator=generator)) + normal(X, column @ row)
+    for M in (gaussian(n, m, generator=generator), thin):
+        padded = torch.cat([X, torch.zeros(m, m, dtype=torch.float64)])
+        below = delta * torch.eye(m, dtype=torch.float64)
+        _, _, D = closed_form(padded, torch.cat([M, below]))
+        torch.testing.assert_close(D.mT @ D, torch.eye(m, dtype=torch.float64))
+        D = D[:n]
+        torch.testing.assert_close(X.mT @ D, -(X.mT @ D).mT, rtol=0, atol=1e-11)
+        best = nuclear(closed_form(X, M)[0])
+        value = float(inner(M, D))
+        assert best - ALPHA * m * delta - 1e-9 <= value <= best + 1e-9
+
+
+@pytest.mark.parametrize("eta", [0.01, 0.3])
+def test_spectral_steps_descend(eta: float, generator: torch.Generator) -> None:
+    """Corollary 20."""
+    f = Weighted(9, 4, generator)
+    X = point(9, 4, generator)
+    start, values = f(X), []
+    for number in range(1, 40):
+        W, _, D = closed_form(X, f.gradient(X))
+        root = inverse_root(torch.eye(4, dtype=torch.float64) + eta**2 * D.mT @ D)
+        after = (X - eta * D) @ root
+        bound = eta**2 * 4 * f.slope
+        assert f(after) <= f(X) - eta * nuclear(W) + bound + 1e-12
+        values.append(nuclear(W))
+        assert min(values) <= (start - f.least) / (eta * number) + bound / eta
+        X = after

@@ -1,0 +1,206 @@
+"""The table of pure rules that the tests walk through, and the state to start them from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from cases import METRICS, ROTATIONS, TRANSPORTS, mixed
+from torch import Tensor
+
+from stiefel_opt import functional
+from stiefel_opt.geometry import RETRACTIONS, random_point
+
+SKEW, NORMAL = "momentum_skew", "momentum_normal"
+DEFERRED = ("deferred_base", "deferred_factor", "deferred_shift")
+SQUARES = ("exp_avg_sq_skew", "exp_avg_sq_normal")
+# How often processes that share the rows of tall matrices talk to each other in a step.
+SUMS = {
+    "sgd": 2,
+    "adam": 3,
+    "descend": 3,
+    "cayley_sgd": 3,
+    "cayley_adam": 4,
+    "muon": 2,  # the second for rounding in float64
+    "published_sgd": 12,
+    "published_adam": 14,
+}
+SHAPES = [(9, 4), (7, 1), (40, 20), (5, 5), (6, 5), (1, 1)]
+
+
+@dataclass(frozen=True)
+class RuleCase:
+    """A rule with one set of options, and the names of its state for tall matrices."""
+
+    rule: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    keeps: tuple[str, ...] = ()
+
+    @property
+    def most_sums(self) -> int:
+        return SUMS[self.rule.__name__]
+
+    @property
+    def name(self) -> str:
+        shown = (f"{key}={value}" for key, value in self.options.items() if key != "step")
+        kept = ["unevaluated"] if DEFERRED[0] in self.keeps else []
+        kept += ["amsgrad"] if any(name.startswith("max_") for name in self.keeps) else []
+        return ",".join([self.rule.__name__, *kept, *shown])
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        return self.rule(*arguments, **{**self.options, **more})
+
+    def state(
+        self, point: Tensor, generator: torch.Generator, *, zero: bool = False
+    ) -> dict[str, Tensor]:
+        """The state after a few steps, drawn by chance, or that before the first."""
+        return state_at(point, self.keeps, generator, zero=zero)
+
+
+def state_at(
+    point: Tensor, names: tuple[str, ...], generator: torch.Generator, *, zero: bool = False
+) -> dict[str, Tensor]:
+    """Momenta that are skew, normal or symmetric as they should be."""
+    k, n, m = point.shape
+    make = partial(torch.randn, generator=generator, dtype=point.dtype)
+    skew, base, factor = make(k, m, m) / 4, make(k, n, m) / 4, make(k, m, m) / (4 * m)
+    skew = skew - skew.mH
+    identity = torch.eye(m, dtype=point.dtype).repeat(k, 1, 1)
+    factor = identity + factor @ factor.mH
+    if zero:
+        skew, base, factor = skew * 0, base * 0, identity
+    if DEFERRED[1] not in names:
+        factor = identity
+    normal = base - point @ (point.mH @ base)
+    least = 0.0 if zero else 0.01
+    squares = skew.abs().square() + least, (normal.abs() + 10 * least).square()
+    found = {
+        SKEW: skew,
+        NORMAL: normal,
+        DEFERRED[0]: base,  # not normal: its part along X is the shift
+        DEFERRED[1]: factor,
+        DEFERRED[2]: point.mH @ base @ factor,
+        SQUARES[0]: squares[0],
+        SQUARES[1]: squares[1],
+        "max_" + SQUARES[0]: squares[0] * 1.5,
+        "max_" + SQUARES[1]: squares[1] * 1.5,
+        "exp_avg_sq_norm": squares[0].new_full((k, 1, 1), 50 * least),
+        "max_exp_avg_sq_norm": squares[0].new_full((k, 1, 1), 60 * least),
+        "momentum_ambient": make(k, n, m) * (not zero),
+    }
+    tall_only = () if n > m else (NORMAL, *DEFERRED, SQUARES[1], "max_" + SQUARES[1])
+    return {name: found[name].clone() for name in names if name not in tall_only}
+
+
+def largest(length: functional.Length | Tensor | float, count: int) -> Tensor:
+    """The length of each step as a rule returns it."""
+    if isinstance(length, functional.Length):
+        return length.tangents(count)
+    return torch.as_tensor(length).flatten().expand(count)
+
+
+def tensors(found: Any) -> dict[str, Tensor]:
+    """What a rule returns, by name; of the length the number of each matrix."""
+    new_X, new, length = found
+    return {"X": new_X, **new, "length": largest(length, new_X.size(0))}
+
+
+PLAIN, MOMENTUM, FIRST = (), (SKEW, NORMAL), {"step": 3.0}
+ADAM = (*MOMENTUM, *SQUARES)
+AMSGRAD = (*ADAM, *("max_" + name for name in SQUARES))
+AMBIENT = ("momentum_ambient",)
+
+SGD = [
+    *(
+        RuleCase(functional.sgd, {"metric": metric, "force": force})
+        for metric, force in [("canonical", 1.0), ("euclidean", -0.5), (0.3, 1.0)]
+    ),
+    *(
+        RuleCase(functional.sgd, {"transport": transport, "metric": metric, **more}, keeps)
+        for metric in METRICS
+        for transport, keeps, more in [
+            ("isometric", (SKEW, *DEFERRED), {}),
+            ("projected", (SKEW, DEFERRED[0], DEFERRED[2]), {"force": -0.5, "momentum": 0.5}),
+            *((transport, MOMENTUM, {"nesterov": True}) for transport in TRANSPORTS),
+            *((transport, MOMENTUM, {"force": 0.5}) for transport in TRANSPORTS),
+        ]
+    ),
+]
+ADAMS = [
+    RuleCase(functional.adam, {**FIRST, "transport": transport, "metric": metric, **more}, keeps)
+    for metric in METRICS
+    for transport, keeps, more in [
+        *((transport, ADAM, {}) for transport in TRANSPORTS),
+        ("isometric", AMSGRAD, {"betas": (0.5, 0.7), "force": -1.0}),
+        ("projected", AMSGRAD, {"eps": 0.0}),
+        ("isometric", ADAM, {"step": 1.0, "eps": 0.1}),
+    ]
+]
+DESCENTS = [
+    RuleCase(functional.descend, {"retraction": retraction, "metric": metric, **more}, keeps)
+    for retraction, metric, (keeps, more) in mixed(
+        12,
+        RETRACTIONS,
+        METRICS,
+        [
+            (PLAIN, {}),
+            (PLAIN, {"force": -0.5}),
+            (MOMENTUM, {"momentum": 0.9}),
+            (MOMENTUM, {"momentum": 0.8, "nesterov": True}),
+        ],
+    )
+]
+CAYLEY = [
+    *(RuleCase(functional.cayley_sgd, {"steps": steps}, MOMENTUM) for steps in (0, 2, 5)),
+    RuleCase(functional.cayley_sgd, {"exact": True, "force": -0.5}, MOMENTUM),
+    RuleCase(functional.cayley_sgd, {"nesterov": True, "momentum": 0.5}, MOMENTUM),
+    *(
+        RuleCase(functional.cayley_adam, {**FIRST, **more}, (*MOMENTUM, "exp_avg_sq_norm", *extra))
+        for more, extra in [
+            ({}, ()),
+            ({"exact": True, "force": -1.0}, ()),
+            ({"steps": 5, "eps": 0.0}, ("max_exp_avg_sq_norm",)),
+        ]
+    ),
+]
+MUON = [
+    RuleCase(functional.muon),
+    RuleCase(functional.muon, {}, AMBIENT),
+    RuleCase(functional.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
+    RuleCase(functional.muon, {"maximize": True, "tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
+]
+PUBLISHED = [
+    *(
+        RuleCase(functional.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
+        for rotation, metric, (keeps, more) in mixed(
+            6,
+            ROTATIONS,
+            METRICS,
+            [(MOMENTUM, {}), (MOMENTUM, {"nesterov": True}), (MOMENTUM, {"momentum": 0.0})],
+        )
+    ),
+    *(
+        RuleCase(
+            functional.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps
+        )
+        for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
+    ),
+]
+RULES = [*SGD, *ADAMS, *DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
+
+
+def problem(
+    case: RuleCase, shape: tuple[int, int], generator: torch.Generator, k: int = 2
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A point, a gradient and a state in float64."""
+    point = random_point(k, *shape, generator=generator, dtype=torch.float64)
+    grad = torch.randn(point.shape, generator=generator, dtype=point.dtype)
+    return point, grad, case.state(point, generator)
+
+
+def by_columns(tensor: Tensor) -> Tensor:
+    """The same numbers in the memory of a wide parameter."""
+    return tensor.mT.contiguous().mT

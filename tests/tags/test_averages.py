@@ -1,0 +1,254 @@
+"""Averages of tagged weights: projected by `so.averaged`, told where others are used."""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+import stiefel_opt as so
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """The warnings of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
+class Everything(nn.Module):
+    """One weight of each reading, and plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tall, self.wide = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.heads, self.rows = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.conv, self.gates = nn.Conv2d(2, 8, 3), nn.GRU(4, 4)
+        self.stored = nn.Linear(8, 8)
+        so.constrain(self, "tall.weight")
+        so.constrain(self, "wide.weight", scale="keep")
+        so.constrain(self, "heads.weight", heads=4)
+        so.constrain(self, "rows.weight", rows=((0, 4), (6, 8)), scale=0.5)
+        so.constrain(self, "conv.weight")
+        so.constrain(self, "gates.weight_hh_l0")
+        so.constrain(self, "stored.weight", transposed=True, heads=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stored(self.rows(self.heads(self.tall(x))))
+        return self.gates(self.wide(y))[0] + self.conv.weight.sum()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Everything()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().sum().backward()
+        optimizer.step()
+
+
+def polar(value: Tensor, reading: so.Stiefel) -> Tensor:
+    """The nearest point by a decomposition of each matrix, in float64."""
+    value = value.clone()
+    for index, part in enumerate(reading.parts(value)):
+        left, _, right = torch.linalg.svd(reading.matrices(part, index), full_matrices=False)
+        part.copy_(reading.stored(reading.scale * left @ right, part.shape, index))
+    return value
+
+
+@pytest.mark.parametrize("decay", [None, 0.5, 0.99])
+@pytest.mark.parametrize("lr", [0.03, 1.0])
+def test_the_average_is_the_projected_mean_of_every_reading(decay: float | None, lr: float) -> None:
+    model = net().double()
+    so.project_(model)
+    optimizer = so.StiefelAdam(model.parameters(), lr=lr)
+    average = so.averaged(model, decay)
+    expected: dict[str, Tensor] = {}
+    for update in range(5):
+        train(model, optimizer)
+        average.update_parameters(model)
+        keep = update / (update + 1) if decay is None else decay * (update > 0)
+        for name, p in model.named_parameters():
+            mean = keep * expected.get(name, p.detach()) + (1 - keep) * p.detach()
+            manifold = getattr(p, "manifold", None)
+            expected[name] = polar(mean, manifold) if manifold else mean
+    for name, p in average.module.named_parameters():
+        torch.testing.assert_close(p.detach(), expected[name], rtol=1e-9, atol=1e-9)
+        assert getattr(p, "manifold", None) == getattr(model.get_parameter(name), "manifold", None)
+    assert so.orthonormality_error(average) < 1e-12
+    with torch.no_grad():
+        assert not told(lambda: average(torch.ones(2, 4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_averages_of_other_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = so.constrain(nn.Linear(4, 8, dtype=dtype))
+    average = so.averaged(layer, 0.9)
+    for _ in range(4):
+        with torch.no_grad():
+            layer.weight.copy_(so.random_point(8, 4, dtype=torch.float32).to(dtype))
+        average.update_parameters(layer)
+    bound = 2e-2 if dtype == torch.bfloat16 else 2e-6
+    assert so.orthonormality_error(average) < bound
+    assert average.module.weight.dtype == dtype
+
+
+def test_an_average_goes_on_after_saving_and_copying() -> None:
+    model = net()
+    optimizer = so.StiefelAdam(model.parameters(), lr=0.1)
+    average = so.averaged(model, use_buffers=True)
+    train(model, optimizer)
+    average.update_parameters(model)
+    again = so.averaged(net(), use_buffers=True)
+    again.load_state_dict(average.state_dict())
+    for twin in (again, copy.deepcopy(average), pickle.loads(pickle.dumps(average))):
+        twin.update_parameters(model)
+        assert so.orthonormality_error(twin) < 2e-6
+        assert int(twin.n_averaged) == 2
+
+
+def test_a_model_without_tags_is_averaged_as_torch_does() -> None:
+    model = nn.Linear(3, 2)
+    average, plain = so.averaged(model), swa_utils.AveragedModel(model)
+    for each in (average, plain, average, plain):
+        with torch.no_grad():
+            model.weight += 1
+        each.update_parameters(model)
+    assert int(average.n_averaged) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((nn.Linear(2, 2), 1.0), ValueError, r"`decay` must be in \(0, 1\), got 1.0"),
+        ((nn.Linear(2, 2), "0.9"), TypeError, r"`decay` must be a number in \(0, 1\)"),
+        ((torch.ones(2, 2),), TypeError, "`model` must be a torch.nn.Module, got Tensor"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        so.averaged(*arguments)
+
+
+# ---- other averages ----------------------------------------------------------------------------
+
+
+def swa(model: nn.Module) -> Any:
+    average = swa_utils.AveragedModel(model)
+    return average, lambda: average.update_parameters(model)
+
+
+def ema(model: nn.Module) -> Any:
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+    return average, lambda: average.update_parameters(model)
+
+
+def polyak(model: nn.Module) -> Any:
+    """A target network, as reinforcement learning has it."""
+    target = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update() -> None:
+        for p, q in zip(target.parameters(), model.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+
+    return target, update
+
+
+AVERAGES = {"swa": swa, "ema": ema, "polyak": polyak}
+
+
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_another_average_is_told_once_where_it_is_used(
+    average: str, with_grad: bool, seen_before: bool
+) -> None:
+    model = net()
+    optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
+    mean, update = AVERAGES[average](model)
+    x = torch.ones(2, 4)
+    if seen_before:
+        with torch.no_grad():
+            assert not told(lambda: mean(x))
+    for _ in range(3):
+        train(model, optimizer)
+        assert not told(update)
+    with torch.set_grad_enabled(with_grad and not seen_before):
+        texts = told(lambda: mean(x))
+        assert not told(lambda: mean(x))
+    assert len(texts) == 7
+    assert all("is off the manifold, |X'X - I| = " in text for text in texts)
+    assert all("so.averaged(model)" in text for text in texts)
+    with torch.no_grad():
+        assert not told(lambda: [model(x) for _ in range(20)])
+
+
+def test_an_average_that_was_projected_is_silent() -> None:
+    model = net()
+    optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
+    mean, update = polyak(model)
+    train(model, optimizer)
+    update()
+    so.project_(mean)
+    with torch.no_grad():
+        assert not told(lambda: mean(torch.ones(2, 4)))
+
+
+def test_an_average_that_is_written_back_into_the_model_is_told_in_its_next_evaluation() -> None:
+    """As Lightning's callback does at the end."""
+    model = net()
+    optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
+    mean, update = polyak(model)
+    for _ in range(2):
+        train(model, optimizer)
+        update()
+        with torch.no_grad():
+            assert not told(lambda: model(torch.ones(2, 4)))
+    train(model, optimizer, 20)
+    for p, q in zip(model.parameters(), mean.parameters(), strict=True):
+        p.detach().copy_(q.detach())
+    with torch.no_grad():
+        assert len(told(lambda: model(torch.ones(2, 4)))) == 7
+
+
+@pytest.mark.parametrize("rule", ["penalty", "stiefel=False", "project=False"])
+def test_a_weight_that_is_meant_to_be_off_is_silent(rule: str) -> None:
+    model = so.constrain(nn.Linear(4, 4), project=rule != "project=False")
+    if rule == "stiefel=False":
+        train(model, so.StiefelSGD(model.parameters(), lr=0.1, stiefel=False))
+    elif rule == "penalty":
+        so.orthonormality_penalty(model).backward()
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        assert not told(lambda: model(torch.ones(2, 4)))
+        if rule != "project=False":
+            assert not told(lambda: copy.deepcopy(model)(torch.ones(2, 4)))
+
+
+def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(
+        "stiefel_opt.watching._warn_if_left", lambda *seen: bool(looks.append(seen))
+    )
+    model = so.constrain(nn.Linear(4, 4))
+    optimizer = so.StiefelSGD(model.parameters(), lr=0.1)
+    for _ in range(200):
+        train(model, optimizer, 1)
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+    assert 0 < len(looks) < 30
+    train(model, optimizer, 200)
+    looks.clear()
+    train(model, optimizer, 200)
+    assert not looks

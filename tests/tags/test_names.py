@@ -1,0 +1,156 @@
+"""Several weights by one call: patterns, lists, functions; and blocks that would mix three."""
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt.parameter import project_untagged
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """The warnings of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.gru, net.cell = nn.GRU(3, 4, num_layers=2), nn.LSTMCell(3, 4)
+    net.conv, net.head = nn.Conv2d(2, 4, 3, groups=2), nn.Linear(4, 4)
+    return net
+
+
+GATES = ["gru.weight_hh_l0", "gru.weight_hh_l1"]
+NAMES: dict[str, tuple[Any, list[str]]] = {
+    "a name": ("head.weight", ["head.weight"]),
+    "a pattern": ("*.weight_hh_l*", GATES),
+    "a pattern of one place": ("gru.weight_?h_l0", ["gru.weight_ih_l0", "gru.weight_hh_l0"]),
+    "a list": (["head.weight", "*.weight_hh*"], ["head.weight", *GATES, "cell.weight_hh"]),
+    "a generator": ((each for each in GATES), GATES),
+    "names twice": ([*GATES, "gru.*_hh_l0"], None),
+    "a function": (lambda name, p: "conv" in name and p.ndim > 1, ["conv.weight"]),
+}
+NAMES["names twice"] = ([*GATES, "gru.weight_hh_l[0]"], GATES)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_several_weights_are_constrained_as_one_by_one(kind: str) -> None:
+    asked, expected = NAMES[kind]
+    net, twin = model(), model()
+    assert so.constrain(net, asked) is net
+    for name in expected:
+        so.constrain(twin, name)
+    assert [line.name for line in so.report(net).lines] == sorted(
+        expected, key=[name for name, _ in net.named_parameters()].index
+    )
+    for name, p in net.named_parameters():
+        assert torch.equal(p, twin.get_parameter(name))
+        assert getattr(p, "manifold", None) == getattr(twin.get_parameter(name), "manifold", None)
+
+
+@pytest.mark.parametrize("scale", ["keep", 2.0])
+def test_options_are_for_all(scale: Any) -> None:
+    net = so.constrain(model(), lambda _, p: p.ndim == 2, scale=scale, project=True)
+    scales = [p.manifold.scale for p in net.parameters() if p.ndim == 2]
+    assert len(scales) == 7
+    assert len(set(scales)) == (1 if scale == 2.0 else 7)
+    assert so.orthonormality_error(net) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("*.weight_xx", ValueError, r"`name` must match a parameter of this Module, got '\*.weig"),
+        (["head.weight", "no*"], ValueError, r"got 'no\*'; its parameters are: gru.weight_ih_l0"),
+        ([], ValueError, r"`name` must match a parameter of this Module, got \[\]"),
+        (lambda *_: False, ValueError, r"must match a parameter .*, got <lambda>; its parameters"),
+        (["head.weight", "head.wait"], ValueError, r"did you mean head.weight"),
+        ("*", ValueError, r"`gru.bias_ih_l0` must have at least 2 dimensions"),
+        (3, TypeError, "`name` must be the name of a parameter, got 3"),
+    ],
+)
+def test_what_matches_nothing_or_too_much_changes_nothing(
+    name: Any, error: Any, message: str
+) -> None:
+    net = model()
+    before = {each: p.clone() for each, p in net.named_parameters()}
+    with pytest.raises(error, match=message):
+        so.constrain(net, name)
+    assert not so.report(net).lines
+    assert all(torch.equal(p, before[each]) for each, p in net.named_parameters())
+
+
+# ---- blocks across three matrices --------------------------------------------------------------
+
+
+def test_heads_that_mix_queries_keys_and_values_are_told() -> None:
+    (text,) = told(lambda: so.constrain(nn.Linear(64, 192), heads=4))
+    assert "if it holds queries, keys and values, 4 blocks of 48 rows mix them" in text
+    assert "pass heads=12 for the heads of all three, or rows=((0, 64), (64, 128)) as well" in text
+    stored = nn.Linear(192, 64)  # as GPT-2 stores it
+    assert len(told(lambda: so.constrain(stored, heads=4, transposed=True))) == 1
+    silent: list[dict[str, Any]] = [{"heads": 12}, {"heads": 4, "rows": ((0, 64), (64, 128))}, {}]
+    silent += [{"heads": 1}, {"heads": 3}, {"heads": 4, "rows": (0, 192)}]
+    for options in silent:
+        assert not told(lambda: so.constrain(nn.Linear(64, 192), **options))  # noqa: B023
+    assert not told(lambda: so.constrain(nn.Linear(64, 128), heads=4))
+    assert not told(lambda: so.constrain(nn.MultiheadAttention(8, 4), "in_proj_weight"))
+
+
+# ---- groups of untagged weights ----------------------------------------------------------------
+
+
+def test_untagged_weights_of_a_group_are_projected() -> None:
+    torch.manual_seed(0)
+    tagged = so.ManifoldParameter(torch.randn(8, 4), project=False)
+    plain, point = nn.Parameter(torch.randn(8, 4)), nn.Parameter(so.random_point(8, 4))
+    meta = nn.Parameter(torch.empty(8, 4, device="meta"))
+    kept = tagged.detach().clone(), point.detach().clone()
+    project_untagged([tagged, plain, point, meta], so.Stiefel(heads=2))
+    assert torch.equal(tagged, kept[0])
+    assert so.orthonormality_error(plain, so.Stiefel(heads=2)) < 1e-5
+    project_untagged([point], so.Stiefel())
+    assert so.orthonormality_error(point) < 1e-5
+    whole = [nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.full((8, 4), float("nan")))]
+    before = whole[0].detach().clone()
+    with pytest.raises(ValueError, match=r"`parameter of shape \(8, 4\)` must be finite"):
+        project_untagged(whole, so.Stiefel())
+    assert torch.equal(whole[0], before)
+
+
+# ---- a table for any optimizer -----------------------------------------------------------------
+
+
+def wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """As accelerate has it: an optimizer with another one inside."""
+    outer = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
+    outer.optimizer = optimizer  # type: ignore[attr-defined]
+    return outer
+
+
+def test_a_report_takes_any_optimizer() -> None:
+    net = so.constrain(nn.Linear(4, 4))
+    own = so.StiefelSGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 4)).sum().backward()
+    own.step()
+    table = str(so.report(net, torch.optim.Adam(net.parameters())))
+    head, _, line = table.splitlines()
+    assert "skipped steps" in head
+    assert "last step" in head
+    assert line.split().count("-") == 2
+    assert so.report(net, torch.optim.Adam(net.parameters())).lines[0].skipped is None
+    assert str(so.report(net, own)) == str(so.report(net, wrapped(own)))
+    assert so.report(net, own).lines[0].skipped == 0
+    assert "skipped" not in str(so.report(net))
+    for other in (3, net, SimpleNamespace(param_groups=[])):
+        with pytest.raises(TypeError, match="`optimizer` must be None or an optimizer, got "):
+            so.report(net, other)  # type: ignore[arg-type]

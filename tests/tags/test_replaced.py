@@ -1,0 +1,125 @@
+"""What is put into a constrained module keeps its own reading; what is loaded is told truly."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt import Stiefel
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """The warnings of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_parameter_with_a_reading_of_its_own_keeps_it() -> None:
+    layer = so.constrain(nn.Linear(8, 16))
+    layer.weight = so.ManifoldParameter(torch.randn(16, 8), Stiefel(heads=4))
+    assert layer.weight.manifold == Stiefel(heads=4)
+    assert so.param_groups(layer)[1]["stiefel"]["heads"] == 4
+    assert so.orthonormality_error(layer) < 1e-5
+
+
+def test_tying_layers_of_two_readings_keeps_that_of_the_weight() -> None:
+    one, other = so.constrain(nn.Linear(8, 16), heads=4), so.constrain(nn.Linear(8, 16))
+    optimizer = so.StiefelSGD(one.parameters(), lr=0.1)
+    for tied in (False, True):
+        if tied:
+            other.weight = one.weight
+        one.weight.grad = torch.randn(16, 8)
+        optimizer.step()
+        assert one.weight.manifold == Stiefel(heads=4)
+        assert so.orthonormality_error(one) < 1e-5
+    assert so.retag(nn.ModuleList([one, other]))[1].weight.manifold == Stiefel(heads=4)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_functional_call_leaves_both_models_as_they_were(raises: bool) -> None:
+    one, other = so.constrain(nn.Linear(8, 16), heads=4), so.constrain(nn.Linear(8, 16))
+    x = torch.ones(1, 3 if raises else 8)
+
+    def call() -> None:
+        torch.func.functional_call(other, dict(one.named_parameters()), (x,))
+
+    if raises:
+        with pytest.raises(RuntimeError):
+            call()
+    else:
+        assert not told(call)
+    for layer, heads in ((one, 4), (other, None)):
+        assert layer.weight.manifold == Stiefel(heads=heads)
+        so.retag(layer)
+        assert layer.weight.manifold == Stiefel(heads=heads)
+
+
+def test_parameters_of_a_functional_call_are_no_loss_and_hide_none() -> None:
+    layer = so.constrain(nn.Linear(8, 4))
+    values = {name: nn.Parameter(value.clone()) for name, value in layer.named_parameters()}
+    x = torch.ones(1, 8)
+    assert not told(lambda: torch.func.functional_call(layer, values, (x,)))
+    assert layer.weight.manifold == Stiefel()
+    assert not told(lambda: layer(x))
+    layer.weight = nn.Parameter(torch.randn(4, 8))
+    (text,) = told(lambda: layer(x))
+    assert "has lost its Stiefel tag" in text
+    assert not told(lambda: layer(x))
+    layer.weight = so.ManifoldParameter(torch.randn(4, 8))  # tagged again, and lost again
+    layer.weight = nn.Parameter(torch.randn(4, 8))
+    (text,) = told(lambda: layer(x))
+    assert "has lost its Stiefel tag" in text
+
+
+def test_a_kind_of_manifold_of_ones_own_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`Stiefel` must not be derived from.*got Oblique"):
+        type("Oblique", (Stiefel,), {})
+
+
+def test_loading_by_assignment_tells_the_truth() -> None:
+    layer = so.constrain(nn.Linear(8, 4))
+    state = {"weight": torch.randn(4, 8), "bias": torch.zeros(4)}
+    (text,) = told(lambda: layer.load_state_dict(state))
+    assert "call so.project_(model), or the first step projects" in text
+    (text,) = told(lambda: layer.load_state_dict(state, assign=True))
+    assert "assign=True replaces the parameter: call so.retag, then so.project_(model)" in text
+    so.project_(so.retag(layer))
+    assert so.orthonormality_error(layer) < 1e-5
+    state["weight"] = layer.weight  # a parameter stays itself
+    assert not told(lambda: layer.load_state_dict(state, assign=True))
+    assert not told(lambda: layer(torch.ones(1, 8)))
+
+
+# ---- modules that are made of a constrained one ------------------------------------------------
+
+
+def test_quantising_is_told() -> None:
+    model = nn.Sequential(so.constrain(nn.Linear(8, 4)), nn.ReLU(), nn.Linear(4, 2))
+    texts = told(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}))
+    (text,) = (text for text in texts if "constrained" in text)
+    assert "`weight` of Linear is constrained, and is quantised" in text
+
+
+def test_fusing_with_a_norm_is_told() -> None:
+    conv, norm = so.constrain(nn.Conv2d(3, 8, 3)).eval(), nn.BatchNorm2d(8).eval()
+    fused = torch.nn.utils.fusion.fuse_conv_bn_eval(conv, norm)
+    (text,) = told(lambda: fused(torch.ones(1, 3, 4, 4)))
+    assert "`weight` of Conv2d has lost its Stiefel tag" in text
+
+
+def test_an_adapter_that_is_merged_is_told_in_the_next_evaluation() -> None:
+    """As peft does it: by `.data`, which counts no version."""
+    model = so.constrain(nn.Linear(8, 8))
+    with torch.no_grad():
+        assert not told(lambda: model(torch.ones(1, 8)))
+    model.weight.data += torch.randn(8, 8)
+    with torch.no_grad():
+        (text,) = told(lambda: [model(torch.ones(1, 8)) for _ in range(4)])
+    assert "`weight` of Linear is off the manifold" in text
+    assert "a merged adapter" in text

@@ -1,0 +1,140 @@
+"""Constraining trained weights is told, by how far they move; fresh ones are silent."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional, init
+
+import stiefel_opt as so
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """The warnings of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
+FRESH: dict[str, Callable[[Tensor], Any]] = {
+    "uniform": init.uniform_,
+    "normal": init.normal_,
+    "normal, as of language models": lambda w: init.normal_(w, std=0.02),
+    "truncated normal": lambda w: init.trunc_normal_(w, std=0.02),
+    "xavier uniform": init.xavier_uniform_,
+    "xavier normal": init.xavier_normal_,
+    "kaiming uniform": lambda w: init.kaiming_uniform_(w, a=5**0.5),
+    "kaiming normal": init.kaiming_normal_,
+    "orthogonal": lambda w: init.orthogonal_(w, gain=2.0),
+    "constant": lambda w: init.constant_(w, 0.3),
+    "zeros": init.zeros_,
+    "one and noise": lambda w: init.normal_(w, std=0.01).fill_diagonal_(1.0),
+}
+SHAPES = [(4, 4), (8, 8), (8, 64), (64, 64), (96, 32), (192, 64), (300, 200)]
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_initialisations_are_silent(name: str) -> None:
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for _ in range(20 if shape[0] < 100 else 3):
+            layer = nn.Linear(shape[1], shape[0])
+            FRESH[name](layer.weight.data)
+            assert not told(lambda: so.constrain(layer)), shape  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (nn.GRU(16, 32, num_layers=2), "*weight_*"),
+        lambda: (nn.LSTM(16, 32), "*weight_*"),
+        lambda: (nn.Conv2d(16, 32, 3, groups=2), "weight"),
+        lambda: (nn.ConvTranspose2d(16, 32, 3), "weight"),
+        lambda: (nn.Embedding(100, 16, padding_idx=0), "weight"),
+        lambda: (nn.Bilinear(8, 8, 4), "weight"),
+        lambda: (nn.Linear(16, 32, dtype=torch.bfloat16), "weight"),
+        lambda: (nn.Linear(16, 32, dtype=torch.complex64), "weight"),
+        lambda: (nn.MultiheadAttention(32, 4), "in_proj_weight"),
+        lambda: (nn.MultiheadAttention(32, 4, kdim=16, vdim=8), "?_proj_weight"),
+        lambda: (nn.TransformerEncoderLayer(32, 4), "*proj*weight"),
+    ],
+)
+def test_modules_of_torch_are_silent(make: Any) -> None:
+    torch.manual_seed(0)
+    for _ in range(5):
+        module, name = make()
+        assert not told(lambda: so.constrain(module, name))  # noqa: B023
+
+
+def classifier(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "dense":
+        return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    first = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3), nn.ReLU())
+    return nn.Sequential(*first, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10))
+
+
+@functools.cache
+def trained(kind: str) -> nn.Module:
+    """Ten classes of noisy patterns, learned by Adam."""
+    model = classifier(kind)
+    generator = torch.Generator().manual_seed(1)
+    patterns = torch.rand(10, 64, generator=generator)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        labels = torch.randint(10, (64,), generator=generator)
+        x = patterns[labels] + 0.3 * torch.randn(64, 64, generator=generator)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dense", "0.weight"), ("convolutions", "3.weight")])
+@pytest.mark.parametrize("scale", [1.0, "keep"])
+def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, scale: Any) -> None:
+    model = classifier(kind)
+    model.load_state_dict(trained(kind).state_dict())
+    (text,) = told(lambda: so.constrain(model, name, scale=scale))
+    (line,) = so.report(model).lines
+    assert line.moved is not None
+    assert f"`{name}` had been trained, by their singular values, and moved by up to " in text
+    assert f"{line.moved:.0%} of their length" in text
+    assert "Train it on before it is used, with scale='keep'" in text
+    assert not told(lambda: so.constrain(model, name, scale=scale))  # it is a point now
+
+
+def test_several_trained_weights_are_told_once() -> None:
+    model = classifier("dense")
+    model.load_state_dict(trained("dense").state_dict())
+    (text,) = told(lambda: so.constrain(model, ["0.weight", "2.weight"]))
+    assert "`0.weight`" in text
+    silent = classifier("dense")
+    silent.load_state_dict(trained("dense").state_dict())
+    assert not told(lambda: so.constrain(silent, "0.weight", project=False))
+
+
+def test_a_trained_orthonormal_weight_is_silent() -> None:
+    """Of a training that kept it, in another precision."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 32)
+    with torch.no_grad():
+        layer.weight.copy_(so.random_point(32, 64).bfloat16())
+    assert not told(lambda: so.constrain(layer))
+
+
+def test_a_trained_attention_is_told_once() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
+    assert not told(lambda: so.constrain_attention(model))
+    for layer in model.layers:
+        so.release(layer.self_attn, "in_proj_weight")
+        with torch.no_grad():  # a direction that all inputs share, as training makes
+            layer.self_attn.in_proj_weight += torch.outer(torch.randn(96), torch.randn(32)) / 4
+    (text,) = told(lambda: so.constrain_attention(model))
+    assert "`layers.0.self_attn.in_proj_weight` and 2 more had been trained" in text
