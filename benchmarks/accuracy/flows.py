@@ -111,17 +111,18 @@ def report_orders(orders: list[Order]) -> str:
 
 
 def report_blow_up(runs: list[BlowUp]) -> str:
-    rows = []
-    for run in runs:
-        broke = "-" if run.broke_at is None else str(run.broke_at)
-        rows.append([f"Stiefel{run.optimizer}, {run.form}", f"{run.lr:.3g}",
-                     f"{run.largest_momentum:.3g}", f"{momentum_bound(run.optimizer):.3g}",
-                     f"{run.largest_error:.1e}", broke])  # fmt: skip
-    header = ("optimizer", "lr", "norm of U", "bound", "max abs(X'X - I)", "not finite at step")
-    within = all(run.largest_momentum <= momentum_bound(run.optimizer) and run.broke_at is None
-                 for run in runs if run.form == "isometric")  # fmt: skip
-    verdict = "PASS" if within else "FAIL"
-    return f"{markdown_table(header, rows)}\n{verdict}  isometric: finite and below the bound"
+    rows = [
+        [
+            f"Stiefel{run.optimizer}, {run.form}",
+            f"{run.lr:.3g}",
+            f"{run.largest_momentum:.3g}",
+            f"{run.largest_error:.1e}",
+            "-" if run.broke_at is None else str(run.broke_at),
+        ]
+        for run in runs
+    ]
+    header = ("optimizer", "lr", "norm of U", "max abs(X'X - I)", "not finite at step")
+    return markdown_table(header, rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -144,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = measure_blow_up(rates, arguments.steps)
     print("\n" + report_blow_up(runs))
     content = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(),
         "settings": [asdict(setting) for setting in SETTINGS],
         "orders": [
             {

@@ -81,7 +81,7 @@ def main() -> None:
         )
     header = ["", "rate", "training loss", "+-", "test (%)", "singular values", "ms a step"]
     table = markdown_table(header, rows)
-    content |= {"machine": machine(torch.device("cpu")), "ms": milliseconds, "tables": [table]}
+    content |= {"machine": machine(), "ms": milliseconds, "tables": [table]}
     write_json(file, content)
     print(table)
 

@@ -196,7 +196,7 @@ def main() -> None:
         table.append([method, f"{rates[method]:g}", loss, f"{times[0]:.1f}", f"{times[1]:.1f}"])
     header = ["hidden matrices", "rate", "held-out loss", "optimizer, ms a step", "all, ms a step"]
     tables = [markdown_table(header, table)]
-    content |= {"rates": rates, "machine": machine(torch.device("cpu")), "tables": tables}
+    content |= {"rates": rates, "machine": machine(), "tables": tables}
     write_json(FILE, content)
     print(tables[0])
 

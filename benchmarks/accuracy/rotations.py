@@ -300,7 +300,7 @@ class Bench:
         path = self.path(name, ".json")
         if path.exists():
             return json.loads(path.read_text())
-        content = {"row": name, **work(), "machine": machine()}
+        content = {"row": name, **work(), "machine": harness.machine(packages=PACKAGES)}
         harness.write_json(path, content)
         return content
 
@@ -453,13 +453,6 @@ def quarter(losses: list[float]) -> float:
 # ---- what came out -------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
-    found = harness.machine(torch.device("cpu"))
-    found["threads"] = torch.get_num_threads()
-    found["versions"] |= {package: harness.version(package) for package in PACKAGES}
-    return found
-
-
 def spread(values: list[float], digits: int) -> str:
     mean = statistics.fmean(values)
     if len(values) == 1:
@@ -578,7 +571,7 @@ def merge(options: argparse.Namespace) -> None:
     shown = next((training[key] for key in training if key[0] == "StiefelAdam"), {})
     columns = ["method", "rates tried", "1000 x loss, mean of the last quarter", "lowest"]
     content = {
-        "machine": machine(),
+        "machine": harness.machine(packages=PACKAGES),
         "setting": {
             "bits": options.bits,
             "steps": options.steps,

@@ -35,10 +35,10 @@ from torch import Tensor, nn
 import stiefel_opt as so
 from benchmarks.accuracy import why_tables
 from benchmarks.common import figures, harness
+from benchmarks.papers.likhosherstov.copying import DIGITS, SYMBOLS, draw
 from stiefel_opt.nn import OrthogonalRNN
 
 RATES = [float(f"{10 ** (power / 2):.2g}") for power in range(-10, -1)]  # 1e-5 to 1e-1
-SYMBOLS, DIGITS = 10, 10
 WIDTH, HEADS = 64, 4
 REST = 3.2e-3  # the rate of all else where that of queries and keys is swept
 
@@ -109,15 +109,6 @@ def moments(steps: int) -> set[int]:
 # ---- copying -------------------------------------------------------------------------------------
 
 
-def sequences(count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Ten digits of 1 to 8, T zeros, a 9 and nine zeros; the answer ends with the digits."""
-    digits = torch.randint(1, 9, (DIGITS, count), generator=generator)
-    sequence, answer = torch.zeros(2, length + 2 * DIGITS, count, dtype=torch.int64)
-    sequence[:DIGITS] = answer[-DIGITS:] = digits
-    sequence[-DIGITS] = 9
-    return sequence, answer
-
-
 class Copier(nn.Module):
     """A cell without biases but those of the LSTM, and a linear read-out of every step."""
 
@@ -150,7 +141,7 @@ def copying(run: Run, steps: int) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     model = Copier(run.method)
     generator = torch.Generator().manual_seed(run.seed)
-    held_out, wanted = sequences(256, run.size, torch.Generator().manual_seed(2**31))
+    held_out, wanted = draw(256, run.size, torch.Generator().manual_seed(2**31))
 
     def right() -> float:
         with torch.no_grad():
@@ -158,9 +149,7 @@ def copying(run: Run, steps: int) -> dict[str, Any]:
         share = (reached.argmax(-1) == wanted[-DIGITS:]).float().mean()
         return float(share) if reached.isfinite().all() else 1 / 8
 
-    batches = (
-        sequences(PICTURES[run.picture].batch, run.size, generator) for _ in itertools.count()
-    )
+    batches = (draw(PICTURES[run.picture].batch, run.size, generator) for _ in itertools.count())
     history, last = [], 0
     for last in train(run, model, batches, steps):
         if last in moments(steps):
@@ -373,7 +362,7 @@ def merge(folder: Path) -> None:
     """Write values, tables and pictures of every method and seed that is whole."""
     values = why_tables.collect([json.loads(p.read_text()) for p in folder.glob("*.json")], RATES)
     content = {
-        "machine": harness.machine(torch.device("cpu")),
+        "machine": harness.machine(),
         "setting": {"rates": RATES, "rate of the rest": REST}
         | {name: picture._asdict() for name, picture in PICTURES.items()},
         "tables": why_tables.tables(values, RATES),

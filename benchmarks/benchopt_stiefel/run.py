@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.benchopt_stiefel.benchmark_utils import FIRST, RATES
-from benchmarks.common.harness import RESULTS, machine, markdown_table, version, write_json
+from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (1, 2, 3, 4, 5)
@@ -318,7 +318,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if os.environ.get("OMP_NUM_THREADS") != "1":
         raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
-    import torch
 
     options.store.mkdir(parents=True, exist_ok=True)
     resumed, begun = any(options.store.iterdir()), time.monotonic()
@@ -334,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
     if resumed and options.output.exists():
         seconds = json.loads(options.output.read_text()).get("seconds")
     content: dict[str, Any] = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(packages=["benchopt"]),
         "rates": RATES,
         "seeds": SEEDS,
         "seeds_of_the_rates": CHOOSING,
@@ -345,8 +344,6 @@ def main(argv: list[str] | None = None) -> int:
             for problem in options.problems
         },
     }
-    for package in ("benchopt", "geoopt", "pymanopt", "pogo-torch"):
-        content["machine"]["versions"][package] = version(package)
     write_json(options.output, content)
     print("\n\n".join(content["tables"].values()))
     return 0

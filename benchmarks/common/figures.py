@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+from benchmarks.common.harness import RESULTS, atomic
+
 DPI = 160
 GREY = "#6E6E6E"
 
@@ -179,17 +179,12 @@ def save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
     from PIL import Image
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp.png")
-    try:
+    with atomic(path) as temporary:
         figure.savefig(temporary, dpi=DPI)
         with Image.open(temporary) as image:
             few = image.convert("RGB").quantize(dither=Image.Dither.NONE)
         few.save(temporary, optimize=True)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        pyplot.close(figure)
+    pyplot.close(figure)
 
 
 # ---- curves of training ----

@@ -16,9 +16,11 @@ import math
 import os
 import platform
 import re
+import statistics
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -115,7 +117,7 @@ def interleave(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for number in range(rounds):
+        for number in range(rounds if contestants else 0):
             gc.collect()
             shift = number % len(contestants)
             for contestant in (*contestants[shift:], *contestants[:shift]):
@@ -147,7 +149,7 @@ def step_memory(
     missed, which could only overstate the peak; so the call runs twice under the profiler and
     only the second one is counted. Workspace that a maths library takes from malloc by itself is
     invisible. On CUDA the caching allocator's own statistics are read instead.
-    `check_step_memory` verifies the method against a known answer.
+    A test checks it against a known answer.
     """
     prepare()
     if device.type == "cuda":
@@ -227,23 +229,11 @@ def union_length(ranges: Sequence[tuple[int, int]]) -> int:
     return total
 
 
-def check_step_memory() -> None:
-    """Measure allocations of known size and fail if `step_memory` gets them wrong."""
-    held: list[torch.Tensor] = []
-
-    def known() -> None:
-        held.clear()  # a buffer of the previous call is released ...
-        first = torch.empty(1 << 20)
-        second = torch.empty(1 << 19)
-        del first  # ... and the peak of 4 + 2 MiB stands before the next 1 MiB
-        held.append(torch.empty(1 << 18))
-        del second
-
-    measured = step_memory(known, torch.device("cpu"))
-    mebibyte = 1 << 20
-    # The 1 MiB kept from the call before is released first: 6 - 1 above the start, 1 - 1 kept.
-    if measured != StepMemory(peak=5 * mebibyte, kept=0):
-        raise RuntimeError(f"the memory measurement is off: expected 5 MiB and 0, got {measured}")
+def orthonormality_error(matrices: torch.Tensor) -> float:
+    """max |X'X - I| over float64 copies, computed here and not by any contestant."""
+    gram = matrices.mT @ matrices
+    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
+    return float((gram - identity).abs().max())
 
 
 def processor_name() -> str:
@@ -263,45 +253,69 @@ def version(package: str) -> str:
         return "not installed"
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device | str = "cpu", packages: Sequence[str] = ()) -> dict[str, Any]:
     """Processor, cores, device, versions and date; no host name, no path."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    on_gpu = torch.device(device).type == "cuda"
     return {
         "processor": processor_name(),
         "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "load_average_1_minute": round(os.getloadavg()[0], 2),
         "device": str(device),
-        "device_name": name,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
         "system": platform.system(),
         "python": platform.python_version(),
         "versions": {
             "stiefel-opt": so.__version__,
-            **{package: version(package) for package in PACKAGES},
+            **{package: version(package) for package in (*PACKAGES, *packages)},
         },
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def write_json(path: Path, content: dict[str, Any], *, exact: bool = False) -> None:
-    """Write ``content`` readably and in one move, so that a stopped run leaves no half file.
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary path, renamed to ``path`` at the end: a kill leaves the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file at once."""
+    with atomic(path) as temporary:
+        temporary.write_text(text)
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, exact: bool = False) -> None:
+    """Write ``content`` readably and at once, so that a stopped run leaves no half file.
 
     Six digits of a number are kept, but for ``exact``; a list of numbers stands in one line.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(path.suffix + ".part")
     text = json.dumps(content if exact else _shortened(content), indent=1)
     numbers = re.compile(r"\[\s+((?:-?[\d.e+-]+,?\s+)+)\]")
     text = numbers.sub(lambda found: "[" + " ".join(found.group(1).split()) + "]", text)
-    unfinished.write_text(text + "\n")
-    unfinished.replace(path)
+    write_text(path, text + "\n")
 
 
 def _shortened(value: Any) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _shortened(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_shortened(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def middle_and_range(values: Sequence[float], form: str) -> str:
+    """The median, with the range in brackets."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:{form}} ({low:{form}} - {high:{form}})"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,14 +1,10 @@
-"""Shared by the examples: optional packages, atomic files, flags, tables, plots."""
+"""What programs that train share: optional packages, flags, reports of runs."""
 
 import importlib
-import json
-import os
-import platform
 import statistics
 import sys
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ import torch
 
 from benchmarks.common import figures as figures
 from benchmarks.common.figures import Panel as Panel
+from benchmarks.common.harness import machine, markdown_table, write_json, write_text
 
 History = Sequence[Mapping[str, float]]  # one entry an epoch
 
@@ -30,49 +27,11 @@ def require(name: str, extra: str = "examples") -> Any:
         ) from error
 
 
-@contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path, renamed to ``path`` at the end: a kill leaves the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.stem}.{os.getpid()}.tmp{path.suffix}")
-    try:
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file atomically."""
-    with atomic(path) as temporary:
-        temporary.write_text(text)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file atomically."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def machine() -> dict[str, str | int]:
-    """What a reader needs to judge a measured time."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return {
-        "machine": f"{platform.system()} {platform.machine()}",
-        "device": device or platform.machine(),
-        "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 # ---- flags ----
 
 
 def add_flags(parser: ArgumentParser, output: Path, seeds: int = 1) -> None:
-    """Add the flags of every example; ``finish_flags`` must follow ``parse_args``."""
+    """Add the flags of every program; ``finish_flags`` must follow ``parse_args``."""
     add = parser.add_argument
     add("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     add("--seed", type=int, default=0, help="the first seed")
@@ -113,6 +72,20 @@ def finish_flags(parser: ArgumentParser, options: Namespace) -> Namespace:
     return options
 
 
+def parsed(
+    parser: ArgumentParser,
+    argv: Sequence[str] | None,
+    smoke: Mapping[str, Any],
+    presets: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Namespace:
+    """Flags over the smoke sizes over presets over defaults."""
+    if presets:
+        add_preset(parser, presets, argv)
+    if parser.parse_known_args(argv)[0].smoke:
+        parser.set_defaults(**smoke)
+    return finish_flags(parser, parser.parse_args(argv))
+
+
 def announce(options: Namespace, what: str, seconds: float) -> None:
     """Say what will be done, how long it should take and where the results go."""
     span = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{max(5, seconds):.0f} seconds"
@@ -133,18 +106,6 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 # ---- tables and plots ----
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table padded so that it also reads as plain text."""
-    cells = [list(header), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "| " + " | ".join(map(str.ljust, line, widths)) + " |"  # one cell per width
-        for line in cells
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
 
 
 def spread(values: Sequence[float], form: str = ".3g") -> str:
@@ -170,12 +131,34 @@ def listed(seeds: Sequence[int], thing: str = "seed") -> str:
 
 
 def write_table(folder: Path, title: str, table: str, results: Mapping[str, Any]) -> str:
-    """Write table.md and results.json, which keeps the table as text under "tables"."""
+    """Write table.md and results.json, which keeps the table as text under "tables".
+
+    The machine is that of the first run that names one.
+    """
     text = f"{title}\n\n{table}\n"
     write_text(folder / "table.md", f"## {text}")
-    head = {"title": title, "machine": machine(), "tables": [text]}
-    write_json(folder / "results.json", head | dict(results))
+    named = [run["machine"] for run in results.get("runs", ()) if "machine" in run]
+    head = {"title": title, "machine": (named or [machine()])[0], "tables": [text]}
+    write_json(folder / "results.json", head | dict(results), exact=True)
     return text
+
+
+def write_report(
+    options: Namespace,
+    title: str,
+    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    records: Mapping[str, Sequence[Mapping[str, Any]]],
+    panels: Sequence[Panel],
+    short: str | None = None,
+    **results: Any,
+) -> None:
+    """Table, results and curves of the runs by method; ``short`` is the title of the picture."""
+    runs = [run for group in records.values() for run in group]
+    seeds = f"seeds {', '.join(map(str, options.seeds))}"
+    title = f"{title}, {seeds}"
+    write_table(options.output, title, markdown_table(*table), results | {"runs": runs})
+    histories = {name: [run["history"] for run in group] for name, group in records.items()}
+    plot_curves(options.output / "curves.png", short or title, histories, panels)
 
 
 def plot_curves(

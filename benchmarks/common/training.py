@@ -1,4 +1,4 @@
-"""Shared by the examples: a training loop that can be killed; runs of many methods and seeds."""
+"""A training loop that can be killed; runs of many methods and seeds."""
 
 import json
 import math
@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.programs import atomic, machine, require, write_json
+from benchmarks.common.harness import atomic, machine, write_json
+from benchmarks.common.programs import announce, require
 
 Record = dict[str, Any]  # the configuration of a finished run, its history and its machine
 
@@ -193,6 +194,22 @@ def train_all(
             report(records)
 
 
+def compare(
+    options: Namespace,
+    methods: Sequence[str],
+    build: Callable[[str, int], Trainer],
+    report: Callable[[Mapping[str, Sequence[Record]]], None],
+    what: str,
+    trial: Callable[[str], Trainer] | None = None,
+) -> None:
+    """Say what will be done and how long it should take, train everything, print the table."""
+    trials = [build(method, 0) if trial is None else trial(method) for method in methods]
+    once = sum(trainer.expected_seconds(2) for trainer in trials)
+    announce(options, what, once * len(options.seeds))
+    train_all(options, methods, build, report)
+    print(f"\n{(options.output / 'table.md').read_text()}\nPictures: {options.output}")
+
+
 def finished_run(path: Path, configuration: Record) -> Record | None:
     """The record of a run that is over, or None; a run of another configuration is refused."""
     if not path.exists():
@@ -212,9 +229,9 @@ def train_one(trainer: Trainer, title: str, path: Path, resume: bool) -> Record:
     record = trainer.configuration | {
         "parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "history": trainer.history,
-        "machine": machine(),
+        "machine": machine(next(trainer.model.parameters()).device),
     }
-    write_json(path, record)
+    write_json(path, record, exact=True)
     return record
 
 

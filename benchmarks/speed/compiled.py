@@ -28,9 +28,16 @@ from benchmarks.common.harness import (
     interleave,
     machine,
     markdown_table,
+    orthonormality_error,
     write_json,
 )
-from benchmarks.speed.contestants import ADAM, SGD, Entry, Row, orthonormality_error, ours
+from benchmarks.speed.contestants import (
+    ADAM,
+    SGD,
+    Entry,
+    Row,
+    ours,
+)
 from benchmarks.speed.step_time import ROWS
 
 DEFAULT = ("latency-128x2", "heads-384x384", "one-2048x256", "batch-2000x16x16")

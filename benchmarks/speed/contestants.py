@@ -24,21 +24,15 @@ MOMENTUM = 0.9
 BETAS = (0.9, 0.999)
 LR = 0.1
 STEP_SIZE = 0.1
-SQUARE_SOLVE_LIMIT = 1024  # geoopt's canonical metric solves n x n systems: only up to here
 
 SGD, ADAM = "StiefelSGD", "StiefelAdam"
 POGO, GEOOPT_SGD, GEOOPT_ADAM = "POGO, SGD", "geoopt SGD", "geoopt Adam"
-GEOOPT_CANONICAL = "geoopt SGD, canonical"
-TORCH_SGD, TORCH_ADAM = "torch SGD", "torch Adam"
 SIX, SIX_SEPARATE = "six products", "six products, one by one"
 
 
 @dataclass(frozen=True)
 class Row:
-    """``parameters`` parameters holding ``batch`` matrices of shape n x m each, and the bars.
-
-    The bars are upper limits of ratios of times; None where there is no bar.
-    """
+    """``parameters`` parameters holding ``batch`` matrices of shape n x m each."""
 
     name: str
     parameters: int
@@ -47,11 +41,6 @@ class Row:
     m: int
     heads: bool = False  # the batch is the heads of one (batch * m, n) weight
     fused: bool = False  # half of them are queries, half keys, and plain values stand below
-    sgd_to_pogo: float = 1.0
-    sgd_to_products: float | None = 1.6
-    adam_to_geoopt_adam: float = 1.0
-    adam_to_sgd: float = 2.0
-    temporaries: float = 3.0  # of the parameters of the group, both optimizers
 
     @property
     def matrices(self) -> int:
@@ -79,7 +68,6 @@ class Entry:
     parameters: list[Tensor]
     matrices: Callable[[], Tensor]  # (k, n, m), tall
     optimizer: torch.optim.Optimizer
-    constrained: bool
 
 
 Build = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -137,13 +125,6 @@ def read_matrices(parameters: list[Tensor], row: Row, layout: Layout) -> Tensor:
     return stack.reshape(row.matrices, row.n, row.m)
 
 
-def orthonormality_error(matrices: Tensor) -> float:
-    """max |X'X - I| over float64 copies, computed here and not by any contestant."""
-    gram = matrices.mT @ matrices
-    identity = torch.eye(gram.size(-1), dtype=gram.dtype, device=gram.device)
-    return float((gram - identity).abs().max())
-
-
 def flip_gradients(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
@@ -152,7 +133,7 @@ def flip_gradients(parameters: Sequence[Tensor]) -> None:
 
 def enter(
     name: str, row: Row, device: torch.device, layout: Layout, tag: Callable[[Tensor], Tensor],
-    build: Build, *, constrained: bool = True,
+    build: Build,
 ) -> Entry:  # fmt: skip
     """Copy the row's start into the layout of one contestant and build its optimizer."""
     points, gradients = start(row, device)
@@ -162,10 +143,8 @@ def enter(
     optimizer = build(parameters)
     step: Callable[[], object] = optimizer.step
     contestant = Contestant(name, step, partial(flip_gradients, parameters))
-    return Entry(
-        contestant, parameters, partial(read_matrices, parameters, row, layout), optimizer,
-        constrained,
-    )  # fmt: skip
+    matrices = partial(read_matrices, parameters, row, layout)
+    return Entry(contestant, parameters, matrices, optimizer)
 
 
 def ours(row: Row, device: torch.device) -> Iterator[Entry]:
@@ -182,11 +161,9 @@ def ours(row: Row, device: torch.device) -> Iterator[Entry]:
 
 
 def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
-    as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
     tall = tall_batch if row.batch > 1 else single
     plain = torch.nn.Parameter
     euclidean = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
-    canonical = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=True))
     geoopt_sgd = partial(geoopt.optim.RiemannianSGD, lr=LR, momentum=MOMENTUM)
     geoopt_adam = partial(geoopt.optim.RiemannianAdam, lr=adam_lr(row), betas=BETAS)
 
@@ -199,13 +176,6 @@ def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
     yield enter(POGO, row, device, wide_batch, plain, pogo_sgd)
     yield enter(GEOOPT_SGD, row, device, tall, euclidean, geoopt_sgd)
     yield enter(GEOOPT_ADAM, row, device, tall, euclidean, geoopt_adam)
-    if row.n <= SQUARE_SOLVE_LIMIT and row.batch == 1:
-        # Batches of its n x n systems fail in MKL's threaded LU: "incorrect on entry to SLASWP".
-        yield enter(GEOOPT_CANONICAL, row, device, tall, canonical, geoopt_sgd)
-    torch_sgd = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
-    yield enter(TORCH_SGD, row, device, as_in_model, plain, torch_sgd, constrained=False)
-    torch_adam = partial(torch.optim.Adam, lr=adam_lr(row), betas=BETAS)
-    yield enter(TORCH_ADAM, row, device, as_in_model, plain, torch_adam, constrained=False)
 
 
 def products(row: Row, device: torch.device) -> Iterator[Contestant]:

@@ -303,7 +303,7 @@ def main() -> None:
         table = table_of(found["rows"])
         print(f"\n{name}\n\n{table}", flush=True)
         if not arguments.quick:
-            content["machine"] = machine(CPU)
+            content["machine"] = machine()
             content.setdefault("tables", {})[name] = table
             content.setdefault("shapes", {})[name] = found
             write_json(file, content)

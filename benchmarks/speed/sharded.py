@@ -10,16 +10,11 @@ distance of the new points from the manifold; "off" that from the points of one 
 float32, where Adam divides entries that are all rounding by their own size (the tests compare in
 float64). "moved B" is what a process hands to redistributions, for which DTensor gathers on gloo;
 by all-to-all, as on accelerators, (p - 1) / p of it is sent.
-
-The model prices a step at other sizes with the counts of these runs: the payload of the sums, its
-latency for each hop of a tree, and the products at a stated speed. Links and speeds are printed
-with it; it is arithmetic, not a measurement.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,16 +32,7 @@ from benchmarks.common.harness import RESULTS, machine, markdown_table, write_js
 RULES = {"StiefelSGD": (so.StiefelSGD, 0.05), "StiefelAdam": (so.StiefelAdam, 1e-3)}
 SIZES = [(1024, 16), (4096, 16), (16384, 16), (4096, 64)]
 PROCESSES = (1, 2, 4)
-RANKS = (8, 64, 256, 1024)
 STEPS = 10  # the eighth corrects rounding
-# Of one process: bytes a second of its link, seconds a hop, flops a second in float32 products.
-LINKS = {
-    "NVLink 4 in a node, 450 GB/s, 3 us": (450e9, 3e-6),
-    "InfiniBand NDR, 50 GB/s, 5 us": (50e9, 5e-6),
-    "Ethernet, 1.25 GB/s, 30 us": (1.25e9, 30e-6),
-}
-FLOPS = 30e12
-PRODUCTS = {"StiefelSGD": 6, "StiefelAdam": 10}
 
 
 class Counter(TorchDispatchMode):
@@ -121,31 +107,6 @@ def one(name: str, rule: Any, lr: float, n: int, m: int, dim: int, mesh: Any) ->
     }
 
 
-def modelled(
-    name: str, n: int, m: int, ranks: int, link: tuple[float, float], counted: tuple[int, int]
-) -> dict[str, float]:
-    """Seconds of a step of one n x m matrix: sharded by rows, and gathered on every process."""
-    speed, latency = link
-    ring = (ranks - 1) / ranks
-    calls, sums = counted  # of a step: collectives, and m x m matrices in them
-    hops = 2 * math.ceil(math.log2(ranks))  # of a tree, which libraries use for small payloads
-    flops = 2 * PRODUCTS[name] * n * m * m
-    root = 2 * 6 * m**3
-    payload = 4 * m * m * sums
-    return {
-        "sharded_compute": (flops / ranks + root) / FLOPS,
-        "sharded_sending": 2 * ring * payload / speed + calls * hops * latency,
-        "gathered_compute": (flops + root) / FLOPS,
-        "gathered_sending": 2 * ring * 4 * n * m / speed + 2 * hops / 2 * latency,
-    }
-
-
-def counted(rows: list[dict[str, Any]], name: str) -> tuple[int, int]:
-    """Return collectives, and m x m matrices in them, of a counted step with shared rows."""
-    (found, *_) = (r for r in rows if r["optimizer"] == name and r["sharded"] == "rows")
-    return len(found["collectives"]), found["summed_bytes"] // (4 * found["m"] ** 2)
-
-
 def short_table(rows: list[dict[str, Any]]) -> str:
     """Bytes sent by each process in a usual step, for n, m and processes; beside it a gather."""
     found: dict[tuple[str, int, int], dict[int, tuple[int, int]]] = {}
@@ -163,20 +124,6 @@ def short_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(("bytes a process sends in a step", *header), lines)
 
 
-def short_model(model: list[dict[str, Any]]) -> str:
-    """The modelled times of one shape: sharded and gathered, compute and sending together."""
-    lines = []
-    for link in LINKS:
-        for way in ("sharded", "gathered"):
-            times = [
-                1e6 * (row[f"{way}_compute"] + row[f"{way}_sending"])
-                for row in model
-                if (row["optimizer"], row["n"], row["link"]) == ("StiefelSGD", 65536, link)
-            ]
-            lines.append([f"{way}, {link}", *(f"{time:,.0f}" for time in times)])
-    return markdown_table(("link", *(f"{ranks} processes" for ranks in RANKS)), lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="few rows, nothing written")
@@ -189,38 +136,10 @@ def main() -> None:
             store = (Path(folder) / "store").as_uri()
             mp.spawn(measure, (size, store, sizes, path), nprocs=size)
             rows += torch.load(path)
-    header = ("optimizer", "n", "m", "by", "ranks", "calls", "summed B", "correcting", "moved B")
-    header = (*header, "wire B", "gather B", "error", "off")
-    keys = ("n", "m", "sharded", "processes", "most_collectives_in_a_step", "summed_bytes")
-    keys = (*keys, "summed_bytes_correcting_step", "moved_bytes", "wire_bytes", "gather_bytes")
-    table = []
-    for row in rows:
-        cells = [str(row[key]) for key in keys]
-        table.append([row["optimizer"], *cells, f"{row['error']:.1e}", f"{row['off']:.1e}"])
-    tables = {"bytes a step": markdown_table(header, table), "short": short_table(rows)}
-    print(tables["bytes a step"], "", tables["short"], sep="\n")
-    model = [
-        {"optimizer": name, "n": n, "m": m, "ranks": ranks, "link": link}
-        | modelled(name, n, m, ranks, LINKS[link], counted(rows, name))
-        for name in RULES
-        for n, m in ((16384, 128), (65536, 1024), (1048576, 256))
-        for link in LINKS
-        for ranks in RANKS
-    ]
-    print("\nModel, float32, microseconds a step: sharded compute + sending, gathered likewise")
-    columns = ("sharded_compute", "sharded_sending", "gathered_compute", "gathered_sending")
-    lines = []
-    for row in model:
-        case = f"{row['optimizer']} {row['n']} x {row['m']}, {row['link']}"
-        lines.append([case, str(row["ranks"]), *(f"{1e6 * row[column]:.0f}" for column in columns)])
-    tables["model, microseconds a step"] = markdown_table(("case", "ranks", *columns), lines)
-    print(tables["model, microseconds a step"])
-    tables["model, short"] = short_model(model)
-    print(f"\nStiefelSGD, 65536 x 1024, microseconds a step\n{tables['model, short']}")
+    tables = {"short": short_table(rows)}
+    print(tables["short"])
     if not smoke:
-        content = {"machine": machine(torch.device("cpu")), "tables": tables, "rows": rows}
-        content["model"] = model
-        content["assumptions"] = {"links": LINKS, "flops": FLOPS, "products": PRODUCTS}
+        content = {"machine": machine(), "tables": tables, "rows": rows}
         write_json(RESULTS / "sharded.json", content)
 
 

@@ -111,7 +111,6 @@ def main() -> None:
     if options.work:
         work()
         return
-    import torch
 
     from benchmarks.common.harness import machine, markdown_table, write_json
 
@@ -159,7 +158,7 @@ def main() -> None:
     header = ("row", "rule", "before, ms", "after, ms", "after / before", "errors")
     text = markdown_table(header, cells)
     print(text)
-    about = machine(torch.device("cpu"))
+    about = machine()
     settings = {"rounds": options.rounds, "threads": options.threads, "dtype": "float32"}
     write_json(
         options.output, {"machine": about, "settings": settings, "table": text, "results": record}

@@ -251,7 +251,7 @@ def test_one_pixel_a_step_in_the_same_shuffled_order_for_all_seeds() -> None:
 
 
 def test_missing_mnist_says_what_to_put_where(tmp_path) -> None:
-    with pytest.raises(SystemExit, match="t10k-labels-idx1-ubyte"):
+    with pytest.raises(SystemExit, match=r"must hold mnist\.npz"):
         pixel_mnist.main(["--data", "mnist", "--data-dir", str(tmp_path)])
 
 
@@ -261,12 +261,12 @@ def test_missing_mnist_says_what_to_put_where(tmp_path) -> None:
 def test_leading_eigenvalues_smoke(tmp_path, capsys) -> None:
     eigenvalues = importlib.import_module("benchmarks.papers.kong.leading_eigenvalues")
     flags = ["--smoke", "--threads", "1", "--rates", "0.1", "0.2"]
-    assert eigenvalues.main([*flags, "--output", str(tmp_path)]) == 0
+    eigenvalues.main([*flags, "--output", str(tmp_path)])
     assert (tmp_path / "table.md").read_text().removeprefix("## ") in capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert len(results) == 4
     assert all(max(result["orthonormality_error"]) < 1e-8 for result in results)
-    assert len(list(tmp_path.glob("gap-*.png"))) == 2
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_slope_of_a_power_is_its_exponent() -> None:
@@ -280,7 +280,7 @@ def test_the_slope_of_a_power_is_its_exponent() -> None:
 
 def test_convergence_smoke(tmp_path) -> None:
     convergence = importlib.import_module("benchmarks.papers.likhosherstov.convergence")
-    assert convergence.main(["--smoke", "--output", str(tmp_path / "convergence.json")]) == 0
+    convergence.main(["--smoke", "--output", str(tmp_path / "convergence.json")])
     content = json.loads((tmp_path / "convergence.json").read_text())
     assert len(content["results"]) == len(convergence.CASES)
     for result in content["results"]:

@@ -14,11 +14,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.harness import markdown_table
 from benchmarks.common.programs import (
     Help,
     add_flags,
     finish_flags,
-    markdown_table,
     run,
     spread,
     write_table,

@@ -1,4 +1,4 @@
-"""The methods of `leading_eigenvalues.py`, and the grids on which all of them are tuned alike."""
+"""The methods of `eigen_methods.py`, and the grids on which all of them are tuned alike."""
 
 from __future__ import annotations
 

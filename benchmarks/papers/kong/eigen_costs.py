@@ -1,4 +1,4 @@
-"""What a step costs by size, and what inner iterations are worth, for `leading_eigenvalues.py`."""
+"""What a step costs by size, and what inner iterations are worth, for `eigen_methods.py`."""
 
 from __future__ import annotations
 
@@ -80,21 +80,6 @@ def scaling() -> dict[str, Any]:
             fit = np.polyfit(np.log(along), np.log(entry["ms"][-FITTED:]), 1)
             entry["exponent"] = float(fit[0])
     return result
-
-
-def scaling_table(found: dict[str, Any]) -> str:
-    texts = []
-    for letter, entries in found.items():
-        sizes = SIZES[letter]
-        other = f"{'n' if letter == 'm' else 'm'} = {sizes[0][0 if letter == 'm' else 1]}"
-        along = [f"{letter} = {m if letter == 'm' else n}" for n, m in sizes]
-        header = [f"ms of a step, {other}", *along, "Exponent"]
-        rows = [
-            [name, *(f"{ms:.2f}" for ms in entry["ms"]), f"{entry['exponent']:.2f}"]
-            for name, entry in entries.items()
-        ]
-        texts.append(markdown_table(header, rows))
-    return "\n\n".join(texts)
 
 
 def inner_iterations(problems: Sequence[Problem]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Problems of `leading_eigenvalues.py`, and how a method is run on one of them, step by step."""
+"""Problems of leading eigenvalues, and how a method is run on one of them, step by step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pymanopt
 import torch
-from pymanopt.manifolds import Stiefel as PymanoptStiefel
-from pymanopt.optimizers import ConjugateGradient, TrustRegions
 from scipy.sparse.linalg import eigsh, lobpcg
 from torch import Tensor
 
-from benchmarks.speed.contestants import orthonormality_error
+from benchmarks.common.harness import orthonormality_error
 
 TARGET = 1e-8
 DIVERGED = 100.0  # relative gap; an orthonormal X has none above a few
@@ -158,8 +155,12 @@ class Reached(Exception):  # noqa: N818
 
 def pymanopt_run(problem: Problem, _: Options, limit: Limit, *, second_order: bool) -> Run:
     """Counts each product AX or AD that it needs; cost and gradient at X share theirs."""
+    import pymanopt
+    from pymanopt.manifolds import Stiefel
+    from pymanopt.optimizers import ConjugateGradient, TrustRegions
+
     A = problem.matrix.numpy()
-    manifold = PymanoptStiefel(*problem.start.shape)
+    manifold = Stiefel(*problem.start.shape)
     run = Run()
     last: list[Any] = [None, None]
     began = clock()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import stiefel_opt as so
 from benchmarks.common.classification import Classification, classification_trainer
-from benchmarks.common.images import WANTED, Images, load_images
+from benchmarks.common.images import FILES, Images, load_images
 from benchmarks.common.programs import Help, add_flags, announce, finish_flags, listed, run
 from benchmarks.common.training import Trainer, finished_run, train_one
 from benchmarks.papers.kong.vit_methods import (
@@ -216,7 +216,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="demo", help="set all sizes; other flags override it")
-    add("--data", choices=["digits", *WANTED], default="digits", help="digits needs no files")
+    add("--data", choices=["digits", *FILES], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only LIMIT training images")
     form = "OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]"
@@ -304,7 +304,7 @@ def compare(argv: Sequence[str] | None) -> list[dict[str, Any]]:
             seed_done = method is options.methods[-1]  # many plots of a table take long to draw
             write_results(options, records, plots=seed_done or not options.table)
     plot = options.output / ("table.png" if options.table else "curves.png")
-    print(f"\n{(options.output / 'table.txt').read_text()}\nPlot: {plot}")
+    print(f"\n{(options.output / 'table.md').read_text()}\nPlot: {plot}")
     return records
 
 

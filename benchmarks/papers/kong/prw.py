@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.common import figures
-from benchmarks.common.harness import RESULTS, machine, markdown_table, version, write_json
+from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 from benchmarks.papers.kong.prw_contestants import (
     ITERATIONS,
     MULTIPLES,
@@ -41,20 +41,17 @@ from benchmarks.papers.kong.prw_contestants import (
     TUNING_PAIRS,
     Pair,
     Run,
-    compare_transport,
     load_pairs,
     run_authors,
     run_fixed,
     run_ours,
     run_pot,
-    time_iterations,
 )
 
 STARTS = 10
 TOL = 1e-6
 SETS = ("mnist", "shakespeare")
 TITLES = {"mnist": "digits of MNIST", "shakespeare": "plays of Shakespeare"}
-TIMED = {"mnist": "4-9", "shakespeare": "H5-Ham"}
 SECONDS = 0.15  # of the processor, for each rule on a pair
 EIGHT = ("H5", "Ham", "JC", "MV", "Oth", "Rom", "Lr", "Mac")
 SEARCH = "line search, 50 steps"
@@ -268,40 +265,6 @@ def percent(gap: float | None) -> str:
     return "-" if gap is None else f"{gap:.3f}"
 
 
-def iteration_table(content: dict[str, Any]) -> str:
-    """One iteration of POT's function and of ours, by data set."""
-    rows = []
-    for dataset, methods in content["iteration"].items():
-        for method, row in methods.items():
-            low, high = row["quartiles"]
-            rows.append(
-                [
-                    f"{TIMED[dataset]}, {method}",
-                    f"{row['ms_per_iteration']:.2f}",
-                    f"{low:.2f} - {high:.2f}",
-                    f"{row['over_POT']:.3f}",
-                ]
-            )
-    return markdown_table(["Pair, method", "ms", "Quartiles", "Over POT"], rows)
-
-
-def transport_table(content: dict[str, Any]) -> str:
-    """One transport from nothing: POT's solvers and ours."""
-    rows = []
-    for pair, methods in content["transport"].items():
-        for method, row in methods.items():
-            error = row.get("marginal_error")
-            rows.append(
-                [
-                    f"{pair}, {method}",
-                    f"{1e3 * row['processor_seconds']:.1f}",
-                    "-" if error is None else f"{error:.0e}",
-                    f"{row['cost']:.6g}",
-                ]
-            )
-    return markdown_table(["One transport", "CPU ms", "Marginal error", "Cost"], rows)
-
-
 # ---- main ----
 
 
@@ -312,7 +275,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="only the first pairs of each set")
     parser.add_argument("--authors", type=Path, help="a checkout of the code of Lin et al. (2020)")
     parser.add_argument("--authors-every", type=int, default=3, help="of so many pairs, one")
-    parser.add_argument("--rounds", type=int, default=9, help="of the timing of iterations")
     parser.add_argument(
         "--store",
         type=Path,
@@ -375,25 +337,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     store = Store(arguments.store)
     sets = {name: load_pairs(name, arguments.data_dir) for name in arguments.sets}
-    timed = {
-        name: next(pair for pair in pairs if pair.name == TIMED[name])
-        for name, pairs in sets.items()
-    }
-    for pair in timed.values():
-        pair.solve(max_iter=3)  # the first optimizer of a process imports torch's compiler
-        run_pot(pair, 1e-9, 1)
+    first = next(iter(sets.values()))[0]
+    first.solve(max_iter=3)  # the first optimizer of a process imports torch's compiler
+    run_pot(first, 1e-9, 1)
     fill(store, sets, arguments)
-    measured = store.get("single")
-    for dataset, pair in timed.items():
-        if dataset not in measured:
-            measured[dataset] = {
-                "iteration": time_iterations({dataset: pair}, arguments.rounds)[dataset],
-                "transport": compare_transport({dataset: pair}),
-            }
-            store.save()
     summaries = {dataset: summarize(store, dataset) for dataset in sets}
     content: dict[str, Any] = {
-        "machine": machine(torch.device("cpu")),
+        "machine": machine(packages=["pot"]),
         "threads": 1,
         "steps": ITERATIONS,
         "seconds": SECONDS,
@@ -401,16 +351,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "published_rates": RATES,
         "tuned_rates": store.get("tuned"),
         "tuning_gap_percent": store.get("tuning"),
-        "iteration": {dataset: measured[dataset]["iteration"] for dataset in sets},
-        "transport": {k: v for name in sets for k, v in measured[name]["transport"].items()},
         "sets": summaries,
     }
-    content["machine"]["versions"]["pot"] = version("pot")
     content["tables"] = {
         **{dataset: table(found) for dataset, found in summaries.items()},
         **{f"{dataset}, other": other_table(found) for dataset, found in summaries.items()},
-        "iteration": iteration_table(content),
-        "transport": transport_table(content),
     }
     if "shakespeare" in sets:
         content["tables"]["eight plays"] = table(summaries["shakespeare"], eight=True)

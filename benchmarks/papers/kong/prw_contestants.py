@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 import stiefel_opt as so
-from benchmarks.common.harness import Contestant, interleave
 
 Array = np.ndarray
 ITERATIONS = 50
@@ -214,69 +213,3 @@ def run_authors(folder: Path, pair: Pair, rule: str, lr: float, dataset: str) ->
     sound = bool(abs(solver.pi.sum() - 1) < 0.5)  # false for NaN
     objective = pair.objective(solver.U) if sound else float("nan")
     return Run(objective, *seconds, bool(np.isfinite(objective)))
-
-
-# ---- one iteration, one transport ----
-
-
-def time_iterations(pairs: dict[str, Pair], rounds: int) -> dict[str, Any]:
-    """Milliseconds an iteration of POT's function and of ours with its one Sinkhorn iteration.
-
-    Ours pays for its first potentials and for converging its last plan within these iterations.
-    """
-    results = {}
-    for dataset, pair in pairs.items():
-        common = {"init": pair.start(), "max_iter": ITERATIONS, "tol": 0.0}
-        tau = RATES[dataset]["POT"] / 2
-        rules = {
-            "RGAS, one Sinkhorn iteration": (factory("RGAS", tau / pair.reg, dataset), 1),
-            "StiefelSGD, one Sinkhorn iteration": (None, 1),
-            "RGAS, converged": (factory("RGAS", tau / pair.reg, dataset), None),
-            "StiefelSGD, converged": (None, None),
-        }
-        contestants = [Contestant("POT", lambda p=pair, t=tau: pot_projection(p, t, ITERATIONS))]
-        for name, (optimizer, iterations) in rules.items():
-            options = {**common, "optimizer": optimizer, "sinkhorn_iterations": iterations}
-            contestants.append(Contestant(name, lambda p=pair, o=options: p.solve(**o)))
-        timings = interleave(contestants, rounds=rounds, device=torch.device("cpu"), seconds=0.0)
-        results[dataset] = {
-            contestant.name: {
-                "ms_per_iteration": 1e3 * timings.median(contestant.name) / ITERATIONS,
-                "quartiles": [1e3 * s / ITERATIONS for s in timings.quartiles(contestant.name)],
-                "over_POT": timings.ratio(contestant.name, "POT"),
-            }
-            for contestant in contestants
-        }
-    return results
-
-
-def compare_transport(pairs: dict[str, Pair]) -> dict[str, Any]:
-    """Seconds and marginal error of one transport from nothing: POT's solvers and ours."""
-    ot = importlib.import_module("ot")
-    results: dict[str, Any] = {}
-    for dataset, pair in pairs.items():
-        for title, point in (("random", pair.start()), ("best", pair.solve().projection)):
-            cost = ot.dist(pair.x @ point, pair.y @ point)
-            rows: dict[str, Any] = {}
-            plans = {}
-            for method in ("sinkhorn", "sinkhorn_log", "sinkhorn_stabilized"):
-                clock = Clock()
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    plans[f"POT {method}"] = ot.sinkhorn(
-                        pair.a, pair.b, cost, pair.reg,
-                        method=method, stopThr=1e-9, numItermax=20_000,
-                    )  # fmt: skip
-                rows[f"POT {method}"] = {"processor_seconds": clock.read()[1]}
-            clock = Clock()
-            plans["ours"] = pair.solve(init=point, max_iter=0).plan
-            rows["ours"] = {"processor_seconds": clock.read()[1]}
-            for name, plan in plans.items():
-                errors = np.abs(plan.sum(1) - pair.a).sum(), np.abs(plan.sum(0) - pair.b).sum()
-                rows[name]["marginal_error"] = float(max(errors))
-                rows[name]["cost"] = float((plan * cost).sum())
-            clock = Clock()
-            exact = so.ot.projected_wasserstein(pair.x, pair.y, point, pair.a, pair.b)
-            rows["POT emd, exact"] = {"processor_seconds": clock.read()[1], "cost": exact}
-            results[f"{dataset} {pair.name}, {title} projection"] = rows
-    return results

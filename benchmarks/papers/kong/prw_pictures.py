@@ -29,7 +29,11 @@ import numpy as np
 import torch
 
 import stiefel_opt as so
-from benchmarks.common.programs import figures, machine, markdown_table, require, write_text
+from benchmarks.common.harness import machine, markdown_table, write_text
+from benchmarks.common.programs import (
+    figures,
+    require,
+)
 
 PLANTED = 2
 LARGEST_ANGLE = 0.05

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ from benchmarks.common import figures
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 from stiefel_opt.functional import cwy
 
-TOLERANCE = 0.05  # eps of the theorem, and the fit's own error
 RESAMPLINGS = 200
 
 
@@ -118,7 +116,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the problem, start and noise")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--smoke", action="store_true", help="few steps, no bar")
+    parser.add_argument("--smoke", action="store_true", help="few steps")
     parser.add_argument("--output", type=Path, default=RESULTS / "convergence.json")
     options = parser.parse_args(argv)
     if options.smoke:
@@ -126,8 +124,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases, print the slopes; the exit status is 1 if one is above -0.5 + 0.05."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all cases, print the slopes."""
     options = parse(argv)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
@@ -136,14 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"about {len(CASES) * options.steps / 500:.0f} seconds on one core of a CPU.",
         flush=True,
     )
-    rows, records, met = [], [], True
+    rows, records = [], []
     for case in CASES:
         norms, error = descend(
             case, options.runs, options.steps, options.noise, options.seed, device
         )
         low, high = slope_interval(norms)
         fitted, lowest = slope(norms), running_minimum(norms)
-        met = met and (options.smoke or fitted <= -0.5 + TOLERANCE)
         rows.append([case.title, f"{fitted:.3f}", f"{low:.3f} to {high:.3f}",
                      f"{lowest[0]:.3g}", f"{lowest[-1]:.3g}", f"{error:.1e}"])  # fmt: skip
         at = np.unique(np.geomspace(1, options.steps, 60).round().astype(int))
@@ -151,8 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record |= {"K": at.tolist(), "running_minimum": [float(lowest[k - 1]) for k in at]}
         records.append(record | {"orthonormality_error": error})
     header = ["Case", "Slope", "of resampled runs", "First", "Last", "max abs(X'X - I)"]
-    verdict = f"{'PASS' if met else 'FAIL'}  slopes at most -0.5 (tolerance {TOLERANCE})"
-    text = f"{markdown_table(header, rows)}\n\n{verdict}"
+    text = markdown_table(header, rows)
     print(f"\n{text}")
     content = {
         "machine": machine(device),
@@ -163,8 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(options.output, content)
     figures.convergence(options.output.with_suffix(".png"))
     print(f"Plot: {options.output.with_suffix('.png').name}")
-    return 0 if met else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

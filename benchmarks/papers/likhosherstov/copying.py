@@ -23,22 +23,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.harness import markdown_table
 from benchmarks.common.programs import (
     Help,
     Panel,
     add_flags,
-    add_preset,
-    announce,
-    finish_flags,
     listed,
-    markdown_table,
-    plot_curves,
+    parsed,
     run,
     spread,
     worst,
-    write_table,
+    write_report,
 )
-from benchmarks.common.training import Record, Trainer, rate_factor, train_all
+from benchmarks.common.training import Record, Trainer, compare, rate_factor, train_all
 from benchmarks.papers.likhosherstov.cells import (
     CELL_SETTINGS,
     PAPER_CELLS,
@@ -171,18 +168,15 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         rows.append([*row, worst([entry["orthonormality_error"] for entry in last])])
     title = (
         f"Copying task, T = {options.length}: {options.hidden} units, batch {options.batch_size}, "
-        f"{options.epochs * options.every} steps, seeds {', '.join(map(str, options.seeds))}"
+        f"{options.epochs * options.every} steps"
     )
-    runs = [run for group in records.values() for run in group]
-    results = {"baseline": baseline(options.length), "grid": options.tried, "runs": runs}
-    write_table(options.output, title, markdown_table(header, rows), results)
     levels = {"no memory": 1.0, "a tenth": 0.1}
     panels = [
         Panel("of_baseline", "test loss / no-memory baseline", "Loss", "log", levels, "step"),
         Panel("digits_right", "share of the ten digits", "Digits repeated rightly", x="step"),
     ]
-    histories = {name: [run["history"] for run in group] for name, group in records.items()}
-    plot_curves(options.output / "curves.png", title, histories, panels)
+    known = {"baseline": baseline(options.length), "grid": options.tried}
+    write_report(options, title, (header, rows), records, panels, **known)
 
 
 def steps_to_a_tenth(run: Record) -> float:
@@ -196,10 +190,8 @@ def steps_to_a_tenth(run: Record) -> float:
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
-    parser = ArgumentParser(
-        description="Repeat ten digits after a pause of T steps.",
-        formatter_class=Help,
-    )
+    what = "Repeat ten digits after a pause of T steps."
+    parser = ArgumentParser(description=what, formatter_class=Help)
     add = parser.add_argument
     add("--length", type=int, default=30, help="T, the zeros between digits and question")
     add("--iterations", type=int, default=400, help="training steps")
@@ -209,16 +201,13 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
         help=f"first choose the rates of each cell from these, at T = {GRID_LENGTH}")  # fmt: skip
     add_cell_flags(parser, hidden=64, start="henaff")
     add_flags(parser, Path("runs/copying"), seeds=2)
-    add_preset(parser, PRESETS, argv)
-    if parser.parse_known_args(argv)[0].smoke:
-        parser.set_defaults(seeds=[1], **SMOKE)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)
     if options.length < 1 or options.iterations < options.every:
         parser.error("--length must be at least 1 and --iterations at least --every")
     options.epochs = options.iterations // options.every
     options.methods = parse_cells(options.cells)
     options.tried, options.chosen = {}, {}
-    return finish_flags(parser, options)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -233,17 +222,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         header = ["Loss / baseline", *(f"{rate:g}" for rate in options.grid)]
         rows = [[n, *(f"{v:.4f}" for v in tried.values())] for n, tried in options.tried.items()]
         print(f"\nRates at T = {GRID_LENGTH}:\n\n{markdown_table(header, rows)}\n", flush=True)
-    build = partial(build_trainer, options)
-    once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
-    announce(
+    compare(
         options,
+        options.methods,
+        partial(build_trainer, options),
+        partial(report, options),
         f"Copying ten digits over T = {options.length} steps: {', '.join(options.methods)}; "
         f"{options.epochs * options.every} steps each, {listed(options.seeds)}.",
-        once * len(options.seeds),
     )
-    train_all(options, options.methods, build, partial(report, options))
-    text = (options.output / "table.md").read_text()
-    print(f"\n{text}\nPlot: {options.output / 'curves.png'}")
 
 
 if __name__ == "__main__":

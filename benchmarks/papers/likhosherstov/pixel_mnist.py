@@ -8,7 +8,7 @@
     python -m benchmarks.papers.likhosherstov.pixel_mnist --preset paper --data-dir DIR \\
         --device cuda  # 784 steps
 
-DIR holds the four idx files of MNIST (packed or not) or mnist.npz. ``--side`` averages squares of
+DIR holds mnist.npz, see `common/images.py`. ``--side`` averages squares of
 pixels; ``--permuted`` shuffles the order of the pixels, the same for all images, so that what
 belongs together is far apart. Task: Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C
 (784 steps, Helfrich's start). They give neither units nor rates nor epochs; those of the preset are
@@ -30,18 +30,14 @@ from benchmarks.common.programs import (
     Help,
     Panel,
     add_flags,
-    add_preset,
-    announce,
-    finish_flags,
     listed,
-    markdown_table,
-    plot_curves,
+    parsed,
     run,
     spread,
     worst,
-    write_table,
+    write_report,
 )
-from benchmarks.common.training import Record, Trainer, train_all
+from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov.cells import (
     CELL_SETTINGS,
     PAPER_CELLS,
@@ -129,18 +125,13 @@ def report(options: Namespace, images: Images, records: Mapping[str, Sequence[Re
     title = (
         f"{'Permuted pixels' if options.permuted else 'Pixels'} of {options.data}, "
         f"{side} x {side} = {side**2} steps: {options.hidden} units, batch {options.batch_size}, "
-        f"{options.epochs} epochs of {len(images.train_images):,} images, "
-        f"seeds {', '.join(map(str, options.seeds))}"
+        f"{options.epochs} epochs of {len(images.train_images):,} images"
     )
-    runs = [run for group in records.values() for run in group]
-    table = markdown_table([*header, "Orthonormality"], rows)
-    write_table(options.output, title, table, {"runs": runs})
     panels = [
         Panel("test_error", "test error (%)", "Test error", "log", {"95 % accuracy": 5.0}),
         Panel("train_loss", "cross entropy", "Training loss", "log"),
     ]
-    histories = {name: [run["history"] for run in group] for name, group in records.items()}
-    plot_curves(options.output / "curves.png", title, histories, panels)
+    write_report(options, title, ([*header, "Orthonormality"], rows), records, panels)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
@@ -158,14 +149,11 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     parser.set_defaults(smoothing=0.0, augment="none")
     add_cell_flags(parser, hidden=64, start="helfrich")
     add_flags(parser, Path("runs/pixel_mnist"), seeds=2)
-    add_preset(parser, PRESETS, argv)
-    if parser.parse_known_args(argv)[0].smoke:
-        parser.set_defaults(seeds=[1], **SMOKE)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)
     if options.epochs < 1:
         parser.error("--epochs must be at least 1, got 0")
     options.methods = parse_cells(options.cells)
-    return finish_flags(parser, options)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,18 +164,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     except FileNotFoundError as error:
         raise SystemExit(f"error: {error}") from None
     images = pooled(images, options.side).to(options.device)
-    build = partial(build_trainer, options, images)
-    once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
     steps = images.train_images[0].numel()
-    announce(
+    compare(
         options,
+        options.methods,
+        partial(build_trainer, options, images),
+        partial(report, options, images),
         f"{len(images.train_images):,} images of {options.data} in {steps} pixels, one a step: "
         f"{', '.join(options.methods)}; {options.epochs} epochs each, {listed(options.seeds)}.",
-        once * len(options.seeds),
     )
-    train_all(options, options.methods, build, partial(report, options, images))
-    text = (options.output / "table.md").read_text()
-    print(f"\n{text}\nPlot: {options.output / 'curves.png'}")
 
 
 if __name__ == "__main__":

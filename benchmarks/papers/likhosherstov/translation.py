@@ -33,16 +33,12 @@ from benchmarks.common.programs import (
     Help,
     Panel,
     add_flags,
-    add_preset,
-    announce,
-    finish_flags,
-    markdown_table,
-    plot_curves,
+    parsed,
     run,
     spread,
-    write_table,
+    write_report,
 )
-from benchmarks.common.training import Record, Trainer, train_all
+from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov.cells import Both
 from benchmarks.papers.likhosherstov.phrases import (
     PAD,
@@ -185,35 +181,16 @@ def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Re
     title = (
         f"Translation: {len(corpus.train)} training and {len(corpus.test)} test pairs of "
         f"{'generated phrases' if options.pairs is None else 'sentences'}, N = {options.hidden}, "
-        f"{options.epochs} epochs, seeds {', '.join(map(str, options.seeds))}"
+        f"{options.epochs} epochs"
     )
-    runs = [run for group in records.values() for run in group]
-    write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
-    histories = {name: [run["history"] for run in group] for name, group in records.items()}
-    panel = Panel("perplexity", "perplexity of a test word, 2^loss", scale="log")
-    plot_curves(options.output / "curves.png", title.split(",")[0], histories, [panel])
-
-
-def print_samples(options: Namespace, corpus: Corpus, count: int = 3) -> None:
-    """Translations of the same few test sentences by every row."""
-    names = list(corpus.targets)
-    for words, answer in itertools.islice(corpus.test, count):
-        print(f"\n{' '.join(words)}  ->  {' '.join(answer)}")
-        for title in options.methods:
-            trainer = build_trainer(options, corpus, title, options.seeds[0])
-            trainer.resume()
-            model = trainer.model.eval()
-            source = torch.tensor(encode(words, corpus.sources), device=options.device)
-            found = model.translate(source.unsqueeze(1), 2 * options.longest)
-            print(f"    {title:12} {' '.join(names[number] for number in found)}")
+    panels = [Panel("perplexity", "perplexity of a test word, 2^loss", scale="log")]
+    write_report(options, title, (header, rows), records, panels, title.split(",")[0])
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
-    parser = ArgumentParser(
-        description="Translate with orthogonal and other recurrences.",
-        formatter_class=Help,
-    )
+    what = "Translate with orthogonal and other recurrences."
+    parser = ArgumentParser(description=what, formatter_class=Help)
     add = parser.add_argument
     add("--pairs", help="file of lines source<TAB>target; default: generated phrases")
     add("--limit", type=int, help="pairs used; default: all, or 4000 generated")
@@ -230,31 +207,25 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--attention", choices=["luong", "additive"], default="luong", help="additive: the paper's")
     add("--clip", type=float, default=1.0, help="norm of the gradients; 0: as it is")
     add_flags(parser, Path("runs/translation"))
-    add_preset(parser, PRESETS, argv)
-    if parser.parse_known_args(argv)[0].smoke:
-        parser.set_defaults(**SMOKE, cells=["LSTM", "CWY", "StiefelAdam"], reflections=[16, 4])
-    options = parser.parse_args(argv)
+    smoke = {**SMOKE, "cells": ["LSTM", "CWY", "StiefelAdam"], "reflections": [16, 4]}
+    options = parsed(parser, argv, smoke, PRESETS)
     sweep = options.reflections or [max(1, options.hidden >> power) for power in range(5)]
     if not 1 <= min(sweep) <= max(sweep) <= options.hidden:
         parser.error(f"--reflections must lie in 1 to --hidden = {options.hidden}, got {sweep}")
     cwy = [f"CWY L={count}" for count in dict.fromkeys(sweep)]
     groups = (cwy if cell == "CWY" else [cell] for cell in options.cells)
     options.methods = list(itertools.chain.from_iterable(groups))
-    return finish_flags(parser, options)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train every row with every seed; print table, samples and where the plot is."""
+    """Train every row with every seed; print the table and where the plot is."""
     options = parse_arguments(argv)
     corpus = load_corpus(options)
     build = partial(build_trainer, options, corpus)
-    once = sum(build(title, 0).expected_seconds(3) for title in options.methods)
     what = f"Translation of {len(corpus.train)} pairs, {options.epochs} epochs: "
-    announce(options, what + f"{', '.join(options.methods)}.", once * len(options.seeds))
-    train_all(options, options.methods, build, partial(report, options, corpus))
-    print(f"\n{(options.output / 'table.md').read_text()}")
-    print_samples(options, corpus)
-    print(f"\nPlot: {options.output / 'curves.png'}")
+    what += f"{', '.join(options.methods)}."
+    compare(options, options.methods, build, partial(report, options, corpus), what)
 
 
 if __name__ == "__main__":

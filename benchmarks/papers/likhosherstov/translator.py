@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from benchmarks.papers.likhosherstov.phrases import END, PAD, START
+from benchmarks.papers.likhosherstov.phrases import PAD
 from stiefel_opt.nn import OrthogonalRNN
 
 FREE = {"RNN": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}
@@ -91,14 +91,3 @@ class Translator(nn.Module):
     def forward(self, source: Tensor, target: Tensor, wanted: Tensor) -> Tensor:
         """Logits (wanted words, vocabulary): the read-out costs most, and padding needs none."""
         return self.answer(self.decode(target, *self.encode(source))[0][wanted])
-
-    @torch.no_grad()
-    def translate(self, source: Tensor, longest: int) -> list[int]:
-        """The likeliest next word again and again, for one sentence (S, 1)."""
-        states, padding, last = self.encode(source)
-        found = [START]
-        while found[-1] != END and len(found) <= longest:
-            word = torch.tensor([[found[-1]]], device=source.device)
-            left, last = self.decode(word, states, padding, last)
-            found.append(int(self.answer(left).argmax()))
-        return [number for number in found[1:] if number != END]

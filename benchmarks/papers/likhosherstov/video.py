@@ -15,7 +15,7 @@ nothing is clipped. Its loss, an l1 norm, is taken as the sum over the pixels, m
 The default is another, smaller experiment: the first convolution keeps the size, the rate is 3e-3,
 the loss a mean, gradients are clipped at 1.
 
-`mnist` wants idx files or mnist.npz. `kth` wants one .npz for each sequence with `frames`, uint8 of
+`mnist` wants mnist.npz. `kth` wants one .npz for each sequence with `frames`, uint8 of
 shape (T, side, side), named person01_walking_d1_1.npz: the four sequences of a video, as the list
 of the data set (00sequences.txt) cuts it, 120 x 120 pixels from the middle scaled to 128 x 128.
 
@@ -40,17 +40,13 @@ from benchmarks.common.programs import (
     Help,
     Panel,
     add_flags,
-    add_preset,
-    announce,
-    finish_flags,
-    markdown_table,
-    plot_curves,
+    parsed,
     run,
     spread,
     worst,
-    write_table,
+    write_report,
 )
-from benchmarks.common.training import Record, Trainer, train_all
+from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov.cells import Both
 from benchmarks.papers.likhosherstov.video_units import (
     ACTIONS,
@@ -190,15 +186,12 @@ def report(
     title = (
         f"Next frame of {options.data}: {options.side} x {options.side} pixels, "
         f"{options.frames} frames, c = {options.channels}, {options.epochs * options.steps} steps "
-        f"of {options.batch_size} clips, seeds {', '.join(map(str, options.seeds))}"
+        f"of {options.batch_size} clips"
     )
-    runs = [run for group in records.values() for run in group]
-    table = markdown_table([*header, "Orthonormality"], rows)
-    write_table(options.output, title, table, {"last_frame": still, "runs": runs})
-    panel = Panel("valid", "l1 a frame, validation", levels={"last frame again": still})
-    histories = {name: [run["history"] for run in group] for name, group in records.items()}
+    panels = [Panel("valid", "l1 a frame, validation", levels={"last frame again": still})]
     short = f"Next frame of {options.data}, {options.side} x {options.side} pixels"
-    plot_curves(options.output / "curves.png", short, histories, [panel])
+    table = ([*header, "Orthonormality"], rows)
+    write_report(options, title, table, records, panels, short, last_frame=still)
     if all(len(records.get(name, [])) == len(options.seeds) for name in options.methods):
         draw_strip(options, clips, records)  # takes seconds: once, at the end
 
@@ -219,10 +212,8 @@ def draw_strip(
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
-    parser = ArgumentParser(
-        description="Predict the next frame with ConvNERU and ConvLSTM.",
-        formatter_class=Help,
-    )
+    what = "Predict the next frame with ConvNERU and ConvLSTM."
+    parser = ArgumentParser(description=what, formatter_class=Help)
     add = parser.add_argument
     add("--data", choices=["digits", "mnist", "kth"], default="digits",
         help="digits needs no files")  # fmt: skip
@@ -242,15 +233,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--summed", action="store_true", help="a loss that is not divided by the pixels")
     add("--clip", type=float, default=1.0, help="norm of the gradients; 0: as it is")
     add_flags(parser, Path("runs/video"))
-    add_preset(parser, PRESETS, argv)
-    if parser.parse_known_args(argv)[0].smoke:
-        parser.set_defaults(**SMOKE)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv, SMOKE, PRESETS)
     if options.side % 8 or options.frames < 2 or min(options.epochs, options.steps) < 1:
         parser.error("--side must be a multiple of 8, --frames 2, --epochs and --steps 1 or more")
     options.methods = list(METHODS) if "all" in options.methods else options.methods
     options.memory = {}  # bytes of a step of each method, measured once
-    return finish_flags(parser, options)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -258,12 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_arguments(argv)
     clips = load_clips(options)  # and the steps of an epoch, for kth
     build = partial(build_trainer, options, clips)
-    once = sum(build(title, 0).expected_seconds(2) for title in options.methods)
     what = f"Next frames of {options.data}: {', '.join(options.methods)}; {options.epochs} epochs."
-    announce(options, what, once * len(options.seeds))
-    train_all(options, options.methods, build, partial(report, options, clips))
-    print(f"\n{(options.output / 'table.md').read_text()}")
-    print(f"Pictures: {options.output / 'curves.png'}, {options.output / 'strip.png'}")
+    compare(options, options.methods, build, partial(report, options, clips), what)
 
 
 if __name__ == "__main__":

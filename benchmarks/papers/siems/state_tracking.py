@@ -26,21 +26,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.harness import markdown_table
 from benchmarks.common.programs import (
     Help,
     add_flags,
-    announce,
     figures,
-    finish_flags,
     listed,
-    markdown_table,
+    parsed,
     plural,
     require,
     run,
     spread,
     write_table,
 )
-from benchmarks.common.training import Record, Trainer, rate_factor, train_all
+from benchmarks.common.training import Record, Trainer, compare, rate_factor
 from stiefel_opt.nn import DeltaProduct
 
 THINGS = {"parity": 2, "S3": 3, "S4": 4, "S5": 5}  # permuted things of each task
@@ -215,10 +214,8 @@ def draw_accuracies(options: Namespace, records: Mapping[str, Sequence[Record]])
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
-    parser = ArgumentParser(
-        description="Word problems of groups, by products of Householder factors.",
-        formatter_class=Help,
-    )
+    what = "Word problems of groups, by products of Householder factors."
+    parser = ArgumentParser(description=what, formatter_class=Help)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=[*THINGS, "all"], default=["parity", "S3"],
         help="groups whose products are to be followed")  # fmt: skip
@@ -239,14 +236,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     )
     add("--writes", action="store_true", help="also let tokens write to the state")
     add_flags(parser, Path("runs/state_tracking"), seeds=1)
-    if parser.parse_known_args(argv)[0].smoke:
-        parser.set_defaults(**SMOKE)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv, SMOKE)
     if options.length < 1 or options.iterations < options.every or min(options.factors) < 1:
         parser.error("--length and --factors must be at least 1, --iterations at least --every")
     options.tasks = list(THINGS) if "all" in options.tasks else options.tasks
     options.epochs = options.iterations // options.every
-    return finish_flags(parser, options)
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -254,20 +249,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_arguments(argv)
     build = partial(build_trainer, options)
     titles = [f"{task} n_h={factors}" for task in options.tasks for factors in options.factors]
-    once = 0.0
-    for title in titles:
+
+    def longest(title: str) -> Trainer:
         trainer = build(title, 0)
-        trainer.model.length.fill_(options.length)  # the longest: an upper bound
-        once += trainer.expected_seconds(2)
-    announce(
-        options,
+        trainer.model.length.fill_(options.length)  # an upper bound of the time
+        return trainer
+
+    what = (
         f"Word problems of {', '.join(options.tasks)} with {options.factors} factors: at most "
-        f"{options.epochs * options.every} steps each, fewer once solved, {listed(options.seeds)}.",
-        once * len(options.seeds),
+        f"{options.epochs * options.every} steps each, fewer once solved, {listed(options.seeds)}."
     )
-    train_all(options, titles, build, partial(report, options))
-    text = (options.output / "table.md").read_text()
-    print(f"\n{text}\nPlot: {options.output / 'accuracy.png'}")
+    compare(options, titles, build, partial(report, options), what, longest)
 
 
 if __name__ == "__main__":
