@@ -310,7 +310,9 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     is_moving = isinstance(lr, Tensor) or lr != 0  # else bits stay, also where X C would differ
 
     batch.has_adopted = False
-    adopted = batch.adoptable(new, stored, grad) if task.may_adopt and ok is index is None else []
+    adopted: list[str] = []
+    if task.may_adopt and ok is index is None and stored.nbytes >= _LARGE_BLOCK * len(batch.blocks):
+        adopted = batch.adoptable(new, stored, grad)
 
     def write() -> None:
         for name, tensor in new.items():

@@ -430,22 +430,22 @@ class WeightGroup:
 
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        places = sorted(moved)
-        new_steps, new_skipped = self.steps.clone(), self.skipped.clone()
-        if len(places) == len(self.weights):
-            new_steps += 1.0 if self._ok is None else self._ok
-        elif places:
-            new_steps[places] += 1.0 if self._ok is None else self._ok[places]
-        if self._ok is not None:
-            new_skipped[places] += ~self._ok[places]
-        if self.unsafe:
+        some = len(moved) < len(self.weights)
+        places: Any = sorted(moved) if some else slice(None)
+        new_steps, new_skipped = self.steps.clone(), None
+        new_steps[places] += 1.0 if self._ok is None else self._ok[places]
+        if self._ok is not None or self.unsafe:
+            new_skipped = self.skipped.clone()
+            if self._ok is not None:
+                new_skipped[places] += ~self._ok[places]
             new_skipped[self.unsafe] += 1
 
         def write() -> None:
             if is_written:
                 self._write_masters_and_shards(values)
             self.steps.copy_(new_steps)
-            self.skipped.copy_(new_skipped)
+            if new_skipped is not None:
+                self.skipped.copy_(new_skipped)
 
         complete(write)
         if any(batch.has_adopted for batch in self.batches):
