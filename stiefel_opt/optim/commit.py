@@ -272,11 +272,9 @@ class Verdict(NamedTuple):
 
 def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     """Correct the batch, run its rule, judge what it returned, and write it."""
-    batch, chosen, sums = task.batch, task.chosen, task.batch.sums
+    batch, chosen = task.batch, task.chosen
     stored = batch.read(task.tensors, chosen)
     grad = batch.read(task.grads, chosen).to(stored.dtype)
-    reader = batch.now if task.reads else reader_for(stored, batch.lagged)
-    reader.is_lost = False
     unsafe: list[int] = []
     ok, length = task.ok, math.inf
     if task.nonfinite == "skip" and task.reads:
@@ -287,28 +285,10 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
-    unscaled = stored if batch.scale == 1.0 else stored / batch.scale
-    known = math.inf if sums.row_sum is not None else length  # all processes must decide alike
-    X, fixed = _on_manifold(unscaled, state, grad, task, known, reader, correct)
-    lr = task.lr if batch.scale == 1.0 else task.lr / batch.scale
-    current = {**state, **fixed}
-    new_X, new, moved = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
-    new = {**fixed, **new}
-    for _ in range(_corrections_after(moved, lr, known, reader)):
-        new_X, again = correct(new_X, {**state, **new}, sums)
-        new |= again
-    overflowed = None
-    if task.nonfinite != "ignore" and _may_have_overflowed(moved, reader):
-        overflowed = _overflowed(new_X, sums, ok)
-        new_X = torch.where(overflowed, unscaled, new_X)
-        for name, tensor in new.items():
-            start = batch.declared[name].fill_(torch.empty_like(tensor))
-            new[name] = torch.where(overflowed, start, tensor)
-    new_X = new_X if batch.scale == 1.0 else new_X * batch.scale
-    if isinstance(lr, Tensor):
-        new_X = torch.where(lr == 0, stored, new_X)
-    is_moving = isinstance(lr, Tensor) or lr != 0  # else bits stay, also where X C would differ
-
+    new_X, new, moved, overflowed = _moved(stored, grad, state, ok, length, task, rule, correct)
+    if isinstance(task.lr, Tensor):
+        new_X = torch.where(task.lr == 0, stored, new_X)
+    is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else bits stay, also of X C
     batch.has_adopted = False
     adopted: list[str] = []
     if task.may_adopt and ok is index is None and stored.nbytes >= _LARGE_BLOCK * len(batch.blocks):
@@ -328,6 +308,43 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     complete(write)
     batch.last = LastStep(task.places, moved.kept() if isinstance(moved, Length) else moved, ok)
     return Verdict(unsafe, overflowed)
+
+
+def _moved(
+    stored: Tensor,
+    grad: Tensor,
+    state: Tensors,
+    ok: Tensor | None,
+    length: float,
+    task: Task,
+    rule: Rule,
+    correct: Correction,
+) -> tuple[Tensor, Tensors, Length | Tensor | float, Tensor | None]:
+    """Return the new point and state, the length of the step, and which matrices overflowed.
+
+    Those stay, and their state starts again.
+    """
+    batch, sums, scale = task.batch, task.batch.sums, task.batch.scale
+    reader = batch.now if task.reads else reader_for(stored, batch.lagged)
+    reader.is_lost = False
+    unscaled = stored if scale == 1.0 else stored / scale
+    lr = task.lr if scale == 1.0 else task.lr / scale
+    known = math.inf if sums.row_sum is not None else length  # all processes must decide alike
+    X, fixed = _on_manifold(unscaled, state, grad, task, known, reader, correct)
+    current = {**state, **fixed}
+    new_X, new, moved = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
+    new = {**fixed, **new}
+    for _ in range(_corrections_after(moved, lr, known, reader)):
+        new_X, again = correct(new_X, {**state, **new}, sums)
+        new |= again
+    overflowed = None
+    if task.nonfinite != "ignore" and _may_have_overflowed(moved, reader):
+        overflowed = _overflowed(new_X, sums, ok)
+        new_X = torch.where(overflowed, unscaled, new_X)
+        for name, tensor in new.items():
+            start = batch.declared[name].fill_(torch.empty_like(tensor))
+            new[name] = torch.where(overflowed, start, tensor)
+    return new_X if scale == 1.0 else new_X * scale, new, moved, overflowed
 
 
 def complete(write: Callable[[], None]) -> None:

@@ -26,6 +26,7 @@ from stiefel_opt.optim.blocks import (
     plain_rows_of,
     stacks_of,
 )
+from stiefel_opt.optim.checks import refuse_gradient, refuse_sparse
 from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
@@ -45,6 +46,7 @@ from stiefel_opt.optim.state import (
     key_of,
     working_dtype,
 )
+from stiefel_opt.optim.torch_rules import Group
 
 # Rounding in X'X and X'U is measured and removed once in so many steps.
 _CORRECTION_PERIOD: Final = 8
@@ -53,6 +55,7 @@ _CORRECTION_PERIOD: Final = 8
 TALLIES: Final = ("skipped", "unreported")
 
 _VERSION = operator.attrgetter("_version")
+_KIND = operator.attrgetter("shape", "dtype", "layout")
 
 # parameters, gradients, states, and a number that is not 0 where all of them are to stay
 MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
@@ -204,6 +207,18 @@ class WeightGroup:
 
     # ---- before anything changes ---------------------------------------------------------------
 
+    def fit(self, grads: list[Tensor | None], groups: list[Group]) -> bool:
+        """Raise for gradients of another kind; return False if a parameter is of another now."""
+        for weight, grad in zip(self.weights, grads, strict=True):
+            if grad is None or _KIND(grad) == weight.kind:
+                continue
+            if grad.layout is not torch.strided:
+                refuse_sparse(weight.parameter, groups)
+            if weight.is_same() or grad.shape != weight.parameter.shape:
+                refuse_gradient(weight.parameter, groups)
+            return False
+        return True
+
     def take(
         self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
     ) -> list[Weight]:
@@ -324,7 +339,8 @@ class WeightGroup:
                 if verdict.overflowed is not None:
                     self._count(verdict.overflowed, task.places)
             if self._rows:
-                self._move_rows(move_rows, values)
+                staying, ok = self._staying, self._ok
+                _move_rows(self._rows, values, self._grads, staying, ok, self._reads, move_rows)
             moved.update(range(len(self.weights)))  # also where this process has no matrices
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
@@ -401,33 +417,6 @@ class WeightGroup:
         if self._reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
 
-    def _move_rows(self, move_rows: MoveRows, values: list[Tensor]) -> None:
-        """Move the plain rows of parameters that are constrained in part, by torch's own rule."""
-        moving = [(w, states) for w, states in self._rows if w.place not in self._staying]
-        parameters: list[Tensor] = []
-        grads: list[Tensor] = []
-        states: list[StateDict] = []
-        for weight, own in moving:
-            grad: Tensor = self._grads[weight.place]  # type: ignore[assignment]
-            split, value = weight.local_manifold.plain_parts, values[weight.place]
-            parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-            if not self._reads:  # its kernels take a verdict, but only one
-                stays = grad.new_zeros((), dtype=torch.float32)
-                if self._ok is not None:
-                    stays = (~self._ok[weight.place]).float()
-                move_rows(list(split(value)), parts, own, stays)
-            parameters += split(value)
-            grads += parts
-            states += own
-        if parameters and self._reads:
-            move_rows(parameters, grads, states, None)
-        for weight, own in moving:
-            for index, state in enumerate(own):
-                for word, tensor in state.items():
-                    key = key_of(ROWS + word, index)
-                    if key not in weight.state:
-                        weight.state[key] = weight.shown_rows(tensor, index)
-
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
         some = len(moved) < len(self.weights)
@@ -474,6 +463,42 @@ class WeightGroup:
         for place in staying:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
+
+
+def _move_rows(
+    rows: list[tuple[Weight, list[StateDict]]],
+    values: list[Tensor],
+    all_grads: list[Tensor | None],
+    staying: set[int],
+    ok: Tensor | None,
+    reads: bool,
+    move_rows: MoveRows,
+) -> None:
+    """Move the plain rows of parameters that are constrained in part, by the plain rule."""
+    moving = [(weight, states) for weight, states in rows if weight.place not in staying]
+    parameters: list[Tensor] = []
+    grads: list[Tensor] = []
+    states: list[StateDict] = []
+    for weight, own in moving:
+        grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
+        split, value = weight.local_manifold.plain_parts, values[weight.place]
+        parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
+        if not reads:  # its kernels take a verdict, but only one
+            stays = grad.new_zeros((), dtype=torch.float32)
+            if ok is not None:
+                stays = (~ok[weight.place]).float()
+            move_rows(list(split(value)), parts, own, stays)
+        parameters += split(value)
+        grads += parts
+        states += own
+    if parameters and reads:
+        move_rows(parameters, grads, states, None)
+    for weight, own in moving:
+        for index, state in enumerate(own):
+            for word, tensor in state.items():
+                key = key_of(ROWS + word, index)
+                if key not in weight.state:
+                    weight.state[key] = weight.shown_rows(tensor, index)
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:
