@@ -66,10 +66,6 @@ class Length(NamedTuple):
     limit: float = 0.0
     inner: Tensor | None = None
 
-    def kept(self) -> Length:
-        """Return what is kept between steps."""
-        return self._replace(inner=None)
-
     def tangents(self, count: int) -> Tensor:
         """Return the length of each of ``count`` steps, NaN where it is not finite."""
         squares = self.squares.reshape(-1, count, *self.squares.shape[1:]).sum(dim=0) * self.scale

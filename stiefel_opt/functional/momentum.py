@@ -119,7 +119,7 @@ def sgd(
     Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 8 and 7.
     Reference: after Kong et al., Algorithm 1, with other maps and the geometry corrected.
     """
-    reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
+    reader, a, Z = reader or reader_for(X), float(METRICS.get(metric, metric)), state.get(SKEW)  # type: ignore[arg-type]
     (S,) = sums((X, G))  # 1
     torque = skew_force(S, a, force)
     new_Z = torque if Z is None else torch.add(torque, Z, alpha=momentum)

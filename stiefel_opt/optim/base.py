@@ -186,6 +186,10 @@ class StiefelOptimizer(Optimizer, ABC):
                 group[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
         self.check_options(group)
         check_new_group(group, self.param_groups)
+        if group["stiefel"]:
+            untagged = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+            key = group["stiefel"]
+            project_untagged(untagged, Stiefel() if key is True else Stiefel.from_dict(key))
         super().add_param_group(group)
         self._indices.append(None)
         self._recall(group)

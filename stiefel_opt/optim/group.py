@@ -102,11 +102,6 @@ class Windows:
             return False
         return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
 
-    def look(self) -> None:
-        """Remember where the memory is now."""
-        windows = [state[key] for state, key in self._slots]
-        self._memory = self._addresses(windows)
-
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, key), known in zip(self._slots, self._windows, strict=True):
@@ -148,7 +143,6 @@ class WeightGroup:
         self.windows = Windows(weights, self.forget)
         # the step under way: gradients, places that stay, and the same as a mask
         self._grads: list[Tensor | None] = []
-        self._in_graph = False
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
         # places with an unsafe gradient, and with a step that overflowed, where that may be read
@@ -226,7 +220,7 @@ class WeightGroup:
 
         Returns: The weights that somebody else has written to; a compiled graph is not meant.
         """
-        self._grads, self._in_graph = grads, in_graph
+        self._grads = grads
         if self.is_shared:
             self._grads = [
                 grad if grad is None or weight.shards is None else weight.shards.local(grad)
@@ -375,7 +369,6 @@ class WeightGroup:
             bool(self._changed) and not self._changed.isdisjoint(places),
             nonfinite,
             self._reads,
-            self._reads and not self.is_shared and not self._in_graph,
             done,
         )
 
@@ -437,8 +430,6 @@ class WeightGroup:
                 self.skipped.copy_(new_skipped)
 
         complete(write)
-        if any(batch.has_adopted for batch in self.batches):
-            self.windows.look()
         if is_written:
             self._remember_what_was_written(moved)
         self._grads = []

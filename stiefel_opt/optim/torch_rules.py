@@ -168,7 +168,7 @@ def step_unless(
     grads: list[Tensor],
     states: Sequence[Group],
 ) -> None:
-    """Apply a rule to copies, and keep them unless ``stays``, a number on their device, is not 0."""
+    """Apply a rule to copies; keep them unless ``stays``, a number on their device, is not 0."""
     values = [parameter.clone() for parameter in parameters]
     copies = [
         {key: t.clone() if isinstance(t, Tensor) else t for key, t in state.items()}
