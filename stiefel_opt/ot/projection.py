@@ -158,11 +158,10 @@ def projection_robust_wasserstein(
         result = _result(clouds, best, [ascent.objective for ascent in ascents])
     if max_iter > 0 and tol > 0 and not result.converged:
         steps = len(result.log) - 1
-        remedy = "raise max_iter" if steps == max_iter else "no step rises any more: raise tol"
         warnings.warn(
             f"projection_robust_wasserstein has not converged: its relative gradient is "
-            f"{result.gradient:.1e} after {steps} steps, tol={tol:g}; {remedy}, or raise reg="
-            f"{reg:.2g}, which makes the objective smoother",
+            f"{result.gradient:.1e} after {steps} steps, tol={tol:g}; raise max_iter={max_iter}, or "
+            f"reg={reg:.2g}, which makes the objective smoother",
             stacklevel=users_level(),
         )
     return result

@@ -208,7 +208,7 @@ def test_small_defects_of_an_optimizer_are_taken_out() -> None:
         optimizer.register_step_post_hook(lambda *_: params[0].detach().mul_(1 + 1e-5))
         return optimizer
 
-    result = case.solve(optimizer=factory, max_iter=100)
+    result = case.solve(optimizer=factory, max_iter=100, tol=0.0)
     np.testing.assert_allclose(result.projection.T @ result.projection, np.eye(2), atol=1e-12)
     best = case.solve(tol=1e-6).objective
     assert best * (1 - 1e-4) < result.objective < best * (1 + 1e-9)
@@ -378,6 +378,7 @@ def test_no_step_is_too_long(lr: float, iterations: int | None) -> None:
         result = case.solve(
             optimizer=lambda params, rule=rule: rule(params, lr=lr),
             max_iter=8,
+            tol=0.0,
             sinkhorn_iterations=iterations,
         )
         assert result.marginal_error <= 1e-8

@@ -41,13 +41,11 @@ def test_clouds_in_one_point_have_a_default_too() -> None:
 
 def test_what_has_not_converged_is_told_with_a_remedy() -> None:
     x, y = clouds(shift=0.0)
-    text = r"has not converged: .* after 2 steps, tol=1e-06; raise max_iter, or raise reg="
+    text = r"has not converged: .* after 2 steps, tol=1e-06; raise max_iter=2, or reg="
     with pytest.warns(UserWarning, match=text) as caught:
         result = projection_robust_wasserstein(x, y, max_iter=2, tol=1e-6)
     assert not result.converged
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"no step rises any more: raise tol, or raise reg="):
-        projection_robust_wasserstein(x[:10], y[:9], k=1, tol=1e-18)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         projection_robust_wasserstein(x, y, max_iter=2, tol=0.0)  # steps are counted
