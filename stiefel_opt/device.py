@@ -61,7 +61,7 @@ def is_free_to_read(tensor: Tensor) -> bool:
 
 def may_wait_for(tensor: Tensor) -> bool:
     """Say whether a value may be waited for: not while code is traced or a graph is captured."""
-    if is_compiling():
+    if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -90,7 +90,7 @@ class _Watched(dict[str, Any]):
     @override
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if self.unread or not torch.is_grad_enabled():
+        if (self.unread or not torch.is_grad_enabled()) and not is_compiling():
             self.look(name, value, sys._getframe(1))
         return value
 
@@ -132,12 +132,11 @@ class _Watched(dict[str, Any]):
         """Tell of a value that is off the manifold, or of a package that makes another of it."""
         if name not in self.records or not isinstance(value, ManifoldParameter):
             return
-        if is_compiling() or value.is_inference():
+        if value.is_inference():
             return
         looks = self.looks.setdefault(name, _Looks())
         if not (name in self.unread or looks.is_due(value)):
             return
-        self.unread.discard(name)
         called = False
         while frame is not None and not called:
             if frame.f_globals.get("__name__", "").startswith("torch.ao.nn."):
@@ -145,7 +144,10 @@ class _Watched(dict[str, Any]):
                 warnings.warn(_CONVERTED.format(name, self.kind), stacklevel=users_level())
                 return
             called, frame = frame.f_code is _CALL, frame.f_back
-        if called and (value._version > 0 or not torch.is_grad_enabled()):
+        if not called:  # to be projected, or initialised
+            return
+        self.unread.discard(name)
+        if value._version > 0 or not torch.is_grad_enabled():
             looks.note(value, _warn_if_left(value, name, self.kind))
 
     def arm(self) -> None:
@@ -243,7 +245,7 @@ def watch(module: nn.Module) -> None:
         parameters.looks = {
             name: _Looks(next_read=2, next_version=value._version + 1)
             for name, value in parameters.items()
-            if name in parameters.records and value is not None
+            if name in parameters.records and value is not None and not value.is_inference()
         }
 
 

@@ -14,7 +14,7 @@ from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error, polar_factor, project_tangent
 from stiefel_opt.optim.stiefel import StiefelSGD
 from stiefel_opt.ot.clouds import Clouds
-from stiefel_opt.ot.sinkhorn import EntropicTransport
+from stiefel_opt.ot.entropic import EntropicTransport
 from stiefel_opt.parameter import ManifoldParameter
 
 OptimizerFactory = Callable[[list[Tensor]], Optimizer]

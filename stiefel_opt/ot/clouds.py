@@ -34,6 +34,12 @@ class Clouds:
     def dimension(self) -> int:
         return self.x.size(1)
 
+    def mean_distance(self, projection: Tensor) -> float:
+        """Return the mean square of U'(x_i - y_j), U the projection, i and j independent."""
+        x, y = self.x @ projection, self.y @ projection
+        squares = self.a @ x.square().sum(1) + self.b @ y.square().sum(1)
+        return float((squares - 2 * (self.a @ x) @ (self.b @ y)).clamp_min(0.0))
+
     def in_kind(self, values: Tensor) -> Any:
         """Return ``values`` as the first cloud was given: numpy or torch, its dtype."""
         if isinstance(self.model, Tensor):

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt._checks import check_flag, check_range, fail, users_level
 from stiefel_opt._optional import ProgressBar
 from stiefel_opt.geometry import random_point
 from stiefel_opt.ot.ascent import Ascent, Iteration, OptimizerFactory
 from stiefel_opt.ot.clouds import Clouds, check_integer, read_clouds, read_projection
-from stiefel_opt.ot.sinkhorn import EntropicTransport
+from stiefel_opt.ot.entropic import EntropicTransport
+
+# In units of the mean squared distance under the first projection.
+_DEFAULT_REG: Final = 0.02
+_SMALLEST_REG: Final = 1e-13
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +34,7 @@ class PRWResult:
         projection: U, ``(d, k)`` with orthonormal columns; any rotation U Q is as good.
         plan: ``(n, m)``, with row sums a and column sums b.
         potentials: f and g with :math:`\pi_{ij} = a_i b_j e^{(f_i + g_j - C_{ij}) / reg}`.
+        reg: The regularization.
         converged: Whether the relative gradient fell to ``tol``. The plan is converged always.
         gradient: Riemannian over Euclidean norm of the gradient.
         marginal_error: L1 error of the marginals of the plan.
@@ -41,6 +47,7 @@ class PRWResult:
     projection: Any
     plan: Any
     potentials: tuple[Any, Any]
+    reg: float
     converged: bool
     gradient: float
     marginal_error: float
@@ -49,7 +56,7 @@ class PRWResult:
 
     @override
     def __repr__(self) -> str:
-        found = f"value={self.value:.6g}, objective={self.objective:.6g}"
+        found = f"value={self.value:.6g}, objective={self.objective:.6g}, reg={self.reg:.3g}"
         ended = f"converged={self.converged}, iterations={len(self.log)}"
         shapes = f"projection {_size(self.projection)}, plan {_size(self.plan)}"
         return f"PRWResult({found}, {ended}, {shapes})"
@@ -66,7 +73,7 @@ def projection_robust_wasserstein(
     b: Any = None,
     *,
     k: int = 2,
-    reg: float,
+    reg: float | None = None,
     optimizer: OptimizerFactory | None = None,
     max_iter: int = 500,
     tol: float = 1e-4,
@@ -88,14 +95,18 @@ def projection_robust_wasserstein(
         a, b: Their weights, ``(n,)`` and ``(m,)``, not negative, summing to one. Default: equal.
         k: Dimension of the projection, 1 to d. Default: 2.
         reg: Regularization, in units of squared distance: smaller is nearer to the distance
-            without, and slower. Compare it with ``value``.
+            without, and slower. Default: a fiftieth of the mean squared distance between the clouds
+            under the first projection, for which ``value`` was 1 to 4 % too large where clouds
+            differ, in at most 60 steps. Take a tenth of that for another digit, or
+            :func:`projected_wasserstein` of the projection that was found for all of them.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
             ``lambda params: StiefelAdam(params, lr=0.1)``; it is given the tangent part of the
             gradient of minus the objective. Default: :class:`StiefelSGD` without momentum, its
             rate 0.5 / cost at first and set by the last two gradients (Barzilai & Borwein) from
             then on, shortened where the objective falls below a running mean.
-        max_iter: Most steps from one starting point. Default: 500.
-        tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one. Default: 1e-4.
+        max_iter: Most steps from one starting point; 0 evaluates the starting point. Default: 500.
+        tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one; 0 takes all
+            steps. Default: 1e-4.
         restarts: Starting points; the best end is returned. Default: 1.
         init: First starting point, ``(d, k)`` with orthonormal columns. Default: the leading
             eigenvectors of the second moment of x_i - y_j under independent weights.
@@ -106,9 +117,11 @@ def projection_robust_wasserstein(
 
     Returns: See :class:`PRWResult`.
     Raises:
-        ValueError, TypeError: for clouds, weights or options that cannot be used, naming them, and
-            for an optimizer that leaves the manifold.
+        ValueError, TypeError: for clouds, weights or options that cannot be used, naming them, such
+            as a ``reg`` that is lost in the rounding of the distances, and for an optimizer that
+            leaves the manifold.
         RuntimeError: if the plan under the final projection cannot be converged.
+    Warns: where the gradient has not fallen to ``tol``.
     Note: An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
         with a vector, mostly 5 to 30; nothing of size d x d. One n x m array is kept, the plan.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
@@ -116,7 +129,8 @@ def projection_robust_wasserstein(
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
     k = check_integer("k", k, 1, clouds.dimension)
-    check_range("reg", reg, 0.0, open_low=True)
+    if reg is not None:
+        check_range("reg", reg, 0.0, open_low=True)
     check_integer("max_iter", max_iter, 0)
     check_range("tol", tol, 0.0)
     check_integer("restarts", restarts, 1)
@@ -127,6 +141,11 @@ def projection_robust_wasserstein(
         raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
     with torch.inference_mode(mode=False):  # optimizers count what is written to a tensor
         starts = _starting_points(clouds, k, restarts, init, seed)
+        spread = clouds.mean_distance(starts[0])
+        reg = (_DEFAULT_REG * spread or 1.0) if reg is None else reg
+        if reg < _SMALLEST_REG * spread:
+            wanted = f"be at least {_SMALLEST_REG * spread:.1e}, the rounding of these distances"
+            raise ValueError(fail("reg", wanted, reg, "leave it out for a default"))
         transport = EntropicTransport(clouds.a, clouds.b, reg)
         ascents = []
         remedy = "run: pip install 'stiefel-opt[ot]'"
@@ -136,7 +155,16 @@ def projection_robust_wasserstein(
                 ascent.run(optimizer, max_iter, bar.update)
                 ascents.append(ascent)
         best = max(ascents, key=lambda ascent: ascent.objective)
-        return _result(clouds, best, [ascent.objective for ascent in ascents])
+        result = _result(clouds, best, [ascent.objective for ascent in ascents])
+    if max_iter > 0 and tol > 0 and not result.converged:
+        steps = len(result.log) - 1
+        warnings.warn(
+            f"projection_robust_wasserstein has not converged: its relative gradient is "
+            f"{result.gradient:.1e} after {steps} steps, tol={tol:g}; raise max_iter={max_iter}, "
+            f"or reg={reg:.2g}, which makes the objective smoother",
+            stacklevel=users_level(),
+        )
+    return result
 
 
 def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
@@ -151,6 +179,7 @@ def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
         projection=clouds.in_kind(point),
         plan=clouds.in_kind(clouds.full_plan(transport.plan())),
         potentials=(clouds.in_kind(f), clouds.in_kind(g)),
+        reg=transport.reg,
         converged=best.relative <= best.tol,
         gradient=best.relative,
         marginal_error=transport.error,

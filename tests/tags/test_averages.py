@@ -252,3 +252,22 @@ def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.Monke
     looks.clear()
     train(model, optimizer, 200)
     assert not looks
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_copies_are_compiled_exported_and_traced(with_grad: bool) -> None:
+    """Nothing that looks at a value is in a graph."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    so.constrain(model, "*.weight")
+    twin, x = copy.deepcopy(model), torch.randn(2, 4)
+    with torch.set_grad_enabled(with_grad):
+        expected = model(x)
+        compiled = torch.compile(twin, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(compiled(x), expected)
+        exported = torch.export.export(copy.deepcopy(model), (x,)).module()
+        torch.testing.assert_close(exported(x), expected)
+    with torch.inference_mode():
+        layer = so.constrain(nn.Linear(4, 4))
+        assert layer(x).shape == (2, 4)
