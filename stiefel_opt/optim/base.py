@@ -58,7 +58,7 @@ from stiefel_opt.optim.state import State, StateDict, forget_constrained
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import set_velocity_, velocity_of
-from stiefel_opt.parameter import has_lost_tag, tag
+from stiefel_opt.parameter import has_lost_tag, project_untagged, tag
 
 # Rotations saturate long before; the square of the learning rate must be a number of float32.
 _LARGEST_LR: Final = 2.0**50

@@ -47,7 +47,7 @@ _SECOND_MOMENTS: Final = (
 
 
 class StiefelSGD(SGDLike):
-    r"""SGD with momentum that keeps constrained parameters orthonormal; plain ones get torch's SGD.
+    r"""SGD with momentum (0.9, torch: 0) that keeps constrained parameters orthonormal.
 
     With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
 
