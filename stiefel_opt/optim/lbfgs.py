@@ -264,6 +264,10 @@ class _Line:
             self.after = point.mapped(coordinates, velocity) / self._length
         self.t = t
 
+    def absolute_sum(self) -> float:
+        """Return the sum of the absolute entries of the direction."""
+        return float(self._vector.abs().sum())
+
     def longest_move(self) -> float:
         """Return the largest entry of t times the direction."""
         return self.t * float(self._vector.abs().max())
@@ -416,7 +420,7 @@ class _Run:
         self._state["func_evals"] += 1
         returned = self._closure()
         try:
-            loss = float(returned)
+            loss = float(returned.detach() if isinstance(returned, Tensor) else returned)
         except (TypeError, ValueError, RuntimeError) as error:
             given, remedy = type(returned).__name__, "let it return the loss, one number"
             raise TypeError(fail("closure", "return a number", given, remedy)) from error
@@ -466,7 +470,7 @@ class _Run:
     ) -> tuple[float, Tensor] | None:
         """Move the parameters; return loss and gradient there, or None if they had to stay."""
         lr = float(self._group["lr"])
-        t = lr if self._memory else min(1.0, 1.0 / float(gradient.abs().sum())) * lr
+        t = lr if self._memory else lr * min(1.0, 1.0 / line.absolute_sum())
         if self._group["line_search_fn"] is None:
             line.go(t)
             found = (loss, gradient) if is_last else self._evaluate()[1:]
