@@ -113,6 +113,12 @@ class LBFGSReference:
             ) + rho * torch.outer(s, metric @ s)  # fmt: skip
         return found
 
+    def trial(self, metric: Tensor, t: Any, direction: Tensor) -> tuple[float, Tensor]:
+        """The loss at t, and a vector whose dot product with d is the slope there."""
+        points, _, back = self.transport(direction, float(t))
+        loss, gradient = self.gradient(points)
+        return loss, metric @ back @ gradient
+
     def run(self, iterations: int, history: int, search: str | None, lr: float) -> None:
         loss, gradient = self.gradient(self.points)
         for _ in range(iterations):
@@ -122,13 +128,8 @@ class LBFGSReference:
             if search is not None:
                 slope = gradient @ metric @ direction
 
-                def trial(_: Any, t: Any, __: Any) -> tuple[float, Tensor]:
-                    points, _, back = self.transport(direction, float(t))
-                    there, grad = self.gradient(points)
-                    return there, metric @ back @ grad  # its dot with d is the slope there
-
                 new, dual, length, _ = _strong_wolfe(
-                    trial, None, t, direction, loss, metric @ gradient, slope
+                    self.trial, metric, t, direction, loss, metric @ gradient, slope
                 )
                 t, loss = float(length), new
                 brought = torch.linalg.inv(metric) @ dual

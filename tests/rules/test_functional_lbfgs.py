@@ -98,9 +98,7 @@ def test_coordinates_are_an_isometry_onto_their_image(
     a, b = lbfgs.coordinates(at, left), lbfgs.coordinates(at, right)
     dots = (a.conj() * b).sum((-2, -1)).real
     torch.testing.assert_close(dots, inner(start, left, right), rtol=1e-4, atol=tolerance(dtype))
-    torch.testing.assert_close(
-        lbfgs.from_coordinates(at, a), left, rtol=0, atol=tolerance(dtype)
-    )
+    torch.testing.assert_close(lbfgs.from_coordinates(at, a), left, rtol=0, atol=tolerance(dtype))
 
 
 @pytest.mark.parametrize("shape", [(9, 4), (7, 1), (5, 4)], ids=str)
