@@ -36,7 +36,7 @@ from stiefel_opt.functional.lbfgs import (
     curve,
     frame,
     from_coordinates,
-    is_far,
+    is_ill_conditioned,
     quasi_newton_direction,
     rotated_,
 )
@@ -82,6 +82,7 @@ class _Point:
     ) -> None:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
+        self._frames: list[Frame] | None = None  # at this point
         stacks: dict[Any, list[tuple[int, int, Stiefel]]] = {}
         for place, (parameter, reading) in enumerate(zip(parameters, readings, strict=True)):
             for index, (part, own) in enumerate(reading.blocks(parameter) if reading else ()):
@@ -123,6 +124,7 @@ class _Point:
     def write(self, stack: _Stack, tensors: Sequence[Tensor], matrices: Tensor) -> None:
         """Write the matrices of a stack into tensors like the parameters."""
         start = 0
+        self._frames = None if tensors is self.parameters else self._frames
         for place, index, own in stack.places:
             part = self._part(tensors, place, index)
             shape = own.matrices(part).shape
@@ -138,8 +140,6 @@ class _Point:
         """Return the orthonormal matrices of a stack."""
         return self.matrices(stack, self.parameters) / stack.scale
 
-    # coordinates
-
     def owners(self, stack: _Stack) -> list[Tensor]:
         """Return to which parameter each place of a stack belongs."""
         return [self.parameters[place] for place, _, _ in stack.places]
@@ -149,12 +149,9 @@ class _Point:
         marks = found.split_with_sizes(self.counts(stack))
         return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
 
-    def references(self) -> list[Tensor]:
-        """Return what the frames refer to; a parameter without is its own."""
-        return [self.states[p].get("reference", p) for p in self.parameters]
-
     def refer_here(self) -> None:
         """Make this point the reference of the frames."""
+        self._frames = None
         for parameter, reading in zip(self.parameters, self.readings, strict=True):
             if reading is not None:
                 self.states[parameter]["reference"] = parameter.detach().clone()
@@ -165,6 +162,7 @@ class _Point:
 
     def forget(self) -> None:
         """Forget all pairs and the reference."""
+        self._frames = None
         for parameter in self.parameters:
             for name in ("reference", *_PAIRS, *_LAST):
                 self.states[parameter].pop(name, None)
@@ -182,19 +180,18 @@ class _Point:
 
     def frames(self) -> list[Frame]:
         """Return the frames of all stacks at this point."""
-        references = self.references()
-        return [
-            frame(self.points(stack), self.matrices(stack, references) / stack.scale)
-            for stack in self.stacks
-        ]
+        if self._frames is None:
+            # a parameter without one is its own
+            references = [self.states[p].get("reference", p) for p in self.parameters]
+            self._frames = [
+                frame(self.points(stack), self.matrices(stack, references) / stack.scale)
+                for stack in self.stacks
+            ]
+        return self._frames
 
     def is_far(self) -> bool:
         """Say whether another reference would serve better."""
-        references = self.references()
-        return any(
-            bool(is_far(self.points(s), self.matrices(s, references) / s.scale).any())
-            for s in self.stacks
-        )
+        return any(is_ill_conditioned(at) for at in self.frames())
 
     def mapped(self, function: Callable[[Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
         """Return a flat vector whose matrices went through a function of the frames."""
@@ -213,12 +210,10 @@ class _Point:
         ]  # fmt: skip
         flat = self.flat(grads)
         tensors = self.shaped(flat)
-        for stack in self.stacks:
-            grad = self.matrices(stack, tensors)
-            self.write(stack, tensors, riemannian_gradient(self.points(stack), grad))
+        for stack, at in zip(self.stacks, self.frames(), strict=True):
+            grad = riemannian_gradient(at.point, self.matrices(stack, tensors))
+            self.write(stack, tensors, grad)
         return flat
-
-    # points
 
     def values(self) -> list[Tensor]:
         """Return copies of the parameters."""
@@ -226,6 +221,7 @@ class _Point:
 
     def restore(self, values: Sequence[Tensor]) -> None:
         """Go back to where :meth:`values` were read."""
+        self._frames = None
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
 
@@ -246,8 +242,8 @@ class _Line:
             self.before = self.after = direction / self._length
             tensors = point.shaped(self._vector)
             self._curves: list[Curve] = [
-                curve(point.points(stack), point.matrices(stack, tensors) / stack.scale)
-                for stack in point.stacks
+                curve(at.point, point.matrices(stack, tensors) / stack.scale)
+                for stack, at in zip(point.stacks, point.frames(), strict=True)
             ]
 
     def go(self, t: float) -> None:
@@ -271,6 +267,11 @@ class _Line:
     def longest_move(self) -> float:
         """Return the largest entry of t times the direction."""
         return self.t * float(self._vector.abs().max())
+
+    def is_rounding(self, eps: float) -> bool:
+        """Say whether the whole direction is no more than rounding of the parameters."""
+        largest = max(float(value.abs().max()) for value in self.start if value.numel())
+        return float(self._vector.abs().max()) <= eps * largest
 
     def stay(self) -> None:
         """Go back to the start, to the bit."""
@@ -401,7 +402,7 @@ class _Run:
             self.line = _Line(self._point, direction)
             found = self._move(self.line, direction, loss, gradient, slope, is_last)
             if found is None:
-                if self._is_over(loss, slope):
+                if self._is_over(self.line, loss, slope):
                     return
                 self._memory.forget()
                 continue
@@ -512,12 +513,13 @@ class _Run:
             return loss - float(slope) * t, -gradient
         return found, line.brought_back_(there)
 
-    def _is_over(self, loss: float, slope: Tensor) -> bool:
+    def _is_over(self, line: _Line, loss: float, slope: Tensor) -> bool:
         """Say whether a line search without success is the end, and why."""
+        eps = torch.finfo(slope.dtype).eps
         if not self.is_finite or self._evaluations >= self._group["max_eval"]:
             return True
-        if -float(slope) <= 10 * torch.finfo(slope.dtype).eps * abs(loss):
-            return True  # converged: what could be gained is rounding
+        if -float(slope) <= 10 * eps * abs(loss) or line.is_rounding(100 * eps):
+            return True  # converged: nothing but rounding could be gained
         if self._memory:
             return False
         self.failure = (
