@@ -33,7 +33,7 @@ import stiefel_opt as so
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 
 GAPS = (1e-8, 1e-12)
-RATES = (0.1, 0.2, 0.4, 0.8)
+RATES = (0.2, 0.4, 0.8, 1.6)
 MOST_PRODUCTS = 800
 OURS = "StiefelLBFGS"
 
@@ -190,7 +190,7 @@ def by_barzilai_borwein(problem: Problem) -> None:
     """Descent with both rates in turn and Zhang & Hager's mean, as in PRW's ascent."""
     parameter = so.ManifoldParameter(problem.start.clone())
     point = parameter.detach()
-    optimizer = so.StiefelSGD([parameter], lr=1.0, momentum=0.0)
+    optimizer = so.StiefelSGD([parameter], lr=1.0, momentum=0.0, metric="euclidean")
     loss, grad = problem.evaluate(point)
     tangent = so.project_tangent(parameter, grad).detach()
     rate, mean, weight, is_long = 0.1 / float(tangent.norm()), loss, 1.0, False
@@ -208,10 +208,8 @@ def by_barzilai_borwein(problem: Problem) -> None:
         weight, mean = 0.85 * weight + 1, mean + (loss - mean) / (0.85 * weight + 1)
         moved, change = point - former, tangent - before
         across, is_long = abs(float((moved * change).sum())), not is_long
-        above, below = (moved, moved) if is_long else (moved, change)
-        size = float((above * above).sum()) / across if is_long else across / float(
-            (below * below).sum()
-        )  # fmt: skip
+        square = float((moved if is_long else change).square().sum())
+        size = (square / across if is_long else across / square) if square * across else 0.0
         rate = min(max(size, 1e-6), 1e4) if math.isfinite(size) and size > 0 else rate
 
 
@@ -350,7 +348,7 @@ def spread(values: list[float]) -> str:
     if math.isinf(shown[0]):
         return "not reached"
     digits = 2 if shown[0] < 10 else 0
-    middle, low, high = (f"{value:.{digits}f}" for value in shown)
+    middle, low, high = (f"{v:.{digits}f}" if v < math.inf else "never" for v in shown)
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
