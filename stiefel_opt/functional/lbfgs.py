@@ -67,6 +67,12 @@ def curve(point: Tensor, tangent: Tensor) -> Curve:
     return Curve(point, skew(product), normal, values.clamp(min=0.0), axes)
 
 
+def largest_speed(path: Curve) -> float:
+    """Return a bound on the radians by which a matrix of the batch turns in a unit of t."""
+    turn: Tensor = torch.linalg.matrix_norm(path.turn)
+    return float((path.values[..., -1].sqrt() + turn).max())
+
+
 def along(path: Curve, t: float) -> tuple[Tensor, Tensor]:
     """Return the point X(t) of a curve and the velocity X'(t) there.
 

@@ -37,6 +37,7 @@ from stiefel_opt.functional.lbfgs import (
     frame,
     from_coordinates,
     is_ill_conditioned,
+    largest_speed,
     quasi_newton_direction,
     rotated_,
 )
@@ -55,6 +56,7 @@ Group = dict[str, Any]
 _NONFINITE: Final = ("skip", "raise")
 _LINE_SEARCHES: Final = ("strong_wolfe",)
 _MOST_TRIALS: Final = 25  # of one line search
+_LONGEST_TURN: Final = 2 * math.pi
 _PAIRS: Final = ("steps", "changes")
 _LAST: Final = ("last_step", "last_gradient")
 _step_of_torch: Final = inspect.unwrap(LBFGS.step)  # without hooks: they belong to our step
@@ -260,6 +262,11 @@ class _Line:
             self.after = point.mapped(coordinates, velocity) / self._length
         self.t = t
 
+    def longest(self) -> float:
+        """Return up to where a first trial may go: beyond, matrices only turn around again."""
+        speed = max(largest_speed(path) for path in self._curves)
+        return _LONGEST_TURN / speed if speed > 0 else math.inf
+
     def absolute_sum(self) -> float:
         """Return the sum of the absolute entries of the direction."""
         return float(self._vector.abs().sum())
@@ -280,16 +287,19 @@ class _Line:
 
     def carried_(self, vectors: Tensor) -> Tensor:
         """Carry coordinates from the start to where the parameters are, in place."""
-        return rotated_(vectors, self.before, self.after)
+        with exact_products(vectors):
+            return rotated_(vectors, self.before, self.after)
 
     def brought_back_(self, vectors: Tensor) -> Tensor:
         """Undo :meth:`carried_`."""
-        return rotated_(vectors, self.after, self.before)
+        with exact_products(vectors):
+            return rotated_(vectors, self.after, self.before)
 
     def angles(self, stack: _Stack) -> Tensor:
         """Return by how much each matrix of a stack was turned at most, in radians."""
         vectors = self.point.matrices(stack, self.point.shaped(self._vector)) / stack.scale
-        squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
+        with exact_products(vectors):
+            squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
         return squares.clamp(min=0.0).sqrt() * self.t
 
 
@@ -472,6 +482,7 @@ class _Run:
         """Move the parameters; return loss and gradient there, or None if they had to stay."""
         lr = float(self._group["lr"])
         t = lr if self._memory else lr * min(1.0, 1.0 / line.absolute_sum())
+        t = min(t, line.longest())
         if self._group["line_search_fn"] is None:
             line.go(t)
             found = (loss, gradient) if is_last else self._evaluate()[1:]
@@ -531,7 +542,8 @@ class _Run:
 
 
 def _is_finite(loss: float, gradient: Tensor) -> bool:
-    return math.isfinite(loss) and bool(torch.isfinite(gradient).all())
+    """Say whether both are, and the gradient can be squared."""
+    return math.isfinite(loss) and math.isfinite(float(torch.dot(gradient, gradient)))
 
 
 # ---- the class -----------------------------------------------------------------------------------
@@ -692,6 +704,11 @@ def _one_group(params: Any, options: Group) -> Group:
         remedy = "pass model.parameters(): tags say which parameters are constrained"
         raise ValueError(fail("params", "be one group", f"{len(groups)} groups", remedy))
     group = {**options, **(groups[0] if groups else {"params": listed})}
+    held = group["params"]
+    group["params"] = [held] if isinstance(held, Tensor) else list(held)
+    each = [id(item[1] if isinstance(item, tuple) else item) for item in group["params"]]
+    if len(set(each)) < len(each):
+        raise ValueError(fail("params", "hold each parameter once", "one of them twice"))
     key = group["stiefel"]
     if isinstance(key, (Stiefel, Mapping)):
         reading = key if isinstance(key, Stiefel) else Stiefel.from_dict(key)
@@ -779,13 +796,14 @@ def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
 
 
 def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | None]) -> None:
-    """Forget a memory whose vectors are of other readings, or torch's where tags are new."""
+    """Forget a memory of other readings or another precision, or torch's where tags are new."""
     state, data = states.get(params[0], {}), _as_data(readings)
     if any(readings) and state.get("readings") != data:
         is_fit = not state
     else:
         is_fit = any(readings) or "readings" not in state
-    if not is_fit:
+    kept = [state[name].dtype for name in (*_PAIRS, *_LAST) if name in state]
+    if not is_fit or any(dtype != params[0].dtype.to_real() for dtype in kept):
         for parameter in params:
             states.pop(parameter, None)
     if any(readings):
@@ -832,8 +850,8 @@ def _tell_nonfinite(point: _Point, group: Group) -> None:
         remedy = "look for its cause; the parameters are where it was finite"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
     warnings.warn(
-        f"{called}: not finite; the parameters are left where it was. Look for its cause; "
-        "nonfinite='raise' stops there.",
+        f"{called}: not finite, or too long to be squared; the parameters are left where that was "
+        "not so. Look for its cause; nonfinite='raise' stops there.",
         stacklevel=users_level(),
     )
 

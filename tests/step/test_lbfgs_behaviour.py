@@ -341,6 +341,10 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         "`nonfinite` must",
     ),
     (lambda: so.StiefelLBFGS([POINT.clone()], stiefel="yes"), "`stiefel` must"),
+    (
+        lambda: so.StiefelLBFGS([("a", POINT), ("b", POINT)], stiefel=True),
+        "`params` must hold each parameter once",
+    ),
     (lambda: so.StiefelLBFGS({POINT}, stiefel=True), "`params` must have an order"),
     (lambda: so.StiefelLBFGS([{"params": [POINT]}, {"params": []}]), "`params` must be one group"),
     (lambda: so.StiefelLBFGS([torch.zeros(3)], stiefel=True), "at least 2 dimensions"),
@@ -388,3 +392,75 @@ def test_weights_that_are_not_finite_are_refused() -> None:
         problem.square[0, 0] = float("nan")
     with pytest.raises(ValueError, match="`parameter 2 of group 0` must be finite"):
         problem.step()
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"lr": 1e6}, {"lr": 50.0, "line_search_fn": None}], ids=str)
+def test_no_length_leaves_the_manifold(options: dict[str, Any]) -> None:
+    parameter = so.ManifoldParameter(so.random_point(6, 2))
+    optimizer = so.StiefelLBFGS([parameter], max_iter=30, **options)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = 3 * parameter[0].sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    assert so.orthonormality_error(parameter) < 1e-6
+
+
+@pytest.mark.parametrize("size", [(5, 4), (4, 4), (6, 1)], ids=str)
+def test_a_solution_on_the_far_side_is_found(size: tuple[int, int]) -> None:
+    """The reference of the frames is left behind, and replaced."""
+    start = so.random_point(*size, dtype=F64)
+    aside = so.project_tangent(start, 0.2 * torch.randn(*size, dtype=F64))
+    solution = -so.retract(start, aside)
+    parameter = so.ManifoldParameter(start.clone())
+    optimizer = so.StiefelLBFGS([parameter], max_iter=200, tolerance_grad=0, tolerance_change=0)
+    weights = torch.rand(size, dtype=F64) + 0.5
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (weights * (parameter - solution) ** 2).sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    assert (parameter - solution).abs().max() < 1e-13
+    moved = optimizer.state[parameter]["reference"] - start
+    assert size[0] == size[1] or moved.abs().max() > 0.1
+
+
+def test_autocast_does_not_reach_the_step() -> None:
+    """Nothing of the step is worked out in half precision."""
+    problem, same = Problem(), Problem()
+    for each in (problem, same):
+        for parameter in each.parameters:
+            parameter.data = parameter.data.float()
+        each.targets = [target.float() for target in each.targets]
+    so.project_(nn.ParameterList(problem.parameters))
+    so.project_(nn.ParameterList(same.parameters))
+    problem.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        same.step()
+    assert equal(problem.values(), same.values())
+
+
+def test_another_precision_starts_the_memory_anew() -> None:
+    layer = so.constrain(nn.Linear(3, 6, dtype=F64))
+    optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        x = torch.ones(1, 3, dtype=layer.weight.dtype)
+        loss = (layer(x) ** 2 - 1).square().sum()
+        loss.backward()
+        return loss.item()
+
+    first = optimizer.step(closure)
+    layer.float()
+    optimizer.step(closure)
+    assert closure() < first
