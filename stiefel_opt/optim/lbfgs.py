@@ -593,8 +593,8 @@ class StiefelLBFGS(LBFGS):
             constrained ones of half precision, DTensors, several groups.
 
     Note:
-        An iteration with one trial: about 35 products of n x m by m x m, one symmetric
-        eigendecomposition of m x m and eight products of ``history_size`` vectors; two vectors of
+        An iteration with one trial: about 30 products of n x m by m x m, one symmetric
+        eigendecomposition of m x m, and some eight passes over the pairs; two vectors of
         memory for each pair and one copy of each constrained parameter. Reads the loss, so that it
         waits for an accelerator, as torch's class does. What a closure raises passes through, the
         parameters at the start of the line search under way. A line search that finds no lower
