@@ -67,6 +67,12 @@ def curve(point: Tensor, tangent: Tensor) -> Curve:
     return Curve(point, skew(product), normal, values.clamp(min=0.0), axes)
 
 
+def largest_speed(path: Curve) -> float:
+    """Return a bound on the radians by which a matrix of the batch turns in a unit of t."""
+    turn: Tensor = torch.linalg.matrix_norm(path.turn)
+    return float((path.values[..., -1].sqrt() + turn).max())
+
+
 def along(path: Curve, t: float) -> tuple[Tensor, Tensor]:
     """Return the point X(t) of a curve and the velocity X'(t) there.
 
@@ -110,13 +116,13 @@ def frame(point: Tensor, reference: Tensor) -> Frame:
     return Frame(point, point + reference, plus_identity(gram(point, reference)))
 
 
-def is_far(point: Tensor, reference: Tensor) -> Tensor:
-    """Say of each pair whether the frame is ill-conditioned there, shape ``(k,)``."""
-    if point.size(-2) == point.size(-1):
-        return torch.zeros(point.shape[:-2], dtype=torch.bool, device=point.device)
-    values = torch.linalg.eigvalsh(sym(gram(point, reference)))
-    far: Tensor = values[..., 0] < FARTHEST_REFERENCE
-    return far
+def is_ill_conditioned(at: Frame) -> bool:
+    """Say whether the reference is too far from one of the points."""
+    if at.small is None:
+        return False
+    # the symmetric part of X'E + I
+    lowest = torch.linalg.eigvalsh(sym(at.small))[..., 0]
+    return bool((lowest < 1 + FARTHEST_REFERENCE).any())
 
 
 def coordinates(at: Frame, vector: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ from stiefel_opt.functional.lbfgs import (
     curve,
     frame,
     from_coordinates,
-    is_far,
+    is_ill_conditioned,
+    largest_speed,
     quasi_newton_direction,
     rotated_,
 )
@@ -55,6 +56,7 @@ Group = dict[str, Any]
 _NONFINITE: Final = ("skip", "raise")
 _LINE_SEARCHES: Final = ("strong_wolfe",)
 _MOST_TRIALS: Final = 25  # of one line search
+_LONGEST_TURN: Final = 2 * math.pi
 _PAIRS: Final = ("steps", "changes")
 _LAST: Final = ("last_step", "last_gradient")
 _step_of_torch: Final = inspect.unwrap(LBFGS.step)  # without hooks: they belong to our step
@@ -82,6 +84,7 @@ class _Point:
     ) -> None:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
+        self._frames: list[Frame] | None = None  # at this point
         stacks: dict[Any, list[tuple[int, int, Stiefel]]] = {}
         for place, (parameter, reading) in enumerate(zip(parameters, readings, strict=True)):
             for index, (part, own) in enumerate(reading.blocks(parameter) if reading else ()):
@@ -123,6 +126,7 @@ class _Point:
     def write(self, stack: _Stack, tensors: Sequence[Tensor], matrices: Tensor) -> None:
         """Write the matrices of a stack into tensors like the parameters."""
         start = 0
+        self._frames = None if tensors is self.parameters else self._frames
         for place, index, own in stack.places:
             part = self._part(tensors, place, index)
             shape = own.matrices(part).shape
@@ -138,8 +142,6 @@ class _Point:
         """Return the orthonormal matrices of a stack."""
         return self.matrices(stack, self.parameters) / stack.scale
 
-    # coordinates
-
     def owners(self, stack: _Stack) -> list[Tensor]:
         """Return to which parameter each place of a stack belongs."""
         return [self.parameters[place] for place, _, _ in stack.places]
@@ -149,12 +151,9 @@ class _Point:
         marks = found.split_with_sizes(self.counts(stack))
         return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
 
-    def references(self) -> list[Tensor]:
-        """Return what the frames refer to; a parameter without is its own."""
-        return [self.states[p].get("reference", p) for p in self.parameters]
-
     def refer_here(self) -> None:
         """Make this point the reference of the frames."""
+        self._frames = None
         for parameter, reading in zip(self.parameters, self.readings, strict=True):
             if reading is not None:
                 self.states[parameter]["reference"] = parameter.detach().clone()
@@ -165,6 +164,7 @@ class _Point:
 
     def forget(self) -> None:
         """Forget all pairs and the reference."""
+        self._frames = None
         for parameter in self.parameters:
             for name in ("reference", *_PAIRS, *_LAST):
                 self.states[parameter].pop(name, None)
@@ -182,19 +182,18 @@ class _Point:
 
     def frames(self) -> list[Frame]:
         """Return the frames of all stacks at this point."""
-        references = self.references()
-        return [
-            frame(self.points(stack), self.matrices(stack, references) / stack.scale)
-            for stack in self.stacks
-        ]
+        if self._frames is None:
+            # a parameter without one is its own
+            references = [self.states[p].get("reference", p) for p in self.parameters]
+            self._frames = [
+                frame(self.points(stack), self.matrices(stack, references) / stack.scale)
+                for stack in self.stacks
+            ]
+        return self._frames
 
     def is_far(self) -> bool:
         """Say whether another reference would serve better."""
-        references = self.references()
-        return any(
-            bool(is_far(self.points(s), self.matrices(s, references) / s.scale).any())
-            for s in self.stacks
-        )
+        return any(is_ill_conditioned(at) for at in self.frames())
 
     def mapped(self, function: Callable[[Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
         """Return a flat vector whose matrices went through a function of the frames."""
@@ -213,12 +212,10 @@ class _Point:
         ]  # fmt: skip
         flat = self.flat(grads)
         tensors = self.shaped(flat)
-        for stack in self.stacks:
-            grad = self.matrices(stack, tensors)
-            self.write(stack, tensors, riemannian_gradient(self.points(stack), grad))
+        for stack, at in zip(self.stacks, self.frames(), strict=True):
+            grad = riemannian_gradient(at.point, self.matrices(stack, tensors))
+            self.write(stack, tensors, grad)
         return flat
-
-    # points
 
     def values(self) -> list[Tensor]:
         """Return copies of the parameters."""
@@ -226,6 +223,7 @@ class _Point:
 
     def restore(self, values: Sequence[Tensor]) -> None:
         """Go back to where :meth:`values` were read."""
+        self._frames = None
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
 
@@ -246,8 +244,8 @@ class _Line:
             self.before = self.after = direction / self._length
             tensors = point.shaped(self._vector)
             self._curves: list[Curve] = [
-                curve(point.points(stack), point.matrices(stack, tensors) / stack.scale)
-                for stack in point.stacks
+                curve(at.point, point.matrices(stack, tensors) / stack.scale)
+                for stack, at in zip(point.stacks, point.frames(), strict=True)
             ]
 
     def go(self, t: float) -> None:
@@ -264,9 +262,23 @@ class _Line:
             self.after = point.mapped(coordinates, velocity) / self._length
         self.t = t
 
+    def longest(self) -> float:
+        """Return up to where a first trial may go: beyond, matrices only turn around again."""
+        speed = max(largest_speed(path) for path in self._curves)
+        return _LONGEST_TURN / speed if speed > 0 else math.inf
+
+    def absolute_sum(self) -> float:
+        """Return the sum of the absolute entries of the direction."""
+        return float(self._vector.abs().sum())
+
     def longest_move(self) -> float:
         """Return the largest entry of t times the direction."""
         return self.t * float(self._vector.abs().max())
+
+    def is_rounding(self, eps: float) -> bool:
+        """Say whether the whole direction is no more than rounding of the parameters."""
+        largest = max(float(value.abs().max()) for value in self.start if value.numel())
+        return float(self._vector.abs().max()) <= eps * largest
 
     def stay(self) -> None:
         """Go back to the start, to the bit."""
@@ -275,16 +287,19 @@ class _Line:
 
     def carried_(self, vectors: Tensor) -> Tensor:
         """Carry coordinates from the start to where the parameters are, in place."""
-        return rotated_(vectors, self.before, self.after)
+        with exact_products(vectors):
+            return rotated_(vectors, self.before, self.after)
 
     def brought_back_(self, vectors: Tensor) -> Tensor:
         """Undo :meth:`carried_`."""
-        return rotated_(vectors, self.after, self.before)
+        with exact_products(vectors):
+            return rotated_(vectors, self.after, self.before)
 
     def angles(self, stack: _Stack) -> Tensor:
         """Return by how much each matrix of a stack was turned at most, in radians."""
         vectors = self.point.matrices(stack, self.point.shaped(self._vector)) / stack.scale
-        squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
+        with exact_products(vectors):
+            squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
         return squares.clamp(min=0.0).sqrt() * self.t
 
 
@@ -397,7 +412,7 @@ class _Run:
             self.line = _Line(self._point, direction)
             found = self._move(self.line, direction, loss, gradient, slope, is_last)
             if found is None:
-                if self._is_over(loss, slope):
+                if self._is_over(self.line, loss, slope):
                     return
                 self._memory.forget()
                 continue
@@ -416,7 +431,7 @@ class _Run:
         self._state["func_evals"] += 1
         returned = self._closure()
         try:
-            loss = float(returned)
+            loss = float(returned.detach() if isinstance(returned, Tensor) else returned)
         except (TypeError, ValueError, RuntimeError) as error:
             given, remedy = type(returned).__name__, "let it return the loss, one number"
             raise TypeError(fail("closure", "return a number", given, remedy)) from error
@@ -466,7 +481,8 @@ class _Run:
     ) -> tuple[float, Tensor] | None:
         """Move the parameters; return loss and gradient there, or None if they had to stay."""
         lr = float(self._group["lr"])
-        t = lr if self._memory else min(1.0, 1.0 / float(gradient.abs().sum())) * lr
+        t = lr if self._memory else lr * min(1.0, 1.0 / line.absolute_sum())
+        t = min(t, line.longest())
         if self._group["line_search_fn"] is None:
             line.go(t)
             found = (loss, gradient) if is_last else self._evaluate()[1:]
@@ -508,12 +524,13 @@ class _Run:
             return loss - float(slope) * t, -gradient
         return found, line.brought_back_(there)
 
-    def _is_over(self, loss: float, slope: Tensor) -> bool:
+    def _is_over(self, line: _Line, loss: float, slope: Tensor) -> bool:
         """Say whether a line search without success is the end, and why."""
+        eps = torch.finfo(slope.dtype).eps
         if not self.is_finite or self._evaluations >= self._group["max_eval"]:
             return True
-        if -float(slope) <= 10 * torch.finfo(slope.dtype).eps * abs(loss):
-            return True  # converged: what could be gained is rounding
+        if -float(slope) <= 10 * eps * abs(loss) or line.is_rounding(100 * eps):
+            return True  # converged: nothing but rounding could be gained
         if self._memory:
             return False
         self.failure = (
@@ -525,7 +542,8 @@ class _Run:
 
 
 def _is_finite(loss: float, gradient: Tensor) -> bool:
-    return math.isfinite(loss) and bool(torch.isfinite(gradient).all())
+    """Say whether both are, and the gradient can be squared."""
+    return math.isfinite(loss) and math.isfinite(float(torch.dot(gradient, gradient)))
 
 
 # ---- the class -----------------------------------------------------------------------------------
@@ -575,8 +593,8 @@ class StiefelLBFGS(LBFGS):
             constrained ones of half precision, DTensors, several groups.
 
     Note:
-        An iteration with one trial: about 35 products of n x m by m x m, one symmetric
-        eigendecomposition of m x m and eight products of ``history_size`` vectors; two vectors of
+        An iteration with one trial: about 30 products of n x m by m x m, one symmetric
+        eigendecomposition of m x m, and some eight passes over the pairs; two vectors of
         memory for each pair and one copy of each constrained parameter. Reads the loss, so that it
         waits for an accelerator, as torch's class does. What a closure raises passes through, the
         parameters at the start of the line search under way. A line search that finds no lower
@@ -686,6 +704,11 @@ def _one_group(params: Any, options: Group) -> Group:
         remedy = "pass model.parameters(): tags say which parameters are constrained"
         raise ValueError(fail("params", "be one group", f"{len(groups)} groups", remedy))
     group = {**options, **(groups[0] if groups else {"params": listed})}
+    held = group["params"]
+    group["params"] = [held] if isinstance(held, Tensor) else list(held)
+    each = [id(item[1] if isinstance(item, tuple) else item) for item in group["params"]]
+    if len(set(each)) < len(each):
+        raise ValueError(fail("params", "hold each parameter once", "one of them twice"))
     key = group["stiefel"]
     if isinstance(key, (Stiefel, Mapping)):
         reading = key if isinstance(key, Stiefel) else Stiefel.from_dict(key)
@@ -773,13 +796,14 @@ def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
 
 
 def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | None]) -> None:
-    """Forget a memory whose vectors are of other readings, or torch's where tags are new."""
+    """Forget a memory of other readings or another precision, or torch's where tags are new."""
     state, data = states.get(params[0], {}), _as_data(readings)
     if any(readings) and state.get("readings") != data:
         is_fit = not state
     else:
         is_fit = any(readings) or "readings" not in state
-    if not is_fit:
+    kept = [state[name].dtype for name in (*_PAIRS, *_LAST) if name in state]
+    if not is_fit or any(dtype != params[0].dtype.to_real() for dtype in kept):
         for parameter in params:
             states.pop(parameter, None)
     if any(readings):
@@ -826,8 +850,8 @@ def _tell_nonfinite(point: _Point, group: Group) -> None:
         remedy = "look for its cause; the parameters are where it was finite"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
     warnings.warn(
-        f"{called}: not finite; the parameters are left where it was. Look for its cause; "
-        "nonfinite='raise' stops there.",
+        f"{called}: not finite, or too long to be squared; the parameters are left where that was "
+        "not so. Look for its cause; nonfinite='raise' stops there.",
         stacklevel=users_level(),
     )
 

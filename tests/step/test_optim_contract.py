@@ -356,4 +356,5 @@ def test_every_optimizer_is_under_this_contract():
         for value in vars(so).values()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
     }
-    assert public == {rule for rule, _ in OPTIMIZERS.values()}
+    # a step of StiefelLBFGS calls a closure several times: test_lbfgs_behaviour.py is its contract
+    assert public - {so.StiefelLBFGS} == {rule for rule, _ in OPTIMIZERS.values()}

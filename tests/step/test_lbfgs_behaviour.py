@@ -1,0 +1,466 @@
+"""What StiefelLBFGS tells, refuses, keeps and resumes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+
+F64 = torch.float64
+
+
+class Problem:
+    """A tall weight with heads, a square one and a plain vector under one optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        generator = torch.Generator().manual_seed(1)
+        heads = so.Stiefel(heads=2)
+        self.tall = so.ManifoldParameter(
+            so.random_point(12, 3, manifold=heads, generator=generator, dtype=F64), heads
+        )
+        self.square = so.ManifoldParameter(so.random_point(4, 4, generator=generator, dtype=F64))
+        self.plain = nn.Parameter(torch.zeros(5, dtype=F64))
+        self.parameters = [self.plain, self.tall, self.square]
+        self.targets = [
+            torch.randn(p.shape, generator=generator, dtype=F64) for p in self.parameters
+        ]
+        self.optimizer = so.StiefelLBFGS(self.parameters, **{"max_iter": 3, **options})
+        self.losses: list[float] = []
+
+    def loss(self) -> Tensor:
+        pairs = zip(self.parameters, self.targets, strict=True)
+        return sum(((p - t) ** 4).sum() for p, t in pairs)  # type: ignore[return-value]
+
+    def closure(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        self.losses.append(loss.item())
+        return loss
+
+    def step(self) -> Any:
+        return self.optimizer.step(self.closure)
+
+    def values(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.parameters]
+
+
+def equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+def by_file(problem: Problem) -> Problem:
+    file = io.BytesIO()
+    torch.save([problem.optimizer.state_dict(), problem.values()], file)
+    file.seek(0)
+    state, values = torch.load(file, weights_only=True)
+    fresh = Problem()
+    with torch.no_grad():
+        for parameter, value in zip(fresh.parameters, values, strict=True):
+            parameter.copy_(value)
+    fresh.optimizer.load_state_dict(state)
+    return fresh
+
+
+def by_pickle(problem: Problem) -> Problem:
+    return pickle.loads(pickle.dumps(problem))  # type: ignore[no-any-return]
+
+
+WAYS = {"torch.save": by_file, "deepcopy": copy.deepcopy, "pickle": by_pickle}
+
+
+@pytest.mark.parametrize("search", ["strong_wolfe", None])
+@pytest.mark.parametrize("way", WAYS)
+def test_resumes_to_the_bit(way: str, search: str | None) -> None:
+    problem = Problem(line_search_fn=search, lr=1.0 if search else 0.02)
+    problem.step()
+    problem.step()
+    resumed = WAYS[way](problem)
+    for each in (problem, resumed):
+        each.step()
+        each.step()
+    assert equal(problem.values(), resumed.values())
+    assert problem.losses[-1] == resumed.losses[-1] < problem.losses[0]
+
+
+def test_what_was_loaded_is_a_copy() -> None:
+    problem = Problem()
+    problem.step()
+    problem.step()
+    saved = problem.optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    other = Problem()
+    other.optimizer.load_state_dict(saved)
+    other.step()
+    assert torch.equal(saved["state"][0]["steps"], kept["state"][0]["steps"])
+
+
+def test_torchs_state_serves_plain_parameters_alone() -> None:
+    start, ends = torch.randn(6, dtype=F64), []
+    first = nn.Parameter(start.clone())
+    torchs = torch.optim.LBFGS([first], max_iter=3, line_search_fn="strong_wolfe")
+    second = nn.Parameter(start.clone())
+    ours = so.StiefelLBFGS([second])
+
+    def run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = (parameter**4).sum() + parameter.sum()
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    run(torchs, first)
+    second.data.copy_(first.data)
+    ours.load_state_dict(torchs.state_dict())
+    for optimizer, parameter in ((torchs, first), (ours, second)):
+        run(optimizer, parameter)
+        ends.append(parameter.detach())
+    assert torch.equal(*ends)
+
+
+def test_a_new_tag_or_release_starts_the_memory_anew() -> None:
+    layer = nn.Linear(3, 6, dtype=F64)
+    with pytest.warns(UserWarning, match="no parameter is constrained"):
+        optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=4)
+    x = torch.randn(9, 3, dtype=F64)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (layer(x) ** 2 - 1).square().mean()
+        loss.backward()
+        return loss.item()
+
+    for change in (lambda: None, lambda: so.constrain(layer), lambda: so.release(layer)):
+        change()
+        first = float(optimizer.step(closure))
+        assert closure() < first
+
+
+@pytest.mark.parametrize("history", [1, 2, 3])
+def test_the_history_is_bounded_and_may_change(history: int) -> None:
+    problem = Problem(history_size=3, max_iter=7)
+    problem.step()
+    problem.optimizer.param_groups[0]["history_size"] = history
+    problem.step()
+    state = problem.optimizer.state[problem.plain]
+    assert len(state["order"]) == len(set(state["order"])) == history
+    assert len(state["steps"]) <= 3
+    assert problem.losses[-1] < problem.losses[0]
+
+
+# ---- budgets and tolerances ----------------------------------------------------------------------
+
+
+def test_budgets_and_tolerances_end_a_step() -> None:
+    state: Callable[[Problem], Any] = lambda problem: problem.optimizer.state[problem.plain]  # noqa: E731
+    for options, iterations, evaluations in (
+        ({"max_iter": 1}, 1, 25),
+        ({"max_iter": 50, "max_eval": 4}, 4, 5),
+        ({"tolerance_grad": 1e9}, 0, 1),
+        ({"tolerance_change": 1e9}, 1, 1),
+        ({"max_iter": 4, "line_search_fn": None, "lr": 1e-3}, 4, 4),
+    ):
+        problem = Problem(**options)
+        problem.step()
+        assert state(problem)["n_iter"] <= iterations
+        assert len(problem.losses) == state(problem)["func_evals"] <= evaluations
+
+
+def test_a_stationary_start_stays() -> None:
+    problem = Problem()
+    problem.targets = problem.values()
+    before = problem.values()
+    assert problem.step().item() == 0.0
+    assert equal(problem.values(), before)
+
+
+def test_frozen_parameters_keep_their_bits() -> None:
+    problem = Problem()
+    problem.tall.requires_grad_(False)
+    before = problem.values()
+    problem.step()
+    problem.step()
+    assert torch.equal(problem.tall, before[1])
+    assert not torch.equal(problem.square, before[2])
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_start_that_is_not_finite_changes_nothing(what: str, nonfinite: str) -> None:
+    problem = Problem(nonfinite=nonfinite)
+    problem.step()
+    before, order = problem.values(), list(problem.optimizer.state[problem.plain]["order"])
+
+    def closure() -> Tensor:
+        loss = problem.closure()
+        if what == "gradient":
+            problem.tall.grad[0, 0] = float("nan")  # type: ignore[index]
+            return loss
+        return loss * float("nan")
+
+    named = "grad of parameter 1 of group 0" if what == "gradient" else "loss"
+    if nonfinite == "skip":
+        with pytest.warns(UserWarning, match=f"{named}: not finite"):
+            problem.optimizer.step(closure)
+    else:
+        with pytest.raises(ValueError, match=f"`{named}` must be finite"):
+            problem.optimizer.step(closure)
+    assert equal(problem.values(), before)
+    assert problem.optimizer.state[problem.plain]["order"] == order
+    skipped = problem.optimizer.skipped_steps()
+    if what == "gradient":
+        assert skipped == {"parameter 1 of group 0": 1}
+    problem.step()
+    assert problem.losses[-1] < problem.losses[0]
+
+
+def test_trials_that_are_not_finite_count_as_uphill() -> None:
+    problem = Problem(max_iter=10)
+    count = 0
+
+    def closure() -> Tensor:
+        nonlocal count
+        count += 1
+        loss = problem.closure()
+        return loss * float("nan") if count in (2, 5) else loss
+
+    problem.optimizer.step(closure)
+    assert problem.losses[-1] < problem.losses[0]
+    assert all(bool(value.isfinite().all()) for value in problem.values())
+
+
+def test_a_step_of_fixed_length_into_nan_is_taken_back() -> None:
+    problem = Problem(line_search_fn=None, lr=0.01)
+    before, count = problem.values(), 0
+
+    def closure() -> Tensor:
+        nonlocal count
+        count += 1
+        return problem.closure() * (float("nan") if count == 2 else 1.0)
+
+    with pytest.warns(UserWarning, match="loss: not finite"):
+        problem.optimizer.step(closure)
+    assert equal(problem.values(), before)
+
+
+def test_an_exception_leaves_the_start_of_the_line_search() -> None:
+    problem, count = Problem(), 0
+    before = problem.values()
+
+    def closure() -> Tensor:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        return problem.closure()
+
+    with pytest.raises(KeyboardInterrupt):
+        problem.optimizer.step(closure)
+    assert equal(problem.values(), before)
+    problem.step()
+    assert problem.losses[-1] < problem.losses[0]
+
+
+def test_a_line_search_without_success_is_told() -> None:
+    """A gradient of the wrong sign: no step goes down."""
+    problem = Problem(max_iter=10, max_eval=200)
+    before = problem.values()
+
+    def closure() -> Tensor:
+        loss = problem.closure()
+        for parameter in problem.parameters:
+            parameter.grad.neg_()  # type: ignore[union-attr]
+        return loss
+
+    with pytest.warns(UserWarning, match="line search found no lower loss"):
+        problem.optimizer.step(closure)
+    assert equal(problem.values(), before)
+
+
+def test_a_start_off_the_manifold_is_told_and_projected() -> None:
+    problem = Problem()
+    problem.step()
+    with torch.no_grad():
+        problem.tall.mul_(1.5)
+    with pytest.warns(UserWarning, match="parameter 1 of group 0: off the manifold"):
+        problem.step()
+    assert so.orthonormality_error(problem.tall) < 1e-14
+
+
+def test_report_shows_angles_and_missed_steps() -> None:
+    layer = so.constrain(nn.Linear(3, 6, dtype=F64))
+    optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=2)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (layer(torch.ones(1, 3, dtype=F64)) ** 2 - 1).square().sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    (line,) = so.report(layer, optimizer).lines
+    assert line.angle is not None
+    assert 0 < line.angle < 3
+    assert line.skipped == 0
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+POINT = so.random_point(4, 2)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: so.StiefelLBFGS([POINT.clone()], lr=-1, stiefel=True), "Invalid learning rate"),
+    (lambda: so.StiefelLBFGS([POINT.clone()], max_iter=0, stiefel=True), "`max_iter` must"),
+    (lambda: so.StiefelLBFGS([POINT.clone()], max_eval=1.5, stiefel=True), "`max_eval` must"),
+    (lambda: so.StiefelLBFGS([POINT.clone()], history_size=0, stiefel=True), "`history_size` must"),
+    (
+        lambda: so.StiefelLBFGS([POINT.clone()], tolerance_grad="x", stiefel=True),
+        "`tolerance_grad`",
+    ),
+    (
+        lambda: so.StiefelLBFGS([POINT.clone()], line_search_fn="armijo", stiefel=True),
+        "line_search",
+    ),
+    (
+        lambda: so.StiefelLBFGS([POINT.clone()], nonfinite="ignore", stiefel=True),
+        "`nonfinite` must",
+    ),
+    (lambda: so.StiefelLBFGS([POINT.clone()], stiefel="yes"), "`stiefel` must"),
+    (
+        lambda: so.StiefelLBFGS([("a", POINT), ("b", POINT)], stiefel=True),
+        "`params` must hold each parameter once",
+    ),
+    (lambda: so.StiefelLBFGS({POINT}, stiefel=True), "`params` must have an order"),
+    (lambda: so.StiefelLBFGS([{"params": [POINT]}, {"params": []}]), "`params` must be one group"),
+    (lambda: so.StiefelLBFGS([torch.zeros(3)], stiefel=True), "at least 2 dimensions"),
+    (
+        lambda: so.StiefelLBFGS([POINT.bfloat16()], stiefel=True),
+        "float32 or float64 for StiefelLBFGS",
+    ),
+    (lambda: so.StiefelLBFGS([POINT.half()], stiefel=True), "float32 or float64 for StiefelLBFGS"),
+    (
+        lambda: so.StiefelLBFGS([("a", POINT.clone()), ("b", POINT.double())], stiefel=True),
+        "`b` must be as precise as the first parameter",
+    ),
+    (lambda: Problem().optimizer.step(None), "`closure` must be a function"),  # type: ignore[arg-type]
+    (lambda: Problem().optimizer.step(lambda: 1.0), "`closure` must leave a gradient"),
+    (lambda: Problem().optimizer.step(lambda: "a"), "`closure` must return a number"),
+    (lambda: Problem().optimizer.add_param_group({"params": [POINT]}), "`param_group` must be the"),
+    (lambda: Problem().optimizer.load_state_dict({}), "`state_dict` must be one of"),
+    (
+        lambda: Problem().optimizer.load_state_dict(
+            torch.optim.SGD([torch.zeros(1)], lr=1.0).state_dict()
+        ),
+        "`state_dict` must be one of",
+    ),
+]
+
+
+@pytest.mark.parametrize(("act", "words"), BAD, ids=[words for _, words in BAD])
+def test_what_cannot_be_is_refused_in_words(act: Callable[[], Any], words: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=words):
+        act()
+
+
+def test_state_of_another_reading_is_refused() -> None:
+    problem = Problem()
+    problem.step()
+    other = Problem()
+    other.tall.manifold = so.Stiefel(heads=4)
+    with pytest.raises(ValueError, match="reading of parameter 1 of group 0"):
+        other.optimizer.load_state_dict(problem.optimizer.state_dict())
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    problem = Problem()
+    with torch.no_grad():
+        problem.square[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="`parameter 2 of group 0` must be finite"):
+        problem.step()
+
+
+# ---- extremes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"lr": 1e6}, {"lr": 50.0, "line_search_fn": None}], ids=str)
+def test_no_length_leaves_the_manifold(options: dict[str, Any]) -> None:
+    parameter = so.ManifoldParameter(so.random_point(6, 2))
+    optimizer = so.StiefelLBFGS([parameter], max_iter=30, **options)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = 3 * parameter[0].sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    assert so.orthonormality_error(parameter) < 1e-6
+
+
+@pytest.mark.parametrize("size", [(5, 4), (4, 4), (6, 1)], ids=str)
+def test_a_solution_on_the_far_side_is_found(size: tuple[int, int]) -> None:
+    """The reference of the frames is left behind, and replaced."""
+    start = so.random_point(*size, dtype=F64)
+    aside = so.project_tangent(start, 0.2 * torch.randn(*size, dtype=F64))
+    solution = -so.retract(start, aside)
+    parameter = so.ManifoldParameter(start.clone())
+    optimizer = so.StiefelLBFGS([parameter], max_iter=200, tolerance_grad=0, tolerance_change=0)
+    weights = torch.rand(size, dtype=F64) + 0.5
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (weights * (parameter - solution) ** 2).sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+    assert (parameter - solution).abs().max() < 1e-13
+    moved = optimizer.state[parameter]["reference"] - start
+    assert size[0] == size[1] or moved.abs().max() > 0.1
+
+
+def test_autocast_does_not_reach_the_step() -> None:
+    """Nothing of the step is worked out in half precision."""
+    problem, same = Problem(), Problem()
+    for each in (problem, same):
+        for parameter in each.parameters:
+            parameter.data = parameter.data.float()
+        each.targets = [target.float() for target in each.targets]
+    so.project_(nn.ParameterList(problem.parameters))
+    so.project_(nn.ParameterList(same.parameters))
+    problem.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        same.step()
+    assert equal(problem.values(), same.values())
+
+
+def test_another_precision_starts_the_memory_anew() -> None:
+    layer = so.constrain(nn.Linear(3, 6, dtype=F64))
+    optimizer = so.StiefelLBFGS(layer.parameters(), max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        x = torch.ones(1, 3, dtype=layer.weight.dtype)
+        loss = (layer(x) ** 2 - 1).square().sum()
+        loss.backward()
+        return loss.item()
+
+    first = optimizer.step(closure)
+    layer.float()
+    optimizer.step(closure)
+    assert closure() < first
