@@ -9,9 +9,8 @@
 Model, constraints and rates: Kong, Wang & Tao (ICLR 2023), section 3.2 and table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
 together do. One optimizer keeps them so and moves everything else as torch's SGD or Adam would.
-Presets other than "paper" take the package's own rules, StiefelSGD and StiefelAdam, in the rows of
-the paper's. ``--table`` takes every flag and preset, finished runs are kept as files and never
-trained again.
+Other presets than "paper" take our own rules in the rows of the paper's. ``--table`` takes every
+flag and preset, finished runs are kept as files and never trained again.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -4,11 +4,12 @@
     python -m benchmarks.papers.kong.prw_starts --data-dir DIR  # an hour; resumes run by run
     python -m benchmarks.papers.kong.prw_starts --data-dir DIR --every 9 --starts 2
 
-Figure 1 and table 3 of Kong, Wang & Tao (ICLR 2023), with their Algorithms 1 and 2 in rows of their
-own. Every method makes 50 iterations from each of five random starts on every pair. A learning rate
-is tuned by the mean gap over all pairs, from a sixth start that is not reported: from 1/4 to 256
-times the published rate by factors of four, then by factors of two around the best until both
-neighbours are worse, up to 1024 times the published rate.
+Projection-robust Wasserstein distances of figure 1 and table 3 of Kong, Wang & Tao (ICLR 2023), with
+their Algorithms 1 and 2, SGD with momentum and Adam, in rows of their own. Every method makes 50
+iterations from each of five random starts on every pair. A learning rate is tuned by the mean gap
+over all pairs, from a sixth start that is not reported: from 1/4 to 256 times the published rate by
+factors of four, then by factors of two around the best until both neighbours are worse, up to 1024
+times the published rate.
 
 The reference of a pair is the best objective that any solver reached from any start, here or in
 `prw`. Gaps are (reference - objective) / reference of the entropic objective under a converged
