@@ -8,8 +8,8 @@
 
 Transformer, constraints, rates: Kong, Wang & Tao (ICLR 2023), section 3.2, table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
-together do. One optimizer moves all weights. Presets other than "paper" take our own rules in its
-rows. ``--table`` takes every flag and preset, finished runs are kept and never trained again.
+together do. One optimizer moves all weights as SGD or Adam. Presets other than "paper" have our
+own rules in its rows. ``--table`` takes every flag and preset, and repeats no finished run.
 """
 
 from argparse import ArgumentParser, Namespace
