@@ -112,13 +112,14 @@ CONTENTS: dict[str, dict[str, str]] = {
 # Cited by number as well: nobody checked these against their sources here, only that no number is
 # cited that is not listed.
 OTHERS = {
-    "absil": {"section 4.1"},
+    "absil": {"section 2", "section 4", "section 4.1"},
     "arjovsky": {"eq. 6", "eq. 8"},
     "higham": {"eq. 2.6"},
     "huang": {"eq. 5"},
     "jing": {"eq. 6"},
     "li, li": {"algorithm 1", "algorithm 2"},
     "lin, fan": {"algorithm 1", "algorithm 2", "eq. 3"},
+    "nocedal": {"algorithm 7.4"},
     "wolkowicz": {"theorem 2.1"},
     "yang": {"section 3"},
 }

@@ -135,7 +135,7 @@ TABLE_5 = (
         PUBLISHED_FAMILY, PUBLISHED_RATE,
     ),
     Method("projected Stiefel SGD", ours(so.CayleySGD), PUBLISHED_FAMILY, (0.2,)),
-    Method("the same, as released", ours(so.CayleySGD), NOTHING, (0.2,)),
+    Method("the same, as released", ours(so.CayleySGD), ({"momentum": 0.0},), (0.2,)),
     Method("Wen & Yin", loop(WenYinLoop), NOTHING, PUBLISHED_RATE),
     Method("StiefelAdam", ours(so.StiefelAdam), NOTHING, (1e-3,), elementwise=True),
     Method("algorithm 2", ours(so.StiefelAdam, **PUBLISHED), NOTHING, (1e-3,), elementwise=True),

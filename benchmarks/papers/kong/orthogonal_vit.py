@@ -6,12 +6,10 @@
     python -m benchmarks.papers.kong.orthogonal_vit --preset paper --table --seeds 5 \\
         --data-dir DIR --device cuda  # the paper's experiment, by Algorithms 1 and 2
 
-Model, constraints and rates: Kong, Wang & Tao (ICLR 2023), section 3.2 and table 4. "Within heads":
+Transformer, constraints, rates: Kong, Wang & Tao (ICLR 2023), section 3.2, table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
-together do. One optimizer keeps them so and moves everything else as torch's SGD or Adam would.
-Presets other than "paper" take the package's own rules, StiefelSGD and StiefelAdam, in the rows of
-the paper's. ``--table`` takes every flag and preset, finished runs are kept as files and never
-trained again.
+together do. One optimizer moves all weights as SGD or Adam. Presets other than "paper" have our
+own rules in its rows. ``--table`` takes every flag and preset, and repeats no finished run.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -30,12 +28,11 @@ from benchmarks.common.programs import Help, add_flags, announce, finish_flags, 
 from benchmarks.common.training import Trainer, finished_run, train_one
 from benchmarks.papers.kong.vit_methods import (
     OPTIMIZERS,
-    PAPER_ROWS,
     PLACES,
-    PUBLISHED,
     Method,
     build_optimizer,
     parse_method,
+    rows_of,
 )
 from benchmarks.papers.kong.vit_results import write_results
 
@@ -251,7 +248,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     preset = "smoke" if options.smoke else options.preset
     folder, usual = preset, DEMO if preset == "demo" else ALL
     if options.table:
-        folder, usual = f"{preset}-table", PAPER_ROWS if preset == "paper" else list(PUBLISHED)
+        folder, usual = f"{preset}-table", rows_of(preset)
         parser.set_defaults(seeds=[3])
     parser.set_defaults(output=Path("runs/orthogonal_vit") / folder, **PRESETS[preset])
     options = parser.parse_args(argv)

@@ -100,12 +100,6 @@ PUBLISHED = {
     "adamw:none": ("9.05 ± 0.43", "33.11 ± 0.47"),
 }
 
-# The rows of the paper by its own rules.
-PAPER_ROWS = [
-    name.replace("stiefel-sgd", "algorithm-1").replace("stiefel-adam", "algorithm-2")
-    for name in PUBLISHED
-]
-
 
 class Method(NamedTuple):
     """One row of the final table."""
@@ -115,6 +109,15 @@ class Method(NamedTuple):
     lr: float
     constrained_lr: float
     title: str
+
+
+def rows_of(preset: str) -> list[str]:
+    """The rows of the paper: by its own Algorithms 1 and 2 in its own experiment, else by ours."""
+    if preset != "paper":
+        return list(PUBLISHED)
+    own = {ours: name for name, ours in ROWS.items() if name.startswith("algorithm")}
+    parts = (row.split(":") for row in PUBLISHED)
+    return [f"{own.get(name, name)}:{place}" for name, place in parts]
 
 
 def parse_method(text: str, rate: float | None = None, batch_size: int = 128) -> Method:
