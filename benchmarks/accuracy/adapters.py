@@ -18,8 +18,8 @@ are in no other set.
 
 Methods: about equal numbers of trained parameters, but for full fine-tuning: LoRA, DoRA and StelLA
 of rank 8, AdaLoRA of rank 8 that ends at 5, OFT with blocks of 32. AdamW without weight decay, or
-`StiefelAdam` where factors are kept orthonormal; 48 steps of one piece of 64 tokens; the learning
-rate rises for 4 steps and falls along a line to zero.
+`StiefelAdam` where factors are kept orthonormal; 24 steps of one piece of 64 tokens; the learning
+rate rises for 3 steps and falls along a line to zero.
 
 Learning rates: five for each method and text, a factor of about three apart, and up to two more
 while the best is the outermost, by the perplexity of 16 other held-out pieces on seed 100. The
@@ -52,7 +52,7 @@ import torch
 from torch import Tensor, nn
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYERS, LENGTH, STEPS, WARM = 4, 64, 48, 4
+LAYERS, LENGTH, STEPS, WARM = 4, 64, 24, 3
 RANK, FINAL_RANK, BLOCK = 8, 5, 32
 POOL, VALIDATION, TEST = 60, 16, 32  # pieces
 TUNING_SEED, SEEDS = 100, (0, 1, 2)

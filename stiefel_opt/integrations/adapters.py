@@ -72,8 +72,9 @@ def constrain_adapters(
     - weights of ``torch.nn.utils.parametrizations.orthogonal``, as a LoReFT rotation: tagged as by
       :func:`from_torch_orthogonal`.
 
-    The function of the model stays the same. Build the optimizer afterwards, one of this package,
-    from the parameters that require a gradient. peft's own calls go on working: several adapters,
+    The function of the model stays the same, and so do the parameter objects of peft, whose shape
+    changes for OFT. Train those that require a gradient by an optimizer of this package; one that
+    has taken a step already has to be built anew. peft's own calls go on working: several adapters,
     dropout, merging, saving and resuming the training. What is saved of OFT is for models that are
     constrained alike, until :func:`export_adapters` makes peft's numbers of it.
 
@@ -315,7 +316,7 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
 
     def change() -> list[tuple[str, str, str, str]]:
         rotation.__class__ = _peft_parts().ExactRotation
-        rotation.weight = nn.Parameter(blocks.to(old.dtype), requires_grad=old.requires_grad)
+        old.data, old.grad = blocks.to(old.dtype), None  # the object stays: optimizers hold it
         constrain(rotation, "weight", flatten=False)
         done = f"the rotation itself; peft's was off by {off:.1g}"
         return [(name, "OFT block", _matrices(blocks), done)]
@@ -430,7 +431,7 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
     def change() -> list[tuple[str, str, str, str]]:
         release(rotation, "weight")
         rotation.__class__, rotation.use_cayley_neumann = kind, False
-        rotation.weight = nn.Parameter(numbers, requires_grad=blocks.requires_grad)
+        blocks.data, blocks.grad = numbers, None
         done = f"peft's numbers, exact Cayley; off by {off:.1g}"
         return [(name, "OFT block", _matrices(numbers), done)]
 
@@ -497,7 +498,7 @@ def _plain_config(config: Any) -> Any:
     if config.peft_type == "OFT":
         config.use_cayley_neumann = False
     elif config.peft_type == "ADALORA":
-        config.orth_reg_weight = config.__dict__.pop(PENALTY)
+        config.orth_reg_weight = config.__dict__.pop(PENALTY, config.orth_reg_weight)
     else:
         config = _peft_parts().plain_config(config)
     return config
