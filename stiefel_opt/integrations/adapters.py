@@ -21,10 +21,8 @@ from stiefel_opt.integrations.migration import from_torch_orthogonal
 from stiefel_opt.manifold import manifold_of
 from stiefel_opt.report import table
 
-FROM_TORCH: Final = (
-    "_stiefel_from_torch"  # {weight: (map, trivialization)}, in the owner's __dict__
-)
-PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, in its config's __dict__
+FROM_TORCH: Final = "_stiefel_from_torch"  # {weight: (map, trivialization)}, on the owner
+PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, on its config
 SOUGHT: Final = (
     "blocks of OFT, P and Q of AdaLoRA, or a weight of torch.nn.utils.parametrizations.orthogonal, "
     "as LoReFT has"
@@ -192,12 +190,11 @@ def _peft_parts() -> Any:
 
 def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, str]]:
     """Yield (path, layer of peft, adapter) of every adapter that is wanted."""
-    if adapter is not None:
-        known = sorted({name for config in _config_dicts(model) for name in config})
-        if adapter not in known:
-            remedy = "" if known else "make the model with peft.get_peft_model"
-            listed = f"be one of {known}" if known else "be an adapter of peft"
-            raise ValueError(fail("adapter", listed, repr(adapter), remedy))
+    known = sorted({name for configs in _config_dicts(model) for name in configs})
+    if adapter not in (None, *known):
+        remedy = "" if known else "make the model with peft.get_peft_model"
+        listed = f"be one of {known}" if known else "be an adapter of peft"
+        raise ValueError(fail("adapter", listed, repr(adapter), remedy))
     if not _is_loaded():
         return
     parts = _peft_parts()
@@ -206,7 +203,7 @@ def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, s
             continue
         names = {name for held in _holders(layer) for name in getattr(layer, held).keys()}  # noqa: SIM118
         for name in sorted(names if adapter is None else names & {adapter}):
-            if not any(name in configs for configs in _config_dicts(model)):
+            if name not in known:
                 remedy = "pass what get_peft_model returned: its config is written, too"
                 given = f"a {type(model).__name__} without the config of {name!r}"
                 raise ValueError(fail("model", "be the whole model", given, remedy))
@@ -288,9 +285,9 @@ def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part | 
     parts = _peft_parts()
     if isinstance(layer, parts.OFTLayer):
         return _rotation_to_constrain(path, layer, key, tolerance)
-    return (
-        _triplets_to_constrain(path, layer, key) if isinstance(layer, parts.AdaLoraLayer) else None
-    )
+    if isinstance(layer, parts.AdaLoraLayer):
+        return _triplets_to_constrain(path, layer, key)
+    return None
 
 
 def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part:
@@ -362,10 +359,10 @@ def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tens
     right_basis, right_part = torch.linalg.qr(right[live].mT)
     u, values, v = torch.linalg.svd(left_part @ (middle[live, None] * right_part.mT))
     new_left, new_right, new_middle = left.clone(), right.clone(), middle.clone()
-    new_left[:, live], new_right[live], new_middle[live] = (
+    new_left[:, live], new_middle[live], new_right[live] = (
         left_basis @ u,
-        (right_basis @ v.mT).mT,
         values,
+        v @ right_basis.mT,
     )
     order = torch.cat([live, idle])
     new_left[:, order] = _completed(new_left[:, order], len(live))
@@ -417,9 +414,8 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
     skew = torch.linalg.solve_ex(identity + exact, identity - exact, left=False)[0]
     numbers = skew[:, rotation.rows, rotation.cols].to(blocks.dtype)
     kind = _peft_parts().OFTRotation
-    finite = bool(torch.isfinite(numbers).all())
     off = float("inf")
-    if finite:
+    if bool(torch.isfinite(numbers).all()):
         again = kind._cayley_batch(rotation, numbers, rotation.block_size, False)
         off = float(torch.linalg.matrix_norm(again.double() - exact, 2).amax())
     if not off <= tolerance + 8 * torch.finfo(blocks.dtype).eps:
