@@ -1,4 +1,4 @@
-"""The vision transformer and what programs share: smoke runs, continuation after a kill, readers."""
+"""The vision transformer, and what programs share: smoke runs, a kill, data that are refused."""
 
 from __future__ import annotations
 
