@@ -17,7 +17,7 @@
 - *StiefelSGD*, another direction altogether: what a step of this package costs otherwise.
 
 **Trajectory.** A layer with orthonormal weights in a small network learns a teacher of the same
-shape from minibatches, by `muon_`; after a few steps every contestant gets the same X, momentum and
+shape from minibatches, by `muon`; after a few steps every contestant gets the same X, momentum and
 state at each of several steps. For square matrices the direction is a polar factor: no
 loop runs there. Everybody's direction is judged in float64: made tangent and of
 spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F / m before that.
@@ -43,7 +43,7 @@ from torch import Tensor
 
 import stiefel_opt as so
 from benchmarks.common.harness import RESULTS, Contestant, machine, markdown_table, write_json
-from stiefel_opt.functional import muon_, spectral_direction, spectral_gap
+from stiefel_opt.functional import muon, spectral_direction, spectral_gap
 
 SHAPES = [(256, 64), (512, 128), (3072, 128), (256, 256), (2048, 256), (768, 768)]
 QUICK = [(512, 128), (128, 128)]
@@ -51,7 +51,8 @@ LR = 0.02
 MOMENTUM = 0.95
 WARM_STEPS = 12
 STEPS = (20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 300)
-OURS = "stiefel_opt.muon_"
+OURS = "stiefel_opt.muon"
+AMBIENT = "momentum_ambient"
 CPU = torch.device("cpu")
 
 # Polar Express (Amsel et al. 2025), table of the paper: degree 5, for singular values from 1e-3;
@@ -159,7 +160,7 @@ class Layer:
         self.labels = torch.randn(m, 10, **draw)
         self.head = 3 * torch.randn(m, 10, **draw) / math.sqrt(m)
         self.point = torch.linalg.qr(torch.randn(1, n, m, **draw)).Q
-        self.momentum_buffer = torch.zeros(1, n, m)
+        self.state = {AMBIENT: torch.zeros(1, n, m)}
 
     def gradient(self, batch: int = 512) -> Tensor:
         inputs = torch.randn(batch, self.scales.numel(), generator=self.generator) * self.scales
@@ -168,6 +169,11 @@ class Layer:
         outputs = torch.relu(inputs @ point) @ self.head
         (grad,) = torch.autograd.grad(torch.nn.functional.cross_entropy(outputs, labels), point)
         return grad.unsqueeze(0)
+
+
+def looked_ahead(layer: Layer, grad: Tensor) -> Tensor:
+    """Nesterov's momentum, for which the direction is asked."""
+    return grad.lerp(layer.state[AMBIENT].lerp(grad, 1 - MOMENTUM), MOMENTUM)
 
 
 def value_of(point: Tensor, moving: Tensor, direction: Tensor) -> tuple[float, float]:
@@ -191,23 +197,18 @@ def optimum(point: Tensor, moving: Tensor) -> float:
 
 def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str, Directions]]:
     """Whole steps from here, and what finds the directions alone."""
-    ahead = layer.momentum_buffer.clone()
-    moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
+    moving = looked_ahead(layer, grad)
     flat, flat_moving = layer.point[0], moving[0]
     free = torch.nn.Parameter(flat.clone())
     held = so.ManifoldParameter(flat.clone(), manifold=so.Stiefel())
     free.grad, held.grad = grad[0].clone(), grad[0].clone()
     floor = torch.optim.Muon([free], lr=LR, weight_decay=0.0)
     other = so.StiefelSGD([held], lr=LR)
-    state: list[Tensor] = []
     is_square = flat.size(0) == flat.size(1)
     enough = 0 if is_square else steps_enough(flat, flat_moving)
 
-    def restore() -> None:
-        state[:] = [layer.momentum_buffer.clone()]
-
     def ours() -> Tensor:
-        return muon_(layer.point, grad, *state, lr=LR, momentum=MOMENTUM)
+        return muon(layer.point, grad, layer.state, lr=LR, momentum=MOMENTUM)[0]
 
     def direction() -> Tensor:
         return spectral_direction(layer.point, moving)[0]
@@ -230,7 +231,7 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
         "SPEL": lambda: (flat - spel(flat, flat_moving)) / LR,
     }
     steps = [
-        Contestant(OURS, ours, restore),
+        Contestant(OURS, ours),
         *[Contestant(name, retracted(find)) for name, find in rivals.items()],
         Contestant("SPEL", lambda: spel(flat, flat_moving)),
         Contestant("torch.optim.Muon", floor.step),
@@ -248,8 +249,7 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
         grad = layer.gradient()
         if number >= WARM_STEPS:
             steps, searches = contestants(layer, grad)
-            ahead = layer.momentum_buffer.clone()
-            moving = grad.lerp(ahead.lerp_(grad, 1 - MOMENTUM), MOMENTUM)
+            moving = looked_ahead(layer, grad)
             best = optimum(layer.point[0], moving[0])
             for name, find in searches.items():
                 value, residual = value_of(layer.point[0], moving[0], find())
@@ -261,7 +261,7 @@ def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
                     contestant.call()
                     elapsed = time.process_time() - start
                     seconds.setdefault(contestant.name, []).append(elapsed)
-        layer.point = muon_(layer.point, grad, layer.momentum_buffer, lr=LR, momentum=MOMENTUM)
+        layer.point, layer.state, _ = muon(layer.point, grad, layer.state, lr=LR, momentum=MOMENTUM)
     return {"rows": summary(seconds, values)}
 
 

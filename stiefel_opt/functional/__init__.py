@@ -4,6 +4,8 @@ from stiefel_opt.functional.cayley import cayley_adam as cayley_adam
 from stiefel_opt.functional.cayley import cayley_sgd as cayley_sgd
 from stiefel_opt.functional.delta import delta_product as delta_product
 from stiefel_opt.functional.descent import descend as descend
+from stiefel_opt.functional.descent import project_tangent as project_tangent
+from stiefel_opt.functional.descent import retract as retract
 from stiefel_opt.functional.flows import Length as Length
 from stiefel_opt.functional.flows import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import adam as adam

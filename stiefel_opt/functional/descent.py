@@ -51,6 +51,7 @@ from stiefel_opt.linalg import (
     cholesky_factor,
     polar_rotation,
     product,
+    sym,
 )
 from stiefel_opt.roots import roots
 
@@ -121,6 +122,36 @@ def carried(X: Tensor, new_X: Tensor, T: Tensor, V: Tensor | None, sums: Sums) -
     return new if V is None else new | {NORMAL: add_product_(M, new_X, inner, alpha=-1.0)}
 
 
+def project_tangent(X: Tensor, D: Tensor, *, sums: Sums = LOCAL_SUMS) -> Tensor:
+    """Return D - X sym(X'D), the tangent vector at X nearest to D, for batches ``(k, n, m)``.
+
+    Note: Two products of n x m by m x m.
+    """
+    (inner,) = sums((X, D))
+    return add_product(D, X, sym(inner), alpha=-1.0)
+
+
+def retract(
+    X: Tensor,
+    xi: Tensor,
+    *,
+    lr: Scalar = 1.0,
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> tuple[Tensor, Length]:
+    """Return the polar retraction (X + lr xi)(I + lr^2 xi'xi)^(-1/2), and the length of the step.
+
+    Args:
+        X: Points, orthonormal, ``(k, n, m)``.
+        xi: Tangent vectors at X, same shape.
+        lr: A number or ``(k, 1, 1)``; a step longer than 64 is cut to 64.
+        sums, reader: as in :func:`stiefel_opt.functional.sgd`.
+
+    Note: Two products of n x m by m x m, and no factorisation.
+    """
+    return _retract(X, xi, xi, lr, "polar", sums, reader or reader_for(X))
+
+
 def move_along_cayley(
     point: Tensor, turn: Tensor, normal: Tensor, own: Tensor, step: Scalar
 ) -> Tensor:
@@ -148,13 +179,13 @@ def _retract(
     reader: Reader,
 ) -> tuple[Tensor, Length]:
     """Return R_X(step xi) and its length: T and, unless X is square, V or, not for Cayley, xi."""
-    size = torch.bmm(turn.mH, turn)
     if direction is None:
+        size = torch.bmm(turn.mH, turn)
         step, limit = cut(step, size, _LONGEST, reader)
         new_X = product(X, _turn(turn, size, step, limit, retraction))
         return new_X, _length(size, step, limit)
     (own,) = sums((direction, direction))
-    size = size.add_(own) if retraction == "cayley" else own
+    size = torch.baddbmm(own, turn.mH, turn) if retraction == "cayley" else own
     step, limit = cut(step, size, _LONGEST, reader)
     if retraction == "cayley":
         new_X = move_along_cayley(X, turn, direction, own, step)

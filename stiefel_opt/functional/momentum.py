@@ -126,7 +126,7 @@ def sgd(
     ahead = torch.add(torque, new_Z, alpha=momentum) if nesterov else new_Z
     carry = None if Z is None else transport
     if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return _turn_square(X, ahead, new_Z, lr, carry, S, reader)
+        return _turn_square(X, ahead, new_Z, lr, carry, reader)
     S = S if isinstance(force, float) and force == 1.0 else S * force
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if BASE in state:
@@ -181,7 +181,7 @@ def adam(
     ahead = partial(precondition, new, "skew", step, betas, eps)
     if NORMAL not in state:
         turn = ahead if X.size(0) == 1 else cache(ahead)  # a single matrix may be large
-        new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, S, reader)
+        new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
         return new_X, new | new_Z, length
     push = normal_force(X, S * force, G, force)  # -g
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
@@ -312,7 +312,6 @@ def _turn_square(
     new_Z: Tensor,
     lr: Scalar,
     transport: str | None,
-    S: Tensor,
     reader: Reader,
 ) -> Move:
     """X <- X rot(eta ``ahead``) for square matrices; ``transport`` None: there is no momentum."""
@@ -324,7 +323,7 @@ def _turn_square(
         rotation, length = rotation_of_square(turn, lr, reader)
         new_X = add_product(X, X, rotation)
         new = {} if transport is None else carried_skew(new_Z, rotation, transport)
-    return new_X, new, length._replace(inner=S)
+    return new_X, new, length
 
 
 def carried_skew(Z: Tensor, rotation: Tensor, transport: str) -> Tensors:

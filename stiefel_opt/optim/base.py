@@ -6,7 +6,6 @@ parameters then follow the plain rule of the subclass, constrained ones its rule
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import operator
@@ -22,7 +21,6 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
-from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.manifold import Stiefel
@@ -43,25 +41,21 @@ from stiefel_opt.optim.checks import (
     check_common_options,
     check_finite,
     check_new_group,
-    check_rows_may_be_shared,
     listed,
-    name_of,
     names_of,
     reading,
-    refuse_gradient,
     refuse_nonfinite,
     refuse_other_precision,
     refuse_overflow,
-    refuse_sparse,
     warn_if_nothing_is_constrained,
     warn_of_skipped,
     warn_of_tallies,
 )
 from stiefel_opt.optim.commit import Correction, Rule
-from stiefel_opt.optim.group import TALLIES, WeightGroup
-from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateDict, complete_state, forget_constrained
-from stiefel_opt.optim.torch_rules import Group, step_rows
+from stiefel_opt.optim.group import WeightGroup
+from stiefel_opt.optim.index import GroupIndex, tags_of
+from stiefel_opt.optim.state import State, StateDict, forget_constrained
+from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import set_velocity_, velocity_of
 from stiefel_opt.parameter import has_lost_tag, tag
@@ -70,51 +64,6 @@ from stiefel_opt.parameter import has_lost_tag, tag
 _LARGEST_LR: Final = 2.0**50
 
 _GRAD = operator.attrgetter("grad")
-_KIND = operator.attrgetter("shape", "dtype", "layout")
-
-
-class GroupIndex:
-    """Which parameters of a group are plain, and which are constrained and have state.
-
-    Lists hold places in the group: of plain ones, and of those ``waiting`` for a first gradient.
-    """
-
-    def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
-        self._params = list(group["params"])
-        self._tags = _tags_of(self._params)
-        self._stiefel = group["stiefel"]
-        self._bind(optimizer, group)
-        self.readings = [reading(parameter, group) for parameter in self._params]
-        self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
-        self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
-        self.weight_groups: list[WeightGroup] = []
-
-    def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
-        self._names = [name for name in optimizer.defaults if name != "lr"]
-        self._options = [group[name] for name in self._names]
-        self.declared = optimizer.state_for(group)
-        self.rule = optimizer.rule_for(group)
-        self.correction = optimizer.correction_for(group)
-
-    def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
-        """Say whether this still describes the group, and the state that its options ask for."""
-        if [group[name] for name in self._names] != self._options:
-            declared = self.declared
-            self._bind(optimizer, group)
-            if declared != self.declared:
-                return False
-        params = group["params"]
-        return (
-            len(params) == len(self._params)
-            and all(map(operator.is_, params, self._params))
-            and all(map(operator.is_, _tags_of(params), self._tags))
-            and group["stiefel"] is self._stiefel
-        )
-
-
-def _tags_of(parameters: list[Tensor]) -> list[Any]:
-    """Return the attribute ``manifold`` of each parameter, or None, whatever it is."""
-    return list(map(getattr, parameters, itertools.repeat("manifold"), itertools.repeat(None)))
 
 
 class StiefelOptimizer(Optimizer, ABC):
@@ -145,9 +94,9 @@ class StiefelOptimizer(Optimizer, ABC):
         self.rule = self.rule or type(self).__name__
         self._handle = remember(self)
         self._indices: list[GroupIndex | None] = []
-        self._tallies: dict[Tensor, StateDict] = {}  # windows on the counts of skipped steps
+        self.tallies: dict[Tensor, StateDict] = {}  # windows on the counts of skipped steps
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
-        self._readings: dict[Tensor, Stiefel] = {}  # by which state was made
+        self.readings: dict[Tensor, Stiefel] = {}  # by which state was made
         self._reported = 0  # how many skipped steps a warning has told
         super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
         warn_if_nothing_is_constrained(self.param_groups)
@@ -177,7 +126,7 @@ class StiefelOptimizer(Optimizer, ABC):
         grads: list[Tensor],
         states: Sequence[StateDict],
     ) -> None:
-        """Move plain tensors in place; ``states`` holds a dict for each, empty at first."""
+        """Move plain tensors in place; ``states`` holds a dict for each, see :meth:`init_plain`."""
 
     def correction_for(self, group: Group) -> Correction:
         """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
@@ -196,13 +145,13 @@ class StiefelOptimizer(Optimizer, ABC):
         """Return the state that keeps a momentum X Z + U."""
         return {SKEW: Z, NORMAL: U}
 
-    def _adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
+    def adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
         """Turn momentum that other options have left in the state into that of these."""
 
     # ---- plain tensors -------------------------------------------------------------------------
 
-    def _init_plain(self, group: Group, parameter: Tensor) -> None:
-        """Make the state that a traced step needs of a plain parameter beforehand."""
+    def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
+        """Make what is missing of the state of a plain tensor, before its first step."""
 
     def _step_plain(
         self,
@@ -213,24 +162,13 @@ class StiefelOptimizer(Optimizer, ABC):
         stays: Tensor | None = None,
     ) -> None:
         """Move plain tensors unless ``stays``, a number on their device, is not 0."""
+        for parameter, state in zip(parameters, states, strict=True):
+            self.init_plain(group, parameter, state)
+        update = partial(self.update_plain, group)
         if stays is None:
-            self.update_plain(group, parameters, grads, states)
-            return
-        values = [parameter.clone() for parameter in parameters]
-        copies = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-            for state in states
-        ]
-        self.update_plain(group, values, grads, copies)
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(torch.where(stays != 0, parameter, value))
-        for state, copy in zip(states, copies, strict=True):
-            for key, value in copy.items():
-                before = state.get(key)
-                if isinstance(value, Tensor) and value.device == stays.device:
-                    earlier = torch.zeros_like(value) if before is None else before
-                    value = torch.where(stays != 0, earlier, value)
-                state[key] = value
+            update(parameters, grads, states)
+        else:
+            step_unless(stays, update, parameters, grads, states)
 
     # ---- groups --------------------------------------------------------------------------------
 
@@ -254,7 +192,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _recall(self, group: Group) -> None:
         """Remember tags, and restore those that a swap took along: the objects stay the same."""
-        for parameter, seen in zip(group["params"], _tags_of(group["params"]), strict=True):
+        for parameter, seen in zip(group["params"], tags_of(group["params"]), strict=True):
             known = self._tags.get(parameter)
             if isinstance(known, Stiefel) and has_lost_tag(parameter):
                 tag(parameter, known)
@@ -335,8 +273,7 @@ class StiefelOptimizer(Optimizer, ABC):
             for plain in self._init(place, each).plain:
                 parameter = each["params"][plain]
                 if parameter.grad is not None:
-                    self.state[parameter]
-                    self._init_plain(each, parameter)
+                    self.init_plain(each, parameter, self.state[parameter])
 
     def _init(self, place: int, group: Group) -> GroupIndex:
         """Make the state of constrained parameters that have a gradient for the first time."""
@@ -350,86 +287,36 @@ class StiefelOptimizer(Optimizer, ABC):
         params = group["params"]
         late = index.waiting and [i for i in index.waiting if params[i].grad is not None]
         if late:
-            self._admit(index, group, late)
+            index.admit(self, group, late)
         return index
 
     def _renew(self, place: int, group: Group) -> GroupIndex:
         """Tell the parameters of a group apart anew; those that have state are admitted."""
         earlier = self._indices[place]
         self._recall(group)
-        index = GroupIndex(self, group)
-        self._indices[place] = index
+        index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
             forget_constrained(self.state, group["params"][plain])
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
-            self._admit(index, group, known)
+            index.admit(self, group, known)
         for weight_group in earlier.weight_groups if earlier else ():
             weight_group.windows.release()
         alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
-        for records in (self._tallies, self._tags, self._readings):
+        for records in (self.tallies, self._tags, self.readings):
             for parameter in [p for p in records if id(p) not in alive]:
                 del records[parameter]
         return index
 
-    def _admit(self, index: GroupIndex, group: Group, late: list[int]) -> None:
-        """Stack the state of these parameters together with that of the ones before."""
-        waiting = set(index.waiting).difference(late)
-        layouts: dict[Any, Shards | None] = {}
-        weights: dict[torch.device, list[Weight]] = {}
-        for place, manifold in enumerate(index.readings):
-            if manifold is None or place in waiting:
-                continue
-            parameter, key = group["params"][place], None
-            if is_sharded(parameter):
-                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
-            if key not in layouts:
-                layouts[key] = shards_of(parameter, manifold)
-            called = partial(name_of, parameter, self.param_groups)
-            if not self.sums_over_rows:
-                check_rows_may_be_shared(layouts[key], self.rule, called)
-            if self._readings.get(parameter, manifold) != manifold:
-                self.state.pop(parameter, None)  # the momentum of another reading
-            state: StateDict = self.state[parameter]
-            together = weights.setdefault(parameter.device, [])
-            weight = Weight(parameter, manifold, state, layouts[key], len(together))
-            self._adapt(weight, index.declared)
-            complete_state(state, index.declared, parameter, manifold, called, layouts[key])
-            self._readings[parameter] = manifold
-            together.append(weight)
-            none = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            tally = self._tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
-            tally.update({name: count.to(parameter.device) for name, count in tally.items()})
-        index.weight_groups = [
-            WeightGroup(together, [self._tallies[w.parameter] for w in together], index.declared)
-            for together in weights.values()
-        ]
-        index.waiting = sorted(waiting)
-
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return the plain parameters."""
-        lr, groups, index = group["lr"], self.param_groups, self._init(place, group)
+        lr, index = group["lr"], self._init(place, group)
         if not ((isinstance(lr, Tensor) and not is_free_to_read(lr)) or math.isfinite(lr)):
             raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
-        params, plain = group["params"], []
-        for i in index.plain:
-            grad = params[i].grad
-            if grad is None:
-                continue
-            if grad.is_sparse and not self._sparse_allowed:
-                refuse_sparse(params[i], groups)
-            if grad.shape != params[i].shape:
-                refuse_gradient(params[i], groups)
-            plain.append(params[i])
+        plain = index.plain_with_gradient(group, self.param_groups, sparse=self._sparse_allowed)
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
-            for weight, grad in zip(weights.weights, grads, strict=True):
-                if grad is None or _KIND(grad) == weight.kind:
-                    continue
-                if grad.layout is not torch.strided:
-                    refuse_sparse(weight.parameter, groups)
-                if weight.is_same() or grad.shape != weight.parameter.shape:
-                    refuse_gradient(weight.parameter, groups)
+            if not weights.fit(grads, self.param_groups):
                 self._renew(place, group)
                 return self._prepare(place, group)
             changed = weights.take(grads, group["nonfinite"])
@@ -541,7 +428,7 @@ class StiefelOptimizer(Optimizer, ABC):
             super().load_state_dict({**state_dict, "param_groups": saved_groups})
         finally:
             handle.remove()
-        self._readings.clear()
+        self.readings.clear()
         keep_precision(self.state, self.param_groups, final)
 
     @override
@@ -550,7 +437,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle = remember(self)
-        for records in ("_tallies", "_tags", "_readings"):  # counts and tags outlive a load
+        for records in ("tallies", "_tags", "readings"):  # counts and tags outlive a load
             self.__dict__.setdefault(records, {})
         self.__dict__.setdefault("_reported", 0)
         self.rule = self.rule or type(self).__name__
@@ -576,11 +463,11 @@ class StiefelOptimizer(Optimizer, ABC):
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return the counts of :meth:`skipped_steps` by parameter."""
         devices: dict[torch.device, list[Tensor]] = {}
-        for parameter, tally in self._tallies.items():
+        for parameter, tally in self.tallies.items():
             devices.setdefault(tally["skipped"].device, []).append(parameter)
         counts: dict[Tensor, int] = {}
         for parameters in devices.values():  # one read of each device
-            tallies = torch.stack([self._tallies[parameter]["skipped"] for parameter in parameters])
+            tallies = torch.stack([self.tallies[parameter]["skipped"] for parameter in parameters])
             counts |= zip(parameters, tallies.tolist(), strict=True)
         return {parameter: count for parameter, count in counts.items() if count}
 

@@ -27,7 +27,7 @@ from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory.
-_BYTES_ON_CPU: Final = 2**22
+_BYTES_ON_CPU: Final = 2**21
 _BYTES_ELSEWHERE: Final = 2**28
 # Above this a stack is cut so that temporaries stay below one and a half times its parameters.
 _BYTES_WITHOUT_CARE: Final = 2**20
@@ -125,9 +125,9 @@ def blocks_of(weight: Weight) -> list[Block]:
 class Stack:
     """Blocks of one shape, dtype, device and reading, and their ``declared`` state.
 
-    ``whole`` is the state by name, ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as
-    the matrices are stored; None once a window is gone. Each of ``cuts`` is a batch for a rule: its
-    first block, the one behind its last, and its share of the matrices of each.
+    The state lies in tensors ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as the
+    matrices are stored. Each of ``cuts`` is a batch for a rule: its first block, the one behind its
+    last, and its share of the matrices of each.
     """
 
     def __init__(self, blocks: list[Block], declared: Sequence[State]) -> None:
@@ -148,18 +148,20 @@ class Stack:
             for kind in declared
             if kind.exists_for(self.row_count, self.column_count)
         }
-        self.whole: Tensors | None = {
-            kind.name: self._stacked(kind) for kind in self.declared.values()
-        }
+        self._whole: Tensors = {kind.name: self._stacked(kind) for kind in self.declared.values()}
         self.each = self.lead.numel()  # matrices of a block
         self.cuts = self._cut(value)
 
+    def release(self) -> None:
+        """Leave the state to the batches that have views on it."""
+        self._whole = {}
+
     def state_of(self, rows: slice) -> Tensors:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""
-        whole, wide = self.whole or {}, self.blocks[0].wide
+        wide = self.blocks[0].wide
         return {
             name: as_batch(tensor.mT if wide and not self.declared[name].is_small else tensor)[rows]
-            for name, tensor in whole.items()
+            for name, tensor in self._whole.items()
         }
 
     def _stacked(self, kind: State) -> Tensor:

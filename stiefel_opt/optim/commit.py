@@ -24,7 +24,7 @@ from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import Sums, largest_stretch
 from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
-from stiefel_opt.optim.state import working_dtype
+from stiefel_opt.optim.state import key_of, working_dtype
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
 # of the largest number leaves room for momenta and sums of squares. Half precision is summed in
@@ -37,6 +37,10 @@ LARGEST_SAFE: Final = {
 # Beyond this learning rate times gradient rounding in X'X is removed after every step.
 _STEEP: Final = 0.26
 _VERY_STEEP: Final = 100.0
+
+
+# From this size of a block on (bytes) state is adopted instead of copied.
+_LARGE_BLOCK: Final = 2**14
 
 
 class Rule(Protocol):
@@ -108,6 +112,7 @@ class Batch:
         self.scale = self.blocks[0].reading.scale
         self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
         self.last: LastStep | None = None
+        self.has_adopted = False  # in the last step
         self._lead, self._part_shape = stack.lead, stack.part_shape
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
@@ -155,6 +160,32 @@ class Batch:
             torch.unbind_copy(stored, out=parts)
         else:
             torch._foreach_copy_(parts, list(stored.unbind()))
+
+    def adoptable(self, new: Tensors, *given: Tensor) -> list[str]:
+        """Return the names of new state that is large, and has a memory of its own laid out alike.
+
+        On a CPU it costs less to let the windows show that memory than to copy the numbers.
+        """
+        taken = {tensor.untyped_storage().data_ptr() for tensor in given}
+        names = []
+        for name, tensor in new.items():
+            earlier, storage = self.state[name], tensor.untyped_storage()
+            is_large = tensor.nbytes >= _LARGE_BLOCK * len(self.blocks)
+            is_alike = tensor.stride() == earlier.stride() and tensor.dtype == earlier.dtype
+            if is_large and is_alike and storage.nbytes() == tensor.nbytes:
+                if storage.data_ptr() not in taken:
+                    names.append(name)
+                taken.add(storage.data_ptr())
+        return names
+
+    def adopt(self, name: str, value: Tensor) -> None:
+        """Let the state of this name, and the windows on it, be the memory of ``value``."""
+        storage, size = value.untyped_storage(), value.nbytes // len(self.blocks)
+        for place, block in enumerate(self.blocks):
+            window = block.weight.state[key_of(name, block.index)]
+            memory = storage[place * size : (place + 1) * size]
+            window.set_(memory, 0, window.shape, window.stride())
+        self.state[name], self.has_adopted = value, True
 
     def index_of(self, blocks: list[int] | None) -> Tensor | None:
         """Return an index of the matrices of these blocks; None for all of them."""
@@ -207,6 +238,7 @@ class Task(NamedTuple):
         is_changed: Whether somebody else has written to one of the tensors.
         nonfinite: The option of this name.
         reads: Whether numbers may be read without waiting.
+        may_adopt: Whether state may get new memory instead of new numbers.
         done: Takes the places of what has been written.
     """
 
@@ -222,6 +254,7 @@ class Task(NamedTuple):
     is_changed: bool
     nonfinite: str
     reads: bool
+    may_adopt: bool
     done: set[int]
 
 
@@ -239,11 +272,9 @@ class Verdict(NamedTuple):
 
 def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     """Correct the batch, run its rule, judge what it returned, and write it."""
-    batch, chosen, sums = task.batch, task.chosen, task.batch.sums
+    batch, chosen = task.batch, task.chosen
     stored = batch.read(task.tensors, chosen)
     grad = batch.read(task.grads, chosen).to(stored.dtype)
-    reader = batch.now if task.reads else reader_for(stored, batch.lagged)
-    reader.is_lost = False
     unsafe: list[int] = []
     ok, length = task.ok, math.inf
     if task.nonfinite == "skip" and task.reads:
@@ -254,10 +285,52 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
-    unscaled = stored if batch.scale == 1.0 else stored / batch.scale
+    new_X, new, moved, overflowed = _moved(stored, grad, state, ok, length, task, rule, correct)
+    if isinstance(task.lr, Tensor):
+        new_X = torch.where(task.lr == 0, stored, new_X)
+    is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else bits stay, also of X C
+    batch.has_adopted = False
+    adopted: list[str] = []
+    if task.may_adopt and ok is index is None and stored.nbytes >= _LARGE_BLOCK * len(batch.blocks):
+        adopted = batch.adoptable(new, stored, grad)
+
+    def write() -> None:
+        for name, tensor in new.items():
+            if name in adopted:
+                batch.adopt(name, tensor)
+            else:
+                _write(batch.state[name], tensor, state[name], index, ok)
+        if is_moving:
+            moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
+            batch.write(task.tensors, moved_X, chosen, stored)
+        task.done.update(place for place in task.places if place not in unsafe)
+
+    complete(write)
+    batch.last = LastStep(task.places, moved.kept() if isinstance(moved, Length) else moved, ok)
+    return Verdict(unsafe, overflowed)
+
+
+def _moved(
+    stored: Tensor,
+    grad: Tensor,
+    state: Tensors,
+    ok: Tensor | None,
+    length: float,
+    task: Task,
+    rule: Rule,
+    correct: Correction,
+) -> tuple[Tensor, Tensors, Length | Tensor | float, Tensor | None]:
+    """Return the new point and state, the length of the step, and which matrices overflowed.
+
+    Those stay, and their state starts again.
+    """
+    batch, sums, scale = task.batch, task.batch.sums, task.batch.scale
+    reader = batch.now if task.reads else reader_for(stored, batch.lagged)
+    reader.is_lost = False
+    unscaled = stored if scale == 1.0 else stored / scale
+    lr = task.lr if scale == 1.0 else task.lr / scale
     known = math.inf if sums.row_sum is not None else length  # all processes must decide alike
     X, fixed = _on_manifold(unscaled, state, grad, task, known, reader, correct)
-    lr = task.lr if batch.scale == 1.0 else task.lr / batch.scale
     current = {**state, **fixed}
     new_X, new, moved = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
     new = {**fixed, **new}
@@ -271,22 +344,7 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         for name, tensor in new.items():
             start = batch.declared[name].fill_(torch.empty_like(tensor))
             new[name] = torch.where(overflowed, start, tensor)
-    new_X = new_X if batch.scale == 1.0 else new_X * batch.scale
-    if isinstance(lr, Tensor):
-        new_X = torch.where(lr == 0, stored, new_X)
-    is_moving = isinstance(lr, Tensor) or lr != 0  # else bits stay, also where X C would differ
-
-    def write() -> None:
-        for name, tensor in new.items():
-            _write(batch.state[name], tensor, state[name], index, ok)
-        if is_moving:
-            moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
-            batch.write(task.tensors, moved_X, chosen, stored)
-        task.done.update(place for place in task.places if place not in unsafe)
-
-    complete(write)
-    batch.last = LastStep(task.places, moved.kept() if isinstance(moved, Length) else moved, ok)
-    return Verdict(unsafe, overflowed)
+    return new_X if scale == 1.0 else new_X * scale, new, moved, overflowed
 
 
 def complete(write: Callable[[], None]) -> None:

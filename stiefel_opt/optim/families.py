@@ -114,8 +114,8 @@ class AdamLike(StiefelOptimizer):
         return partial(rule, force=-1.0 if group["maximize"] else 1.0, **options)
 
     @override
-    def _init_plain(self, group: Group, parameter: Tensor) -> None:
-        init_adam(group, parameter, self.state[parameter])
+    def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
+        init_adam(group, parameter, state)
 
     @override
     def _step_plain(self, *arguments: Any, **options: Any) -> None:
@@ -130,11 +130,11 @@ class MuonLike(AdamLike):
     """Plain tensors of two dimensions move by ``torch.optim.Muon`` where ``plain`` says so."""
 
     @override
-    def _init_plain(self, group: Group, parameter: Tensor) -> None:
+    def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
         if _follows_muon(group, parameter):
-            init_muon(parameter, self.state[parameter])
+            init_muon(parameter, state)
         else:
-            super()._init_plain(group, parameter)
+            super().init_plain(group, parameter, state)
 
     @override
     def _step_plain(

@@ -26,6 +26,7 @@ from stiefel_opt.optim.blocks import (
     plain_rows_of,
     stacks_of,
 )
+from stiefel_opt.optim.checks import refuse_gradient, refuse_sparse
 from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
@@ -45,6 +46,7 @@ from stiefel_opt.optim.state import (
     key_of,
     working_dtype,
 )
+from stiefel_opt.optim.torch_rules import Group
 
 # Rounding in X'X and X'U is measured and removed once in so many steps.
 _CORRECTION_PERIOD: Final = 8
@@ -53,6 +55,7 @@ _CORRECTION_PERIOD: Final = 8
 TALLIES: Final = ("skipped", "unreported")
 
 _VERSION = operator.attrgetter("_version")
+_KIND = operator.attrgetter("shape", "dtype", "layout")
 
 # parameters, gradients, states, and a number that is not 0 where all of them are to stay
 MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
@@ -99,6 +102,11 @@ class Windows:
             return False
         return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
 
+    def look(self) -> None:
+        """Remember where the memory is now."""
+        windows = [state[key] for state, key in self._slots]
+        self._memory = self._addresses(windows)
+
     def release(self) -> None:
         """Give parameters that are not part of any stack any more state of their own."""
         for (state, key), known in zip(self._slots, self._windows, strict=True):
@@ -129,8 +137,10 @@ class WeightGroup:
         self.masters = join_masters(weights)
         self.is_shared = not bool(all(weight.shards is None for weight in weights))
         values = [weight.moving() for weight in weights]
-        self.stacks = stacks_of(weights, values, declared)
-        self.batches = [Batch(stack, *cut) for stack in self.stacks for cut in stack.cuts]
+        stacks = stacks_of(weights, values, declared)
+        self.batches = [Batch(stack, *cut) for stack in stacks for cut in stack.cuts]
+        for stack in stacks:
+            stack.release()
         self._rows = plain_rows_of(weights, values)
         # parameters themselves move, unless a master or a shard does, which every step looks up
         self._values = None if self.is_shared or self.masters else values
@@ -138,6 +148,7 @@ class WeightGroup:
         self.windows = Windows(weights, self.forget)
         # the step under way: gradients, places that stay, and the same as a mask
         self._grads: list[Tensor | None] = []
+        self._in_graph = False
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
         # places with an unsafe gradient, and with a step that overflowed, where that may be read
@@ -146,7 +157,7 @@ class WeightGroup:
         self._overflows: Tensor | None = None  # matrices of each
         # versions and addresses of the parameters: now, and after our last write
         self._now = self._look()
-        self._seen = [(-1, -1)] * len(weights)
+        self._seen = [-1] * len(weights), [-1] * len(weights)
         self._changed: set[int] = set()  # places that somebody else has written to
         self._steps_begun = 0
         self._numbers: list[float] | Tensor = []
@@ -165,16 +176,14 @@ class WeightGroup:
         """Return all that a step changes beside the parameters, each memory once."""
         changed = [self.steps, self.skipped, self._unreported]
         changed += [whole for whole, _ in self.masters]
-        for stack in self.stacks:
-            changed += list((stack.whole or {}).values())
+        for batch in self.batches:
+            changed += list(batch.state.values())
         for _, states in self._rows:
             changed += [tensor for state in states for tensor in state.values()]
         return changed
 
     def forget(self) -> None:
         """Let go of all state: a window is gone, perhaps so that its memory is freed."""
-        for stack in self.stacks:
-            stack.whole = None
         for batch in self.batches:
             batch.state = {}
         self.masters = []
@@ -184,9 +193,9 @@ class WeightGroup:
         if not self.windows.are_intact(states):
             return False
         self._now = self._look()
-        return all(
-            seen[1] == now[1] or weight.is_same()
-            for seen, now, weight in zip(self._seen, self._now, self.weights, strict=True)
+        return self._now[1] == self._seen[1] or all(
+            seen == now or weight.is_same()
+            for seen, now, weight in zip(self._seen[1], self._now[1], self.weights, strict=True)
         )
 
     def angles(self) -> dict[int, float]:
@@ -198,6 +207,18 @@ class WeightGroup:
 
     # ---- before anything changes ---------------------------------------------------------------
 
+    def fit(self, grads: list[Tensor | None], groups: list[Group]) -> bool:
+        """Raise for gradients of another kind; return False if a parameter is of another now."""
+        for weight, grad in zip(self.weights, grads, strict=True):
+            if grad is None or _KIND(grad) == weight.kind:
+                continue
+            if grad.layout is not torch.strided:
+                refuse_sparse(weight.parameter, groups)
+            if weight.is_same() or grad.shape != weight.parameter.shape:
+                refuse_gradient(weight.parameter, groups)
+            return False
+        return True
+
     def take(
         self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
     ) -> list[Weight]:
@@ -205,7 +226,7 @@ class WeightGroup:
 
         Returns: The weights that somebody else has written to; a compiled graph is not meant.
         """
-        self._grads = grads
+        self._grads, self._in_graph = grads, in_graph
         if self.is_shared:
             self._grads = [
                 grad if grad is None or weight.shards is None else weight.shards.local(grad)
@@ -217,28 +238,28 @@ class WeightGroup:
         self.unsafe, self.overflowed, self._overflows, self._ok = [], [], None, None
         self._changed = set()
         if self._now != self._seen:
+            now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
             self._changed = {
                 place
-                for place, (now, seen) in enumerate(zip(self._now, self._seen, strict=True))
-                if now != seen and not (in_graph and seen[0] >= 0)
+                for place in range(len(now))
+                if now[place] != seen[place] and not (in_graph and seen[place][0] >= 0)
             }
         if nonfinite != "ignore" or self.is_shared:
             self._judge(nonfinite)
         return [self.weights[place] for place in sorted(self._changed - self._staying)]
 
-    def _look(self) -> list[tuple[int, int]]:
-        """Return what changes when a parameter is written to, or its ``.data`` replaced.
+    def _look(self) -> tuple[list[int], list[int]]:
+        """Return what changes when a parameter is written to, or its ``.data`` replaced."""
+        local = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
+        return self._versions(), list(map(torch.Tensor.data_ptr, local))
 
-        An operation on a DTensor counts at the DTensor, one on its local tensor there.
-        """
-        versions = map(_VERSION, self.parameters)
+    def _versions(self) -> list[int]:
+        """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
+        own = list(map(_VERSION, self.parameters))
         if not self.is_shared:
-            return list(zip(versions, map(torch.Tensor.data_ptr, self.parameters), strict=True))
-        local = list(map(local_part, self.parameters))
-        return [
-            (own if part is parameter else own + part._version, part.data_ptr())
-            for own, part, parameter in zip(versions, local, self.parameters, strict=True)
-        ]
+            return own
+        local = map(_VERSION, map(local_part, self.parameters))
+        return list(map(operator.add, own, local))
 
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients: all processes that have a part agree."""
@@ -318,7 +339,8 @@ class WeightGroup:
                 if verdict.overflowed is not None:
                     self._count(verdict.overflowed, task.places)
             if self._rows:
-                self._move_rows(move_rows, values)
+                staying, ok = self._staying, self._ok
+                _move_rows(self._rows, values, self._grads, staying, ok, self._reads, move_rows)
             moved.update(range(len(self.weights)))  # also where this process has no matrices
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
@@ -353,6 +375,7 @@ class WeightGroup:
             bool(self._changed) and not self._changed.isdisjoint(places),
             nonfinite,
             self._reads,
+            self._reads and not self.is_shared and not self._in_graph,
             done,
         )
 
@@ -394,53 +417,28 @@ class WeightGroup:
         if self._reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
 
-    def _move_rows(self, move_rows: MoveRows, values: list[Tensor]) -> None:
-        """Move the plain rows of parameters that are constrained in part, by torch's own rule."""
-        moving = [(w, states) for w, states in self._rows if w.place not in self._staying]
-        parameters: list[Tensor] = []
-        grads: list[Tensor] = []
-        states: list[StateDict] = []
-        for weight, own in moving:
-            grad: Tensor = self._grads[weight.place]  # type: ignore[assignment]
-            split, value = weight.local_manifold.plain_parts, values[weight.place]
-            parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-            if not self._reads:  # its kernels take a verdict, but only one
-                stays = grad.new_zeros((), dtype=torch.float32)
-                if self._ok is not None:
-                    stays = (~self._ok[weight.place]).float()
-                move_rows(list(split(value)), parts, own, stays)
-            parameters += split(value)
-            grads += parts
-            states += own
-        if parameters and self._reads:
-            move_rows(parameters, grads, states, None)
-        for weight, own in moving:
-            for index, state in enumerate(own):
-                for word, tensor in state.items():
-                    key = key_of(ROWS + word, index)
-                    if key not in weight.state:
-                        weight.state[key] = weight.shown_rows(tensor, index)
-
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        places = sorted(moved)
-        new_steps, new_skipped = self.steps.clone(), self.skipped.clone()
-        if len(places) == len(self.weights):
-            new_steps += 1.0 if self._ok is None else self._ok
-        elif places:
-            new_steps[places] += 1.0 if self._ok is None else self._ok[places]
-        if self._ok is not None:
-            new_skipped[places] += ~self._ok[places]
-        if self.unsafe:
+        some = len(moved) < len(self.weights)
+        places: Any = sorted(moved) if some else slice(None)
+        new_steps, new_skipped = self.steps.clone(), None
+        new_steps[places] += 1.0 if self._ok is None else self._ok[places]
+        if self._ok is not None or self.unsafe:
+            new_skipped = self.skipped.clone()
+            if self._ok is not None:
+                new_skipped[places] += ~self._ok[places]
             new_skipped[self.unsafe] += 1
 
         def write() -> None:
             if is_written:
                 self._write_masters_and_shards(values)
             self.steps.copy_(new_steps)
-            self.skipped.copy_(new_skipped)
+            if new_skipped is not None:
+                self.skipped.copy_(new_skipped)
 
         complete(write)
+        if any(batch.has_adopted for batch in self.batches):
+            self.windows.look()
         if is_written:
             self._remember_what_was_written(moved)
         self._grads = []
@@ -456,13 +454,51 @@ class WeightGroup:
 
     def _remember_what_was_written(self, moved: set[int]) -> None:
         """Whatever a parameter is now is known to be on the manifold, if it has moved."""
-        earlier, before = self._seen, self._now
-        self._seen = [(now[0], then[1]) for now, then in zip(self._look(), before, strict=True)]
-        for place in range(len(self.weights)):
-            was_looked_at = self._ok is not None and place in self._changed
-            stays = place not in moved or (was_looked_at and not self._ok[place])  # type: ignore[index]
-            if stays:
-                self._seen[place] = earlier[place]
+        earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
+        staying = self._staying
+        if len(moved) < len(self.weights):
+            staying = staying | set(range(len(self.weights))).difference(moved)
+        if self._ok is not None and self._changed:  # whoever looked has waited already
+            staying = staying | {place for place in self._changed if not self._ok[place]}
+        for place in staying:
+            for now, then in zip(self._seen, earlier, strict=True):
+                now[place] = then[place]
+
+
+def _move_rows(
+    rows: list[tuple[Weight, list[StateDict]]],
+    values: list[Tensor],
+    all_grads: list[Tensor | None],
+    staying: set[int],
+    ok: Tensor | None,
+    reads: bool,
+    move_rows: MoveRows,
+) -> None:
+    """Move the plain rows of parameters that are constrained in part, by the plain rule."""
+    moving = [(weight, states) for weight, states in rows if weight.place not in staying]
+    parameters: list[Tensor] = []
+    grads: list[Tensor] = []
+    states: list[StateDict] = []
+    for weight, own in moving:
+        grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
+        split, value = weight.local_manifold.plain_parts, values[weight.place]
+        parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
+        if not reads:  # its kernels take a verdict, but only one
+            stays = grad.new_zeros((), dtype=torch.float32)
+            if ok is not None:
+                stays = (~ok[weight.place]).float()
+            move_rows(list(split(value)), parts, own, stays)
+        parameters += split(value)
+        grads += parts
+        states += own
+    if parameters and reads:
+        move_rows(parameters, grads, states, None)
+    for weight, own in moving:
+        for index, state in enumerate(own):
+            for word, tensor in state.items():
+                key = key_of(ROWS + word, index)
+                if key not in weight.state:
+                    weight.state[key] = weight.shown_rows(tensor, index)
 
 
 def _lengths_of(grads: Sequence[Tensor]) -> Tensor:

@@ -163,7 +163,7 @@ class StiefelSGD(SGDLike):
 
     @override
     @torch.no_grad()
-    def _adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
+    def adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
         state, wanted = weight.state, {kind.name for kind in declared}
         if weight.shards is not None or not wanted:
             return

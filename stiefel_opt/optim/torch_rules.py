@@ -161,6 +161,31 @@ def step_rows(
                 _put_back(state[name], copy)
 
 
+def step_unless(
+    stays: Tensor,
+    update: Callable[[list[Tensor], list[Tensor], Sequence[Group]], None],
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    states: Sequence[Group],
+) -> None:
+    """Apply a rule to copies, and keep them unless ``stays``, a number on their device, is not 0."""
+    values = [parameter.clone() for parameter in parameters]
+    copies = [
+        {key: t.clone() if isinstance(t, Tensor) else t for key, t in state.items()}
+        for state in states
+    ]
+    update(values, grads, copies)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(torch.where(stays != 0, parameter, value))
+    for state, copy in zip(states, copies, strict=True):
+        for key, value in copy.items():
+            if isinstance(value, Tensor) and value.device == stays.device:
+                earlier = state.get(key, torch.zeros_like(value))
+                state[key] = torch.where(stays != 0, earlier, value)
+            else:
+                state[key] = value
+
+
 def _dense(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

@@ -72,7 +72,7 @@ def test_second_moments_of_the_skew_part_stay_symmetric(shape, generator):
     state = RuleCase(adam, {}, ADAM).state(point, generator, zero=True)
     for step in range(1, 300):
         if step % 8 == 0:
-            point, fixed = corrected(point, state, LOCAL_SUMS, ("momentum_normal",))
+            point, fixed = corrected(point, state, LOCAL_SUMS, normal=("momentum_normal",))
             state |= fixed
         point, new, _ = adam(point, point @ torque, state, lr=0.1, step=float(step))
         state |= new

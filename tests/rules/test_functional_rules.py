@@ -163,7 +163,7 @@ def correct(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if kept.startswith("deferred"):
         return corrected_deferred(point, state, sums, own)
-    return corrected(point, state, sums, (NORMAL,), own)
+    return corrected(point, state, sums, own, (NORMAL,))
 
 
 @every_kept

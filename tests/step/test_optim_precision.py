@@ -134,24 +134,27 @@ def test_the_choice_is_suspended_in_a_step_and_then_back(choose, value, monkeypa
     choose(value)
     before = settings()
     assert "tf32" in before
-    seen = []
-    update = type(opt).update
+    seen, failing = [], []
+    rule_for = type(opt).rule_for
 
-    def spy(self, *arguments):
-        seen.append(settings())
-        return update(self, *arguments)
+    def watched_rule_for(self, group):
+        rule = rule_for(self, group)
 
-    monkeypatch.setattr(type(opt), "update", spy)
+        def watched(*arguments, **options):
+            seen.append(settings())
+            if failing:
+                raise RuntimeError("stop")
+            return rule(*arguments, **options)
+
+        return watched
+
+    monkeypatch.setattr(type(opt), "rule_for", watched_rule_for)
     backward(net, 0)
     opt.step()
     assert seen
     assert all(found[:2] == ["ieee", "ieee"] for found in seen)
     assert settings() == before
-
-    def fails(*_):
-        raise RuntimeError("stop")
-
-    monkeypatch.setattr(type(opt), "update", fails)
+    failing.append(True)
     with pytest.raises(RuntimeError, match="stop"):
         opt.step()
     assert settings() == before
