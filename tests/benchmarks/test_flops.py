@@ -1,11 +1,15 @@
 """Every operation of known cost is seen by the counter of flops, at that cost."""
 
+import warnings
+
 import pytest
 import torch
 
-pytest.importorskip("geoopt")
-pytest.importorskip("pogo")
-from benchmarks.speed import flops
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the rivals, about torch
+    pytest.importorskip("geoopt")
+    pytest.importorskip("pogo")
+    from benchmarks.speed import flops
 
 TALL, SMALL = torch.randn(2, 30, 6), torch.eye(6).expand(2, 6, 6).contiguous()
 KNOWN = {

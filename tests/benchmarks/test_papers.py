@@ -1,4 +1,4 @@
-"""Examples: smoke runs, exact continuation after a kill, and readers that execute nothing."""
+"""The vision transformer, and what programs share: smoke runs, a kill, data that are refused."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}/{key}", value
 
 
-# ---- every example ----
+# ---- every program ----
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_example_takes_the_common_flags(name, capsys) -> None:
+def test_every_program_takes_the_common_flags(name, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(name).main(["--help"])
     assert stopped.value.code == 0
@@ -55,7 +55,7 @@ def test_every_example_takes_the_common_flags(name, capsys) -> None:
     assert all(flag in text for flag in ("--device", "--seed", "--threads", "--smoke", "--output"))
 
 
-def test_no_example_is_long() -> None:
+def test_no_program_is_long() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in FILES}
     assert {name: count for name, count in lengths.items() if count > 320} == {}
 

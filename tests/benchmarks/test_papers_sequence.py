@@ -1,4 +1,4 @@
-"""Examples on sequences: smoke runs, continuation, and what their data promise."""
+"""Programs on sequences: smoke runs, continuation, and what their data promise."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def train(case: str, options: Namespace) -> dict[str, list[Record]]:
     flags += ["--threads", str(options.threads), "--device", options.device]
     flags += ["--resume"] if options.resume else []
     flags += ["--output", str(options.output / case.replace(" ", "-")), *own.split()]
-    records = orthogonal_vit.compare([*flags, "--methods", *methods.values()])
+    records = orthogonal_vit.main([*flags, "--methods", *methods.values()])
     names = {text.split(":")[0]: name for name, text in methods.items()}
     found: dict[str, list[Record]] = {}
     for record in records:

@@ -266,13 +266,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     return finish_flags(parser, options)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Train every method with every seed, then print the table and where the plot is."""
-    compare(argv)
-
-
-def compare(argv: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Do so, and return the runs."""
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Train every method with every seed, print the table and where the plot is; the runs."""
     options = parse_arguments(argv)
     try:
         images = load_images(options.data, options.data_dir, options.limit).to(options.device)

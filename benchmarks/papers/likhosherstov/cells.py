@@ -1,4 +1,4 @@
-"""The recurrent cells that the examples compare, and the optimizers that train them.
+"""The recurrent cells of `copying.py` and `pixel_mnist.py`, and the optimizers that train them.
 
 After Helfrich, Willmott & Ye (2018), Lezcano-Casado & Martinez-Rubio (2019) and Likhosherstov et
 al. (AISTATS 2021), who run the code of the second unchanged: RMSprop, with a tenth of the rate for

@@ -1,4 +1,4 @@
-"""Sentence pairs for the translation example: a small phrase generator, tab-separated files."""
+"""Sentence pairs of `translation.py`: a small phrase generator, tab-separated files."""
 
 import gzip
 import itertools

@@ -1,4 +1,4 @@
-"""The model of the translation example: two recurrences and attention between them.
+"""The model of `translation.py`: two recurrences and attention between them.
 
 Attention is "luong", score h' W s after the recurrence, so that one call reads all words; or
 "additive", v' tanh(W1 s + W2 h) of the state before, whose context enters the recurrence with the

@@ -1,4 +1,4 @@
-"""For the video example: moving digits, KTH, the network, memory of a step, strip of frames."""
+"""What `video.py` needs: moving digits, KTH, the network, memory of a step, strip of frames."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
