@@ -6,6 +6,7 @@ step becomes the tangent vector nearest to D, and X its polar retraction.
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
-from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
+from stiefel_opt.device import exact_products, is_free_to_read
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import is_own, trust
 from stiefel_opt.geometry import project_tangent, widened
@@ -60,7 +61,6 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
             Lookahead, Ranger, SAM) or take sparse gradients only. Before a step: for sharded
             weights and sparse gradients.
         ValueError: before a step, for ``capturable`` and ``differentiable`` groups.
-        RuntimeError: for a step that ``torch.compile`` traces.
 
     Note:
         Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
@@ -79,8 +79,9 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
         return optimizer
     _refuse(optimizer)
     keeper = _Keeper()
-    optimizer.register_step_pre_hook(keeper.before)
-    optimizer.register_step_post_hook(keeper.after)
+    outside: Any = functools.partial(torch.compiler.disable, reason="so.on_manifold needs values")
+    optimizer.register_step_pre_hook(outside(keeper.before))
+    optimizer.register_step_post_hook(outside(keeper.after))
     vars(optimizer)[_KEEPER] = keeper
     trust(optimizer)
     is_open = any(group.get("stiefel") is not False for group in optimizer.param_groups)
@@ -245,9 +246,6 @@ class _Keeper:
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Hook before a step: make gradients tangent, now or behind the closure."""
-        if is_compiling():
-            remedy = "compile the model and its loss alone"
-            raise RuntimeError(fail("optimizer.step", "not be compiled", "a traced one", remedy))
         if self._points:  # an exception has ended the step before
             self.after(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
