@@ -376,6 +376,26 @@ def test_an_interrupted_step_is_finished_by_the_next() -> None:
     assert so.orthonormality_error(net) < 2e-6
 
 
+def test_a_step_that_calls_that_of_its_base_is_one_step() -> None:
+    class Twice(O.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                raise RuntimeError("interrupted")
+            return super().step()
+
+    nets = model(), model()
+    kinds = O.SGD, Twice
+    rules = [so.on_manifold(kinds[i](nets[i].parameters(), 0.1)) for i in range(2)]
+    train(nets[0], rules[0], 3)
+    train(nets[1], rules[1], 1)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        rules[1].step(lambda: 0.0)
+    train(nets[1], rules[1], 2)
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert so.orthonormality_error(nets[1]) < 2e-6
+
+
 def test_the_warning_of_foreign_optimizers_names_it_and_is_silent_behind_it() -> None:
     net = model()
     with pytest.warns(UserWarning, match=r"so\.on_manifold\(optimizer\)"):
