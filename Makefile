@@ -57,6 +57,7 @@ bench: $(READY_FOR_BENCH)
 	$(RUN) -m benchmarks.speed.flops
 	$(RUN) -m benchmarks.speed.parametrizations
 	$(RUN) -m benchmarks.speed.modules
+	$(RUN) -m benchmarks.speed.torch_orthogonal
 	$(RUN) -m benchmarks.common.publish
 
 rotations: $(READY_FOR_ROTATIONS)

@@ -30,13 +30,12 @@ from stiefel_opt.foreign import note_module
 from stiefel_opt.geometry import widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import tag, untag
-from stiefel_opt.points import nearest, reading_of
+from stiefel_opt.points import kept_scale, nearest, reading_of, rms_scale
 from stiefel_opt.stacked import CONVOLUTIONS, stacked
+from stiefel_opt.watching import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.watching import LostTagWarning as LostTagWarning
-from stiefel_opt.watching import mark_maps, record, records_of, watch
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
-GROUPED: Final = "_stiefel_grouped"  # True where param_groups has written the readings down
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -53,7 +52,7 @@ def constrain(
     rows: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     flatten: bool | None = None,
     transposed: bool = False,
-    scale: float | Literal["keep"] = 1.0,
+    scale: float | Literal["keep", "rms"] = 1.0,
     project: bool = True,
 ) -> ModuleT:
     r"""Put parameters of ``module`` on the Stiefel manifold and return the module.
@@ -80,7 +79,9 @@ def constrain(
             for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
             read as the convolution whose adjoint it is, one row for each input channel.
         scale: As in :class:`Stiefel`. "keep" takes the root mean square of the singular values, so
-            that a trained weight keeps its norm.
+            that a trained weight keeps its norm, and takes it anew from what ``load_state_dict``
+            brings. "rms" takes sqrt(rows / columns) of a matrix, sqrt(out / in) of a linear layer:
+            then outputs are as large as inputs, by their root mean squares.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -105,8 +106,8 @@ def constrain(
     check_flag("project", project)
     if heads is not None and blocks is not None:
         raise ValueError(fail("blocks", "be None with heads", blocks, "they are the same"))
-    if isinstance(scale, str) and scale != "keep":
-        raise ValueError(fail("scale", "be a positive number or 'keep'", repr(scale)))
+    if isinstance(scale, str) and scale not in ("keep", "rms"):
+        raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
     asked: dict[str, Stiefel] = {}
     for each in _names(module, name):
@@ -122,9 +123,11 @@ def constrain(
         _check_value(parameter, reading, each, whole=project or scale == "keep")
         if scale == "keep":
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
+        elif scale == "rms":
+            reading = replace(reading, scale=rms_scale(parameter, reading, each))
         _warn_if_mixed(parameter, reading, each)
         asked[each] = reading
-    apply_readings(module, asked, project=project)
+    apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 
 
@@ -166,7 +169,7 @@ def _check_value(parameter: nn.Parameter, reading: Stiefel, name: str, *, whole:
 
 
 def apply_readings(
-    module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True
+    module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True, keeps: bool = False
 ) -> dict[str, float | None]:
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
     moved: dict[str, float | None] = {}
@@ -181,7 +184,7 @@ def apply_readings(
                 trained[name] = share
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
-        record(owner, leaf, reading)
+        record(owner, leaf, reading, keeps=keeps)
         owner.__dict__.setdefault(MOVED, {})[leaf] = moved[name]
         tag(parameter, reading)
         watch(owner)
@@ -343,20 +346,6 @@ def _distance(tensor: Tensor, point: Tensor) -> float:
 def _write(tensor: Tensor, point: Tensor | None) -> None:
     if point is not None:
         tensor.copy_(point)
-
-
-@torch.no_grad()
-def kept_scale(parameter: Tensor, reading: Stiefel, name: str) -> float:
-    """Return the root mean square of the singular values: points of that scale have its norm."""
-    if parameter.is_meta:
-        raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
-    matrices = [reading.matrices(p, index) for index, p in enumerate(reading.parts(parameter))]
-    norms = torch.stack([torch.linalg.vector_norm(widened(matrix)) for matrix in matrices])
-    count = sum(matrix.numel() // matrix.size(-2) for matrix in matrices)  # of singular values
-    mean = float(torch.linalg.vector_norm(norms)) / math.sqrt(count)
-    if not 0 < mean < float("inf"):
-        raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
-    return mean
 
 
 # ---- the records -------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ step becomes the tangent vector nearest to D, and X its polar retraction.
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeVar
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
-from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
+from stiefel_opt.device import exact_products, is_free_to_read
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import is_own, trust
 from stiefel_opt.geometry import project_tangent, widened
@@ -60,7 +62,6 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
             Lookahead, Ranger, SAM) or take sparse gradients only. Before a step: for sharded
             weights and sparse gradients.
         ValueError: before a step, for ``capturable`` and ``differentiable`` groups.
-        RuntimeError: for a step that ``torch.compile`` traces.
 
     Note:
         Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
@@ -79,8 +80,9 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
         return optimizer
     _refuse(optimizer)
     keeper = _Keeper()
-    optimizer.register_step_pre_hook(keeper.before)
-    optimizer.register_step_post_hook(keeper.after)
+    outside: Any = functools.partial(torch.compiler.disable, reason="so.on_manifold needs values")
+    optimizer.register_step_pre_hook(outside(keeper.before))
+    optimizer.register_step_post_hook(outside(keeper.after))
     vars(optimizer)[_KEEPER] = keeper
     trust(optimizer)
     is_open = any(group.get("stiefel") is not False for group in optimizer.param_groups)
@@ -148,10 +150,10 @@ def _reading(parameter: Tensor, wanted: Any) -> Stiefel | None:
         return wanted
     if isinstance(wanted, dict):
         return Stiefel.from_dict(wanted)
+    if not (wanted is None or isinstance(wanted, bool)):
+        raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(wanted)))
     tagged = manifold_of(parameter)
-    if wanted is None:
-        return tagged
-    return (tagged or Stiefel()) if wanted else None
+    return tagged if wanted is None else (tagged or Stiefel()) if wanted else None
 
 
 class _Block:
@@ -241,14 +243,16 @@ class _Keeper:
         self._points: list[Tensor] = []  # X of each stack during a step
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
+        self._depth = 0  # of steps that a step makes of the class it derives from
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Hook before a step: make gradients tangent, now or behind the closure."""
-        if is_compiling():
-            remedy = "compile the model and its loss alone"
-            raise RuntimeError(fail("optimizer.step", "not be compiled", "a traced one", remedy))
-        if self._points:  # an exception has ended the step before
+        if self._points:
+            if _is_within_step(optimizer):
+                self._depth += 1
+                return None
+            self._depth = 0  # an exception has ended the step before
             self.after(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         weights = _constrained(optimizer)
@@ -270,6 +274,9 @@ class _Keeper:
     @torch.no_grad()
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook after a step: give the gradients back, and move along the tangent part."""
+        if self._depth:
+            self._depth -= 1
+            return
         self._give_back()
         for stack, point in zip(self._stacks, self._points, strict=True):
             with exact_products(point):
@@ -338,6 +345,17 @@ class _Keeper:
             return loss
 
         return evaluate
+
+
+def _is_within_step(optimizer: Optimizer) -> bool:
+    """Say whether a step of ``optimizer`` has called this one, as that of a subclass does."""
+    code: Any = getattr(type(optimizer).step, "__code__", None)  # one for all hooked steps
+    frame: Any = sys._getframe(1)
+    count = 0
+    while frame is not None and count < 2:
+        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count > 1
 
 
 def _are_alike(weights: list[_Weight], others: list[_Weight]) -> bool:

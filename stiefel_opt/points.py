@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -49,6 +50,32 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
             found[off] = reading.scale * polar_factor(matrices[off])
             reading.parts(result)[index].copy_(reading.stored(found, part.shape, index))
     return result
+
+
+@torch.no_grad()
+def kept_scale(value: Tensor, reading: Stiefel, name: str) -> float:
+    """Return the root mean square of the singular values: points of that scale have its norm."""
+    if value.is_meta:
+        raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
+    matrices = [reading.matrices(part, index) for index, part in enumerate(reading.parts(value))]
+    norms = torch.stack([torch.linalg.vector_norm(widened(matrix)) for matrix in matrices])
+    count = sum(matrix.numel() // matrix.size(-2) for matrix in matrices)  # of singular values
+    mean = float(torch.linalg.vector_norm(norms)) / math.sqrt(count)
+    if not 0 < mean < float("inf"):
+        raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
+    return mean
+
+
+def rms_scale(value: Tensor, reading: Stiefel, name: str) -> float:
+    """Return sqrt(rows / columns) of the matrices, which all ranges of rows must share."""
+    found = set()
+    for index, part in enumerate(reading.parts(value)):
+        n, m = reading.matrices(part, index).shape[-2:]
+        found.add(m / n if reading.is_wide(part.shape, index) else n / m)
+    if len(found) > 1:
+        remedy = "constrain the ranges of rows with a number"
+        raise ValueError(fail(name, "have matrices of one height for scale='rms'", found, remedy))
+    return math.sqrt(found.pop())
 
 
 def random_point(

@@ -26,8 +26,11 @@ from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import UNSTATED, ManifoldParameter
+from stiefel_opt.points import kept_scale
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
+KEEPS: Final = "_stiefel_keeps"  # names of those whose scale is that of their value
+GROUPED: Final = "_stiefel_grouped"  # True where param_groups has written the readings down
 PROJECTS: Final = "_stiefel_projects_loaded"  # True where a module projects what it loads by itself
 
 
@@ -40,14 +43,19 @@ def records_of(module: nn.Module) -> dict[str, Stiefel]:
     return module.__dict__.get(RECORDS, {})  # type: ignore[no-any-return]
 
 
-def record(module: nn.Module, name: str, reading: Stiefel) -> None:
-    """Write a record, and see from the first one on what is loaded."""
+def record(module: nn.Module, name: str, reading: Stiefel, *, keeps: bool = False) -> None:
+    """Write a record, and see from the first one on what is loaded.
+
+    With ``keeps`` the scale follows the values that are loaded.
+    """
     if RECORDS not in module.__dict__:
         module.__dict__[RECORDS] = {}
         module.register_load_state_dict_pre_hook(_warn_if_off)  # type: ignore[no-untyped-call]
         if isinstance(module, NonDynamicallyQuantizableLinear):
             module.register_load_state_dict_post_hook(_warn_if_lost)  # type: ignore[no-untyped-call]
     module.__dict__[RECORDS][name] = reading
+    others = module.__dict__.get(KEEPS, set()) - {name}
+    module.__dict__[KEEPS] = others | {name} if keeps else others
 
 
 def mark_maps(model: nn.Module) -> bool:
@@ -269,6 +277,29 @@ def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
     parameters.disarm()
 
 
+def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel:
+    """Return the reading of a weight with ``scale="keep"`` for a value that is being loaded."""
+    reading, parameter = records_of(module)[leaf], module._parameters[leaf]
+    try:
+        scale = kept_scale(value, reading, name)
+    except ValueError:  # zero, or not finite
+        return reading
+    if abs(scale / reading.scale - 1) <= 10 * orthonormality_tolerance(
+        value.dtype, max(reading.heights(value.shape))
+    ):
+        return reading
+    if module.__dict__.get(GROUPED, False):
+        warnings.warn(
+            f"`{name}` is loaded with a scale of {scale:g} and had {reading.scale:g} when "
+            "so.param_groups was called: build the optimizer anew",
+            stacklevel=users_level(),
+        )
+    found = module.__dict__[RECORDS][leaf] = dataclasses.replace(reading, scale=scale)
+    if isinstance(parameter, ManifoldParameter):
+        parameter.manifold = found
+    return found
+
+
 @torch.no_grad()
 def _warn_if_off(
     module: nn.Module,
@@ -280,7 +311,7 @@ def _warn_if_off(
     """Hook before ``load_state_dict``: warn of values that are off the manifold, by full name."""
     if module.__dict__.get(PROJECTS, False):
         return
-    for leaf, reading in records_of(module).items():
+    for leaf, reading in list(records_of(module).items()):
         parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
         if parameter is None or not isinstance(value, Tensor) or value.is_meta:
             continue
@@ -288,7 +319,10 @@ def _warn_if_off(
             continue  # torch refuses it
         if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
             continue  # offloaded: no process group can gather it
-        error = _error(whole(value).to(parameter.dtype), reading)
+        loaded = whole(value).to(parameter.dtype)
+        if leaf in module.__dict__.get(KEEPS, ()):
+            reading = _rescaled(module, leaf, loaded, prefix + leaf)
+        error = _error(loaded, reading)
         heights = reading.heights(parameter.shape)
         if error <= 10 * orthonormality_tolerance(parameter.dtype, max(heights)):
             continue  # NaN does not pass

@@ -11,9 +11,10 @@ from torch import nn
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_dtype, check_module, fail
-from stiefel_opt.constraints import apply_readings, kept_scale
+from stiefel_opt.constraints import apply_readings
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
+from stiefel_opt.points import kept_scale
 from stiefel_opt.report import in_words, table
 
 # Attribute names of the linear layers, each with the projections it holds, side by side.
@@ -193,7 +194,7 @@ def constrain_attention(
     for _, module, _ in plans:
         if isinstance(module, MultiheadAttention):
             module.constraint = constraint
-    moved = apply_readings(model, asked)
+    moved = apply_readings(model, asked, keeps=scale == "keep")
     lines = []
     for name, share in moved.items():
         words = in_words(model, name, model.get_parameter(name).shape, asked[name])

@@ -32,7 +32,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "manifold": {"_checks"},
     "points": {*BASE, "distributed"},
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
-    "watching": {*BASE, "parameter", "device", "distributed"},
+    "watching": {*BASE, "parameter", "points", "device", "distributed"},
     "averaging": {"manifold", "geometry", "_checks", "constraints", "distributed"},
     "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
     "on_manifold": {*BASE, "points", "linalg", "roots", "device", "distributed", "foreign"},
@@ -48,6 +48,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "compat": {"optim", "functional", "manifold", "parametrizations", "_checks"},
 }
 PUBLIC = (
+    "stiefel_opt.compat",
     "stiefel_opt.functional",
     "stiefel_opt.nn",
     "stiefel_opt.parametrizations",

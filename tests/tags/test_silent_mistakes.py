@@ -325,7 +325,7 @@ WRONG = [
     (
         lambda: so.constrain(nn.Linear(2, 2), scale="kept"),
         ValueError,
-        "`scale` must be a positive number or 'keep', got 'kept'",
+        "`scale` must be a positive number, 'keep' or 'rms', got 'kept'",
     ),
     (
         lambda: so.release(nn.Linear(2, 2)),

@@ -1,0 +1,493 @@
+"""`so.on_manifold`: other people's optimizers on constrained weights, and the rest as before."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+
+O = torch.optim  # noqa: E741
+RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: O.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "SGD, decay": lambda p: O.SGD(p, 0.1, weight_decay=0.5),
+    "Adam": lambda p: O.Adam(p, 0.02),
+    "Adam, fused": lambda p: O.Adam(p, 0.02, fused=True),
+    "Adam, foreach": lambda p: O.Adam(p, 0.02, foreach=True, amsgrad=True),
+    "AdamW": lambda p: O.AdamW(p, 0.02),
+    "NAdam": lambda p: O.NAdam(p, 0.02),
+    "RAdam": lambda p: O.RAdam(p, 0.02),
+    "Adamax": lambda p: O.Adamax(p, 0.02),
+    "Adagrad": lambda p: O.Adagrad(p, 0.05),
+    "Adadelta": lambda p: O.Adadelta(p, 1.0),
+    "RMSprop": lambda p: O.RMSprop(p, 0.005),
+    "Rprop": lambda p: O.Rprop(p, 0.01),
+    "ASGD": lambda p: O.ASGD(p, 0.1),
+    "Adafactor": lambda p: O.Adafactor(p, 0.02),
+}
+READINGS: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any]]] = {
+    "tall": ((12, 4), torch.float32, {}),
+    "wide": ((4, 12), torch.float32, {}),
+    "square, scaled": ((6, 6), torch.float64, {"scale": 2.5}),
+    "batch": ((3, 5, 2), torch.float32, {}),
+    "heads": ((12, 6), torch.float32, {"heads": 3}),
+    "rows": ((12, 6), torch.float32, {"rows": ((0, 4), (6, 12)), "heads": (1, 2)}),
+    "kernel": ((4, 3, 2, 2), torch.float32, {"flatten": True}),
+    "stored transposed": ((5, 12), torch.float32, {"transposed": True, "heads": 2}),
+    "complex": ((6, 3), torch.complex64, {}),
+    "bfloat16": ((16, 4), torch.bfloat16, {}),
+    "float16": ((16, 4), torch.float16, {"heads": 2}),
+}
+
+
+def weight(name: str) -> so.ManifoldParameter:
+    shape, dtype, options = READINGS[name]
+    reading = so.Stiefel(**options)
+    torch.manual_seed(1)
+    value = so.random_point(*shape, manifold=reading, dtype=dtype)
+    return so.ManifoldParameter(value, reading)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 4 * torch.finfo(dtype).eps if torch.finfo(dtype).eps > 1e-4 else 2e-6
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
+    return so.constrain(net, "0.weight")
+
+
+def loss_of(net: nn.Module, seed: int = 0) -> Tensor:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+    found: Tensor = (net(x) - x[:, :4]).square().mean()
+    return found
+
+
+def train(net: nn.Module, rule: Any, steps: int = 5) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        rule.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        rule.step()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- what it does ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_optimizer_of_torch_trains_on_the_manifold(name: str) -> None:
+    net = model()
+    rule = RULES[name](net.parameters())
+    assert so.on_manifold(rule) is rule
+    losses = train(net, rule, 40)
+    assert losses[-1] < 0.9 * losses[0]
+    assert so.orthonormality_error(net) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam, foreach", "Rprop"])
+def test_plain_weights_get_the_bits_of_the_optimizer(name: str) -> None:
+    """The constrained weight is not used by the loss of the plain ones."""
+
+    def plain() -> list[nn.Parameter]:
+        torch.manual_seed(3)
+        return [nn.Parameter(torch.randn(7, 3)), nn.Parameter(torch.randn(5))]
+
+    ours, theirs = plain(), plain()
+    tagged = weight("tall")
+    rules = so.on_manifold(RULES[name]([ours[0], tagged, ours[1]])), RULES[name](theirs)
+    for step in range(6):
+        for parameters, rule in zip((ours, theirs), rules, strict=True):
+            torch.manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            tagged.grad = torch.randn_like(tagged)
+            rule.step()
+    assert all(map(torch.equal, ours, theirs))
+    assert so.orthonormality_error(tagged) < 2e-6
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_step_is_the_retraction_of_the_tangent_step(name: str) -> None:
+    """Beside the slow way matrix by matrix in float64, with momentum in the weight's own space."""
+    parameter = weight(name)
+    reading = parameter.manifold
+    rule = so.on_manifold(O.SGD([parameter], 0.1, momentum=0.5))
+    precise = torch.complex128 if parameter.is_complex() else torch.float64
+    for seed in range(3):
+        point = so.project_(parameter.detach().to(precise), reading)
+        is_half = parameter.dtype in (torch.bfloat16, torch.float16)
+        point = parameter.detach().to(precise) if is_half else point
+        torch.manual_seed(seed)
+        parameter.grad = torch.randn_like(parameter)
+        kept, before = parameter.grad, parameter.grad.clone()
+        tangent = so.project_tangent(point, kept.to(precise), reading)
+        earlier = rule.state[parameter].get("momentum_buffer", torch.zeros_like(parameter))
+        step = -0.1 * (0.5 * earlier.to(precise) + tangent)
+        expected = so.retract(point, so.project_tangent(point, step, reading), reading)
+        rule.step()
+        assert parameter.grad is kept
+        assert torch.equal(kept, before)
+        limit = 4 * torch.finfo(parameter.dtype).eps if is_half else 5e-6
+        torch.testing.assert_close(parameter.detach().to(precise), expected, atol=limit, rtol=limit)
+        assert so.orthonormality_error(parameter) <= tolerance(parameter.dtype)
+
+
+def test_weights_without_a_step_keep_their_bits() -> None:
+    still, moving = weight("tall"), weight("tall")
+    head = weight("heads")
+    before = [still.clone(), head.clone()]
+    rule = so.on_manifold(O.SGD([still, moving, head], 0.1))
+    moving.grad = torch.randn_like(moving)
+    head.grad = torch.zeros_like(head)
+    head.grad[:4] = torch.randn(4, 6)
+    rule.step()
+    assert torch.equal(still, before[0])
+    assert torch.equal(head[4:], before[1][4:])
+    assert not torch.equal(head[:4], before[1][:4])
+
+
+def test_weights_of_equal_matrices_are_one_batch() -> None:
+    parameters = [weight("tall") for _ in range(20)]
+    rule = so.on_manifold(O.SGD(parameters, 0.1))
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    rule.step()
+    with torch.profiler.profile() as profiler:
+        rule.step()
+    products = [
+        e for e in profiler.events() if e.name in ("aten::bmm", "aten::baddbmm", "aten::mm")
+    ]
+    assert 0 < len(products) <= 20
+    assert not [e for e in profiler.events() if "linalg" in e.name and "norm" not in e.name]
+
+
+def test_starts_off_the_manifold_and_values_from_outside_are_projected() -> None:
+    parameter = so.ManifoldParameter(torch.randn(8, 3), project=False)
+    rule = so.on_manifold(O.SGD([parameter], 0.0))
+    for value in (None, torch.randn(8, 3)):
+        if value is not None:
+            parameter.data = value
+        nearest = so.project_(parameter.detach().clone())
+        parameter.grad = torch.randn(8, 3)
+        rule.step()
+        torch.testing.assert_close(parameter.detach(), nearest)
+
+
+def test_steps_beyond_all_measure_stay_on_the_manifold() -> None:
+    for name in ("tall", "square, scaled", "complex"):
+        parameter = weight(name)
+        rule = so.on_manifold(O.SGD([parameter], 1e6))
+        for seed in range(3):
+            torch.manual_seed(seed)
+            parameter.grad = torch.randn_like(parameter)
+            rule.step()
+            assert so.orthonormality_error(parameter) < 1e-5
+
+
+def test_gradients_that_are_not_finite_count_as_zero() -> None:
+    good, bad = weight("tall"), weight("tall")
+    before = bad.detach().clone()
+    rule = so.on_manifold(O.Adam([good, bad], 0.1))
+    good.grad, bad.grad = torch.randn_like(good), torch.full_like(bad, torch.nan)
+    with pytest.warns(UserWarning, match="1 constrained matrices of 12 x 4 are not finite"):
+        rule.step()
+    assert torch.equal(bad, before)
+    assert bool(bad.grad.isnan().all())
+    bad.grad = torch.randn_like(bad)
+    rule.step()
+    assert not torch.equal(bad, before)
+    assert so.orthonormality_error(bad) < 2e-6
+
+
+def test_what_an_optimizer_makes_not_finite_stays_where_it_was() -> None:
+    parameter = weight("tall")
+    before = parameter.detach().clone()
+    rule = so.on_manifold(O.SGD([parameter], float("inf")))
+    parameter.grad = torch.randn_like(parameter)
+    with pytest.warns(UserWarning, match="SGD has moved constrained matrices of 12 x 4"):
+        rule.step()
+    assert torch.equal(parameter, before)
+
+
+# ---- closures ----------------------------------------------------------------------------------
+
+
+def test_closures_see_points_and_lbfgs_reaches_many_digits() -> None:
+    torch.manual_seed(0)
+    basis = torch.linalg.qr(torch.randn(20, 20, dtype=torch.float64)).Q
+    values = torch.linspace(2.0, 0.1, 20, dtype=torch.float64)
+    matrix = (basis * values) @ basis.T
+    for manifold, shape in ((so.Stiefel(), (20, 3)), (so.Stiefel(scale=2.0), (3, 20))):
+        start = so.random_point(*shape, manifold=manifold, dtype=torch.float64)
+        parameter = so.ManifoldParameter(start, manifold)
+        rule = so.on_manifold(O.LBFGS([parameter], 1.0, line_search_fn="strong_wolfe"))
+        errors = []
+
+        def loss(parameter: Tensor = parameter) -> Tensor:
+            point = parameter if parameter.size(0) == 20 else parameter.mT
+            return -(point * (matrix @ point)).sum()
+
+        def closure(rule: Any = rule, loss: Any = loss, errors: Any = errors) -> Tensor:
+            errors.append(so.orthonormality_error(rule.param_groups[0]["params"][0]))
+            rule.zero_grad()
+            value: Tensor = loss()
+            value.backward()
+            return value
+
+        for _ in range(6):
+            rule.step(closure)
+        best = -values[:3].sum() * manifold.scale**2
+        assert len(errors) > 10
+        assert max(errors) < 1e-12
+        assert float(loss().detach() - best) < 1e-8
+
+
+def test_the_gradient_behind_a_retraction_is_that_of_finite_differences() -> None:
+    parameter = weight("square, scaled")
+    target = torch.randn(6, 6, dtype=torch.float64)
+    steps: list[tuple[Tensor, float, Tensor]] = []
+
+    class Probe(O.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            start, generator = parameter.detach().clone(), torch.Generator().manual_seed(0)
+            offset = so.project_tangent(
+                start, 0.3 * torch.randn(6, 6, dtype=torch.float64, generator=generator), reading
+            )
+            direction = so.project_tangent(
+                start, torch.randn(6, 6, dtype=torch.float64, generator=generator), reading
+            )
+            for shift in (0.0, 1e-6, -1e-6):
+                parameter.data.copy_(start + offset + shift * direction)
+                with torch.enable_grad():
+                    loss = closure()
+                steps.append((direction, loss.item(), parameter.grad.clone()))
+            parameter.data.copy_(start)
+
+    reading = parameter.manifold
+    rule = so.on_manifold(Probe([parameter], 0.1))
+
+    def closure() -> Tensor:
+        rule.zero_grad()
+        loss = ((parameter - target) ** 3).sum()
+        loss.backward()
+        return loss
+
+    rule.step(closure)
+    (direction, _, grad), (_, above, _), (_, below, _) = steps
+    assert (above - below) / 2e-6 == pytest.approx(float((grad * direction).sum()), rel=1e-6)
+
+
+def test_one_call_of_a_closure_is_a_step_with_that_gradient() -> None:
+    nets = model(), model()
+    rules = [so.on_manifold(O.Adam(net.parameters(), 0.02)) for net in nets]
+    train(nets[0], rules[0], 4)
+    for number in range(4):
+
+        def closure() -> Tensor:
+            rules[1].zero_grad()
+            loss = loss_of(nets[1])
+            loss.backward()
+            return loss
+
+        loss = rules[1].step(closure) if number % 2 else rules[1].step(closure=closure)
+        assert loss is not None
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ---- with everything around it -----------------------------------------------------------------
+
+
+def test_schedules_checkpoints_and_groups_that_come_later() -> None:
+    net = model()
+    rule = so.on_manifold(O.AdamW(net[0].parameters(), 0.02))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(rule, 10)
+    rule.add_param_group({"params": list(so.constrain(net[2]).parameters()), "lr": 0.01})
+    for _ in range(3):
+        train(net, rule, 1)
+        schedule.step()
+    assert so.orthonormality_error(net) < 2e-6
+    saved = io.BytesIO()
+    torch.save([net.state_dict(), rule.state_dict(), schedule.state_dict()], saved)
+    saved.seek(0)
+    states = torch.load(saved)
+    other = model()
+    so.constrain(other[2])
+    groups = [{"params": list(other[i].parameters()), "lr": lr} for i, lr in ((0, 0.02), (2, 0.01))]
+    resumed = so.on_manifold(O.AdamW(groups, 0.02))
+    again = torch.optim.lr_scheduler.CosineAnnealingLR(resumed, 10)
+    for thing, state in zip((other, resumed, again), states, strict=True):
+        thing.load_state_dict(state)
+    assert train(other, resumed, 3) == train(net, rule, 3)
+
+
+def test_groups_of_param_groups_bring_their_reading() -> None:
+    net = model()
+    del net[0].weight.manifold
+    net[0].weight.__class__ = nn.Parameter
+    rule = so.on_manifold(O.Adam(so.param_groups(net, names=True), 0.02))
+    train(net, rule)
+    assert so.orthonormality_error(net) < 2e-6
+    free = torch.eye(4).requires_grad_()
+    whole = so.on_manifold(O.Adam([{"params": [free], "stiefel": True}], 0.1))
+    free.grad = torch.randn(4, 4)
+    whole.step()
+    assert so.orthonormality_error(free) < 2e-6
+
+
+def test_the_scaler_of_gradients_works() -> None:
+    net = model()
+    rule = so.on_manifold(O.SGD(net.parameters(), 0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    before = net[0].weight.detach().clone()
+    for is_bad in (True, False):
+        rule.zero_grad()
+        scaler.scale(loss_of(net)).backward()
+        if is_bad:
+            net[0].weight.grad[0, 0] = torch.inf
+        scaler.step(rule)
+        scaler.update()
+        assert torch.equal(net[0].weight, before) == is_bad
+    assert so.orthonormality_error(net) < 2e-6
+
+
+def test_an_interrupted_step_is_finished_by_the_next() -> None:
+    net = model()
+    rule = so.on_manifold(O.SGD(net.parameters(), 0.1))
+    loss_of(net).backward()
+
+    def failing() -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        rule.step(failing)
+    losses = train(net, rule)
+    assert losses[-1] < losses[0]
+    assert so.orthonormality_error(net) < 2e-6
+
+
+def test_a_step_that_calls_that_of_its_base_is_one_step() -> None:
+    class Twice(O.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                raise RuntimeError("interrupted")
+            return super().step()
+
+    nets = model(), model()
+    kinds = O.SGD, Twice
+    rules = [so.on_manifold(kinds[i](nets[i].parameters(), 0.1)) for i in range(2)]
+    train(nets[0], rules[0], 3)
+    train(nets[1], rules[1], 1)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        rules[1].step(lambda: 0.0)
+    train(nets[1], rules[1], 2)
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert so.orthonormality_error(nets[1]) < 2e-6
+
+
+def test_the_warning_of_foreign_optimizers_names_it_and_is_silent_behind_it() -> None:
+    net = model()
+    with pytest.warns(UserWarning, match=r"so\.on_manifold\(optimizer\)"):
+        train(net, O.SGD(net.parameters(), 0.1))
+    rule = so.on_manifold(so.on_manifold(O.SGD(net.parameters(), 0.1)))
+    assert len(rule._optimizer_step_pre_hooks) == 1
+    train(net, rule)
+    for copied in (copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
+        for group in copied.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        with pytest.warns(UserWarning, match="would not stay orthonormal: SGD"):
+            copied.step()
+        so.on_manifold(copied).step()
+        errors = [so.orthonormality_error(p) for p in copied.param_groups[0]["params"][:1]]
+        assert max(errors) < 2e-6
+    with pytest.warns(UserWarning, match="no parameter is constrained"):
+        so.on_manifold(O.SGD(nn.Linear(2, 2).parameters(), 0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        so.on_manifold(O.SGD([{"params": nn.Linear(2, 2).parameters(), "stiefel": False}], 0.1))
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+class ScheduleFreeLike(O.SGD):
+    pass
+
+
+class Lookahead(O.SGD):
+    pass
+
+
+class FriendlySAM(O.SGD):
+    pass
+
+
+class Around(O.SGD):
+    def __init__(self, params: Any, inner: O.Optimizer) -> None:
+        super().__init__(params, 0.1)
+        self.inner = inner
+
+
+REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
+    (lambda p: ScheduleFreeLike(p), "keep no second set of weights, got ScheduleFreeLike"),
+    (lambda p: Lookahead(p), "keep no second set of weights, got Lookahead"),
+    (lambda p: FriendlySAM(p), "keep no second set of weights, got FriendlySAM"),
+    (lambda p: Around(p, O.SGD(p)), "step the weights itself, got Around around SGD"),
+    (lambda p: O.SparseAdam(p), "take dense gradients, got SparseAdam"),
+    (lambda p: so.StiefelAdam(p), "be of another package, got StiefelAdam"),
+    (lambda p: p, r"be a torch\.optim\.Optimizer, got list"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), REFUSED)
+def test_optimizers_that_would_leave_the_manifold_are_refused(
+    build: Callable[[list[nn.Parameter]], Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=f"`optimizer` must {message}"):
+        so.on_manifold(build([weight("tall")]))
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_options_that_run_without_hooks_are_refused_before_the_step(option: str) -> None:
+    parameter = weight("tall")
+    before = parameter.detach().clone()
+    rule = so.on_manifold(O.Adam([parameter], 0.1, **{option: True}))
+    parameter.grad = torch.randn_like(parameter)
+    with pytest.raises(ValueError, match=f"`{option}` must be False"):
+        rule.step()
+    assert torch.equal(parameter, before)
+
+
+def test_sparse_gradients_of_constrained_weights_are_refused() -> None:
+    layer = so.constrain(nn.Embedding(9, 3, sparse=True))
+    rule = so.on_manifold(O.SGD(layer.named_parameters(), 0.1))
+    layer(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="`weight` must have a dense gradient"):
+        rule.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler record function", "ignore::DeprecationWarning")
+def test_a_compiled_step_runs_its_hooks() -> None:
+    nets = model(), model()
+    rules = [so.on_manifold(O.SGD(net.parameters(), 0.1)) for net in nets]
+    steps = rules[0].step, torch.compile(rules[1].step, backend="eager")
+    for net, rule, step in zip(nets, rules, steps, strict=True):
+        for _ in range(3):
+            rule.zero_grad()
+            loss_of(net).backward()
+            step()
+    for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert so.orthonormality_error(nets[1]) < 2e-6
