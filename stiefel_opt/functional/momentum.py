@@ -19,9 +19,9 @@ with rot(K) = (I + K)(I - K^2)^(-1/2). The published flows are in
     X <- X (D R) + B (eta R),  L = R^(-1),  N = eta W                5, 6
 
 neither the projection of G nor the transport of U is a tall product of its own: six in all. With
-``transport="projected"`` the momentum is what orthogonal projection onto the new tangent space
-leaves of each part: U times one more R, so that L = I and N = eta W R, five products, and Z times
-(I - eta^2 Z^2)^(-1/2). With Nesterov's momentum U is evaluated.
+``transport="projected"`` each part of the momentum is projected after its own turn: U times one
+more R, so that L = I and N = eta W R, five products, and Z times (I - eta^2 Z^2)^(-1/2). This is
+not the projection of the whole momentum X Z + U. With Nesterov's momentum U is evaluated.
 
 Adam has second moments p of f and q of g, elementwise; both moments are corrected for their
 initialisation at zero, ci = 1 - bi^t:

@@ -192,7 +192,8 @@ def muon(
         \qquad X \leftarrow (X - \eta D)(I + \eta^2 D^\top D)^{-1/2}
 
     with D of :func:`spectral_direction` for M. Where D'D = I the root is the number
-    :math:`\sqrt{1 + \eta^2}`, and the angle between X v and the new X v is atan eta for every v.
+    :math:`\sqrt{1 + \eta^2}`, and the angle between X v and the new X v is atan eta for every v;
+    so it is if N has full rank.
     For n > m what rounding left in X'X is measured with the other sums and taken out with the step.
 
     Args:

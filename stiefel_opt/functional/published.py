@@ -15,7 +15,8 @@ differ from the print, line by line:
 
 - **Algorithm 1, line 3; Algorithm 2, line 4; appendix M.5.** Printed: ``- (3a-2)/2 eta U Z``. Here:
   ``+``, as in equations (8), (14), (34) and in appendix M.4. With the printed sign the steps do not
-  converge to the paper's own equation of motion as eta tends to 0, with ours they do. The
+  converge to the paper's own equation of motion as eta tends to 0, with ours they do. The authors'
+  released code has the printed sign, too; neither matters where X'G is symmetric, as Z is 0. The
   coefficient stays as printed, (3a-2)/2, although the geodesics of the metric need 2a - 1.
 - **Algorithm 1, line 3 and Algorithm 2, line 4, at mu = 0 (beta1 = 0).** Printed: U Z stays. Here:
   dropped, because without momentum no velocity is left that could turn.

@@ -53,8 +53,8 @@ from stiefel_opt.optim.checks import (
 )
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.group import WeightGroup
-from stiefel_opt.optim.index import GroupIndex, tags_of
-from stiefel_opt.optim.state import State, StateDict, forget_constrained
+from stiefel_opt.optim.index import GroupIndex, forget_other, tags_of
+from stiefel_opt.optim.state import State, StateDict
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import set_velocity_, velocity_of
@@ -96,7 +96,8 @@ class StiefelOptimizer(Optimizer, ABC):
         self._indices: list[GroupIndex | None] = []
         self.tallies: dict[Tensor, StateDict] = {}  # windows on the counts of skipped steps
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
-        self.readings: dict[Tensor, Stiefel] = {}  # by which state was made
+        # by which state was made; None: that of a plain parameter
+        self.readings: dict[Tensor, Stiefel | None] = {}
         self._reported = 0  # how many skipped steps a warning has told
         super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
         warn_if_nothing_is_constrained(self.param_groups)
@@ -248,6 +249,9 @@ class StiefelOptimizer(Optimizer, ABC):
                 except RuntimeError as error:
                     refuse_other_precision(plain, self.state, self.param_groups, error)
                     raise
+                for parameter in plain:
+                    if not self.state[parameter]:  # torch's SGD has none without momentum
+                        del self.state[parameter]
             if index is not None and index.weight_groups:
                 found = self._move_all(group, index, group["lr"])
                 skipped[group["nonfinite"] == "raise"].extend(found)
@@ -300,7 +304,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._recall(group)
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
-            forget_constrained(self.state, group["params"][plain])
+            forget_other(self, group["params"][plain], None)
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
             index.admit(self, group, known)
@@ -432,7 +436,6 @@ class StiefelOptimizer(Optimizer, ABC):
             super().load_state_dict({**state_dict, "param_groups": saved_groups})
         finally:
             handle.remove()
-        self.readings.clear()
         keep_precision(self.state, self.param_groups, final)
 
     @override
@@ -441,7 +444,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle = remember(self)
-        for records in ("tallies", "_tags", "readings"):  # counts and tags outlive a load
+        for records in ("tallies", "_tags"):  # counts and tags outlive a load
             self.__dict__.setdefault(records, {})
         self.__dict__.setdefault("_reported", 0)
         self.rule = self.rule or type(self).__name__
@@ -452,6 +455,12 @@ class StiefelOptimizer(Optimizer, ABC):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             self._recall(group)
+        self.readings = {
+            parameter: reading(parameter, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if self.state.get(parameter)
+        }
 
     # ---- what a user may ask -------------------------------------------------------------------
 

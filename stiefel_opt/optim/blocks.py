@@ -65,15 +65,15 @@ class Weight:
         """Return the parameter, or our shard of it in the layout in which a step works."""
         return self.parameter if self.shards is None else self.shards.local(self.parameter)
 
-    def local_rows(self, tensor: Tensor) -> Tensor:
-        """Return our part of the state of plain rows; a step count is the same everywhere."""
-        if self.shards is None or tensor.ndim == 0:
+    def local_rows(self, tensor: Any) -> Any:
+        """Return our part of the state of plain rows; a number is the same everywhere."""
+        if self.shards is None or not isinstance(tensor, Tensor) or tensor.ndim == 0:
             return tensor
         return local_part(placed(tensor, self.shards.mesh, self.shards.working))
 
-    def shown_rows(self, tensor: Tensor, index: int) -> Tensor:
+    def shown_rows(self, tensor: Any, index: int) -> Any:
         """Return state of plain rows as the user sees it, of the shape of those rows."""
-        if self.shards is None or tensor.ndim == 0:
+        if self.shards is None or not isinstance(tensor, Tensor) or tensor.ndim == 0:
             return tensor
         model = torch.empty(self.shape, device="meta")
         return self.shards.like_whole(tensor, self.manifold.plain_parts(model)[index].contiguous())

@@ -172,8 +172,8 @@ def check_rows_may_be_shared(shards: Shards | None, rule: str, called: Callable[
     if shards is None or shards.row_sum is None:
         return
     wanted = f"not have its rows on several processes for {rule}, which does not sum over them"
-    remedy = "shard its batch or head dimension, or replicate it; a rule that forms all products "
-    remedy += "over rows by step.sums says sums_over_rows = True"
+    remedy = "shard its batch or head dimension, or replicate it; a rule that forms every sum "
+    remedy += "over rows by `sums` says sums_over_rows = True"
     raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
 
 

@@ -71,7 +71,7 @@ class Windows:
             (weight.state, key)
             for weight in weights
             for key in weight.state
-            if is_declared(key) or key == "step"
+            if (is_declared(key) or key == "step") and isinstance(weight.state[key], Tensor)
         ]
         windows = [state[key] for state, key in self._slots]
         self._ids = list(map(id, windows))
@@ -173,7 +173,7 @@ class WeightGroup:
         for batch in self.batches:
             changed += list(batch.state.values())
         for _, states in self._rows:
-            changed += [tensor for state in states for tensor in state.values()]
+            changed += [t for state in states for t in state.values() if isinstance(t, Tensor)]
         return changed
 
     def forget(self) -> None:
@@ -488,7 +488,8 @@ def _move_rows(
         for index, state in enumerate(own):
             for word, tensor in state.items():
                 key = key_of(ROWS + word, index)
-                if key not in weight.state:
+                is_replaced = weight.shards is None or not isinstance(tensor, Tensor)
+                if key not in weight.state or is_replaced:
                     weight.state[key] = weight.shown_rows(tensor, index)
 
 

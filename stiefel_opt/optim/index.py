@@ -36,7 +36,7 @@ class Declaration(Protocol):
     param_groups: list[Group]
     state: Any
     tallies: dict[Tensor, StateDict]
-    readings: dict[Tensor, Stiefel]
+    readings: dict[Tensor, Stiefel | None]
 
     def state_for(self, group: Group) -> tuple[State, ...]: ...
     def rule_for(self, group: Group) -> Rule: ...
@@ -114,14 +114,12 @@ class GroupIndex:
             called = partial(name_of, parameter, optimizer.param_groups)
             if not optimizer.sums_over_rows:
                 check_rows_may_be_shared(layouts[key], optimizer.rule, called)
-            if optimizer.readings.get(parameter, manifold) != manifold:
-                optimizer.state.pop(parameter, None)  # the momentum of another reading
+            forget_other(optimizer, parameter, manifold)
             state: StateDict = optimizer.state[parameter]
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, layouts[key], len(together))
             optimizer.adapt(weight, self.declared)
             complete_state(state, self.declared, parameter, manifold, called, layouts[key])
-            optimizer.readings[parameter] = manifold
             together.append(weight)
             none = torch.zeros((), dtype=torch.int64, device=parameter.device)
             tally = optimizer.tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
@@ -131,6 +129,16 @@ class GroupIndex:
             for each in weights.values()
         ]
         self.waiting = sorted(waiting)
+
+
+def forget_other(optimizer: Declaration, parameter: Tensor, manifold: Stiefel | None) -> None:
+    """Drop state that was made by another reading, or as that of a plain parameter; None: is one.
+
+    Their names do not tell them apart: a rule may call both alike.
+    """
+    if optimizer.readings.setdefault(parameter, manifold) != manifold:
+        optimizer.state.pop(parameter, None)
+        optimizer.readings[parameter] = manifold
 
 
 def tags_of(parameters: list[Tensor]) -> list[Any]:

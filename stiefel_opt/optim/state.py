@@ -156,13 +156,6 @@ def complete_state(
     return state
 
 
-def forget_constrained(states: Any, parameter: Tensor) -> None:
-    """Clear the state of a plain parameter that was constrained until now."""
-    state = states.get(parameter, {})
-    if any(is_declared(key) for key in state):
-        state.clear()
-
-
 def expected_state(
     declared: Iterable[State], parameter: Tensor, manifold: Stiefel
 ) -> dict[str, tuple[State | None, torch.Size]]:

@@ -143,19 +143,20 @@ def step_rows(
     stays: Tensor | None,
 ) -> None:
     """Apply a rule to views on rows; fused kernels get copies that are real and without gaps."""
-    if not group["fused"] and stays is None:
+    if not group.get("fused") and stays is None:
         rule(group, parameters, grads, states)
         return
     dense = list(map(_dense, parameters))
-    copies = [{name: _dense(tensor) for name, tensor in state.items()} for state in states]
+    copies = [{name: _dense(value) for name, value in state.items()} for state in states]
     rule(group, dense, list(map(_dense, grads)), copies, stays)
     for parameter, copy in zip(parameters, dense, strict=True):
         _put_back(parameter, copy)
     for parameter, state, copied in zip(parameters, states, copies, strict=True):
         for name, copy in copied.items():
-            if name not in state:
+            is_tensor = isinstance(copy, Tensor)
+            if name not in state or not is_tensor:
                 state[name] = copy
-                if parameter.is_complex() and copy.ndim > parameter.ndim:
+                if is_tensor and parameter.is_complex() and copy.ndim > parameter.ndim:
                     state[name] = torch.view_as_complex(copy)
             else:
                 _put_back(state[name], copy)
@@ -186,7 +187,9 @@ def step_unless(
                 state[key] = value
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _dense(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return tensor
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.contiguous()

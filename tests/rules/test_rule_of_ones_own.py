@@ -1,0 +1,493 @@
+"""The rule that CONTRIBUTING.md prints works as it is printed, wherever the package's own do."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import io
+import math
+import pickle
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import (
+    Model,
+    assert_same,
+    assert_same_training,
+    backward,
+    model,
+    snapshot,
+    through_file,
+    train,
+)
+from processes import run
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt.functional import project_tangent, retract
+
+PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+SECTION = PAGE.read_text(encoding="utf-8").partition("\n## A rule in one file\n")[2]
+(SOURCE,) = re.findall(r"^```python\n(.*?)^```$", SECTION.partition("\n## ")[0], re.M | re.S)
+NAME = "rule_in_contributing"  # of a module, so that its classes can be pickled
+LR, BETAS, DECAY = 0.05, (0.9, 0.99), 0.1
+
+
+def as_printed() -> tuple[types.ModuleType, str]:
+    """The block, executed; and what it prints."""
+    module = types.ModuleType(NAME)
+    sys.modules[NAME] = module
+    with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        torch.manual_seed(0)
+        exec(compile(SOURCE, str(PAGE), "exec"), module.__dict__)
+    return module, printed.getvalue()
+
+
+LION, PRINTED = as_printed()
+Lion: Any = LION.StiefelLion
+
+
+def lion(params: Any, **options: Any) -> Any:
+    return Lion(params, **{"lr": LR, "betas": BETAS, "weight_decay": DECAY, **options})
+
+
+def wide_net(dtype: torch.dtype = torch.float64) -> Model:
+    return so.retag(model().to(dtype))
+
+
+# ---- what is printed -----------------------------------------------------------------------------
+
+
+def test_the_block_has_at_most_sixty_lines_and_its_rule_twenty() -> None:
+    lines = SOURCE.splitlines()
+    (rule,) = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef)]
+    assert 5 <= len(list(filter(str.strip, lines[rule.lineno - 1 : rule.end_lineno]))) <= 20
+    assert 30 <= len(list(filter(str.strip, lines))) <= 60
+
+
+def test_it_prints_a_report_of_its_last_step() -> None:
+    assert "last step" in PRINTED
+    assert " rad" in PRINTED
+
+
+# ---- the same as a slow loop ---------------------------------------------------------------------
+
+
+class Slow:
+    """Lion as its equations stand, one matrix after the other, in float64."""
+
+    def __init__(self, parameter: Tensor, manifold: Any) -> None:
+        self.value = (
+            parameter.detach().clone().to(torch.promote_types(parameter.dtype, torch.double))
+        )
+        self.manifold, self.momentum = manifold, torch.zeros_like(self.value)
+
+    def step(self, grad: Tensor) -> None:
+        grad = grad.to(self.value.dtype)
+        direction = (BETAS[0] * self.momentum + (1 - BETAS[0]) * grad).sgn()
+        momentum, old = self.momentum, self.value.clone()
+        self.value = (1 - LR * DECAY) * old - LR * direction
+        if self.manifold is not None:
+            for (part, reading), (new, _), (ahead, _) in zip(
+                self.manifold.blocks(old),
+                self.manifold.blocks(self.value),
+                self.manifold.blocks(direction),
+                strict=True,
+            ):
+                X, D = reading.matrices(part), reading.matrices(ahead)
+                moved = torch.empty_like(X)
+                for place in range(max(1, math.prod(X.shape[:-2]))):
+                    x, d = X.reshape(-1, *X.shape[-2:])[place], D.reshape(-1, *X.shape[-2:])[place]
+                    x = x / reading.scale
+                    inner = x.mH @ d
+                    tangent = d - x @ (inner + inner.mH) / 2
+                    left, _, right = torch.linalg.svd(
+                        x - LR / reading.scale * tangent, full_matrices=False
+                    )
+                    moved.view(-1, *X.shape[-2:])[place] = reading.scale * (left @ right)
+                new.copy_(reading.stored(moved, new.shape))
+        self.momentum = BETAS[1] * momentum + (1 - BETAS[1]) * grad
+
+
+WEIGHTS: dict[str, tuple[tuple[int, ...], dict[str, Any] | None]] = {
+    "tall": ((9, 4), {}),
+    "wide": ((4, 9), {}),
+    "square": ((5, 5), {}),
+    "vector": ((6, 1), {}),
+    "batch": ((3, 7, 2), {}),
+    "heads": ((6, 8), {"heads": 2}),
+    "tall heads": ((12, 2), {"heads": 3}),
+    "a range of rows": ((9, 6), {"rows": (2, 6)}),
+    "ranges with heads": ((14, 10), {"rows": ((0, 4), (6, 12)), "heads": (1, 2)}),
+    "convolution": ((4, 3, 3, 3), {"flatten": True}),
+    "transposed": ((4, 12), {"transposed": True}),
+    "scaled": ((8, 3), {"scale": 2.0}),
+    "plain": ((4, 3), None),
+}
+
+
+def weight_of(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    shape, reading = WEIGHTS[name]
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    if dtype.is_complex:
+        value = torch.complex(value, value.flip(0))
+    value = value.to(dtype)
+    if reading is None:
+        return nn.Parameter(value)
+    return so.constrain(nn.ParameterDict({"w": value}), "w", **reading)["w"]
+
+
+def grad_of(parameter: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    dtype = torch.complex128 if parameter.is_complex() else torch.float64
+    return torch.randn(parameter.shape, generator=generator, dtype=dtype).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_it_follows_the_slow_loop(name: str, dtype: torch.dtype) -> None:
+    weight = weight_of(name, dtype)
+    manifold = getattr(weight, "manifold", None)
+    slow, opt = Slow(weight, manifold), lion([weight], stiefel=None if manifold else False)
+    for step in range(20):
+        weight.grad = grad_of(weight, step)
+        opt.step()
+        slow.step(weight.grad)
+    torch.testing.assert_close(weight.detach(), slow.value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if WEIGHTS[name][1] is not None])
+def test_bfloat16_has_a_master_on_the_manifold(name: str) -> None:
+    weight = weight_of(name, torch.bfloat16)
+    opt = lion([weight])
+    for step in range(20):
+        weight.grad = grad_of(weight, step)
+        opt.step()
+    master = opt.state[weight]["master"]
+    assert master.dtype == opt.state[weight]["lion_momentum"].dtype == torch.float32
+    assert so.orthonormality_error(master, manifold=weight.manifold) < 5e-6
+    assert torch.equal(master.bfloat16(), weight)
+
+
+# ---- what every rule of the package does ---------------------------------------------------------
+
+
+def on_both(test: Any) -> Any:
+    rows = pytest.mark.parametrize("machine", ["cpu", "as_accelerator"], indirect=True)
+    return pytest.mark.usefixtures("machine")(rows(test))
+
+
+@on_both
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(shared: bool) -> None:
+    weights = [weight_of("tall"), weight_of("tall" if shared else "heads"), weight_of("plain")]
+    opt = lion(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            for weight in weights:
+                weight.grad = grad_of(weight, step)
+            if step == 2:
+                weights[0].grad[3, 1] = math.nan
+                before, kept = [w.detach().clone() for w in weights], through_file(opt.state_dict())
+            opt.step()
+        saved = through_file(opt.state_dict())
+    assert torch.equal(weights[0], before[0])
+    assert not torch.equal(weights[1], before[1])
+    assert not torch.equal(weights[2], before[2])
+    assert opt.skipped_steps_of() == {weights[0]: 1}
+    assert_same(saved["state"][0], kept["state"][0])
+    opt.param_groups[0]["nonfinite"] = "raise"
+    with pytest.raises(ValueError, match="parameter 0 of group 0"):
+        opt.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_checkpoint_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    net = wide_net(dtype)
+    opt = lion(net.parameters())
+    train(net, opt, 0, 5)
+    other = wide_net(dtype)
+    fresh = lion(other.parameters())
+    other.load_state_dict(through_file(net.state_dict()))
+    fresh.load_state_dict(through_file(opt.state_dict()))
+    train(net, opt, 5, 20)
+    train(other, fresh, 5, 20)
+    assert_same_training((net, opt), (other, fresh))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_copies_continue_bit_for_bit(copied: Callable[[Any], Any]) -> None:
+    net = wide_net()
+    opt = lion(net.parameters())
+    train(net, opt, 0, 3)
+    other, twin = copied((net, opt))
+    before = snapshot(net, opt)
+    train(other, twin, 3, 12)
+    assert_same(snapshot(net, opt), before)
+    train(net, opt, 3, 12)
+    assert_same_training((net, opt), (other, twin))
+
+
+def true_angle(before: Tensor, after: Tensor) -> float:
+    """The largest angle between X v and its new place, of tall matrices ``(..., n, m)``."""
+    chord = torch.linalg.matrix_norm(after - before, 2).max()
+    return 2 * math.asin(min(1.0, float(chord) / 2))
+
+
+@on_both
+@pytest.mark.parametrize("name", ["tall", "wide", "square", "heads", "convolution", "scaled"])
+def test_the_report_tells_the_true_angle(name: str) -> None:
+    holder = nn.ParameterDict({"w": (weight := weight_of(name))})
+    opt = lion(holder.parameters(), lr=1e-3)
+    read, scale = weight.manifold.matrices, weight.manifold.scale
+    for step in range(3):
+        before = weight.detach().clone()
+        weight.grad = grad_of(weight, step)
+        opt.step()
+        true = true_angle(read(before) / scale, read(weight.detach()) / scale)
+        assert opt.angles_of()[weight] == pytest.approx(true, rel=1e-3)
+        (line,) = so.report(holder, opt).lines
+        assert line.angle == pytest.approx(true, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_compiled_step_is_the_eager_one() -> None:
+    pairs = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        net = wide_net()
+        opt = lion(net.parameters())
+        step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler about itself
+            for number in range(10):
+                backward(net, number)
+                step()
+        pairs.append((net, opt))
+    torch._dynamo.reset()
+    (net, _), (other, _) = pairs
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+def test_an_accelerator_gets_the_same_numbers(request: pytest.FixtureRequest) -> None:
+    pairs = []
+    for machine in ("cpu", "as_accelerator"):
+        if machine != "cpu":
+            request.getfixturevalue(machine)
+        net = wide_net()
+        opt = lion(net.parameters())
+        train(net, opt, 0, 20)
+        pairs.append(list(net.parameters()))
+    for p, q in zip(*pairs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12)
+
+
+# ---- rows on two processes
+
+SHARED = {
+    "tall": ("tall", 0),
+    "wide": ("wide", 1),
+    "square": ("square", 0),
+    "vector": ("vector", 0),
+    "batch": ("batch", 1),
+    "scaled": ("scaled", 0),
+    "transposed": ("transposed", 1),
+    "heads": ("heads", 0),
+    "ranges with heads": ("ranges with heads", 1),
+}
+
+
+def parts(name: str, dim: int) -> tuple[Any, Any, Callable[[Tensor], Any]]:
+    """A weight, the same one shared by the processes, and what shares a tensor alike."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = weight_of(name)
+
+    def share(tensor: Tensor) -> Any:
+        return distribute_tensor(tensor.clone(), mesh, [Shard(dim)], src_data_rank=None)
+
+    shard = nn.Parameter(share(whole.detach()))
+    shard.manifold = whole.manifold  # type: ignore[attr-defined]
+    return whole, shard, share
+
+
+def follow_one_process() -> None:
+    for name, dim in SHARED.values():
+        whole, shard, share = parts(name, dim)
+        alone, opt = lion([whole]), lion([shard])
+        for step in range(12):
+            whole.grad = grad_of(whole, step)
+            shard.grad = share(whole.grad)
+            alone.step()
+            opt.step()
+        torch.testing.assert_close(shard.full_tensor(), whole, rtol=0, atol=1e-12, msg=name)
+        angle = torch.tensor(opt.angles_of()[shard])  # of our heads, if each has its own
+        dist.all_reduce(angle, dist.ReduceOp.MAX)
+        assert float(angle) == pytest.approx(alone.angles_of()[whole], rel=1e-6)
+
+
+class Undeclared(Lion):  # type: ignore[misc]
+    """The same rule of somebody who has not thought of several processes."""
+
+    sums_over_rows = False
+
+
+def refuse_shared_rows() -> None:
+    _, shard, share = parts("tall", 0)
+    _, other_shard, _ = parts("batch", 0)  # whole matrices: nothing is shared
+    opt = Undeclared([("other", other_shard), ("mine", shard)], lr=LR)
+    for parameter in (shard, other_shard):
+        parameter.grad = share(grad_of(parameter, 0))
+    before = shard.to_local().clone(), other_shard.to_local().clone()
+    with pytest.raises(ValueError, match=r"`mine` must not have its rows .* for Undeclared"):
+        opt.step()
+    assert torch.equal(shard.to_local(), before[0])
+    assert torch.equal(other_shard.to_local(), before[1])
+    del opt.param_groups[0]["params"][1]
+    opt.step()
+    assert not torch.equal(other_shard.to_local(), before[1])
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no processes")
+def test_two_processes_that_share_rows_follow_one() -> None:
+    run(2, (follow_one_process,), (refuse_shared_rows,))
+
+
+# ---- whatever it is called
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["preconditioner", "shampoo_factor", "exp_avg_sq_right", "momentum_factor"],
+)
+@pytest.mark.parametrize("shape", ["nm", "mm", "1"])
+def test_state_may_have_any_name(name: str, shape: str) -> None:
+    """It is the rule's own, whatever the rules of the package call theirs."""
+
+    def rule(X: Tensor, G: Tensor, state: Any, *, lr: Any, sums: Any, **_: Any) -> Any:
+        kept = state[name]
+        if shape == "1":
+            kept = kept + sums((G, G))[0].diagonal(dim1=-2, dim2=-1).sum(-1).view_as(kept)
+        elif shape == "mm":
+            kept = kept + sums((G, G))[0]
+        else:
+            kept = kept + G
+        moved, length = retract(X, project_tangent(X, -G, sums=sums), lr=lr, sums=sums)
+        return moved, {name: kept}, length
+
+    class Counting(so.optim.StiefelOptimizer):
+        def state_for(self, group: Any) -> Any:  # noqa: ARG002
+            return (so.optim.State(name, shape),)
+
+        def rule_for(self, group: Any) -> Any:  # noqa: ARG002
+            return rule
+
+        def update_plain(self, *_: Any) -> None:
+            raise AssertionError
+
+    weights = [weight_of(kind) for kind in ("tall", "wide", "heads", "square")]
+    opt = Counting(weights, {"lr": 0.01})
+    expected = {weight: torch.zeros_like(weight) if shape == "nm" else 0.0 for weight in weights}
+    for step in range(9):
+        for weight in weights:
+            weight.grad = grad_of(weight, step)
+            G = weight.manifold.matrices(weight.grad)
+            new = {"nm": weight.grad, "mm": G.mT @ G, "1": G.square().sum((-2, -1), keepdim=True)}
+            expected[weight] = expected[weight] + new[shape]
+        opt.step()
+        if step == 4:
+            opt.load_state_dict(through_file(opt.state_dict()))
+    for weight in weights:
+        assert so.orthonormality_error(weight) < 1e-12
+        torch.testing.assert_close(opt.state[weight][name], expected[weight])
+
+
+def test_an_option_is_called_as_its_author_likes() -> None:
+    """Words of the package's own options mean nothing to it in a stranger's rule."""
+    words = (
+        "betas",
+        "momentum",
+        "metric",
+        "transport",
+        "eps",
+        "steps",
+        "plain",
+        "amsgrad",
+    )
+
+    def descend(X: Tensor, G: Tensor, _: Any, *, lr: Any, sums: Any, **__: Any) -> Any:
+        moved, length = retract(X, project_tangent(X, -G, sums=sums), lr=lr, sums=sums)
+        return moved, {}, length
+
+    class Plain(so.optim.StiefelOptimizer):
+        def state_for(self, group: Any) -> Any:  # noqa: ARG002
+            return ()
+
+        def rule_for(self, group: Any) -> Any:
+            assert [group[word] for word in words] == ["mine"] * len(words)
+            return descend
+
+        def update_plain(self, group: Any, parameters: Any, grads: Any, states: Any) -> None:
+            for parameter, grad, state in zip(parameters, grads, states, strict=True):
+                state["seen"] = state.get("seen", 0) + 1
+                parameter.sub_(grad, alpha=group["lr"])
+
+    net = wide_net()
+    opt = Plain(net.parameters(), {"lr": 0.01, **dict.fromkeys(words, "mine")})
+    train(net, opt, 0, 3)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(net, opt, 3, 12)
+    assert so.orthonormality_error(net) < 1e-12
+    assert so.report(net, opt).lines[0].angle > 0
+    assert opt.state[net.out.weight] == {"seen": 12}
+
+
+def test_a_manifold_of_ones_own_is_refused_aloud() -> None:
+    with pytest.raises(TypeError, match=r"`Stiefel` must not be derived from.*Oblique"):
+        type("Oblique", (so.Stiefel,), {})
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "momentum_buffer", "master", "a.b"])
+def test_names_that_are_taken_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="`name` must be a name of its own without a dot"):
+        so.optim.State(name)
+
+
+# ---- plain weights
+
+
+def test_plain_state_of_the_same_name_is_neither_lost_nor_taken_for_another() -> None:
+    """Its plain momentum has the name of the constrained one, and the shape."""
+    weight, plain = weight_of("tall"), weight_of("plain")
+    opt = lion([weight, plain])
+    for step in range(3):
+        weight.grad, plain.grad = grad_of(weight, step), grad_of(plain, step)
+        opt.step()
+    kept = opt.state[plain]["lion_momentum"].clone()
+    later = weight_of("batch")
+    opt.add_param_group({"params": [later]})
+    opt.param_groups[0]["params"] = [plain, weight]  # as somebody may order them anew
+    plain.grad, weight.grad, later.grad = None, None, grad_of(later, 0)
+    opt.step()
+    assert torch.equal(opt.state[plain]["lion_momentum"], kept)
+    # the plain weight is constrained from now on: its momentum starts again, and the other way
+    plain.requires_grad_(True)
+    holder = so.constrain(nn.ParameterDict({"w": plain}), "w", rows=(0, 3))
+    plain, opt.param_groups[0]["params"][0] = holder["w"], holder["w"]
+    plain.grad = torch.zeros_like(plain)
+    opt.step()
+    assert not opt.state[plain]["lion_momentum"].any()
