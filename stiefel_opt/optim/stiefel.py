@@ -71,8 +71,8 @@ class StiefelSGD(SGDLike):
         differentiable: Must be False.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
         transport: How the momentum is carried to the new point: "isometric" turns it with the point
-            and keeps its length, "projected" projects
-            each part of it after its own turn, which shortens it. Neither can grow. "published" takes the published flows, which can;
+            and keeps its length, "projected" projects each part of it after its own turn, which
+            shortens it. Neither can grow. "published" takes the published flows, which can;
             :mod:`stiefel_opt.functional.published` says where they differ from the print.
         rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
             Default: None, which is "euler" there.
