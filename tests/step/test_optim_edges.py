@@ -209,6 +209,7 @@ def test_state_that_stays_empty_is_not_kept(name: str) -> None:
         opt.step()
         other.step()
     assert opt.state_dict()["state"].keys() == other.state_dict()["state"].keys()
+    assert all(opt.state.values())
 
 
 @every_rule
