@@ -387,6 +387,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
         packed = super().state_dict()
+        packed["state"] = {key: values for key, values in packed["state"].items() if values}
         if any(not is_free_to_read(weights.skipped) for weights in self.all_constrained()):
             self._reported = warn_of_tallies(self.skipped_steps(), self._reported)
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):

@@ -189,9 +189,16 @@ def _saved_readings(saved: Group) -> list[Any]:
     ``torch.distributed.checkpoint`` replaces numbers by names and may reorder ``params``, but not
     what else is listed; a reading whose parameter cannot be told any more is not compared.
     """
-    readings: list[Any] = saved.pop("readings", [])
+    readings: Any = saved.pop("readings", [])
+    if not isinstance(readings, list | tuple):
+        given = type(readings).__name__
+        raise TypeError(fail("readings of the state_dict", "be a list", given, _AS_SAVED))
+    for each in readings:
+        if not isinstance(each, Mapping | None):
+            wanted, given = "be dicts or None", type(each).__name__
+            raise TypeError(fail("readings of the state_dict", wanted, given, _AS_SAVED))
     if all(isinstance(number, int) for number in saved["params"]):
-        return readings
+        return list(readings)
     named = dict(zip(saved.pop("param_names", ()), readings, strict=False))
     return [named.get(name) for name in saved["params"]]
 

@@ -1,0 +1,120 @@
+"""What somebody writes into a sharded weight is seen by the next step, as on one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from contract import OPTIMIZERS, RULES
+from processes import run
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import stiefel_opt as so
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no processes")
+
+SHAPES = (16, 4), (4, 16), (6, 6)
+FREE = torch.randn(16, 16, generator=torch.Generator().manual_seed(5))
+
+
+def by_copy(layer: nn.Module, value: Tensor) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    weight: Any = layer.weight
+    with torch.no_grad():
+        weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
+
+
+def by_multiplication(layer: nn.Module, _: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(3.0)  # type: ignore[union-attr,operator]
+
+
+def by_load(layer: nn.Module, value: Tensor) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    weight: Any = layer.weight
+    shard = distribute_tensor(value, weight.device_mesh, weight.placements)
+    with pytest.warns(UserWarning, match="`weight` is loaded with values that are off"):
+        layer.load_state_dict({"weight": shard})
+
+
+def by_distributed_load(layer: nn.Module, value: Tensor) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    with pytest.warns(UserWarning, match="`weight` is loaded with values that are off"):
+        set_model_state_dict(
+            layer, {"weight": value}, options=StateDictOptions(full_state_dict=True)
+        )
+
+
+def by_data(layer: nn.Module, _: Tensor) -> None:
+    layer.weight.data.mul_(1.3)  # type: ignore[union-attr,operator]
+
+
+WRITES: dict[
+    Callable[[nn.Module, Tensor], None], int
+] = {  # and when it is seen: with the correction of step 8, or at once
+    by_copy: 1,
+    by_multiplication: 1,
+    by_load: 1,
+    by_distributed_load: 1,
+    by_data: 5,
+}
+
+
+def sharded(shape: tuple[int, int], dim: int) -> nn.Linear:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    layer = so.constrain(nn.Linear(shape[1], shape[0], bias=False))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(dim)]))
+    return so.retag(layer)
+
+
+def step(layer: nn.Linear, opt: Any, number: int) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    weight: Any = layer.weight
+    grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
+    weight.grad = distribute_tensor(grad, weight.device_mesh, weight.placements)
+    opt.step()
+
+
+def error_of(layer: nn.Linear) -> float:
+    weight: Any = layer.weight
+    return float(so.orthonormality_error(weight.detach().full_tensor()))
+
+
+def write_and_step(name: str, shape: tuple[int, int], dim: int) -> None:
+    rule, options = OPTIMIZERS[name]
+    for write, steps in WRITES.items():
+        layer = sharded(shape, dim)
+        opt = rule(layer.parameters(), **{**options, "lr": 0.01})
+        for number in range(3):
+            step(layer, opt, number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            write(layer, FREE[: shape[0], : shape[1]].contiguous())
+        assert error_of(layer) > 0.1
+        for number in range(steps):
+            step(layer, opt, 3 + number)
+        assert error_of(layer) <= 1e-6, f"{name} {write.__name__}: {error_of(layer)}"
+        for number in range(2):
+            step(layer, opt, 10 + number)
+            assert error_of(layer) <= 1e-6, f"{name} {write.__name__}: {error_of(layer)}"
+
+
+def test_two_processes_see_what_is_written() -> None:
+    run(2, *[(write_and_step, name, SHAPES[i % 3], i % 2) for i, name in enumerate(RULES)])
+
+
+@pytest.mark.slow
+def test_every_rule_sees_what_is_written_in_every_layout() -> None:
+    layouts = [(shape, dim) for shape in SHAPES for dim in (0, 1)]
+    run(2, *[(write_and_step, name, *layout) for name in OPTIMIZERS for layout in layouts])

@@ -1,0 +1,231 @@
+"""What used to leave the manifold, lose state or tell a wrong number, one law each."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    OPTIMIZERS,
+    TABLE,
+    backward,
+    every_optimizer,
+    every_rule,
+    optimizer,
+    snapshot,
+    train,
+)
+from contract import model as whole_model
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from stiefel_opt import compat
+
+
+def grads(parameter: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def stepped(name: str, weight: Any, steps: int, first: int = 0, **options: Any) -> Any:
+    return go_on(optimizer(name, [weight], **options), weight, first, first + steps)
+
+
+def go_on(opt: Any, weight: Any, first: int, last: int) -> Any:
+    for step in range(first, last):
+        weight.grad = grads(weight, step)
+        opt.step()
+    return opt
+
+
+# ---- state that is loaded ----------------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("shape", [(16, 4), (4, 16), (5, 5)])
+def test_a_loaded_momentum_is_made_tangent(name: str, shape: tuple[int, int]) -> None:
+    """Noise on what was saved, finite and of the right shape: the weight stays orthonormal."""
+    weight = so.ManifoldParameter(so.random_point(*shape, dtype=torch.float64))
+    opt = stepped(name, weight, 3)
+    saved = copy.deepcopy(opt.state_dict())
+    for key, tensor in saved["state"][0].items():
+        if key != "step":
+            noise = torch.randn_like(tensor)
+            tensor.add_(noise.abs() if "sq" in key else noise)
+    opt.load_state_dict(saved)
+    for step in range(24):
+        go_on(opt, weight, 3 + step, 4 + step)
+        assert so.orthonormality_error(weight) < 1e-12, step
+    for key, tensor in opt.state[weight].items():
+        if key.endswith("momentum_skew"):
+            assert torch.equal(tensor, -tensor.mT)
+        if key.endswith("sq_skew"):
+            assert torch.equal(tensor, tensor.mT)
+
+
+def test_a_step_count_of_any_dtype_goes_on() -> None:
+    """As in torch's Adam, which steps with an int64 count."""
+    found = []
+    for dtype in (torch.float32, torch.int64, torch.float64):
+        weight = so.ManifoldParameter(torch.eye(8, 3))
+        opt = stepped("adam", weight, 3)
+        saved = copy.deepcopy(opt.state_dict())
+        saved["state"][0]["step"] = saved["state"][0]["step"].to(dtype)
+        opt.load_state_dict(saved)
+        go_on(opt, weight, 3, 9)
+        assert float(opt.state[weight]["step"]) == 9
+        found.append(weight.detach())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+UNUSABLE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "step nan": lambda s: s.update(step=s["step"] * math.nan),
+    "step negative": lambda s: s.update(step=-s["step"]),
+    "step of a shape": lambda s: s.update(step=torch.ones(7)),
+    "step none": lambda s: s.update(step=None),
+    "step a text": lambda s: s.update(step="3"),
+    "a list": lambda s: s.update(momentum_skew=s["momentum_skew"].tolist()),
+    "none": lambda s: s.update(momentum_skew=None),
+    "sparse": lambda s: s.update(momentum_skew=s["momentum_skew"].to_sparse()),
+    "integers": lambda s: s.update(momentum_skew=s["momentum_skew"].long()),
+    "another shape": lambda s: s.update(momentum_skew=s["momentum_skew"][:1]),
+    "nan": lambda s: s["momentum_skew"].fill_(math.nan),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_state_that_no_step_could_use_changes_nothing(case: str) -> None:
+    net = nn.ParameterDict({"w": so.ManifoldParameter(torch.eye(8, 3))})
+    opt = stepped("adam", net["w"], 3)
+    saved = copy.deepcopy(opt.state_dict())
+    UNUSABLE[case](saved["state"][0])
+    before = snapshot(net, opt)
+    with pytest.raises((TypeError, ValueError), match="of parameter 0 of group 0` must"):
+        opt.load_state_dict(saved)
+    assert str(snapshot(net, opt)) == str(before)
+    go_on(opt, net["w"], 3, 6)
+    assert so.orthonormality_error(net) < 1e-6
+
+
+@pytest.mark.parametrize("wrong", [["heads"], [3], [[1]], [{"heads": "two"}], 5, "heads"])
+def test_a_saved_reading_of_another_type_changes_nothing(wrong: Any) -> None:
+    net = nn.ParameterDict({"w": so.ManifoldParameter(torch.eye(8, 3))})
+    opt = stepped("sgd", net["w"], 3)
+    saved = copy.deepcopy(opt.state_dict())
+    saved["param_groups"][0]["readings"] = wrong
+    before = snapshot(net, opt)
+    with pytest.raises((TypeError, ValueError), match="must"):
+        opt.load_state_dict(saved)
+    assert str(snapshot(net, opt)) == str(before)
+
+
+# ---- a weight that is constrained anew ---------------------------------------------------------
+
+
+READINGS = [{"heads": 2}, {"rows": (0, 8)}, {"rows": (8, 16)}, {"transposed": True}, {"scale": 2.0}]
+
+
+@every_rule
+@pytest.mark.parametrize("saved", [False, True])
+def test_another_reading_starts_the_momentum_again(name: str, saved: bool) -> None:
+    for first, then in zip(READINGS, READINGS[1:] + READINGS[:1], strict=True):
+        layer = so.constrain(nn.Linear(8, 16, bias=False), **first)
+        opt = stepped(name, layer.weight, 5)
+        if saved:
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        so.release(layer)
+        so.constrain(layer, **then)
+        twin = copy.deepcopy(layer)
+        fresh = optimizer(name, twin.parameters())
+        for step in range(2):
+            layer.weight.grad = grads(layer.weight, step)
+            twin.weight.grad = grads(layer.weight, step)
+            opt.step()
+            fresh.step()
+        assert torch.equal(layer.weight, twin.weight), (first, then)
+
+
+# ---- the report --------------------------------------------------------------------------------
+
+
+def true_angle(before: Tensor, after: Tensor) -> float:
+    chord = torch.linalg.matrix_norm(after.double() - before.double(), 2)
+    return 2 * math.asin(min(1.0, float(chord) / 2))
+
+
+REPORTED: dict[str, Callable[[Any], Any]] = {
+    **{name: lambda p, name=name: optimizer(name, p, lr=0.01) for name in OPTIMIZERS},
+    "AdamG": lambda p: compat.AdamG(p, lr=0.05, momentum=0.9, beta2=0.99, stiefel=True),
+    "SGDG": lambda p: compat.SGDG(p, lr=0.05, momentum=0.9, stiefel=True),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_the_first_steps_of_the_readme_are_reported_as_they_are(name: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    so.constrain(net[0], "weight")
+    weights = [net[0].weight] if name.endswith("G") else net.parameters()
+    opt = REPORTED[name](weights)
+    for _ in range(5):
+        inputs, labels = torch.randn(32, 64), torch.randint(10, (32,))
+        net.zero_grad()
+        nn.functional.cross_entropy(net(inputs), labels).backward()
+        before = net[0].weight.detach().clone()
+        opt.step()
+        told = so.report(net, opt).lines[0].angle
+        assert told == pytest.approx(true_angle(before, net[0].weight.detach()), rel=0.02)
+
+
+# ---- rates and steps at the edge ---------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("lr", [1.0, 10.0])
+def test_a_schedule_that_falls_below_zero_stays_on_the_manifold(name: str, lr: float) -> None:
+    weight = so.ManifoldParameter(so.random_point(20, 5, dtype=torch.float64))
+    opt = optimizer(name, [weight], lr=lr, weight_decay=0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 - step / 10)
+    for step in range(26):
+        go_on(opt, weight, step, step + 1)
+        schedule.step()
+        assert so.orthonormality_error(weight) < 1e-11, step
+    assert not opt.skipped_steps()
+
+
+@every_optimizer
+def test_state_that_stays_empty_is_not_kept(name: str) -> None:
+    """As torch's SGD without momentum."""
+    plain, theirs, row = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5)), TABLE[name]
+    none = {} if row.adaptive else {"momentum": 0.0, "nesterov": False}
+    opt = optimizer(name, [plain], stiefel=False, **none)
+    other = row.plain([theirs], lr=0.05, **{**row.plain_options, **none})
+    for _ in range(2):
+        plain.grad, theirs.grad = torch.ones(5), torch.ones(5)
+        opt.step()
+        other.step()
+    assert opt.state_dict()["state"].keys() == other.state_dict()["state"].keys()
+    assert all(opt.state.values())
+
+
+@every_rule
+def test_a_first_step_in_inference_mode_is_a_step(name: str) -> None:
+    net, twin = whole_model(), whole_model()
+    opt, other = (optimizer(name, each.parameters()) for each in (net, twin))
+    backward(net, 0)
+    backward(twin, 0)
+    with torch.inference_mode():
+        opt.step()
+    other.step()
+    train(net, opt, 1, 4)
+    train(twin, other, 1, 4)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not p.is_inference()
+        assert not any(t.is_inference() for t in opt.state[p].values())
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(net, opt, 4, 5)
