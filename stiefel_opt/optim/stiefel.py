@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from stiefel_opt.functional import adaptive
+from stiefel_opt.functional.adaptive import adaptive_sgd, with_radius
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.momentum import (
     BASE,
@@ -25,7 +28,12 @@ from stiefel_opt.functional.momentum import (
 from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.checks import check_metric, check_transport
+from stiefel_opt.optim.checks import (
+    check_adaptive,
+    check_metric,
+    check_radius,
+    check_transport,
+)
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State, key_of
@@ -38,6 +46,12 @@ _DEFERRED: Final = (
     State(SHIFT, "mm", tall_only=True),
     State(FACTOR, "mm", start="I", tall_only=True),
 )
+_FRICTION: Final = (
+    State(adaptive.SLOPE, "1", dtype="real"),
+    State(adaptive.FACTOR, "1", start=1.0, dtype="real"),
+    State(adaptive.UNIT, "1", dtype="real"),
+)
+_GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real")
 _SECOND_MOMENTS: Final = (
     State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric"),
     State("exp_avg_sq_normal", dtype="real", tall_only=True),
@@ -120,6 +134,7 @@ class StiefelSGD(SGDLike):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        adaptive: bool = False,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -130,9 +145,12 @@ class StiefelSGD(SGDLike):
         super().check_options(group)
         check_metric(group)
         check_transport(group)
+        check_adaptive(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
+        if group["adaptive"]:
+            return Z_STATE, U_STATE, *_FRICTION
         if group["transport"] == "published":
             return Z_STATE, U_STATE
         if group["momentum"] == 0:
@@ -146,11 +164,18 @@ class StiefelSGD(SGDLike):
         if group["transport"] == "published":
             rotation = group["rotation"] or "euler"
             return self.bound(group, partial(published_sgd, rotation=rotation), "metric")
-        return self.bound(group, sgd, "metric", "transport")
+        rule = adaptive_sgd if group["adaptive"] else sgd
+        return self.bound(group, rule, "metric", "transport")
 
     @override
     def correction_for(self, group: Group) -> Correction:
         return corrected_deferred
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("adaptive", False)  # saved before there was the option
 
     @override
     def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
@@ -243,6 +268,7 @@ class StiefelAdam(AdamLike):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -253,17 +279,50 @@ class StiefelAdam(AdamLike):
         super().check_options(group)
         check_metric(group)
         check_transport(group)
+        check_radius(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
-        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2])
+        growth = (_GROWTH,) if _radius_of(group) == "virtual" else ()
+        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *growth)
 
     @override
     def rule_for(self, group: Group) -> Rule:
         if group["transport"] == "published":
             rotation = group["rotation"] or "euler"
             return self.bound(group, partial(published_adam, rotation=rotation), "metric")
-        return self.bound(group, adam, "metric", "transport")
+        rule, radius = self.bound(group, adam, "metric", "transport"), _radius_of(group)
+        if radius == 1:
+            return rule
+        decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+        return partial(with_radius, rule, radius, weight_decay=decay)
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(_with_radius(state_dict))
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("radius", 1.0)  # saved before there was the option
+
+
+def _radius_of(group: Group) -> str | float:
+    """Return the radius that a group means."""
+    radius: str | float | None = group["radius"]
+    if radius is None:
+        return 1.0 if group["transport"] == "published" else "virtual"
+    return radius
+
+
+def _with_radius(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state_dict whose groups say the radius: 1 in those saved before there was one."""
+    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+    if not isinstance(groups, list):
+        return state_dict
+    filled = [{"radius": 1.0, **group} if "metric" in group else group for group in groups]
+    return {**state_dict, "param_groups": filled}
 
 
 class StiefelAdamW(StiefelAdam):
@@ -299,6 +358,7 @@ class StiefelAdamW(StiefelAdam):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
