@@ -158,9 +158,9 @@ def adaptive_sgd(
     new_Z = torch.addcmul(torque, mu, Z)
     ahead = torch.addcmul(torque, mu, new_Z) if nesterov else new_Z
     if U is None:
-        rotation, length = rotation_of_square(lambda: ahead, eta, reader)
+        rotation, turned = rotation_of_square(lambda: ahead, eta, reader)
         new |= carried_skew(new_Z, rotation, transport)
-        return add_product(X, X, rotation), new, length._replace(inner=S)
+        return add_product(X, X, rotation), new, turned._replace(inner=S)
     turn = coupling(Z, 1.0, eta, a, reader)
     new_U = torch.addcmul(push, mu, U if turn is None else product(U, turn))
     V = torch.addcmul(push, mu, new_U) if nesterov else new_U.clone()

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
+from stiefel_opt.distributed import whole
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.manifold import Stiefel
@@ -496,6 +497,23 @@ class StiefelOptimizer(Optimizer, ABC):
             for place, angle in weights.angles().items():
                 angles[weights.parameters[place]] = angle
         return angles
+
+    def radii_of(self) -> dict[Tensor, float]:
+        """Return the largest virtual radius of each weight that has one."""
+        return {}
+
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return {}
+
+    def _largest(self, name: str) -> dict[Tensor, float]:
+        """Return the largest number in the state of this name, over matrices and ranges."""
+        found: dict[Tensor, float] = {}
+        for parameter, state in self.state.items():
+            values = [whole(t) for key, t in state.items() if key.partition(".")[0] == name]
+            if values:
+                found[parameter] = max(float(value.max()) for value in values)
+        return found
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.

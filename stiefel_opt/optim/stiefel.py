@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -90,6 +91,11 @@ class StiefelSGD(SGDLike):
             :mod:`stiefel_opt.functional.published` says where they differ from the print.
         rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
             Default: None, which is "euler" there.
+        adaptive: Whether momentum and length of a step of constrained parameters follow the slope
+            of the loss along the last step: ``lr`` is the angle of the first step, and ``momentum``
+            the most that there may be; see :func:`stiefel_opt.functional.adaptive_sgd`. For losses
+            without noise; with ``transport="projected"`` it needs fewer steps. Needs ``momentum``
+            in (0, 1) and no ``dampening``. A closure must evaluate one loss. Default: False.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or so large
             that its square would not be (2e13 in float32): "skip" keeps its point, momentum and
             step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
@@ -172,6 +178,10 @@ class StiefelSGD(SGDLike):
         return corrected_deferred
 
     @override
+    def factors_of(self) -> dict[Tensor, float]:
+        return self._largest(adaptive.FACTOR)
+
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
@@ -235,6 +245,14 @@ class StiefelAdam(AdamLike):
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
+            number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
+            would, ``r^2 <- (1 - lr d)^2 r^2 + lr^2 n`` for matrices of n rows and the decoupled
+            weight decay d, so that the matrix turns less and less as that weight does. "angle":
+            sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; 1 is the step as
+            printed. Default: None, which is "virtual", with published transport 1. See
+            :func:`stiefel_opt.functional.with_radius`. Checkpoints from before there was a radius
+            go on with 1.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -298,6 +316,11 @@ class StiefelAdam(AdamLike):
         return partial(with_radius, rule, radius, weight_decay=decay)
 
     @override
+    def radii_of(self) -> dict[Tensor, float]:
+        growths = self._largest(adaptive.GROWTH)
+        return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
+
+    @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(_with_radius(state_dict))
 
@@ -333,6 +356,8 @@ class StiefelAdamW(StiefelAdam):
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` moves the
+            virtual radius alone; the angle of its steps tends to sqrt(2 lr weight_decay).
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
