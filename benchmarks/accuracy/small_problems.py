@@ -22,7 +22,6 @@ from torch.nn.functional import avg_pool2d, cross_entropy, one_hot, unfold
 
 import stiefel_opt as so
 from benchmarks.common.images import load_images
-from stiefel_opt.geometry import polar_factor
 
 Tensors = list[Tensor]
 
@@ -66,6 +65,11 @@ def generator_of(*numbers: int) -> torch.Generator:
 
 def point(n: int, m: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     return so.random_point(n, m, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def nearest(weight: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(weight, full_matrices=False)
+    return left @ right
 
 
 def plain_weight(n: int, m: int, generator: torch.Generator) -> Tensor:
@@ -154,7 +158,7 @@ class FineTuned(Perceptron):
             self.loss(leaves[: len(points)], leaves[len(points) :], inputs, labels).sum().backward()
             adam.step()
         trained = [leaf.detach()[0] for leaf in leaves]
-        return [polar_factor(w) for w in trained[: len(points)]], trained[len(points) :]
+        return [nearest(w) for w in trained[: len(points)]], trained[len(points) :]
 
 
 class RowByRow(Classification):

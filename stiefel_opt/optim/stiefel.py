@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -123,6 +121,7 @@ class StiefelSGD(SGDLike):
     """
 
     rule = "StiefelSGD"
+    _before: ClassVar = {"adaptive": False}
 
     def __init__(
         self,
@@ -176,16 +175,6 @@ class StiefelSGD(SGDLike):
     @override
     def correction_for(self, group: Group) -> Correction:
         return corrected_deferred
-
-    @override
-    def factors_of(self) -> dict[Tensor, float]:
-        return self._largest(adaptive.FACTOR)
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("adaptive", False)  # saved before there was the option
 
     @override
     def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
@@ -267,6 +256,7 @@ class StiefelAdam(AdamLike):
     """
 
     rule = "StiefelAdam"
+    _before: ClassVar = {"radius": 1.0}
 
     def __init__(
         self,
@@ -315,21 +305,6 @@ class StiefelAdam(AdamLike):
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         return partial(with_radius, rule, radius, weight_decay=decay)
 
-    @override
-    def radii_of(self) -> dict[Tensor, float]:
-        growths = self._largest(adaptive.GROWTH)
-        return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
-
-    @override
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        super().load_state_dict(_with_radius(state_dict))
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("radius", 1.0)  # saved before there was the option
-
 
 def _radius_of(group: Group) -> str | float:
     """Return the radius that a group means."""
@@ -337,15 +312,6 @@ def _radius_of(group: Group) -> str | float:
     if radius is None:
         return 1.0 if group["transport"] == "published" else "virtual"
     return radius
-
-
-def _with_radius(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state_dict whose groups say the radius: 1 in those saved before there was one."""
-    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    if not isinstance(groups, list):
-        return state_dict
-    filled = [{"radius": 1.0, **group} if "metric" in group else group for group in groups]
-    return {**state_dict, "param_groups": filled}
 
 
 class StiefelAdamW(StiefelAdam):

@@ -135,7 +135,7 @@ def test_what_was_saved_before_there_was_a_radius_goes_on_as_it_was(saved: str) 
         after = make("radius", other)
         after.load_state_dict(checkpoint)
     else:
-        del after.param_groups[0]["radius"]
+        del after.param_groups[0]["radius"], after.defaults["radius"]
         after = pickle.loads(pickle.dumps(after))
         (other,) = after.param_groups[0]["params"]
     assert after.param_groups[0]["radius"] == 1.0
