@@ -127,7 +127,9 @@ METHODS: dict[str, Build] = {
     "StiefelSGD, adaptive": ours(so.StiefelSGD, adaptive=True, transport="projected"),
     "StiefelAdam, angle": ours(so.StiefelAdam, radius="angle"),
     "StiefelSGD, Nesterov": ours(so.StiefelSGD, nesterov=True),
-    "StiefelSGD, adaptive, Nesterov": ours(so.StiefelSGD, adaptive=True, nesterov=True, transport="projected"),
+    "StiefelSGD, adaptive, Nesterov": ours(
+        so.StiefelSGD, adaptive=True, nesterov=True, transport="projected"
+    ),
     "geoopt Adam": geoopt("RiemannianAdam"),
     "geoopt SGD": geoopt("RiemannianSGD", momentum=0.9),
     "geoopt SGD, Nesterov": geoopt("RiemannianSGD", momentum=0.9, nesterov=True),
