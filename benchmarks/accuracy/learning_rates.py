@@ -331,10 +331,33 @@ def tables(store: Store) -> dict[str, str]:
     ]
     header = ["new / old", "level or better", "better by 0.1", "runs worse by 0.1", "mean"]
     header += ["level or better, one rate", "mean, one rate"]
+    ratios = {
+        f"ratios, {name}": markdown_table(
+            ["problem", "tuned", "one rate for all", "runs"],
+            [
+                [
+                    problem,
+                    f"{ratio:.2f}",
+                    f"{found['by problem, one rate'][problem]:.2f}",
+                    runs_of(store, name, problem),
+                ]
+                for problem, ratio in found["by problem"].items()
+            ],
+        )
+        for name, found in all_compared(store).items()
+    }
     return {
         "scores": markdown_table(["problem", *methods], rows),
+        **ratios,
         "verdicts": markdown_table(header, verdicts),
     }
+
+
+def runs_of(store: Store, name: str, problem: str) -> str:
+    """Return how many runs of a problem the two methods of a comparison have in common."""
+    new, old = name.split(" / ")
+    keys = [key for key in store if key[:2] == (problem, new)]
+    return str(sum((problem, old, key[2], key[3]) in store for key in keys))
 
 
 def cell(found: dict[str, Any] | None) -> str:
@@ -384,7 +407,7 @@ def main(argv: list[str] | None = None) -> int:
             for key, found in store.items()
         ],
     }
-    write_json(options.output, content)
+    write_json(options.output, content | {"tables": tables(store)})
     print("\n\n".join(tables(store).values()))
     return 0
 
