@@ -69,10 +69,11 @@ class Sums:
 
     Args:
         row_sum: Sum over the processes that share the rows. None: all rows are here.
+        rows: How many rows a matrix has, with those elsewhere. None: as many as are here.
     """
 
-    def __init__(self, row_sum: RowSum | None = None) -> None:
-        self.row_sum = row_sum
+    def __init__(self, row_sum: RowSum | None = None, rows: int | None = None) -> None:
+        self.row_sum, self.rows = row_sum, rows
 
     def __call__(self, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Return A'B, ``(k, m, m)``, for each pair; processes talk once."""
@@ -85,6 +86,10 @@ class Sums:
     def add(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the processes that share the rows."""
         return tensor if self.row_sum is None else self.row_sum(tensor)
+
+    def rows_of(self, tall: Tensor) -> int:
+        """Return n."""
+        return tall.size(-2) if self.rows is None else self.rows
 
     def are_square(self, tall: Tensor) -> bool:
         """Say whether the matrices are square, and all of their rows here."""

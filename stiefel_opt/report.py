@@ -118,6 +118,8 @@ class Line:
             length |W|; None if it did not project.
         angle: By how much the last step turned the weight, in radians, at most; None if that cannot
             be told, as after a gradient that was not finite where there is no momentum.
+        radius: Virtual radius, by which the learning rate is divided; None if there is none.
+        factor: On the learning rate, of an adaptive optimizer; None if there is none.
     """
 
     name: str
@@ -130,6 +132,8 @@ class Line:
     off: bool = False
     moved: float | None = None
     angle: float | None = None
+    radius: float | None = None
+    factor: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,6 +160,10 @@ class Report:
             ],
             "last step": ["-" if angle is None else f"{angle:.1e} rad" for angle in angles],
         }
+        for name in ("radius", "factor"):
+            values = [getattr(line, name) for line in self.lines]
+            if any(value is not None for value in values):
+                columns[name] = ["-" if value is None else f"{value:.3g}" for value in values]
         if all(share is None for share in moved):
             del columns["moved"]
         if not self.with_steps:
@@ -204,7 +212,8 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
         model: A model; without constrained weights the table says so.
         optimizer: An optimizer, also in the wrapper of accelerate: adds the steps that each
             parameter has missed because its gradient was not finite, and by how much the last step
-            turned it at most; "-" where the optimizer, as one of torch, does not know. Default:
+            turned it at most, and its virtual radius or its factor on the learning rate if it has
+            one; "-" where the optimizer, as one of torch, does not know. Default:
             none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
@@ -221,6 +230,8 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
         raise TypeError(fail("optimizer", "be None or an optimizer", type(counter).__name__))
     skipped: Mapping[Tensor, int] | None = None
     angles: Mapping[Tensor, float] = {}
+    radii: Mapping[Tensor, float] = getattr(counter, "radii_of", dict)()
+    factors: Mapping[Tensor, float] = getattr(counter, "factors_of", dict)()
     if isinstance(counter, StepCounter):
         skipped, angles = counter.skipped_steps_of(), counter.angles_of()
     lines = []
@@ -242,6 +253,8 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
             angle=angles.get(weight),
+            radius=radii.get(weight),
+            factor=factors.get(weight),
         )
         lines.append(line)
     return Report(tuple(lines), with_steps=optimizer is not None)

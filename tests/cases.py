@@ -152,9 +152,11 @@ class OptimizerCase:
         return TABLE[self.algorithm].optimizer(params, **{"lr": self.lr, **self.options})
 
     def reference(self, point: Array, scale: float = 1.0) -> AnyReference:
-        # Weight decay is not passed on: its tangent part is zero.
+        # Weight decay has no tangent part; of Adam's radius it takes a part if it is decoupled.
         dropped = ("lr", "weight_decay", "decoupled_weight_decay")
         options = {key: value for key, value in self.options.items() if key not in dropped}
+        if self.options.get("decoupled_weight_decay"):
+            options["decay"] = self.lr / scale * self.options["weight_decay"]
         return TABLE[self.algorithm].reference(point, lr=self.lr / scale, **options)
 
 
@@ -181,7 +183,9 @@ READING_CASES = [
     OptimizerCase("sgd", "sgd"),
     OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
     OptimizerCase("sgd-projected", "sgd", {"metric": 0.3, **PROJECTED}),
+    OptimizerCase("sgd-adaptive", "sgd", {"adaptive": True, "metric": 0.3}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
+    OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-projected", "adam", PROJECTED),
     OptimizerCase("rgd", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
     OptimizerCase("cayley-sgd", "cayley-sgd"),
@@ -229,6 +233,19 @@ VARIANTS = [
     OptimizerCase("adam-tensor-lr", "adam", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
     OptimizerCase("adam-weight-decay", "adam", {"weight_decay": 0.3}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
+    OptimizerCase("adam-as-printed", "adam", {"radius": 1.0}),
+    OptimizerCase("adam-large-radius", "adam", {"radius": 3, "metric": 0.3}),
+    OptimizerCase("adam-angle", "adam", {"radius": "angle", "metric": 0.3}),
+    OptimizerCase("adam-virtual", "adam", {"radius": "virtual", **PROJECTED}),
+    *(
+        OptimizerCase(
+            f"sgd-adaptive-{metric}-{transport}{'-nesterov' * nesterov}",
+            "sgd",
+            {"adaptive": True, "metric": metric, "transport": transport, "nesterov": nesterov},
+        )
+        for metric, transport, nesterov in pairwise(METRICS, TRANSPORTS, (False, True))
+    ),
+    OptimizerCase("sgd-adaptive-maximize", "sgd", {"adaptive": True, "maximize": True}),
     OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),
     OptimizerCase(
         "adam-no-first-moment-published", "adam", {"betas": (0.0, 0.99), "metric": 0.3, **PUBLISHED}

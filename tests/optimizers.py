@@ -74,6 +74,21 @@ TABLE = {
         own=FLOWS,
         variant=True,
     ),
+    "sgd-adaptive": Rule(
+        so.StiefelSGD,
+        {"adaptive": True, "transport": "projected"},
+        plain_options=SGD,
+        own={"adaptive": True, "metric": -1.0},
+        variant=True,
+    ),
+    "adam-printed": Rule(
+        so.StiefelAdam,
+        {"radius": 1.0},
+        plain=torch.optim.Adam,
+        own=FLOWS,
+        variant=True,
+        published_lr=0.01,
+    ),
     "adam": Rule(
         so.StiefelAdam,
         {},

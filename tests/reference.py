@@ -160,7 +160,7 @@ class StiefelReference:
 
 
 class SGDReference(StiefelReference):
-    """Momentum SGD; momentum, dampening and Nesterov as in `torch.optim.SGD`."""
+    """Momentum SGD; momentum, dampening and Nesterov as in `torch.optim.SGD`; or adaptive."""
 
     def __init__(
         self,
@@ -169,16 +169,18 @@ class SGDReference(StiefelReference):
         momentum: float = 0.9,
         dampening: float = 0.0,
         nesterov: bool = False,
+        adaptive: bool = False,
         **options,
     ) -> None:
         super().__init__(point, **options)
+        self.adaptive, self.largest_lr, self.slope, self.factor = adaptive, self.lr, 0.0, 1.0
         self.momentum = momentum
         self.dampening = dampening
         self.nesterov = nesterov
 
     def step(self, grad: Matrix) -> None:
         X, f, g = self.split_gradient(grad)
-        mu = self.momentum
+        mu = self.friction(f, g) if self.adaptive else self.momentum
         if self.steps > 0 and mu != 0:
             f, g = (1 - self.dampening) * f, (1 - self.dampening) * g
         U = self.couple(mu, self.Z) - g
@@ -188,6 +190,22 @@ class SGDReference(StiefelReference):
         else:
             self.U, self.Z = self.move(X, U, Z, U, Z)
         self.steps += 1
+
+    def friction(self, f: Matrix, g: Matrix) -> float:
+        """Dai and Yuan's factor where it is less than the momentum; sets the learning rate."""
+
+        def inner(Z: Matrix, U: Matrix) -> float:
+            return float(((1 - self.a) * (f.conj() * Z).sum() + (g.conj() * U).sum()).real)
+
+        b, s, w, mu = inner(f, g), inner(self.Z, self.U), self.slope, self.momentum
+        if self.steps == 0:
+            self.lr = self.largest_lr * np.sqrt(self.m / b)
+        else:
+            ratio = np.exp(0.2 * min(max(-s / w, -0.7), 0.7))
+            self.factor, self.lr = self.factor * ratio, self.lr * ratio
+            mu = min(mu, b / (w + s)) if w + s > 0 else mu
+        self.slope = b - mu * s
+        return mu
 
 
 class AdamReference(StiefelReference):
@@ -200,9 +218,13 @@ class AdamReference(StiefelReference):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         amsgrad: bool = False,
+        radius: str | float | None = None,
+        decay: float = 0.0,
         **options,
     ) -> None:
         super().__init__(point, **options)
+        self.nominal_lr, self.squared_radius, self.decay = self.lr, 1.0, decay
+        self.radius = "virtual" if radius is None and self.transport != "published" else radius
         self.betas = betas
         self.eps = eps
         self.amsgrad = amsgrad
@@ -219,6 +241,12 @@ class AdamReference(StiefelReference):
     def step(self, grad: Matrix) -> None:
         X, f, g = self.split_gradient(grad)
         beta1, beta2 = self.betas
+        if self.radius == "virtual":
+            self.squared_radius *= (1 - self.decay) ** 2
+            self.squared_radius += self.nominal_lr**2 * self.n
+            self.lr = self.nominal_lr / np.sqrt(self.squared_radius)
+        elif self.radius is not None:
+            self.lr = self.nominal_lr / (np.sqrt(self.n) if self.radius == "angle" else self.radius)
         if self.transport == "published":
             coupling = self.Z
         else:

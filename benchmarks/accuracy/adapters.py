@@ -261,7 +261,7 @@ class Training:
             self.optimizer = torch.optim.AdamW(self.trained, lr=rate, weight_decay=0.0)
         else:
             so = importlib.import_module("stiefel_opt")
-            self.optimizer = getattr(so, method.optimizer)(self.trained, lr=rate)
+            self.optimizer = getattr(so, method.optimizer)(self.trained, lr=rate, radius=1.0)
         self.rate, self.steps = rate, 0
         tuner = getattr(self.model, "base_model", None)
         self.allocate = getattr(tuner, "update_and_allocate", None)

@@ -26,6 +26,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +76,8 @@ class Run(NamedTuple):
 
 
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    kind = so.StiefelAdam if run.method == "tagged" else torch.optim.Adam
+    tagged = partial(so.StiefelAdam, radius=1.0)
+    kind = tagged if run.method == "tagged" else torch.optim.Adam
     if run.picture != "queries":
         return kind(model.parameters(), lr=run.rate)
     swept = [layer.weight for attention in model.attention for layer in (attention.q, attention.k)]

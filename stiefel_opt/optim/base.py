@@ -12,7 +12,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, overload
+from typing import Any, ClassVar, Final, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
+from stiefel_opt.distributed import whole
+from stiefel_opt.functional.adaptive import FACTOR, GROWTH
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.manifold import Stiefel
@@ -89,6 +91,8 @@ class StiefelOptimizer(Optimizer, ABC):
     sums_over_rows: bool = False
     _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
+    # Options that are newer than some checkpoints, as these were meant.
+    _before: ClassVar[Group] = {}
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__
@@ -419,8 +423,9 @@ class StiefelOptimizer(Optimizer, ABC):
         check_saved_readings(self.param_groups, saved_groups)
         for group, saved in zip(self.param_groups, saved_groups, strict=False):
             saved["stiefel"] = group["stiefel"]
+            earlier = group if of_torch else {**group, **self._before}
             for name in self.defaults:  # a checkpoint of torch lacks our options
-                saved.setdefault(name, group[name])
+                saved.setdefault(name, earlier[name])
         final: dict[str, Any] = {}
 
         def examine(_: Optimizer, given: dict[str, Any]) -> None:  # as other hooks leave it
@@ -452,6 +457,8 @@ class StiefelOptimizer(Optimizer, ABC):
         for values in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in values and not isinstance(values["step"], Tensor):
                 values["step"] = torch.tensor(float(values["step"]))
+        for name, value in self._before.items():
+            self.defaults.setdefault(name, value)
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -497,6 +504,23 @@ class StiefelOptimizer(Optimizer, ABC):
             for place, angle in weights.angles().items():
                 angles[weights.parameters[place]] = angle
         return angles
+
+    def radii_of(self) -> dict[Tensor, float]:
+        """Return the largest virtual radius of each weight that has one."""
+        return {p: math.sqrt(1 + growth) for p, growth in self._largest(GROWTH).items()}
+
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return self._largest(FACTOR)
+
+    def _largest(self, name: str) -> dict[Tensor, float]:
+        """Return the largest number in the state of this name, over matrices and ranges."""
+        found: dict[Tensor, float] = {}
+        for parameter, state in self.state.items():
+            values = [whole(t) for key, t in state.items() if key.partition(".")[0] == name]
+            if values:
+                found[parameter] = max(float(value.max()) for value in values)
+        return found
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.

@@ -136,13 +136,14 @@ class Stack:
         if is_cpu(value):
             _settle_allocator()
         self.blocks = blocks
-        self.sums = Sums(None if first.weight.shards is None else first.weight.shards.row_sum)
         self.part_shape = first.part(value).shape
         self.lead = first.matrices(first.part(value)).shape[:-2]
         # of the whole matrices, wherever their rows are
         model = torch.empty(first.weight.parameter.shape, device="meta")
         part, reading = first.weight.manifold.blocks(model)[first.index]
         self.row_count, self.column_count = reading.matrices(part).shape[-2:]
+        shards = first.weight.shards
+        self.sums = Sums(None if shards is None else shards.row_sum, self.row_count)
         self.declared = {
             kind.name: kind
             for kind in declared

@@ -30,6 +30,7 @@ from stiefel_opt.optim.torch_rules import Group
 
 NONFINITE: Final = ("skip", "raise", "ignore")
 TRANSPORTS: Final = ("isometric", "projected", "published")
+RADII: Final = ("virtual", "angle")
 
 
 # ---- how a group reads its parameters, and what they are called ----------------------------------
@@ -131,6 +132,33 @@ def check_transport(group: Group) -> None:
         remedy = "leave it out: these flows turn by the polar rotation"
         wanted = "be None unless transport='published'"
         raise ValueError(fail("rotation", wanted, repr(group["rotation"]), remedy))
+
+
+def check_radius(group: Group) -> None:
+    """Raise unless ``radius`` is one, and 1 where flows are taken as printed."""
+    radius, is_published = group["radius"], group["transport"] == "published"
+    if isinstance(radius, str):
+        check_choice("radius", radius, RADII)
+    elif radius is not None:
+        check_range("radius", radius, 0.0, open_low=True)
+    if is_published and radius not in (None, 1):
+        wanted = "be None or 1 with transport='published', which is as printed"
+        raise ValueError(fail("radius", wanted, repr(radius)))
+
+
+def check_adaptive(group: Group) -> None:
+    """Raise unless ``adaptive`` goes together with the momentum and the transport."""
+    check_flag("adaptive", group["adaptive"])
+    if not group["adaptive"]:
+        return
+    if group["transport"] == "published":
+        remedy = "choose 'isometric' or 'projected'"
+        raise ValueError(fail("transport", "not be 'published' if adaptive", "it", remedy))
+    if not 0 < group["momentum"] < 1:
+        wanted = "be in (0, 1) if adaptive: it is the most that there may be"
+        raise ValueError(fail("momentum", wanted, group["momentum"]))
+    if group["dampening"] != 0:
+        raise ValueError(fail("dampening", "be 0 if adaptive", group["dampening"]))
 
 
 def check_iterations(group: Group) -> None:

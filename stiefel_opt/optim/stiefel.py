@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from stiefel_opt.functional import adaptive
+from stiefel_opt.functional.adaptive import adaptive_sgd, with_radius
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.momentum import (
     BASE,
@@ -25,7 +27,12 @@ from stiefel_opt.functional.momentum import (
 from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.checks import check_metric, check_transport
+from stiefel_opt.optim.checks import (
+    check_adaptive,
+    check_metric,
+    check_radius,
+    check_transport,
+)
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State, key_of
@@ -38,6 +45,12 @@ _DEFERRED: Final = (
     State(SHIFT, "mm", tall_only=True),
     State(FACTOR, "mm", start="I", tall_only=True),
 )
+_FRICTION: Final = (
+    State(adaptive.SLOPE, "1", dtype="real"),
+    State(adaptive.FACTOR, "1", start=1.0, dtype="real"),
+    State(adaptive.UNIT, "1", dtype="real"),
+)
+_GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real")
 _SECOND_MOMENTS: Final = (
     State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric"),
     State("exp_avg_sq_normal", dtype="real", tall_only=True),
@@ -76,6 +89,11 @@ class StiefelSGD(SGDLike):
             :mod:`stiefel_opt.functional.published` says where they differ from the print.
         rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
             Default: None, which is "euler" there.
+        adaptive: Whether momentum and length of a step of constrained parameters follow the slope
+            of the loss along the last step: ``lr`` is the angle of the first step, and ``momentum``
+            the most that there may be; see :func:`stiefel_opt.functional.adaptive_sgd`. For losses
+            without noise; with ``transport="projected"`` it needs fewer steps. Needs ``momentum``
+            in (0, 1) and no ``dampening``. A closure must evaluate one loss. Default: False.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or so large
             that its square would not be (2e13 in float32): "skip" keeps its point, momentum and
             step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
@@ -103,6 +121,7 @@ class StiefelSGD(SGDLike):
     """
 
     rule = "StiefelSGD"
+    _before: ClassVar = {"adaptive": False}
 
     def __init__(
         self,
@@ -120,6 +139,7 @@ class StiefelSGD(SGDLike):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        adaptive: bool = False,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -130,9 +150,12 @@ class StiefelSGD(SGDLike):
         super().check_options(group)
         check_metric(group)
         check_transport(group)
+        check_adaptive(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
+        if group["adaptive"]:
+            return Z_STATE, U_STATE, *_FRICTION
         if group["transport"] == "published":
             return Z_STATE, U_STATE
         if group["momentum"] == 0:
@@ -146,7 +169,8 @@ class StiefelSGD(SGDLike):
         if group["transport"] == "published":
             rotation = group["rotation"] or "euler"
             return self.bound(group, partial(published_sgd, rotation=rotation), "metric")
-        return self.bound(group, sgd, "metric", "transport")
+        rule = adaptive_sgd if group["adaptive"] else sgd
+        return self.bound(group, rule, "metric", "transport")
 
     @override
     def correction_for(self, group: Group) -> Correction:
@@ -210,6 +234,14 @@ class StiefelAdam(AdamLike):
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
+            number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
+            would, ``r^2 <- (1 - lr d)^2 r^2 + lr^2 n`` for matrices of n rows and the decoupled
+            weight decay d, so that the matrix turns less and less as that weight does. "angle":
+            sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; 1 is the step as
+            printed. Default: None, which is "virtual", with published transport 1. See
+            :func:`stiefel_opt.functional.with_radius`. Checkpoints from before there was a radius
+            go on with 1.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -224,6 +256,7 @@ class StiefelAdam(AdamLike):
     """
 
     rule = "StiefelAdam"
+    _before: ClassVar = {"radius": 1.0}
 
     def __init__(
         self,
@@ -243,6 +276,7 @@ class StiefelAdam(AdamLike):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -253,17 +287,31 @@ class StiefelAdam(AdamLike):
         super().check_options(group)
         check_metric(group)
         check_transport(group)
+        check_radius(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
-        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2])
+        growth = (_GROWTH,) if _radius_of(group) == "virtual" else ()
+        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *growth)
 
     @override
     def rule_for(self, group: Group) -> Rule:
         if group["transport"] == "published":
             rotation = group["rotation"] or "euler"
             return self.bound(group, partial(published_adam, rotation=rotation), "metric")
-        return self.bound(group, adam, "metric", "transport")
+        rule, radius = self.bound(group, adam, "metric", "transport"), _radius_of(group)
+        if radius == 1:
+            return rule
+        decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
+        return partial(with_radius, rule, radius, weight_decay=decay)
+
+
+def _radius_of(group: Group) -> str | float:
+    """Return the radius that a group means."""
+    radius: str | float | None = group["radius"]
+    if radius is None:
+        return 1.0 if group["transport"] == "published" else "virtual"
+    return radius
 
 
 class StiefelAdamW(StiefelAdam):
@@ -274,6 +322,8 @@ class StiefelAdamW(StiefelAdam):
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` moves the
+            virtual radius alone; the angle of its steps tends to sqrt(2 lr weight_decay).
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -299,6 +349,7 @@ class StiefelAdamW(StiefelAdam):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:

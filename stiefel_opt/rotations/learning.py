@@ -165,7 +165,7 @@ def _default(rotations: list[nn.Parameter], angle: float) -> Optimizer:
         {"params": [r for r in rotations if len(r) == size], "lr": angle / math.sqrt(size)}
         for size in sorted({len(rotation) for rotation in rotations})
     ]
-    return StiefelAdam(groups)
+    return StiefelAdam(groups, radius=1.0)
 
 
 def _parameter(matrix: Tensor, device: torch.device) -> nn.Parameter:

@@ -39,18 +39,25 @@ def saved_size(value):
 SMALL = {
     "sgd": {"momentum_skew", "deferred_factor", "deferred_shift"},
     "sgd-nesterov": {"momentum_skew"},
+    "sgd-adaptive": {"momentum_skew"},
     "adam": {"momentum_skew", "exp_avg_sq_skew"},
     "adam-amsgrad": {"momentum_skew", "exp_avg_sq_skew", "max_exp_avg_sq_skew"},
     "rgd": {"momentum_skew"},
     "cayley-sgd": {"momentum_skew"},
     "cayley-adam": {"momentum_skew"},
 }
-NORMS = {"cayley-adam": {"exp_avg_sq_norm", "max_exp_avg_sq_norm"}}  # one number a matrix
+NORMS = {  # one number a matrix
+    "adam": {"radius_growth"},
+    "adam-amsgrad": {"radius_growth"},
+    "sgd-adaptive": {"slope", "step_factor", "step_unit"},
+    "cayley-adam": {"exp_avg_sq_norm", "max_exp_avg_sq_norm"},
+}
 OF_SGD = {"momentum_buffer"}
 OF_ADAM = {"exp_avg", "exp_avg_sq", "step"}
 ROWS = {  # torch's own, of each part of the plain rows
     "sgd": OF_SGD,
     "sgd-nesterov": OF_SGD,
+    "sgd-adaptive": OF_SGD,
     "adam": OF_ADAM,
     "adam-amsgrad": {*OF_ADAM, "max_exp_avg_sq"},
     "rgd": OF_SGD,
@@ -60,6 +67,7 @@ ROWS = {  # torch's own, of each part of the plain rows
 TALL = {
     "sgd": {"deferred_base"},
     "sgd-nesterov": {"momentum_normal"},
+    "sgd-adaptive": {"momentum_normal"},
     "adam": {"momentum_normal", "exp_avg_sq_normal"},
     "adam-amsgrad": {"momentum_normal", "exp_avg_sq_normal", "max_exp_avg_sq_normal"},
     "rgd": {"momentum_normal"},

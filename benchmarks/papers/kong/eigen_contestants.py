@@ -99,7 +99,7 @@ POGO = Method("POGO", partial(optimize, tag=torch.nn.Parameter, build=pogo_sgd, 
 METHODS = (
     STIEFEL_SGD,
     Method("StiefelSGD, published flows", ours(so.StiefelSGD, **PUBLISHED)),
-    Method("StiefelAdam", ours(so.StiefelAdam), BETAS, ADAM_RATES, elementwise=True),
+    Method("StiefelAdam", ours(so.StiefelAdam, radius=1.0), BETAS, ADAM_RATES, elementwise=True),
     MOMENTUMLESS,
     Method("ProjectedRGD, cayley", ours(so.ProjectedRGD)),
     Method("ProjectedRGD, qr", ours(so.ProjectedRGD, retraction="qr")),
@@ -137,7 +137,7 @@ TABLE_5 = (
     Method("projected Stiefel SGD", ours(so.CayleySGD), PUBLISHED_FAMILY, (0.2,)),
     Method("the same, as released", ours(so.CayleySGD), ({"momentum": 0.0},), (0.2,)),
     Method("Wen & Yin", loop(WenYinLoop), NOTHING, PUBLISHED_RATE),
-    Method("StiefelAdam", ours(so.StiefelAdam), NOTHING, (1e-3,), elementwise=True),
+    Method("StiefelAdam", ours(so.StiefelAdam, radius=1.0), NOTHING, (1e-3,), elementwise=True),
     Method("algorithm 2", ours(so.StiefelAdam, **PUBLISHED), NOTHING, (1e-3,), elementwise=True),
 )  # fmt: skip
 

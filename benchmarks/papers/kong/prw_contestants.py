@@ -145,7 +145,7 @@ def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]]
         return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5, transport="published")
     if rule in ("StiefelAdam", "Algorithm 2"):
         transport = "published" if rule == "Algorithm 2" else "isometric"
-        return lambda params: so.StiefelAdam(params, lr=lr, transport=transport)
+        return lambda params: so.StiefelAdam(params, lr=lr, transport=transport, radius=1.0)
     return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5)
 
 

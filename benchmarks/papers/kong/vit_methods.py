@@ -43,6 +43,7 @@ class Settings(NamedTuple):
         return not self.soft and self.kind not in vars(torch.optim).values()
 
 
+PRINTED = partial(so.StiefelAdam, radius=1.0)
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),
@@ -63,13 +64,13 @@ OPTIMIZERS = {
     ),
     "regularizer-sgd": Settings("SGD, regularized", so.StiefelSGD, 0.1, SGD, soft="step"),
     "penalty-sgd": Settings("SGD with penalty", so.StiefelSGD, 0.1, SGD, soft="loss"),
-    "stiefel-adam": Settings("StiefelAdam", so.StiefelAdam, 1e-3, ADAM),
+    "stiefel-adam": Settings("StiefelAdam", PRINTED, 1e-3, ADAM),
     "algorithm-2": Settings(
         "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
     ),
     "cayley-adam": Settings("CayleyAdam", so.CayleyAdam, 1e-2, ADAM, ratio=0.1),
-    "regularizer-adam": Settings("Adam, regularized", so.StiefelAdam, 1e-3, ADAM, soft="step"),
-    "penalty-adam": Settings("Adam with penalty", so.StiefelAdam, 1e-3, ADAM, soft="loss"),
+    "regularizer-adam": Settings("Adam, regularized", PRINTED, 1e-3, ADAM, soft="step"),
+    "penalty-adam": Settings("Adam with penalty", PRINTED, 1e-3, ADAM, soft="loss"),
     "sgd": Settings("SGD", torch.optim.SGD, 0.1, SGD),
     "adam": Settings("Adam", torch.optim.Adam, 1e-3, ADAM),
     "adamw": Settings("AdamW", torch.optim.AdamW, 1e-3, ADAM | {"weight_decay": 0.2}),

@@ -9,6 +9,7 @@ D = I, as there.
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,9 @@ CELLS = {
     "cayley": Cell("SCORNN", "cayley", {"negative": 0}, start="helfrich"),
     "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
-    "adam": Cell("Tagged StiefelAdam", "tagged", rule=so.StiefelAdam, rate=10.0),
+    "adam": Cell(
+        "Tagged StiefelAdam", "tagged", rule=partial(so.StiefelAdam, radius=1.0), rate=10.0
+    ),
     "rgd": Cell("Tagged ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
     "free": Cell("Free control", FREE),  # the cell of CWY, and its start, for comparison
     "lstm": Cell("LSTM"),

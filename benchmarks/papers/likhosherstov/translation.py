@@ -52,7 +52,7 @@ from benchmarks.papers.likhosherstov.phrases import (
 )
 from benchmarks.papers.likhosherstov.translator import FREE, MAPS, Translator
 
-RULES = {"StiefelAdam": so.StiefelAdam, "ProjectedRGD": so.ProjectedRGD}
+RULES = {"StiefelAdam": partial(so.StiefelAdam, radius=1.0), "ProjectedRGD": so.ProjectedRGD}
 ROWS = [*FREE, "SCORNN", "ProjectedRGD", "EXPRNN", "CWY"]  # of the paper's table 3
 # 2^loss, minutes for 10 epochs and millions of parameters; CWY by L / N, N = 1024.
 PUBLISHED: Mapping[str | float, str] = {

@@ -65,7 +65,7 @@ def descent(metric: str, retraction: str) -> Method:
 METHODS = {
     "T-CWY": Method("tcwy"),
     "OWN": Method("own"),
-    "StiefelAdam": Method("tagged", so.StiefelAdam),
+    "StiefelAdam": Method("tagged", partial(so.StiefelAdam, radius=1.0)),
     "StiefelSGD": Method("tagged", partial(so.StiefelSGD, momentum=0.9)),
     "RGD-C-C": descent("canonical", "cayley"),
     "RGD-E-C": descent("euclidean", "cayley"),

@@ -1,0 +1,189 @@
+r"""The length of a step that follows the problem: a virtual radius, and friction with a factor.
+
+Notation of momentum.py. **Virtual radius.** The steps of Adam have entries of about eta, whatever
+the gradient is. An unconstrained weight grows by them, as most of a step is across to the weight,
+and turns less and less; a point of the manifold cannot grow. So one number for each matrix, r,
+grows in its place, and X takes the step of length eta / r:
+
+    r^2 <- (1 - eta d)^2 r^2 + (eta sqrt(n))^2,      r = 1 at first
+
+with d the decoupled weight decay. Without decay the angle of a step falls as 1 / sqrt(t) in the
+end, at every learning rate; with it the angle tends to sqrt(2 eta d). Kept is r^2 - 1.
+
+**Friction and factor** of momentum, with F = X f + g and the velocity v = X Z + U as it was carried
+to X, in the inner product of the metric, <F, v> = (1 - a) tr f'Z + tr g'U:
+
+    b = <F, F>,  s = <F, v>
+    c  <- c exp(k clip(-s / w, -0.7, 0.7))                  w is -s of the step before, at its start
+    mu <- min(mu, b / (w + s))  where w + s > 0
+    w  <- b - mu s > 0,   Z <- mu Z - f,   U <- mu U - g,   the step is eta c (X Z + U)
+
+-s / w is the part of the slope that a step has left: 1 where it was too short to notice, 0 at the
+minimum along it, negative behind that. b / (w + s) is the factor of Dai and Yuan (1999), so that
+without noise this is a nonlinear conjugate gradient method without line searches; with noise mu
+stays what it is. At first c = sqrt(m / b): eta is the angle of the first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from stiefel_opt.device import Reader, reader_for
+from stiefel_opt.functional.flows import (
+    Move,
+    Scalar,
+    Tensors,
+    coupling,
+    metric_parameter,
+    rotation_of_square,
+)
+from stiefel_opt.functional.momentum import (
+    NORMAL,
+    SKEW,
+    advance,
+    carried_skew,
+    normal_force,
+    skew_force,
+)
+from stiefel_opt.linalg import LOCAL_SUMS, Sums, add_product, product
+
+# Names of state: r^2 - 1; w, c over its first value, and that value.
+GROWTH: Final = "radius_growth"
+SLOPE: Final = "slope"
+FACTOR: Final = "step_factor"
+UNIT: Final = "step_unit"
+
+# How fast c follows, and how much of the slope counts at most: symmetric, so that noise alone has
+# no drift.
+_SPEED: Final = 0.2
+_MOST: Final = 0.7
+# c over its first value. Batches drawn without replacement have gradients that are negatively
+# correlated within an epoch, which looks like steps that are too long however short they are.
+_FACTORS: Final = (1e-3, 1e6)
+
+
+def with_radius(
+    rule: Callable[..., Move],
+    radius: str | float,
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    lr: Scalar,
+    weight_decay: float = 0.0,
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+    **options: Any,
+) -> Move:
+    r"""Return the step of a rule whose steps have entries of about eta, at the rate eta / r.
+
+    Args:
+        rule: As :func:`stiefel_opt.functional.adam`.
+        radius: "virtual", as above; "angle", r = sqrt(n), so that eta is about the angle of a step;
+            or r, a number that stays.
+        state: That of the rule, and for "virtual" r^2 - 1 as ``radius_growth``, ``(k, 1, 1)``,
+            which starts as 0.
+        weight_decay: d, decoupled.
+
+    Note: What r grows by is the nominal length of a step, eta sqrt(n), and not that of the step
+        itself: gradients that are independent of each other act in full, sooner or later, and equal
+        ones do so at once.
+    """
+    reader, n = reader or reader_for(X), sums.rows_of(X)
+    if radius != "virtual":
+        rate = lr / (math.sqrt(n) if isinstance(radius, str) else radius)
+        return rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
+    kept = (1 - lr * weight_decay) ** 2
+    growth = state[GROWTH] * kept + (lr * lr * n - (1 - kept))
+    rate = lr * torch.rsqrt(1 + growth)
+    if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
+        least, most = torch.stack(torch.aminmax(growth)).tolist()
+        rate = lr / math.sqrt(1 + most) if least == most else rate
+    new_X, new, length = rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
+    return new_X, {**new, GROWTH: growth}, length
+
+
+def adaptive_sgd(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    lr: Scalar,
+    momentum: float = 0.9,
+    force: float = 1.0,
+    nesterov: bool = False,
+    metric: str | float = "canonical",
+    transport: str = "projected",
+    step: Scalar = 1,  # noqa: ARG001 - every rule is given it
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of StiefelSGD, adaptive.
+
+    Args:
+        X, G, metric, transport, sums, reader: as in :func:`stiefel_opt.functional.sgd`.
+        state: Z as ``momentum_skew``, for n > m U as ``momentum_normal``, and three numbers for
+            each matrix, ``(k, 1, 1)``: ``slope`` w, which starts as 0, ``step_factor``, c over its
+            first value, which starts as 1, and ``step_unit``, that value, which starts as 0.
+        lr: eta, the angle of the first step, a number or ``(k, 1, 1)``.
+        momentum: The most that mu may be, less than 1.
+        force: Sign of the gradient: 1, or -1 to maximise.
+        nesterov: X moves along mu Z - f and mu U - g.
+
+    Note: 7 products of n x m by m x m, and one more sum over rows. A constant factor on the loss
+        changes nothing.
+    Reference: Dai & Yuan, A Nonlinear Conjugate Gradient Method with a Strong Global Convergence
+        Property (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
+    """
+    reader, a, Z, U = (
+        reader or reader_for(X),
+        metric_parameter(metric),
+        state[SKEW],
+        state.get(NORMAL),
+    )
+    (S,) = sums((X, G))
+    torque = skew_force(S, a, force)  # -f
+    push = torque if U is None else normal_force(X, S * force, G, force)  # -g
+    slopes = (1 - a) * _inner(torque, torque, Z)
+    if U is not None:
+        slopes = slopes + sums.add(_inner(push, push, U))
+    b, s = slopes.unsafe_chunk(2, dim=-1)
+    mu, new = _friction(b, -s, state, momentum, X.size(-1))
+    eta = lr * new[FACTOR] * new[UNIT]
+    new_Z = torch.addcmul(torque, mu, Z)
+    ahead = torch.addcmul(torque, mu, new_Z) if nesterov else new_Z
+    if U is None:
+        rotation, turned = rotation_of_square(lambda: ahead, eta, reader)
+        new |= carried_skew(new_Z, rotation, transport)
+        return add_product(X, X, rotation), new, turned._replace(inner=S)
+    turn = coupling(Z, 1.0, eta, a, reader)
+    new_U = torch.addcmul(push, mu, U if turn is None else product(U, turn))
+    V = torch.addcmul(push, mu, new_U) if nesterov else new_U.clone()
+    new_X, carried, length = advance(X, V, new_U, ahead, new_Z, eta, transport, S, sums, reader)
+    return new_X, new | carried, length
+
+
+def _friction(
+    b: Tensor, s: Tensor, state: Mapping[str, Tensor], momentum: float, m: int
+) -> tuple[Tensor, Tensors]:
+    """Return mu, and the new w and c."""
+    w, unit = state[SLOPE], state[UNIT]
+    unit = torch.where(unit > 0, unit, torch.where(b > 0, (m / b).sqrt(), 0.0))
+    left = torch.where(w > 0, -s / w, 0.0).clamp(-_MOST, _MOST)
+    factor = (state[FACTOR] * torch.exp(_SPEED * left)).clamp(*_FACTORS)
+    bound = torch.where(w + s > 0, b / (w + s), math.inf)
+    is_bound = bound < momentum
+    mu = torch.where(is_bound, bound, momentum)
+    slope = torch.where(is_bound, mu * w, b - mu * s)  # equal where bound, and never negative
+    return mu, {SLOPE: slope, FACTOR: factor, UNIT: unit}
+
+
+def _inner(left: Tensor, *others: Tensor) -> Tensor:
+    """Return the real part of tr A'B for each of several B, ``(k, 1, number of them)``."""
+    products = [(left.conj() * other).real.sum(dim=(-2, -1)) for other in others]
+    return torch.stack(products, dim=-1).unsqueeze(-2)

@@ -1,0 +1,381 @@
+"""Steps whose length follows the problem: the virtual radius, and friction with a factor."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+
+RADII = ("virtual", "angle", 1.0, 2.5)
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "radius": (so.StiefelAdam, {"lr": 0.1}),
+    "radius, decay": (so.StiefelAdamW, {"lr": 0.1, "weight_decay": 0.5}),
+    "adaptive": (so.StiefelSGD, {"lr": 0.2, "adaptive": True, "transport": "projected"}),
+    "adaptive, Nesterov": (so.StiefelSGD, {"lr": 0.2, "adaptive": True, "nesterov": True}),
+}
+SHAPES = {"tall": (12, 3), "wide": (3, 12), "square": (5, 5), "batch": (2, 9, 3)}
+every_rule = pytest.mark.parametrize("name", RULES)
+
+
+def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> so.ManifoldParameter:
+    generator = torch.Generator().manual_seed(1)
+    return so.ManifoldParameter(torch.randn(shape, generator=generator, dtype=dtype))
+
+
+def make(name: str, *parameters: Tensor, **options: Any) -> Any:
+    rule, own = RULES[name]
+    return rule(list(parameters), **{**own, **options})
+
+
+def leading(parameter: Tensor, factor: float = 1.0) -> Tensor:
+    """Minus the leading eigenvalues of a fixed matrix, weighted; wide ones have rows."""
+    x = parameter if parameter.size(-2) >= parameter.size(-1) else parameter.mH
+    n, m = x.shape[-2:]
+    generator = torch.Generator().manual_seed(n)
+    factors = torch.randn(n, n, generator=generator, dtype=torch.float64).to(x.dtype)
+    weights = torch.arange(m, 0, -1).to(x.dtype)
+    values = ((factors + factors.mH) @ x).conj() * x * weights
+    return -factor * values.sum().real / n
+
+
+def descend(parameter: Tensor, optimizer: Any, steps: int, factor: float = 1.0) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = leading(parameter, factor)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()) / factor)
+    return losses
+
+
+def numbers(state: dict[str, Any]) -> dict[str, Tensor]:
+    names = ("radius_growth", "slope", "step_factor", "step_unit")
+    return {name: state[name].clone() for name in names if name in state}
+
+
+# ---- the radius ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("lrs", [(0.1,) * 20, tuple(0.1 / (t + 1) for t in range(20)), (0.0, 0.1)])
+def test_the_radius_is_the_norm_that_nominal_steps_would_give(
+    shape: tuple[int, ...], lrs: tuple[float, ...]
+) -> None:
+    parameter = weight(shape)
+    optimizer, n = make("radius", parameter), max(shape[-2:])
+    for lr in lrs:
+        optimizer.param_groups[0]["lr"] = lr
+        descend(parameter, optimizer, 1)
+    expected = math.sqrt(1 + n * sum(lr * lr for lr in lrs))
+    assert math.isclose(optimizer.radii_of()[parameter], expected, rel_tol=1e-12)
+
+
+def test_with_weight_decay_the_angle_of_a_step_has_a_limit() -> None:
+    lr, decay = 0.05, 0.4
+    parameter = weight((16, 2))
+    optimizer = so.StiefelAdamW([parameter], lr=lr, weight_decay=decay)
+    for _ in range(400):  # gradients of one sign: steps of full length
+        parameter.grad = torch.randn(16, 2, dtype=torch.float64)
+        optimizer.step()
+    nominal = lr * 4 / optimizer.radii_of()[parameter]
+    assert math.isclose(nominal, math.sqrt(2 * lr * decay), rel_tol=0.02)
+
+
+def test_small_steps_are_not_lost_in_the_rounding_of_the_radius() -> None:
+    parameter = weight((8, 2), torch.float32)
+    optimizer = make("radius", parameter, lr=1e-5)
+    for _ in range(300):
+        parameter.grad = torch.ones(8, 2)
+        optimizer.step()
+    growth = optimizer.state[parameter]["radius_growth"]
+    assert math.isclose(float(growth), 300 * 8e-10, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("radius", RADII)
+def test_a_radius_divides_the_learning_rate(radius: str | float) -> None:
+    """The first step, and each of a constant radius, is that of lr / r with radius 1."""
+    lr, n = 0.3, 12
+    r = {"virtual": math.sqrt(1 + n * lr**2), "angle": math.sqrt(n)}.get(str(radius), radius)
+    steps = 1 if radius == "virtual" else 5
+    one, other = weight((n, 3)), weight((n, 3))
+    descend(one, make("radius", one, lr=lr, radius=radius), steps)
+    descend(other, make("radius", other, lr=lr / float(r), radius=1.0), steps)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def test_without_a_word_the_radius_is_virtual_and_that_of_published_flows_is_1() -> None:
+    one, other = weight((9, 3)), weight((9, 3))
+    descend(one, make("radius", one), 9)
+    descend(other, make("radius", other, radius="virtual"), 9)
+    assert torch.equal(one, other)
+    optimizer = make("radius", weight((9, 3)), transport="published", lr=0.01)
+    (published,) = optimizer.param_groups[0]["params"]
+    descend(published, optimizer, 3)
+    assert optimizer.radii_of() == {}
+
+
+@pytest.mark.parametrize("saved", ["state_dict", "pickle"])
+def test_what_was_saved_before_there_was_a_radius_goes_on_as_it_was(saved: str) -> None:
+    one, other = weight((9, 3)), weight((9, 3))
+    before, after = make("radius", one, radius=1.0), make("radius", other, radius=1.0)
+    descend(one, before, 4)
+    descend(other, after, 4)
+    if saved == "state_dict":
+        checkpoint = after.state_dict()
+        del checkpoint["param_groups"][0]["radius"]
+        after = make("radius", other)
+        after.load_state_dict(checkpoint)
+    else:
+        del after.param_groups[0]["radius"], after.defaults["radius"]
+        after = pickle.loads(pickle.dumps(after))
+        (other,) = after.param_groups[0]["params"]
+    assert after.param_groups[0]["radius"] == 1.0
+    descend(one, before, 4)
+    descend(other, after, 4)
+    assert torch.equal(one, other)
+
+
+def test_the_options_of_a_group_are_its_own() -> None:
+    one, other = weight((9, 3)), weight((9, 3))
+    groups = [{"params": [one], "radius": 1.0}, {"params": [other], "radius": "virtual"}]
+    optimizer = so.StiefelAdam(groups, lr=0.1)
+    (one.square().sum() + leading(one) + leading(other)).backward()
+    optimizer.step()
+    assert list(optimizer.radii_of()) == [other]
+
+
+# ---- friction and factor -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+@every_rule
+def test_a_constant_factor_on_the_loss_changes_nothing(name: str, factor: float) -> None:
+    one, other = weight((12, 3)), weight((12, 3))
+    first = descend(one, make(name, one, **({"eps": 0.0} if "radius" in name else {})), 25)
+    second = descend(
+        other, make(name, other, **({"eps": 0.0} if "radius" in name else {})), 25, factor
+    )
+    torch.testing.assert_close(first, second, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_adaptive_steps_reach_an_optimum_from_any_first_angle(
+    shape: tuple[int, ...], lr: float
+) -> None:
+    parameter = weight(shape)
+    losses = descend(parameter, make("adaptive", parameter, lr=lr), 250)
+    x = parameter.detach() if shape[-2] >= shape[-1] else parameter.detach().mH
+    n, m = x.shape[-2:]
+    factors = torch.randn(n, n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    values = torch.linalg.eigvalsh(factors + factors.mH).flip(0)[:m]
+    best = -float((values * torch.arange(m, 0.0, -1)).sum()) / n * max(1, x[..., 0, 0].numel())
+    assert losses[-1] - best < 1e-8 * abs(best)
+    assert so.orthonormality_error(parameter) < 1e-14
+
+
+def test_the_slope_along_a_step_is_never_upwards() -> None:
+    """w > 0 makes every velocity a direction of descent for the gradient at hand, under noise."""
+    parameter, generator = weight((8, 2)), torch.Generator().manual_seed(0)
+    optimizer = make("adaptive", parameter)
+    for _ in range(300):
+        parameter.grad = torch.randn(8, 2, generator=generator, dtype=torch.float64)
+        optimizer.step()
+        assert float(optimizer.state[parameter]["slope"]) > 0
+
+
+def test_noise_alone_neither_stops_nor_speeds_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [weight((8, 2)) for _ in range(16)]
+    optimizer = make("adaptive", *parameters)
+    for _ in range(600):
+        for parameter in parameters:
+            parameter.grad = torch.randn(8, 2, generator=generator, dtype=torch.float64)
+        optimizer.step()
+    logs = [math.log(factor) for factor in optimizer.factors_of().values()]
+    assert abs(sum(logs) / len(logs)) < math.log(3)
+
+
+def test_batches_without_replacement_do_not_stop_steps_for_good() -> None:
+    """Gradients of one epoch are negatively correlated; the factor has a least value."""
+    generator = torch.Generator().manual_seed(0)
+    batches = torch.randn(5, 8, 2, generator=generator, dtype=torch.float64)
+    batches -= batches.mean(0)
+    parameter = weight((8, 2))
+    optimizer = make("adaptive", parameter)
+    for _ in range(100):
+        for batch in torch.randperm(5, generator=generator):
+            parameter.grad = batches[batch].clone()
+            optimizer.step()
+    least = optimizer.factors_of()[parameter]
+    assert least >= 1e-3 * (1 - 1e-9)
+    losses = descend(parameter, optimizer, 150)
+    assert losses[-1] < losses[0]
+    assert optimizer.factors_of()[parameter] > 3 * least
+
+
+def test_a_gradient_of_zero_moves_nothing_and_spoils_nothing() -> None:
+    parameter = weight((8, 2))
+    before, optimizer = parameter.detach().clone(), make("adaptive", parameter)
+    for _ in range(3):
+        parameter.grad = torch.zeros(8, 2, dtype=torch.float64)
+        optimizer.step()
+    assert torch.equal(parameter, before)
+    losses = descend(parameter, optimizer, 60)
+    assert losses[-1] < losses[0]
+
+
+# ---- what the package promises -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
+@every_rule
+def test_nothing_is_learned_from_a_gradient_that_cannot_be_used(name: str, value: float) -> None:
+    parameter = weight((12, 3))
+    optimizer = make(name, parameter)
+    descend(parameter, optimizer, 5)
+    before, known = parameter.detach().clone(), numbers(optimizer.state[parameter])
+    parameter.grad = torch.full_like(parameter, value)
+    with pytest.warns(UserWarning, match="not finite"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+    for key, number in numbers(optimizer.state[parameter]).items():
+        assert torch.equal(number, known[key])
+
+
+@every_rule
+def test_a_run_goes_on_bit_for_bit_from_a_file(name: str) -> None:
+    one = weight((12, 3))
+    first = make(name, one)
+    descend(one, first, 11)
+    file = io.BytesIO()
+    torch.save({"weight": one.detach(), "optimizer": first.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = so.ManifoldParameter(saved["weight"].clone(), project=False)
+    second = make(name, other)
+    second.load_state_dict(saved["optimizer"])
+    descend(one, first, 11)
+    descend(other, second, 11)
+    assert torch.equal(one, other)
+
+
+@every_rule
+def test_ascent_of_the_negative_loss_is_descent(name: str) -> None:
+    one, other = weight((12, 3)), weight((12, 3))
+    descend(one, make(name, one), 15)
+    descend(other, make(name, other, maximize=True), 15, factor=-1.0)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@every_rule
+def test_matrices_do_not_depend_on_their_neighbours(name: str) -> None:
+    alone, first, second = weight((12, 3)), weight((12, 3)), weight((12, 3))
+    descend(alone, make(name, alone), 20)
+    together = make(name, first, second)
+    for step in range(20):
+        together.zero_grad()
+        leading(first).backward()
+        if step % 3:  # so that radii and numbers of steps differ
+            (5 * leading(second)).backward()
+        together.step()
+    torch.testing.assert_close(alone, first, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.bfloat16, torch.float16, torch.float32])
+@every_rule
+def test_other_dtypes_descend_and_stay_orthonormal(name: str, dtype: torch.dtype) -> None:
+    parameter = weight((12, 3), dtype)
+    losses = descend(parameter, make(name, parameter), 60)
+    assert losses[-1] < losses[0]
+    kept = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    tolerance = {torch.complex128: 1e-13, torch.float32: 1e-5}[kept]
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    assert so.orthonormality_error(parameter) < (0.02 if is_half else tolerance)
+
+
+@every_rule
+def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str) -> None:
+    layer = so.constrain(nn.Linear(6, 4, bias=False))
+    rule, options = RULES[name]
+    optimizer = rule(layer.parameters(), **options)
+    leading(layer.weight).backward()
+    optimizer.step()
+    (line,) = so.report(layer, optimizer).lines
+    shown = str(so.report(layer, optimizer))
+    assert (line.radius is None) == ("radius" not in shown) == name.startswith("adaptive")
+    assert (line.factor is None) == ("factor" not in shown) == name.startswith("radius")
+
+
+@every_rule
+def test_a_copy_of_an_optimizer_takes_the_same_steps(name: str) -> None:
+    parameter = weight((12, 3))
+    optimizer = make(name, parameter)
+    descend(parameter, optimizer, 5)
+    twin = copy.deepcopy(optimizer)
+    (other,) = twin.param_groups[0]["params"]
+    descend(parameter, optimizer, 5)
+    descend(other, twin, 5)
+    assert torch.equal(parameter, other)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "message"),
+    [
+        (so.StiefelAdam, {"radius": "big"}, "radius"),
+        (so.StiefelAdam, {"radius": 0.0}, "radius"),
+        (so.StiefelAdam, {"radius": -1}, "radius"),
+        (so.StiefelAdam, {"radius": "virtual", "transport": "published"}, "as printed"),
+        (so.StiefelSGD, {"adaptive": 1}, "adaptive"),
+        (so.StiefelSGD, {"adaptive": True, "momentum": 0.0}, "momentum"),
+        (so.StiefelSGD, {"adaptive": True, "momentum": 1.0}, "momentum"),
+        (so.StiefelSGD, {"adaptive": True, "dampening": 0.1}, "dampening"),
+        (so.StiefelSGD, {"adaptive": True, "transport": "published"}, "transport"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    rule: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        rule([weight((5, 2))], lr=0.1, **options)
+
+
+# ---- the aim -------------------------------------------------------------------------------------
+
+
+def excess_by_rate(rates: tuple[float, ...], **options: Any) -> list[float]:
+    """Five leading directions of 30 from ten samples a step: the excess variance at the end."""
+    generator = torch.Generator().manual_seed(3)
+    deviations = torch.logspace(0, -1, 30, dtype=torch.float64)
+    parameters = [weight((30, 5)) for _ in rates]
+    groups = [{"params": [p], "lr": r} for p, r in zip(parameters, rates, strict=True)]
+    optimizer = so.StiefelAdam(groups, **options)
+    excess = torch.zeros(len(rates), dtype=torch.float64)
+    for step in range(300):
+        samples = torch.randn(10, 30, generator=generator, dtype=torch.float64) * deviations
+        for parameter in parameters:
+            parameter.grad = -2 * samples.mT @ (samples @ parameter.detach()) / 10
+        optimizer.step()
+        if step >= 270:
+            x = torch.stack([parameter.detach() for parameter in parameters])
+            caught = (x.square() * deviations.square()[:, None]).sum((1, 2))
+            excess += (deviations[:5].square().sum() - caught) / 30
+    return excess.tolist()
+
+
+def test_a_rate_that_is_ten_times_too_large_costs_little() -> None:
+    rates = (0.01, 0.03, 0.1, 0.3, 1.0)
+    virtual, printed = excess_by_rate(rates), excess_by_rate(rates, radius=1.0)
+    best = virtual.index(min(virtual[:3]))
+    assert max(virtual[best:]) < 1.1 * virtual[best]
+    assert printed[printed.index(min(printed)) + 2] > 2 * min(printed)
+    assert min(virtual) < min(printed)
