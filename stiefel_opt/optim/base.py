@@ -6,6 +6,7 @@ parameters then follow the plain rule of the subclass, constrained ones its rule
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
-from stiefel_opt.distributed import whole
+from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.functional.adaptive import FACTOR, GROWTH
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
@@ -43,29 +44,136 @@ from stiefel_opt.optim.checks import (
     check_common_options,
     check_finite,
     check_new_group,
+    check_rows_may_be_shared,
     listed,
+    name_of,
     names_of,
     reading,
+    refuse_gradient,
     refuse_nonfinite,
     refuse_other_precision,
     refuse_overflow,
+    refuse_sparse,
     warn_if_nothing_is_constrained,
     warn_of_skipped,
     warn_of_tallies,
 )
 from stiefel_opt.optim.commit import Correction, Rule
-from stiefel_opt.optim.group import WeightGroup
-from stiefel_opt.optim.index import GroupIndex, forget_other, tags_of
-from stiefel_opt.optim.state import State, StateDict
+from stiefel_opt.optim.group import TALLIES, WeightGroup
+from stiefel_opt.optim.sharding import Shards, shards_of
+from stiefel_opt.optim.state import State, StateDict, complete_state
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
-from stiefel_opt.optim.velocity import set_velocity_, velocity_of
+from stiefel_opt.optim.velocity import keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.parameter import has_lost_tag, project_untagged, tag
 
 # Rotations saturate long before; the square of the learning rate must be a number of float32.
 _LARGEST_LR: Final = 2.0**50
 
 _GRAD = operator.attrgetter("grad")
+
+
+class GroupIndex:
+    """Which parameters of a group are plain, and which are constrained and have state.
+
+    Lists hold places in the group: of plain ones, and of those ``waiting`` for a first gradient.
+    """
+
+    def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        self._params = list(group["params"])
+        self._tags = tags_of(self._params)
+        self._stiefel = group["stiefel"]
+        self._bind(optimizer, group)
+        self.readings = [reading(parameter, group) for parameter in self._params]
+        self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
+        self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
+        self.weight_groups: list[WeightGroup] = []
+
+    def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        self._names = [name for name in optimizer.defaults if name != "lr"]
+        self._options = [group[name] for name in self._names]
+        self.declared = optimizer.state_for(group)
+        self.rule = optimizer.rule_for(group)
+        self.correction = optimizer.correction_for(group)
+
+    def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
+        """Say whether this still describes the group, and the state that its options ask for."""
+        if [group[name] for name in self._names] != self._options:
+            declared = self.declared
+            self._bind(optimizer, group)
+            if declared != self.declared:
+                return False
+        params = group["params"]
+        return (
+            len(params) == len(self._params)
+            and all(map(operator.is_, params, self._params))
+            and all(map(operator.is_, tags_of(params), self._tags))
+            and group["stiefel"] is self._stiefel
+        )
+
+    def plain_with_gradient(
+        self, group: Group, groups: list[Group], *, sparse: bool
+    ) -> list[Tensor]:
+        """Return the plain parameters that move; raise for gradients that cannot be used."""
+        params, plain = group["params"], []
+        for place in self.plain:
+            grad = params[place].grad
+            if grad is None:
+                continue
+            if grad.is_sparse and not sparse:
+                refuse_sparse(params[place], groups)
+            if grad.shape != params[place].shape:
+                refuse_gradient(params[place], groups)
+            plain.append(params[place])
+        return plain
+
+    def admit(self, optimizer: StiefelOptimizer, group: Group, late: list[int]) -> None:
+        """Stack the state of these parameters together with that of the ones before."""
+        waiting = set(self.waiting).difference(late)
+        layouts: dict[Any, Shards | None] = {}
+        weights: dict[torch.device, list[Weight]] = {}
+        for place, manifold in enumerate(self.readings):
+            if manifold is None or place in waiting:
+                continue
+            parameter, key = group["params"][place], None
+            if is_sharded(parameter):
+                key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
+            if key not in layouts:
+                layouts[key] = shards_of(parameter, manifold)
+            called = partial(name_of, parameter, optimizer.param_groups)
+            if not optimizer.sums_over_rows:
+                check_rows_may_be_shared(layouts[key], optimizer.rule, called)
+            forget_other(optimizer, parameter, manifold)
+            state: StateDict = optimizer.state[parameter]
+            together = weights.setdefault(parameter.device, [])
+            weight = Weight(parameter, manifold, state, layouts[key], len(together))
+            read, write = optimizer._velocity_in, optimizer._state_of_velocity
+            keep_velocity(weight, self.declared, read, write)
+            complete_state(state, self.declared, parameter, manifold, called, layouts[key])
+            together.append(weight)
+            none = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            tally = optimizer.tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
+            tally.update({name: count.to(parameter.device) for name, count in tally.items()})
+        self.weight_groups = [
+            WeightGroup(each, [optimizer.tallies[w.parameter] for w in each], self.declared)
+            for each in weights.values()
+        ]
+        self.waiting = sorted(waiting)
+
+
+def forget_other(optimizer: StiefelOptimizer, parameter: Tensor, manifold: Stiefel | None) -> None:
+    """Drop state that was made by another reading, or as that of a plain parameter; None: is one.
+
+    Their names do not tell them apart: a rule may call both alike.
+    """
+    if optimizer.readings.setdefault(parameter, manifold) != manifold:
+        optimizer.state.pop(parameter, None)
+        optimizer.readings[parameter] = manifold
+
+
+def tags_of(parameters: list[Tensor]) -> list[Any]:
+    """Return the attribute ``manifold`` of each parameter, or None, whatever it is."""
+    return list(map(getattr, parameters, itertools.repeat("manifold"), itertools.repeat(None)))
 
 
 class StiefelOptimizer(Optimizer, ABC):
@@ -149,9 +257,6 @@ class StiefelOptimizer(Optimizer, ABC):
     def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:  # noqa: ARG002
         """Return the state that keeps a momentum X Z + U."""
         return {SKEW: Z, NORMAL: U}
-
-    def adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
-        """Turn momentum that other options have left in the state into that of these."""
 
     # ---- plain tensors -------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from stiefel_opt.functional.momentum import (
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import (
     check_adaptive,
     check_metric,
@@ -35,7 +34,7 @@ from stiefel_opt.optim.checks import (
 )
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.state import State, key_of
+from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
@@ -184,32 +183,6 @@ class StiefelSGD(SGDLike):
     def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
         identity = torch.eye(Z.size(-1), dtype=Z.dtype, device=Z.device).expand_as(Z)
         return {SKEW: Z, NORMAL: U, BASE: U, SHIFT: torch.zeros_like(Z), FACTOR: identity}
-
-    @override
-    @torch.no_grad()
-    def adapt(self, weight: Weight, declared: tuple[State, ...]) -> None:
-        state, wanted = weight.state, {kind.name for kind in declared}
-        if weight.shards is not None or not wanted:
-            return
-        known = (NORMAL, *(kind.name for kind in _DEFERRED))
-        for index, (part, reading) in enumerate(weight.manifold.blocks(weight.parameter)):
-            kept = {name: state[key] for name in known if (key := key_of(name, index)) in state}
-            tall = kept.keys() & {BASE, NORMAL}
-            if not tall or kept.keys() <= wanted:
-                continue
-            shape = kept[tall.pop()].shape
-            kept = {n: reading.matrices(t) if n in (BASE, NORMAL) else t for n, t in kept.items()}
-            dtype = next(iter(kept.values())).dtype
-            X = reading.matrices(part).to(dtype) / reading.scale
-            _, U = evaluated(X, kept)
-            Z = torch.zeros_like(X[..., : X.size(-1), :])
-            for name in kept:
-                del state[key_of(name, index)]
-            for name, value in self._state_of_velocity(X, Z, U).items():  # type: ignore[arg-type]
-                if name in wanted and name != SKEW:
-                    is_tall = name in (BASE, NORMAL)
-                    value = reading.stored(value, shape) if is_tall else value
-                    state[key_of(name, index)] = value.contiguous()
 
 
 class StiefelAdam(AdamLike):

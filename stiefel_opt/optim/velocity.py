@@ -14,6 +14,7 @@ from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import skew as skew_part
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import name_of, reading
 from stiefel_opt.optim.state import (
     State,
@@ -93,6 +94,27 @@ def set_velocity_(
             if kind.name in kept and kind.name in written:
                 target, value = state[key_of(kind.name, number)], written[kind.name]
                 target.copy_(value if kind.is_small else own.stored(value, target.shape))
+
+
+@torch.no_grad()
+def keep_velocity(weight: Weight, declared: tuple[State, ...], read: Read, write: Write) -> None:
+    """Turn momentum that other options have left in the state into that of these options."""
+    state, wanted = weight.state, {kind.name for kind in declared}
+    if weight.shards is not None or not wanted:
+        return
+    shapes = [part.shape for part in weight.manifold.parts(weight.parameter)]
+    for number, own, point, kept in _ranges(weight.parameter, weight.manifold, state):
+        Z, U = read(point, kept)
+        if Z is None or U is None:
+            continue
+        written = write(point, Z, U)
+        if written.keys() & kept.keys() <= wanted:
+            continue
+        for kind in declared:
+            if kind.name in written:
+                value = written[kind.name]
+                value = value if kind.is_small else own.stored(value, shapes[number])
+                state[key_of(kind.name, number)] = value.contiguous()
 
 
 def _group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:

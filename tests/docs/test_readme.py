@@ -32,7 +32,7 @@ def test_it_is_read_in_two_minutes() -> None:
 
 
 def test_there_is_something_to_run() -> None:
-    assert README.count("```python") == len(BLOCKS) == 8
+    assert README.count("```python") == len(BLOCKS) == 7
     assert README.count("```text") == sum(block.values[2] is not None for block in BLOCKS) > 0
 
 
