@@ -197,7 +197,7 @@ def test_a_schedule_that_falls_below_zero_stays_on_the_manifold(name: str, lr: f
     assert not opt.skipped_steps()
 
 
-@every_optimizer
+@every_rule
 def test_state_that_stays_empty_is_not_kept(name: str) -> None:
     """As torch's SGD without momentum."""
     plain, theirs, row = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5)), TABLE[name]
