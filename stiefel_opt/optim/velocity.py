@@ -102,14 +102,16 @@ def keep_velocity(weight: Weight, declared: tuple[State, ...], read: Read, write
     state, wanted = weight.state, {kind.name for kind in declared}
     if weight.shards is not None or not wanted:
         return
+    names = write(torch.zeros(2, 1), torch.zeros(1, 1), torch.zeros(2, 1)).keys()
+    present = {key.partition(".")[0] for key in state} & names
+    if present <= wanted:
+        return
     shapes = [part.shape for part in weight.manifold.parts(weight.parameter)]
     for number, own, point, kept in _ranges(weight.parameter, weight.manifold, state):
         Z, U = read(point, kept)
         if Z is None or U is None:
             continue
         written = write(point, Z, U)
-        if written.keys() & kept.keys() <= wanted:
-            continue
         for kind in declared:
             if kind.name in written:
                 value = written[kind.name]
