@@ -32,6 +32,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import (
@@ -140,12 +141,10 @@ def adaptive_sgd(
     Reference: Dai & Yuan, A Nonlinear Conjugate Gradient Method with a Strong Global Convergence
         Property (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
     """
-    reader, a, Z, U = (
-        reader or reader_for(X),
-        metric_parameter(metric),
-        state[SKEW],
-        state.get(NORMAL),
-    )
+    reader = reader or reader_for(X)
+    if not (reader.is_exact or reader.is_blind):
+        reader = _FarReader(reader)
+    a, Z, U = metric_parameter(metric), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))
     torque = skew_force(S, a, force)  # -f
     push = torque if U is None else normal_force(X, S * force, G, force)  # -g
@@ -166,6 +165,17 @@ def adaptive_sgd(
     V = torch.addcmul(push, mu, new_U) if nesterov else new_U.clone()
     new_X, carried, length = advance(X, V, new_U, ahead, new_Z, eta, transport, S, sums, reader)
     return new_X, new | carried, length
+
+
+class _FarReader(Reader):
+    """Lets steps grow eightfold from one to the next where only earlier ones are known."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    @override
+    def number(self, name: str, value: Callable[[], Tensor]) -> float:
+        return 16.0 * self._reader.number(name, value)
 
 
 def _friction(

@@ -148,7 +148,7 @@ class GroupIndex:
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, layouts[key], len(together))
             read, write = optimizer._velocity_in, optimizer._state_of_velocity
-            keep_velocity(weight, self.declared, read, write)
+            keep_velocity(weight, self.declared, optimizer._velocity_names, read, write)
             complete_state(state, self.declared, parameter, manifold, called, layouts[key])
             together.append(weight)
             none = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -197,6 +197,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     rule: str = ""
     sums_over_rows: bool = False
+    _velocity_names: tuple[str, ...] = (SKEW, NORMAL)  # of state that keeps a momentum
     _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
     # Options that are newer than some checkpoints, as these were meant.

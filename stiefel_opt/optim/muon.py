@@ -66,6 +66,7 @@ class StiefelMuon(MuonLike):
     """
 
     rule = "StiefelMuon"
+    _velocity_names = (AMBIENT,)
 
     def __init__(
         self,

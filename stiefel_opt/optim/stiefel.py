@@ -120,6 +120,7 @@ class StiefelSGD(SGDLike):
     """
 
     rule = "StiefelSGD"
+    _velocity_names = (SKEW, NORMAL, BASE, SHIFT, FACTOR)
     _before: ClassVar = {"adaptive": False}
 
     def __init__(

@@ -97,14 +97,14 @@ def set_velocity_(
 
 
 @torch.no_grad()
-def keep_velocity(weight: Weight, declared: tuple[State, ...], read: Read, write: Write) -> None:
-    """Turn momentum that other options have left in the state into that of these options."""
+def keep_velocity(
+    weight: Weight, declared: tuple[State, ...], names: tuple[str, ...], read: Read, write: Write
+) -> None:
+    """Turn momentum of these ``names``, left by other options, into that of these options."""
     state, wanted = weight.state, {kind.name for kind in declared}
     if weight.shards is not None or not wanted:
         return
-    names = write(torch.zeros(2, 1), torch.zeros(1, 1), torch.zeros(2, 1)).keys()
-    present = {key.partition(".")[0] for key in state} & names
-    if present <= wanted:
+    if {key.partition(".")[0] for key in state}.intersection(names) <= wanted:
         return
     shapes = [part.shape for part in weight.manifold.parts(weight.parameter)]
     for number, own, point, kept in _ranges(weight.parameter, weight.manifold, state):

@@ -209,7 +209,7 @@ def test_complex_training_stays_on_the_manifold_and_resumes_bit_for_bit(name):
     assert so.orthonormality_error(net) < 5e-6
     for parameter in (net.q.weight, net.up.weight, net.turn.weight):
         for key, value in opt.state[parameter].items():
-            real = "exp_avg_sq" in key or key == "step"
+            real = "exp_avg_sq" in key or key in ("step", "radius_growth")
             assert value.dtype == (torch.float32 if real else torch.complex64), key
     skew, _ = opt.velocity(net.turn.weight)
     assert torch.equal(skew, -skew.mH)

@@ -347,7 +347,7 @@ def test_learning_rate_zero_gathers_momentum_as_in_torch(
     optimizer: Any = case.optimizer([param])
     for step in range(30):
         if step == 20:  # the momentum gathered while resting now acts
-            optimizer.param_groups[0]["lr"] = reference.lr = 0.05
+            optimizer.param_groups[0]["lr"] = reference.lr = reference.nominal_lr = 0.05
         grad = rng.standard_normal(reading.shape)
         param.grad = torch.tensor(grad)
         optimizer.step()

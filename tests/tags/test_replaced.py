@@ -102,7 +102,7 @@ def test_loading_by_assignment_tells_the_truth() -> None:
 def test_quantising_is_told() -> None:
     model = nn.Sequential(so.constrain(nn.Linear(8, 4)), nn.ReLU(), nn.Linear(4, 2))
     texts = told(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}))
-    (text,) = (text for text in texts if "constrained" in text)
+    (text,) = {text for text in texts if "constrained" in text}
     assert "`weight` of Linear is constrained, and is quantised" in text
 
 
