@@ -100,11 +100,16 @@ def with_radius(
         rate = lr / (math.sqrt(n) if isinstance(radius, str) else radius)
         return rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
     kept = (1 - lr * weight_decay) ** 2
-    growth = state[GROWTH] * kept + (lr * lr * n - (1 - kept))
-    rate = lr * torch.rsqrt(1 + growth)
+    growth, rate = state[GROWTH], lr
+    least, most = math.inf, -math.inf
     if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
-        least, most = torch.stack(torch.aminmax(growth)).tolist()
-        rate = lr / math.sqrt(1 + most) if least == most else rate
+        least, most = map(float, torch.aminmax(growth))
+    if least == most:
+        number = float(most * kept + (lr * lr * n - (1 - kept)))
+        growth, rate = torch.full_like(growth, number), lr / math.sqrt(1 + number)
+    else:
+        growth = growth * kept + (lr * lr * n - (1 - kept))
+        rate = lr * torch.rsqrt(1 + growth)
     new_X, new, length = rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
     return new_X, {**new, GROWTH: growth}, length
 
