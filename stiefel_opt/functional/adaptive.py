@@ -100,15 +100,15 @@ def with_radius(
         rate = lr / (math.sqrt(n) if isinstance(radius, str) else radius)
         return rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
     kept = (1 - lr * weight_decay) ** 2
-    growth, rate = state[GROWTH], lr
+    growth, rate, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     least, most = math.inf, -math.inf
     if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
         least, most = map(float, torch.aminmax(growth))
     if least == most:
-        number = float(most * kept + (lr * lr * n - (1 - kept)))
+        number = min(float(most * kept + (lr * lr * n - (1 - kept))), largest)
         growth, rate = torch.full_like(growth, number), lr / math.sqrt(1 + number)
     else:
-        growth = growth * kept + (lr * lr * n - (1 - kept))
+        growth = (growth * kept + (lr * lr * n - (1 - kept))).clamp(max=largest)
         rate = lr * torch.rsqrt(1 + growth)
     new_X, new, length = rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
     return new_X, {**new, GROWTH: growth}, length
