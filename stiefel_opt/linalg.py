@@ -1,4 +1,4 @@
-"""Products of tall and small matrices, masks, bounds, and rotations: no inverse, no host sync.
+"""Products of tall and small matrices, bounds, and rotations: no inverse, no host sync.
 
 Everything broadcasts over leading dimensions. ``tall`` means ``(..., n, m)`` with n >= m, ``small``
 means ``(..., m, m)``.
@@ -169,11 +169,6 @@ def turn_and_move(
 ) -> Tensor:
     """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``: added to X is what is small."""
     return add_product_(add_product(tall, tall, within), direction, root, alpha=step)
-
-
-def zeroed(tensor: Tensor, ok: Tensor | None) -> Tensor:
-    """Return ``tensor`` with zeros for the matrices that do not move."""
-    return tensor if ok is None else torch.where(ok, tensor, 0.0)
 
 
 def infinity_norm(matrix: Tensor) -> Tensor:
