@@ -236,7 +236,13 @@ class AdamReference(StiefelReference):
         if steps == 0:
             return np.zeros_like(first)
         c1, c2 = 1 - self.betas[0] ** steps, 1 - self.betas[1] ** steps
-        return divide(first / c1, np.sqrt(second / c2) + self.eps)
+        quotient = divide(first / c1, np.sqrt(second / c2) + self.eps)
+        if self.transport == "published":
+            return quotient
+        # Cauchy and Schwarz: the mean of `steps` numbers beside their mean square
+        terms = sum((self.betas[0] ** 2 / self.betas[1]) ** s for s in range(steps))
+        largest = (1 - self.betas[0]) * np.sqrt(terms / (1 - self.betas[1])) * np.sqrt(c2) / c1
+        return quotient * divide(np.minimum(np.abs(quotient), largest), np.abs(quotient))
 
     def step(self, grad: Matrix) -> None:
         X, f, g = self.split_gradient(grad)

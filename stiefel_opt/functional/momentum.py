@@ -32,6 +32,13 @@ initialisation at zero, ci = 1 - bi^t:
     R = (I + eta^2 V'V)^(-1/2)
     X <- (X rot(eta Zp) + eta V) R,                U <- T U
 
+No entry of a mean of several g can exceed what their mean square says of it (Cauchy and Schwarz):
+
+    |U| <= (1 - b1) sum b1^s |g_s| <= h sqrt(q),   h^2 = (1 - b1)^2 / (1 - b2) sum r^s,  r = b1^2/b2
+
+with s from 0 to t - 1. T turns U and leaves q as it is, so that an entry of U may stand over a q
+that has never seen it: both quotients are cut off at h, before the corrections c1 and c2.
+
 Rules are pure: tensors in, new tensors out. All batches are ``(k, n, m)`` with n >= m, or
 ``(k, m, m)``; for complex ones ' is the conjugate transpose.
 """
@@ -178,7 +185,8 @@ def adam(
     torque = skew_force(S, a, force)
     gained = lr * gain(betas, step, torque.real.dtype)
     new = moments(state, "skew", torque, betas)
-    ahead = partial(precondition, new, "skew", step, betas, eps)
+    most = largest_quotient(betas, step, torque.real.dtype)
+    ahead = partial(precondition, new, "skew", step, betas, eps, most)
     if NORMAL not in state:
         turn = ahead if X.size(0) == 1 else cache(ahead)  # a single matrix may be large
         new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
@@ -187,9 +195,10 @@ def adam(
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     if mu is None and _may_fuse(push, state, step, eps):
         of_normal, V = _fused_moments(state, push, float(step), betas, eps)
+        V.clamp_(-most, most)
     else:
         of_normal = moments(state, "normal", push, betas, mu)
-        V = precondition(of_normal, "normal", step, betas, eps)
+        V = precondition(of_normal, "normal", step, betas, eps, most)
     del push
     U = of_normal.pop(NORMAL)
     if transport == "isometric":  # whose transport needs V itself
@@ -384,11 +393,16 @@ def moments(
 
 
 def precondition(
-    state: Mapping[str, Tensor], part: str, step: Scalar, betas: tuple[float, float], eps: float
+    state: Mapping[str, Tensor],
+    part: str,
+    step: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    most: Scalar = math.inf,
 ) -> Tensor:
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
-    The factor gamma of :func:`gain` is left to the learning rate.
+    The factor gamma of :func:`gain` is left to the learning rate. No entry of D exceeds ``most``.
     """
     first = state["momentum_" + part]
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
@@ -396,7 +410,23 @@ def precondition(
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
-    return torch.div(first, denominator, out=None if first.is_complex() else denominator)
+    if first.is_complex():
+        quotient = torch.div(first, denominator)
+        return quotient.mul_((most / quotient.abs()).clamp_(max=1.0))
+    return torch.div(first, denominator, out=denominator).clamp_(-most, most)
+
+
+def largest_quotient(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
+    """Return h, the most that sum b1^s |g_s| (1 - b1) can be over the root of q."""
+    ratio = betas[0] ** 2 / max(betas[1], 1e-30)
+    growth = math.log(ratio) if ratio > 0 else -math.inf
+    if ratio == 1:
+        terms = step
+    elif isinstance(step, Tensor):
+        terms = torch.expm1(step.to(dtype) * growth) / (ratio - 1)
+    else:
+        terms = math.expm1(min(step * growth, 700.0)) / (ratio - 1)
+    return (terms / (1 - betas[1])) ** 0.5 * (1 - betas[0])
 
 
 def gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
@@ -426,7 +456,8 @@ def _coupling_of_adam(
         return None
     before = step - 1.0
     counted = before.clamp(min=1.0) if isinstance(before, Tensor) else max(before, 1.0)
-    earlier = precondition(state, "skew", counted, betas, eps)
+    most = largest_quotient(betas, counted, state[SKEW].real.dtype)
+    earlier = precondition(state, "skew", counted, betas, eps, most)
     earlier_lr = lr * gain(betas, counted, earlier.real.dtype) * (before > 0)
     return coupling(earlier, betas[0], earlier_lr, a, reader)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from stiefel_opt.functional import adam, evaluated, sgd
 from stiefel_opt.functional.flows import corrected
+from stiefel_opt.functional.momentum import largest_quotient
 from stiefel_opt.geometry import random_point
 from stiefel_opt.linalg import LOCAL_SUMS, own_gram
 
@@ -60,6 +61,48 @@ def test_moments_of_another_order_in_memory_are_told_apart(generator):
     # second moments lie by columns, first ones by rows
     turned = {**state, "exp_avg_sq_normal": by_columns(state["exp_avg_sq_normal"])}
     assert_alike([case(point, grad, each) for each in (state, turned)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "transport", "metric", "dtype", "counted"),
+    pairwise(
+        [(40, 6), (9, 9)], TRANSPORTS, METRICS, [torch.float64, torch.complex128], [True, False]
+    ),
+)
+def test_without_a_gradient_a_step_of_adam_turns_no_further_than_the_step_before(
+    shape, transport, metric, dtype, counted, generator
+):
+    """Transport turns U and not q: an entry of U may stand over a q that has never seen it."""
+    point = random_point(3, *shape, generator=generator, dtype=dtype)
+    grad = torch.randn(point.shape, generator=generator, dtype=dtype)
+    case = RuleCase(adam, {"transport": transport, "metric": metric, "lr": 0.1}, ADAM)
+    state, turns = case.state(point, generator, zero=True), []
+    state = {name: t.real if name.startswith("exp_avg_sq") else t for name, t in state.items()}
+    for number, gradient in [(1.0, grad), (2.0, grad * 0)]:
+        step = number if counted else torch.full((3, 1, 1), number, dtype=torch.float64)
+        moved, state, _ = case(point, gradient, state, step=step)
+        turns.append(torch.linalg.matrix_norm(moved - point, 2))
+        point = moved
+    assert bool((turns[1] <= turns[0] * (1 + 1e-12)).all())
+
+
+@pytest.mark.parametrize(
+    "betas", [(0.9, 0.999), (0.0, 0.9), (0.5, 0.25), (0.9, 0.5), (0.9, 0.0), (0.0, 0.0)], ids=str
+)
+def test_quotients_of_adam_reach_their_bound_and_do_not_exceed_it(betas, generator):
+    """Where Cauchy and Schwarz have equality nothing is cut off."""
+    mean, square = torch.zeros(2, dtype=torch.float64)
+    for step in range(1, 30):
+        ratio = betas[0] / max(betas[1], 1e-30)
+        grad = torch.tensor(ratio**-step if 0 < ratio < 1e9 else 1.0, dtype=torch.float64)
+        mean = betas[0] * mean + (1 - betas[0]) * grad
+        square = betas[1] * square + (1 - betas[1]) * grad**2
+        counts = float(step), torch.tensor(float(step), dtype=torch.float64)
+        bounds = [float(largest_quotient(betas, count, mean.dtype)) for count in counts]
+        assert min(bounds[0], 1e30) == pytest.approx(min(bounds[1], 1e30), rel=1e-12)
+        assert float(mean / square.sqrt()) <= bounds[0] * (1 + 1e-12)
+        if min(betas) > 0:
+            assert float(mean / square.sqrt()) == pytest.approx(bounds[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (7, 7), (20, 6), (64, 10)], ids=str)
