@@ -195,7 +195,7 @@ def adam(
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     if mu is None and _may_fuse(push, state, step, eps):
         of_normal, V = _fused_moments(state, push, float(step), betas, eps)
-        V.clamp_(-most, most)
+        V = _cut_off_(V, most)
     else:
         of_normal = moments(state, "normal", push, betas, mu)
         V = precondition(of_normal, "normal", step, betas, eps, most)
@@ -410,10 +410,15 @@ def precondition(
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
-    if first.is_complex():
-        quotient = torch.div(first, denominator)
+    quotient = torch.div(first, denominator, out=None if first.is_complex() else denominator)
+    return _cut_off_(quotient, most)
+
+
+def _cut_off_(quotient: Tensor, most: Scalar) -> Tensor:
+    """Cut the absolute values of a tensor off at ``most``, in its memory."""
+    if quotient.is_complex():
         return quotient.mul_((most / quotient.abs()).clamp_(max=1.0))
-    return torch.div(first, denominator, out=denominator).clamp_(-most, most)
+    return quotient.clamp_(-most, most)  # type: ignore[arg-type]
 
 
 def largest_quotient(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:

@@ -89,7 +89,7 @@ def test_without_a_gradient_a_step_of_adam_turns_no_further_than_the_step_before
 @pytest.mark.parametrize(
     "betas", [(0.9, 0.999), (0.0, 0.9), (0.5, 0.25), (0.9, 0.5), (0.9, 0.0), (0.0, 0.0)], ids=str
 )
-def test_quotients_of_adam_reach_their_bound_and_do_not_exceed_it(betas, generator):
+def test_quotients_of_adam_reach_their_bound_and_do_not_exceed_it(betas):
     """Where Cauchy and Schwarz have equality nothing is cut off."""
     mean, square = torch.zeros(2, dtype=torch.float64)
     for step in range(1, 30):
