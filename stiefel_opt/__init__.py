@@ -19,6 +19,7 @@ from stiefel_opt.integrations import from_geoopt as from_geoopt
 from stiefel_opt.integrations import from_geotorch as from_geotorch
 from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
 from stiefel_opt.integrations import log_orthonormality as log_orthonormality
+from stiefel_opt.integrations import orthonormality_errors as orthonormality_errors
 from stiefel_opt.manifold import Stiefel as Stiefel
 from stiefel_opt.on_manifold import on_manifold as on_manifold
 from stiefel_opt.optim import CayleyAdam as CayleyAdam

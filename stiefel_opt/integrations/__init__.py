@@ -7,6 +7,7 @@ from stiefel_opt.integrations.attention import AttentionReport as AttentionRepor
 from stiefel_opt.integrations.attention import constrain_attention as constrain_attention
 from stiefel_opt.integrations.clipping import clip_grad_norm_ as clip_grad_norm_
 from stiefel_opt.integrations.logging import log_orthonormality as log_orthonormality
+from stiefel_opt.integrations.logging import orthonormality_errors as orthonormality_errors
 from stiefel_opt.integrations.migration import from_geoopt as from_geoopt
 from stiefel_opt.integrations.migration import from_geotorch as from_geotorch
 from stiefel_opt.integrations.migration import from_torch_orthogonal as from_torch_orthogonal

@@ -1,8 +1,9 @@
-"""The orthonormality error of a training as curves: TensorBoard and everything that looks alike."""
+"""The orthonormality error of a training: a number for each weight, and curves."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,50 +13,73 @@ from torch.utils.hooks import RemovableHandle
 from stiefel_opt._checks import check_module, fail
 from stiefel_opt.report import constrained, orthonormality_error
 
+TAG = "orthonormality_error"
+Write = Callable[[dict[str, float], int], None]
 
-class ScalarWriter(Protocol):
-    """What is needed of a ``torch.utils.tensorboard.SummaryWriter``."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Write one point of the curve ``tag``."""
+@torch.no_grad()
+def orthonormality_errors(model: nn.Module, tag: str = TAG) -> dict[str, float]:
+    r"""Return :math:`\max |X^\top X - I|` of every orthonormal weight of ``model``, by name.
+
+    Args:
+        model: A model; weights on the meta device are left out.
+        tag: Prefix of the names. Default: ``"orthonormality_error"``.
+
+    Returns: ``tag/max``, then ``tag/<parameter>`` for each weight of :func:`stiefel_opt.report`;
+        empty for a model without such weights. ``wandb.log``, ``Trainer.log`` of transformers and
+        ``self.log_dict`` of Lightning take it as it is.
+    Raises:
+        TypeError: if ``model`` is not a module.
+    Note: All numbers are read from the device at once. A sharded model is gathered, one weight at
+        a time: every process must call.
+    """
+    check_module("model", model)
+    errors = {
+        name: orthonormality_error(value, reading)
+        for name, value, reading, _ in constrained(model)
+        if not value.is_meta
+    }
+    if not errors:
+        return {}
+    device = next(iter(errors.values())).device
+    found = torch.stack([error.to(device) for error in errors.values()])
+    values = torch.cat([found.amax()[None], found]).tolist()  # NaN shows in the maximum
+    return dict(zip([f"{tag}/{name}" for name in ("max", *errors)], values, strict=True))
 
 
 def log_orthonormality(
     optimizer: Optimizer,
     model: nn.Module,
-    writer: ScalarWriter | None,
+    writer: Any,
     every: int = 100,
     *,
     first_step: int = 0,
-    tag: str = "orthonormality_error",
+    tag: str = TAG,
 ) -> RemovableHandle:
-    r"""Write :math:`\max |X^\top X - I|` of ``model`` after every so many steps of ``optimizer``.
-
-    One curve ``tag/max`` and one ``tag/<parameter>`` for each constrained parameter and each weight
-    that :func:`stiefel_opt.orthogonal` parametrizes.
+    r"""Write :func:`orthonormality_errors` of ``model`` after every so many steps of ``optimizer``.
 
     Args:
         optimizer: Any of torch, whose steps count; one that a trainer has wrapped counts as well.
         model: Whose weights are measured, as they are at that moment.
         writer: A ``torch.utils.tensorboard.SummaryWriter``, or anything with its method
-            ``add_scalar(tag, value, step)``. None: measure and write nothing, for the other
+            ``add_scalar(tag, value, step)``. A run of W&B, or ``wandb`` itself: a row for each
+            measurement, with the step as ``tag/step``, the x axis of these curves; numbers that
+            you log yourself keep their own steps. None: measure and write nothing, for the other
             processes of a sharded training, where all must take part.
         every: Steps from one point to the next. Default: 100.
         first_step: Number of the step before the first one, where a training is resumed.
-        tag: What the curves are called.
+        tag: Prefix of the names of the curves. Default: ``"orthonormality_error"``.
 
     Returns: A handle; its ``remove()`` ends the logging.
     Raises:
         ValueError: if the model has no such weight, or for every < 1.
         TypeError: for what is no optimizer, no module or no writer.
-    Note: A step that is logged costs what :func:`stiefel_opt.orthonormality_error` costs, and waits
-        for the device. Copies and checkpoints of the optimizer do not log.
+    Note: A step that is logged costs what :func:`orthonormality_errors` costs, and waits once for
+        the device. Copies and checkpoints of the optimizer do not log.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(fail("optimizer", "be a torch.optim.Optimizer", type(optimizer).__name__))
     check_module("model", model)
-    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-        raise TypeError(fail("writer", "have a method add_scalar", type(writer).__name__))
     for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
         if type(value) is not int or value < least:
             raise ValueError(fail(name, f"be an integer of at least {least}", repr(value)))
@@ -63,26 +87,30 @@ def log_orthonormality(
         remedy = "call so.constrain or so.orthogonal first"
         kind = f"a {type(model).__name__} of none"
         raise ValueError(fail("model", "have an orthonormal weight", kind, remedy))
+    write = None if writer is None else _write_to(writer, tag)
     step = first_step
 
-    @torch.no_grad()
     def log(*_: Any) -> None:
         nonlocal step
         step += 1
-        if step % every:
-            return
-        errors = {
-            name: orthonormality_error(value, reading)
-            for name, value, reading, _ in constrained(model)
-            if not value.is_meta
-        }
-        if not errors:
-            return
-        device = next(iter(errors.values())).device
-        found = torch.stack([error.to(device) for error in errors.values()])
-        if writer is not None:
-            writer.add_scalar(f"{tag}/max", float(found.amax()), step)  # NaN shows
-            for name, error in zip(errors, found.tolist(), strict=True):
-                writer.add_scalar(f"{tag}/{name}", error, step)
+        errors = {} if step % every else orthonormality_errors(model, tag)
+        if errors and write is not None:
+            write(errors, step)
 
     return optimizer.register_step_post_hook(log)
+
+
+def _write_to(writer: Any, tag: str) -> Write:
+    if callable(getattr(writer, "add_scalar", None)):
+
+        def write(errors: dict[str, float], step: int) -> None:
+            for name, error in errors.items():
+                writer.add_scalar(name, error, step)
+
+        return write
+    if not all(callable(getattr(writer, name, None)) for name in ("define_metric", "log")):
+        needed = "have a method add_scalar (TensorBoard), or log and define_metric (W&B)"
+        raise TypeError(fail("writer", needed, type(writer).__name__))
+    writer.define_metric(f"{tag}/step")
+    writer.define_metric(f"{tag}/*", step_metric=f"{tag}/step")
+    return lambda errors, step: writer.log({**errors, f"{tag}/step": step})

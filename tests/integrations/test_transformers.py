@@ -1,6 +1,9 @@
-"""The Trainer of transformers with `optimizers=(opt, None)`: a ViT, and GPT-2 with its Conv1D."""
+"""The Trainer of transformers with an optimizer and with a class: a ViT, GPT-2 with its Conv1D."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,3 +83,37 @@ def test_the_trainer_trains_as_a_plain_loop_and_resumes_bit_for_bit(
     again.train(resume_from_checkpoint=str(checkpoint))
     assert_equal(resumed, undisturbed)
     assert_trained(resumed, build())
+
+
+def test_the_trainer_builds_the_optimizer_by_its_class_and_resumes_bit_for_bit(tmp_path):
+    options = {"lr": 0.005, "betas": (0.9, 0.99)}
+    chosen = {"optimizer_cls_and_kwargs": (so.StiefelAdamW, options), "weight_decay": 0.1}
+
+    plain = orthogonal_gpt2()
+    decayed = [p for p in plain.parameters() if p.ndim > 1]
+    others = [p for p in plain.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    opt = so.StiefelAdamW(groups, **options)
+    loop(plain, opt, batches(tokens()), loss_of_output, linear(opt))
+
+    undisturbed = orthogonal_gpt2()
+    first = trainer(undisturbed, None, tokens(), tmp_path, **chosen)
+    first.train()
+    assert isinstance(getattr(first.optimizer, "optimizer", first.optimizer), so.StiefelAdamW)
+    assert_trained(undisturbed, orthogonal_gpt2())
+    assert_equal(undisturbed, plain, tolerance=2e-5)
+
+    resumed = orthogonal_gpt2()
+    again = trainer(resumed, None, tokens(), tmp_path / "resumed", **chosen)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{HALF}"))
+    assert_equal(resumed, undisturbed)
+
+
+def test_the_page_of_the_trainer_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    for block in blocks:
+        exec(block, {"__name__": "docs"})
+    assert len(blocks) == 2
+    assert "orthonormality_error/transformer.h.0.attn.c_attn.weight" in capsys.readouterr().out

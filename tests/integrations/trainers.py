@@ -11,7 +11,12 @@ from transformers import Trainer, TrainingArguments
 
 
 def trainer(
-    model: Any, optimizer: torch.optim.Optimizer, items: list[Any], folder: Path, **options: Any
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    items: list[Any],
+    folder: Path,
+    optimizer_cls_and_kwargs: Any = None,
+    **options: Any,
 ) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -27,7 +32,11 @@ def trainer(
         **options,
     )
     return Trainer(
-        model=model, args=arguments, train_dataset=InOrder(items), optimizers=(optimizer, None)
+        model=model,
+        args=arguments,
+        train_dataset=InOrder(items),
+        optimizers=(optimizer, None),
+        optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
     )
 
 

@@ -308,6 +308,20 @@ def test_bad_norms():
 # ---- logging -----------------------------------------------------------------------------------
 
 
+class Run:
+    """The part of a run of W&B that is used."""
+
+    def __init__(self) -> None:
+        self.metrics: list[tuple[str, str | None]] = []
+        self.rows: list[dict[str, float]] = []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.metrics.append((name, step_metric))
+
+    def log(self, data: dict[str, float]) -> None:
+        self.rows.append(data)
+
+
 class Writer:
     """What is asked of a SummaryWriter."""
 
@@ -358,6 +372,47 @@ def test_errors_are_logged_every_so_many_steps_under_their_names(generator):
     handle.remove()
     opt.step()
     assert len(writer.points) == 12
+
+
+def test_a_run_of_wandb_gets_one_row_with_a_step_of_its_own(generator):
+    run, writer = Run(), Writer()
+    model = trained_with(run, generator, every=3, tag="off")[0]
+    assert run.metrics == [("off/step", None), ("off/*", "off/step")]
+    assert [row.pop("off/step") for row in run.rows] == [3, 6]
+    assert all(row.keys() == so.orthonormality_errors(model, "off").keys() for row in run.rows)
+    trained_with(writer, generator.manual_seed(0), every=3, tag="off")
+    assert [(name, row[name]) for row in run.rows for name in row] == [
+        (name, pytest.approx(value)) for name, value, _ in writer.points
+    ]
+
+
+def test_errors_by_name_are_floats_of_the_lines_of_the_report_and_their_largest():
+    model = logged_model()
+    errors = so.orthonormality_errors(model)
+    lines = {f"orthonormality_error/{line.name}": line.error for line in so.report(model).lines}
+    assert errors == {"orthonormality_error/max": max(lines.values()), **lines}
+    assert all(type(value) is float for value in errors.values())
+    assert so.orthonormality_errors(nn.Linear(2, 2)) == {}
+    with torch.no_grad():
+        model[0].weight[0, 0] = math.nan
+    assert math.isnan(so.orthonormality_errors(model)["orthonormality_error/max"])
+    with pytest.raises(TypeError, match=r"`model` must be a torch.nn.Module, got list"):
+        so.orthonormality_errors([])
+
+
+@pytest.mark.usefixtures("as_accelerator")
+def test_all_errors_are_read_from_the_device_at_once(monkeypatch):
+    model, reads = logged_model(), []
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "__index__"):
+        read = getattr(torch.Tensor, name)
+
+        def counted(self, read=read, name=name):
+            reads.append(name)
+            return read(self)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    so.orthonormality_errors(model)
+    assert reads == ["tolist"]
 
 
 def test_logging_changes_nothing_in_the_training():
@@ -411,7 +466,7 @@ def test_nothing_is_logged_of_a_model_without_values():
         ({"optimizer": None}, TypeError, "`optimizer` must be a torch.optim.Optimizer, got None"),
         ({"model": []}, TypeError, "`model` must be a torch.nn.Module, got list"),
         ({"model": nn.Linear(2, 2)}, ValueError, "`model` must have an orthonormal weight, got a"),
-        ({"writer": 3}, TypeError, "`writer` must have a method add_scalar, got int"),
+        ({"writer": 3}, TypeError, r"`writer` must have a method add_scalar \(.* got int"),
         ({"every": 0}, ValueError, "`every` must be an integer of at least 1, got 0"),
         ({"first_step": -1}, ValueError, "`first_step` must be an integer of at least 0, got -1"),
     ],
