@@ -168,6 +168,16 @@ def test_a_page_of_the_reference_begins_with_two_lines_that_run(page: Path) -> N
     exec(compile(textwrap.dedent(found.group(1)), str(page), "exec"), given)
 
 
+def test_the_support_page_names_tests_that_exist() -> None:
+    named = re.findall(r"`(\w+/(?:test_\w+\.py)?)`", PAGES["support.md"])
+    assert len(named) > 10
+    assert all((ROOT / "tests" / path).exists() for path in named)
+
+
+def test_the_page_of_decisions_fits_on_few_screens() -> None:
+    assert len(PAGES["choosing.md"].splitlines()) <= 250
+
+
 def resolve(name: str) -> Any:
     module, _, leaf = name.rpartition(".")
     return getattr(sys.modules[module], leaf)
