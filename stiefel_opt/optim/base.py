@@ -64,7 +64,7 @@ from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
-from stiefel_opt.optim.velocity import keep_velocity, set_velocity_, velocity_of
+from stiefel_opt.optim.velocity import group_of, keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.parameter import has_lost_tag, project_untagged, tag
 
 # Rotations saturate long before; the square of the learning rate must be a number of float32.
@@ -92,7 +92,7 @@ class GroupIndex:
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
         self._names = [name for name in optimizer.defaults if name != "lr"]
         self._options = [group[name] for name in self._names]
-        self.declared = optimizer.state_for(group)
+        self.declared = optimizer.declared_for(group)
         self.rule = optimizer.rule_for(group)
         self.correction = optimizer.correction_for(group)
 
@@ -148,8 +148,9 @@ class GroupIndex:
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, layouts[key], len(together))
             read, write = optimizer._velocity_in, optimizer._state_of_velocity
-            keep_velocity(weight, self.declared, optimizer._velocity_names, read, write)
-            complete_state(state, self.declared, parameter, manifold, called, layouts[key])
+            known, names = optimizer._known, optimizer._velocity_names
+            keep_velocity(weight, self.declared, known, names, read, write)
+            complete_state(state, self.declared, parameter, manifold, called, known, layouts[key])
             together.append(weight)
             none = torch.zeros((), dtype=torch.int64, device=parameter.device)
             tally = optimizer.tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
@@ -202,6 +203,12 @@ class StiefelOptimizer(Optimizer, ABC):
     _sparse_allowed: bool = False  # gradients of plain parameters
     # Options that are newer than some checkpoints, as these were meant.
     _before: ClassVar[Group] = {}
+    _known: ClassVar[dict[str, State]]  # every declaration of the class so far, by whatever options
+
+    @override
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._known = {}
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__
@@ -241,6 +248,12 @@ class StiefelOptimizer(Optimizer, ABC):
         states: Sequence[StateDict],
     ) -> None:
         """Move plain tensors in place; ``states`` holds a dict for each, see :meth:`init_plain`."""
+
+    def declared_for(self, group: Group) -> tuple[State, ...]:
+        """Return what :meth:`state_for` does, and remember it: a state may be left by options."""
+        declared = self.state_for(group)
+        self._known.update({kind.name: kind for kind in declared})
+        return declared
 
     def correction_for(self, group: Group) -> Correction:
         """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
@@ -540,7 +553,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 given["state"] = without_plain(given["state"], *groups)
             for group, saved in zip(*groups, strict=False):
                 self.check_options({**group, **saved})
-            check_states(given["state"], *groups, self.state_for)
+            check_states(given["state"], *groups, self.declared_for)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(examine)
@@ -604,6 +617,7 @@ class StiefelOptimizer(Optimizer, ABC):
         The largest angle between a vector X v and its place before the step: the arc tangent of the
         largest singular value of the step's tangent vector, to first order. Parameters that have
         not moved since this optimizer was made or loaded are left out. Waits for an accelerator.
+        Processes that share a parameter agree on the largest angle: every one must call.
         """
         angles = {}
         for weights in self.all_constrained():
@@ -636,7 +650,10 @@ class StiefelOptimizer(Optimizer, ABC):
         with several ranges of rows each of the two is a tuple, one tensor for each range. Before
         the first step both are zero. A sharded parameter is gathered: every process must call.
         """
-        return velocity_of(parameter, self.state, self.param_groups, self._velocity_in)
+        group, manifold = group_of(parameter, self.param_groups)
+        self.declared_for(group)
+        state = self.state.get(parameter, {})
+        return velocity_of(parameter, manifold, state, self._known, self._velocity_in)
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
@@ -649,8 +666,10 @@ class StiefelOptimizer(Optimizer, ABC):
             ValueError: for tensors of another shape, and values that are not finite. Nothing has
                 changed then.
         """
-        declare, write = self.state_for, self._state_of_velocity
-        set_velocity_(parameter, self.state, self.param_groups, declare, write, skew, normal)
+        group, manifold = group_of(parameter, self.param_groups)
+        declared, called = self.declared_for(group), partial(name_of, parameter, self.param_groups)
+        rules = self.state, declared, self._known, self._state_of_velocity
+        set_velocity_(parameter, manifold, called, *rules, skew, normal)
 
     def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""

@@ -15,7 +15,7 @@ from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group
 
-SQUARES = State(SQUARE, "1", dtype="real"), State(MAX_SQUARE, "1", dtype="real")
+SQUARES = tuple(State(name, "1", dtype="real", least=0.0) for name in (SQUARE, MAX_SQUARE))
 
 
 class CayleySGD(SGDLike):

@@ -110,18 +110,18 @@ def check_states(
                 wanted, given = "be a dict", type(values).__name__
                 raise TypeError(fail(f"state of {called}", wanted, given, _AS_SAVED))
             manifold = reading(parameter, group)
-            shapes: dict[str, torch.Size]
-            if manifold is None:
-                shapes = dict.fromkeys(_MOMENTS, parameter.shape)
-            else:
+            expected: dict[str, tuple[State | None, torch.Size]]
+            expected = dict.fromkeys(_MOMENTS, (None, parameter.shape))
+            if manifold is not None:
                 expected = expected_state(declared, parameter, manifold)
-                shapes = {name: shape for name, (_, shape) in expected.items()}
             for name, value in values.items():
                 if name == "step" or name.startswith(ROWS + "step"):
                     _check_number(f"{name} of {called}", value)
-                elif name in shapes:
-                    is_ours = manifold is not None
-                    _check_value(f"{name} of {called}", value, shapes[name], parameter, is_ours)
+                elif name in expected:
+                    is_ours, (kind, shape) = manifold is not None, expected[name]
+                    _check_value(f"{name} of {called}", value, shape, parameter, is_ours)
+                    if kind is not None:
+                        _check_least(f"{name} of {called}", value, kind.least)
 
 
 _AS_SAVED: Final = "load what optimizer.state_dict() returned"
@@ -162,6 +162,14 @@ def _check_value(
     if not (value.is_meta or bool(torch.isfinite(local_part(value)).all())):
         remedy = "load an earlier checkpoint, or the weights only"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+
+
+def _check_least(called: str, value: Tensor, least: float) -> None:
+    """Raise for an entry below the declared least."""
+    own = local_part(value)
+    if least > -math.inf and not own.is_meta and bool((own < least).any()):
+        remedy = "load an earlier checkpoint, or the weights only"
+        raise ValueError(fail(called, f"have no entry below {least:g}", float(own.min()), remedy))
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:

@@ -11,7 +11,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -64,14 +64,16 @@ MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None]
 class Windows:
     """The state tensors that a user sees, watched for being replaced or moved."""
 
-    def __init__(self, weights: list[Weight], forget: Callable[[], None]) -> None:
+    def __init__(
+        self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
+    ) -> None:
         self._parameters = [weight.parameter for weight in weights]
         self._states = [weight.state for weight in weights]
         self._slots = [
             (weight.state, key)
             for weight in weights
             for key in weight.state
-            if (is_declared(key) or key == "step") and isinstance(weight.state[key], Tensor)
+            if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
         ]
         windows = [state[key] for state, key in self._slots]
         self._ids = list(map(id, windows))
@@ -140,7 +142,7 @@ class WeightGroup:
         # parameters themselves move, unless a master or a shard does, which every step looks up
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
-        self.windows = Windows(weights, self.forget)
+        self.windows = Windows(weights, {kind.name for kind in declared}, self.forget)
         # the step under way: gradients, places that stay, and the same as a mask
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
@@ -197,7 +199,19 @@ class WeightGroup:
         angles: dict[int, float] = {}
         for place, angle in itertools.chain(*(batch.angles().items() for batch in self.batches)):
             angles[place] = max(angle, angles.get(place, 0.0))
+        for shards, places in self._layouts(range(len(self.weights))):
+            own = self.steps.new_tensor([angles.get(place, -1.0) for place in places])
+            largest = zip(places, shards.largest(own).tolist(), strict=True)
+            angles |= {place: angle for place, angle in largest if angle >= 0}
         return angles
+
+    def _layouts(self, places: Iterable[int]) -> list[tuple[Shards, list[int]]]:
+        """Return which of these weights share a layout over processes."""
+        layouts: dict[int, tuple[Shards, list[int]]] = {}
+        for place in places:
+            if (shards := self.weights[place].shards) is not None:
+                layouts.setdefault(id(shards), (shards, []))[1].append(place)
+        return list(layouts.values())
 
     # ---- before anything changes ---------------------------------------------------------------
 
@@ -281,11 +295,8 @@ class WeightGroup:
 
     def _agreed(self, ok: Tensor) -> Tensor:
         """All-reduce (MIN) three flags over processes: safe, not written to, no overflow before."""
-        layouts: dict[int, tuple[Shards, list[int]]] = {}
-        for weight in self.weights:
-            if weight.shards is not None and weight.place not in self._staying:
-                layouts.setdefault(id(weight.shards), (weight.shards, []))[1].append(weight.place)
-        for shards, places in layouts.values():
+        present = [place for place in range(len(self.weights)) if place not in self._staying]
+        for shards, places in self._layouts(present):
             same = torch.tensor([place not in self._changed for place in places], device=ok.device)
             flags = torch.cat([ok[places], same, self._unreported[places] == 0])
             ok[places], same, sound = shards.agree(flags).tensor_split(3)

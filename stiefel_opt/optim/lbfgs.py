@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from stiefel_opt._checks import (
     HALF,
-    NOTHING_CONSTRAINED,
     check_choice,
     check_count,
     check_dtype,
@@ -48,10 +47,18 @@ from stiefel_opt.geometry import (
     riemannian_gradient,
 )
 from stiefel_opt.linalg import own_gram
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.checks import (
+    as_plain_data,
+    listed,
+    name_of,
+    names_of,
+    reading,
+    warn_if_nothing_is_constrained,
+)
+from stiefel_opt.optim.torch_rules import Group
 
 Closure = Callable[[], Any]
-Group = dict[str, Any]
 
 _NONFINITE: Final = ("skip", "raise")
 _LINE_SEARCHES: Final = ("strong_wolfe",)
@@ -86,8 +93,8 @@ class _Point:
         self.states = states
         self._frames: list[Frame] | None = None  # at this point
         stacks: dict[Any, list[tuple[int, int, Stiefel]]] = {}
-        for place, (parameter, reading) in enumerate(zip(parameters, readings, strict=True)):
-            for index, (part, own) in enumerate(reading.blocks(parameter) if reading else ()):
+        for place, (parameter, manifold) in enumerate(zip(parameters, readings, strict=True)):
+            for index, (part, own) in enumerate(manifold.blocks(parameter) if manifold else ()):
                 shape = own.matrices(part).shape[-2:]
                 key = shape, parameter.dtype, own.scale
                 stacks.setdefault(key, []).append((place, index, own))
@@ -135,8 +142,8 @@ class _Point:
             start += math.prod(shape[:-2])
 
     def _part(self, tensors: Sequence[Tensor], place: int, index: int) -> Tensor:
-        reading: Stiefel = self.readings[place]  # type: ignore[assignment]
-        return reading.parts(tensors[place])[index]
+        manifold: Stiefel = self.readings[place]  # type: ignore[assignment]
+        return manifold.parts(tensors[place])[index]
 
     def points(self, stack: _Stack) -> Tensor:
         """Return the orthonormal matrices of a stack."""
@@ -154,8 +161,8 @@ class _Point:
     def refer_here(self) -> None:
         """Make this point the reference of the frames."""
         self._frames = None
-        for parameter, reading in zip(self.parameters, self.readings, strict=True):
-            if reading is not None:
+        for parameter, manifold in zip(self.parameters, self.readings, strict=True):
+            if manifold is not None:
                 self.states[parameter]["reference"] = parameter.detach().clone()
 
     def has_reference(self) -> bool:
@@ -680,7 +687,8 @@ class StiefelLBFGS(LBFGS):
     def skipped_steps(self) -> dict[str, int]:
         """Return how many steps each parameter has missed because its gradient was not finite."""
         skipped = self.skipped_steps_of()
-        return {_name(each, self.param_groups[0]): count for each, count in skipped.items()}
+        names = names_of(list(skipped), self.param_groups)
+        return dict(zip(names, skipped.values(), strict=True))
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
@@ -698,23 +706,17 @@ def _one_group(params: Any, options: Group) -> Group:
     """Return the parameters as one group with its own options."""
     if isinstance(params, set):
         raise TypeError(fail("params", "have an order", "a set", "pass a list"))
-    listed = [params] if isinstance(params, Tensor) else list(params)
-    groups = [each for each in listed if isinstance(each, dict)]
+    items = listed(params)
+    groups = [each for each in items if isinstance(each, dict)]
     if len(groups) > 1:
         remedy = "pass model.parameters(): tags say which parameters are constrained"
         raise ValueError(fail("params", "be one group", f"{len(groups)} groups", remedy))
-    group = {**options, **(groups[0] if groups else {"params": listed})}
-    held = group["params"]
-    group["params"] = [held] if isinstance(held, Tensor) else list(held)
+    group = {**options, **(groups[0] if groups else {"params": items})}
+    group["params"] = list(listed(group["params"]))
     each = [id(item[1] if isinstance(item, tuple) else item) for item in group["params"]]
     if len(set(each)) < len(each):
         raise ValueError(fail("params", "hold each parameter once", "one of them twice"))
-    key = group["stiefel"]
-    if isinstance(key, (Stiefel, Mapping)):
-        reading = key if isinstance(key, Stiefel) else Stiefel.from_dict(key)
-        group["stiefel"] = reading.as_dict()
-    elif not (key is None or isinstance(key, bool)):
-        raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(key)))
+    group["stiefel"] = as_plain_data(group["stiefel"])
     return group
 
 
@@ -728,27 +730,24 @@ def _check_group(group: Group) -> None:
     if group["line_search_fn"] is not None:
         check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
     check_choice("nonfinite", group["nonfinite"], _NONFINITE)
-    params = group["params"]
-    readings = _readings(group)
-    tagged = any(readings) or any(hasattr(p, "computes_orthonormal") for p in params)
-    if group["stiefel"] is None and not tagged and any(p.ndim >= 2 for p in params):
-        warnings.warn(NOTHING_CONSTRAINED, stacklevel=users_level())
+    _readings(group)
+    warn_if_nothing_is_constrained([group])
 
 
 def _readings(group: Group) -> list[Stiefel | None]:
     """Return how each parameter is read; raise for those that cannot be constrained here."""
     params = group["params"]
-    readings = [_reading(parameter, group["stiefel"]) for parameter in params]
+    readings = [reading(parameter, group) for parameter in params]
     if not any(readings):
         return readings
     precision = params[0].dtype.to_real()
-    for parameter, reading in zip(params, readings, strict=True):
-        called = _name(parameter, group)
+    for parameter, manifold in zip(params, readings, strict=True):
+        called = name_of(parameter, [group])
         if is_sharded(parameter):
             remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
             raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
-        if reading is not None:
-            reading.check(parameter.shape, called)
+        if manifold is not None:
+            manifold.check(parameter.shape, called)
             check_dtype(called, parameter.dtype)
             if parameter.dtype in HALF:
                 wanted = "be of float32 or float64 for StiefelLBFGS"
@@ -761,24 +760,8 @@ def _readings(group: Group) -> list[Stiefel | None]:
     return readings
 
 
-def _reading(parameter: Tensor, key: Any) -> Stiefel | None:
-    """Return how a group with the option ``stiefel=key`` reads a parameter."""
-    if key is False:
-        return None
-    if key is None or key is True:
-        return manifold_of(parameter) or (Stiefel() if key else None)
-    return key if isinstance(key, Stiefel) else Stiefel.from_dict(key)
-
-
-def _name(parameter: Tensor, group: Group) -> str:
-    """Return what a message calls a parameter: its name, or its place."""
-    index = next(i for i, other in enumerate(group["params"]) if other is parameter)
-    names = group.get("param_names")
-    return str(names[index]) if names else f"parameter {index} of group 0"
-
-
 def _as_data(readings: Sequence[Stiefel | None]) -> list[Any]:
-    return [None if reading is None else reading.as_dict() for reading in readings]
+    return [None if manifold is None else manifold.as_dict() for manifold in readings]
 
 
 def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
@@ -814,7 +797,7 @@ def _settle(point: _Point, group: Group) -> None:
     """Replace matrices that are off the manifold by the nearest ones, and say so."""
     off: list[str] = []
     for stack in point.stacks:
-        matrices, names = point.points(stack), [_name(p, group) for p in point.owners(stack)]
+        matrices, names = point.points(stack), names_of(point.owners(stack), [group])
         finite = matrices.isfinite().all(dim=-1).all(dim=-1)
         if not bool(finite.all()):
             called = ", ".join(point.pick(stack, names, ~finite))
@@ -845,7 +828,7 @@ def _tell_nonfinite(point: _Point, group: Group) -> None:
     for parameter in bad or point.parameters:
         kept = point.states[parameter]
         kept["skipped"] = kept.get("skipped", 0) + 1
-    called = ", ".join(f"grad of {_name(parameter, group)}" for parameter in bad) or "loss"
+    called = ", ".join(f"grad of {name}" for name in names_of(bad, [group])) or "loss"
     if group["nonfinite"] == "raise":
         remedy = "look for its cause; the parameters are where it was finite"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
@@ -875,7 +858,7 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
     earlier = saved.get("readings", [None] * len(readings))
     for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
         if _as_data([current]) != [other]:
-            called = f"reading of {_name(parameter, group)}"
+            called = f"reading of {name_of(parameter, [group])}"
             condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
             remedy = "constrain it as it was when the checkpoint was written"
             raise ValueError(fail(called, condition, current, remedy))

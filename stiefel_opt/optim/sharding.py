@@ -83,12 +83,15 @@ class Shards:
 
     def agree(self, ok: Tensor) -> Tensor:
         """Return where ``ok`` holds on every process that has a part of the parameters."""
+        return self.largest((~ok).to(torch.float32)) == 0
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of each of ``values`` over those processes."""
         import torch.distributed as dist
 
-        least = ok.to(torch.float32)
         for dim in self.shared:
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.mesh.get_group(dim))
-        return least > 0
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.mesh.get_group(dim))
+        return values
 
 
 def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:

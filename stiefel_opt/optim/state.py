@@ -9,7 +9,8 @@ So the point lives in float32 in the state, and the parameter is what it rounds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,9 +31,6 @@ _SHAPES: Final = ("nm", "mm", "1")
 _SYMMETRIES: Final = (None, "skew", "symmetric", "normal")
 _OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
-# Names that a rule has declared; whatever else a state holds belongs to a user.
-_DECLARED: Final[dict[str, State]] = {}
-
 
 @dataclass(frozen=True)
 class State:
@@ -47,6 +45,7 @@ class State:
             tensor is replaced by its skew or symmetric part. What is normal to the point has
             rounding removed with it, and does not exist for square matrices.
         tall_only: It does not exist for square matrices.
+        least: Its least value: a loaded tensor with an entry below is refused.
 
     Raises:
         ValueError: for other shapes and symmetries, and for names that torch has.
@@ -58,6 +57,7 @@ class State:
     dtype: str | None = None
     symmetry: str | None = None
     tall_only: bool = False
+    least: float = -math.inf
 
     def __post_init__(self) -> None:
         check_choice("shape", self.shape, _SHAPES)
@@ -68,7 +68,6 @@ class State:
             raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
         if self.symmetry == "normal":
             object.__setattr__(self, "tall_only", True)
-        _DECLARED[self.name] = self
 
     @property
     def is_small(self) -> bool:
@@ -103,14 +102,9 @@ def key_of(name: str, index: int) -> str:
     return f"{name}.{index}" if index else name
 
 
-def declaration_of(key: str) -> State | None:
-    """Return the declaration behind a key, by whatever rule and options; None for others."""
-    return _DECLARED.get(key.partition(".")[0])
-
-
-def is_declared(key: str) -> bool:
-    """Say whether a key is one of ours, not torch's or a user's."""
-    return key.partition(".")[0] in _DECLARED or key == MASTER or key.startswith(ROWS)
+def is_declared(key: str, names: Container[str]) -> bool:
+    """Say whether a key is of state of these ``names``, a master or plain rows, not a user's."""
+    return key.partition(".")[0] in names or key == MASTER or key.startswith(ROWS)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -124,12 +118,14 @@ def complete_state(
     parameter: Tensor,
     manifold: Stiefel,
     called: Callable[[], str],
+    known: Container[str],
     shards: Shards | None = None,
 ) -> StateDict:
     """Make in ``state`` what is missing, and drop what the rule does not keep; raise for a shape.
 
-    What a user has put there under a name of their own stays; the state of a plain parameter is
-    started anew. ``called`` gives what a message calls the parameter.
+    Dropped are the names that are ``known`` to be of the rule by other options; what a user has put
+    there stays. The state of a plain parameter is started anew. ``called`` gives what a message
+    calls the parameter.
     """
     expected = expected_state(declared, parameter, manifold)
     if any(name in state for name in _OF_TORCH[:-1]):  # of a plain parameter until now
@@ -150,7 +146,7 @@ def complete_state(
             state[key] = state[key].to(dtype)
         if shards is not None and (layout := _placements(kind, shards)) is not None:
             state[key] = placed(state[key], shards.mesh, layout)
-    for key in [key for key in state if is_declared(key) and key not in expected]:
+    for key in [key for key in state if is_declared(key, known) and key not in expected]:
         if not key.startswith(ROWS):
             del state[key]
     return state

@@ -45,16 +45,16 @@ _DEFERRED: Final = (
     State(FACTOR, "mm", start="I", tall_only=True),
 )
 _FRICTION: Final = (
-    State(adaptive.SLOPE, "1", dtype="real"),
-    State(adaptive.FACTOR, "1", start=1.0, dtype="real"),
-    State(adaptive.UNIT, "1", dtype="real"),
+    State(adaptive.SLOPE, "1", dtype="real", least=0.0),
+    State(adaptive.FACTOR, "1", start=1.0, dtype="real", least=0.0),
+    State(adaptive.UNIT, "1", dtype="real", least=0.0),
 )
-_GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real")
+_GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real", least=-1.0)
 _SECOND_MOMENTS: Final = (
-    State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric"),
-    State("exp_avg_sq_normal", dtype="real", tall_only=True),
-    State("max_exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric"),
-    State("max_exp_avg_sq_normal", dtype="real", tall_only=True),
+    State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric", least=0.0),
+    State("exp_avg_sq_normal", dtype="real", tall_only=True, least=0.0),
+    State("max_exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric", least=0.0),
+    State("max_exp_avg_sq_normal", dtype="real", tall_only=True, least=0.0),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,11 @@ from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import skew as skew_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.checks import name_of, reading
+from stiefel_opt.optim.checks import reading
 from stiefel_opt.optim.state import (
     State,
     StateDict,
     complete_state,
-    declaration_of,
     key_of,
     point_of,
 )
@@ -42,15 +40,15 @@ class Range(NamedTuple):
 @torch.no_grad()
 def velocity_of(
     parameter: Tensor,
-    states: Mapping[Tensor, StateDict],
-    groups: list[Group],
+    manifold: Stiefel,
+    state: StateDict,
+    known: Mapping[str, State],
     read: Read,
 ) -> tuple[Any, Any]:
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
-    _, manifold = _group_of(parameter, groups)
     skews, normals = [], []
-    for _, _, point, state in _ranges(parameter, manifold, states.get(parameter, {})):
-        Z, U = read(point, state)
+    for _, _, point, kept in _ranges(parameter, manifold, state, known):
+        Z, U = read(point, kept)
         none = torch.zeros_like(point)
         skews.append(none[..., : point.size(-1), :].clone() if Z is None else Z.clone())
         normals.append(none if U is None else U.clone())
@@ -60,9 +58,11 @@ def velocity_of(
 @torch.no_grad()
 def set_velocity_(
     parameter: Tensor,
+    manifold: Stiefel,
+    called: Callable[[], str],
     states: Mapping[Tensor, StateDict],
-    groups: list[Group],
-    declare: Callable[[Group], tuple[State, ...]],
+    declared: tuple[State, ...],
+    known: Mapping[str, State],
     write: Write,
     skew: Any,
     normal: Any,
@@ -70,13 +70,11 @@ def set_velocity_(
     """Set (Z, U), after all of it is checked; see ``StiefelOptimizer.set_velocity``."""
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
-    group, manifold = _group_of(parameter, groups)
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))
-    called, declared = partial(name_of, parameter, groups), declare(group)
-    state = complete_state(states[parameter], declared, parameter, manifold, called)
-    ranges = _ranges(parameter, manifold, state)
+    state = complete_state(states[parameter], declared, parameter, manifold, called, known)
+    ranges = _ranges(parameter, manifold, state, known)
     if len(values) != len(ranges):
         wanted = f"be tuples of {len(ranges)} tensors each"
         raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
@@ -98,7 +96,12 @@ def set_velocity_(
 
 @torch.no_grad()
 def keep_velocity(
-    weight: Weight, declared: tuple[State, ...], names: tuple[str, ...], read: Read, write: Write
+    weight: Weight,
+    declared: tuple[State, ...],
+    known: Mapping[str, State],
+    names: tuple[str, ...],
+    read: Read,
+    write: Write,
 ) -> None:
     """Turn momentum of these ``names``, left by other options, into that of these options."""
     state, wanted = weight.state, {kind.name for kind in declared}
@@ -107,7 +110,7 @@ def keep_velocity(
     if {key.partition(".")[0] for key in state}.intersection(names) <= wanted:
         return
     shapes = [part.shape for part in weight.manifold.parts(weight.parameter)]
-    for number, own, point, kept in _ranges(weight.parameter, weight.manifold, state):
+    for number, own, point, kept in _ranges(weight.parameter, weight.manifold, state, known):
         Z, U = read(point, kept)
         if Z is None or U is None:
             continue
@@ -119,7 +122,7 @@ def keep_velocity(
                 state[key_of(kind.name, number)] = value.contiguous()
 
 
-def _group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
+def group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
     """Return the group of a constrained parameter, and its reading."""
     for group in groups:
         manifold = reading(parameter, group)
@@ -128,14 +131,16 @@ def _group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
     raise ValueError(fail("parameter", "be constrained in this optimizer", "one that is not"))
 
 
-def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict) -> list[Range]:
+def _ranges(
+    parameter: Tensor, manifold: Stiefel, state: StateDict, known: Mapping[str, State]
+) -> list[Range]:
     """Return the constrained ranges of a parameter with their state, in whatever form it is."""
     gathered = {key: whole(t) for key, t in state.items() if isinstance(t, Tensor)}
     value, ranges = point_of(whole(parameter.detach()), gathered), []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
         for key, tensor in gathered.items():
-            kind = declaration_of(key)
+            kind = known.get(key.partition(".")[0])
             if kind is not None and key == key_of(kind.name, index):
                 read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
         ranges.append(Range(index, own, own.matrices(part) / own.scale, read))

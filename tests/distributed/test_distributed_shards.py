@@ -119,7 +119,10 @@ def compare(name, layouts, dtype=torch.float64):
         alone_opt.step()
         opt.step()
     replicated = []
+    alone_angles, angles = alone_opt.angles_of(), opt.angles_of()  # of all heads, everywhere
     for layout, whole, shard in found:
+        if dtype is torch.float64:
+            assert angles[shard] == pytest.approx(alone_angles[whole], rel=1e-5), layout
         wanted, kept = alone_opt.state[whole], opt.state[shard]
         assert kept.keys() == wanted.keys(), f"{name}: {layout}"
         if dtype.itemsize == 2:

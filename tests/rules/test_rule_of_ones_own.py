@@ -416,6 +416,40 @@ def test_state_may_have_any_name(name: str, shape: str) -> None:
         torch.testing.assert_close(opt.state[weight][name], expected[weight])
 
 
+def test_two_rules_may_declare_one_name_differently() -> None:
+    """Of its momentum each is told what it has declared itself."""
+
+    def rule(X: Tensor, G: Tensor, state: Any, *, lr: Any, sums: Any, **_: Any) -> Any:
+        moved, length = retract(X, project_tangent(X, -G, sums=sums), lr=lr, sums=sums)
+        return moved, {"momentum_normal": state["momentum_normal"] + 1}, length
+
+    class Counting(so.optim.StiefelOptimizer):
+        def state_for(self, group: Any) -> Any:  # noqa: ARG002
+            return (so.optim.State("momentum_normal", "1"),)
+
+        def rule_for(self, group: Any) -> Any:  # noqa: ARG002
+            return rule
+
+        def update_plain(self, *_: Any) -> None:
+            raise AssertionError
+
+    weights = [weight_of(kind) for kind in ("tall", "wide", "heads")]
+    others = copy.deepcopy(weights)
+    opt = so.StiefelSGD(weights, lr=0.01, nesterov=True)
+    other = Counting(others, {"lr": 0.01})
+    for each in (opt, other):
+        for weight in each.param_groups[0]["params"]:
+            weight.grad = grad_of(weight, 0)
+        each.step()
+    for weight, stranger in zip(weights, others, strict=True):
+        Z, U = opt.velocity(weight)
+        X = weight.manifold.matrices(weight.detach())
+        assert float((X.mT @ U).abs().max()) < 1e-12 < float(U.abs().max())
+        opt.set_velocity(weight, Z, U)
+        torch.testing.assert_close(opt.velocity(weight)[1], U)
+        assert bool((other.state[stranger]["momentum_normal"] == 1).all())
+
+
 def test_an_option_is_called_as_its_author_likes() -> None:
     """Words of the package's own options mean nothing to it in a stranger's rule."""
     words = (

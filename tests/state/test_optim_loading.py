@@ -204,6 +204,23 @@ def test_what_is_refused_leaves_the_optimizer_untouched(case):
 
 
 @every_optimizer
+def test_state_below_its_declared_least_is_refused(name):
+    """A root of it would be NaN, or a step go uphill."""
+    net, opt = trained(name)
+    before = snapshot(net, opt)
+    (group,) = opt.param_groups
+    bounded = [kind for kind in opt.state_for(group) if kind.least > -float("inf")]
+    assert bounded or not any("sq" in key for key in opt.state[net.k.weight])
+    for kind in bounded:
+        given = through_file(opt.state_dict())
+        with_state(given, "k.weight", kind.name, lambda old, kind=kind: old * 0 + kind.least - 1)
+        message = f"`{kind.name} of k.weight` must have no entry below {kind.least:g}, got "
+        with pytest.raises(ValueError, match=message):
+            opt.load_state_dict(given)
+    assert_same(snapshot(net, opt), before)
+
+
+@every_optimizer
 def test_every_rule_takes_its_own_state_and_no_other(name):
     rule = OPTIMIZERS[name][0]
     for other in RULES:
