@@ -1,4 +1,4 @@
-# make demo    an orthogonal vision transformer beside a free one; what a recurrent network remembers
+# make demo    learning rates of an orthogonal vision transformer, the time of a step, components
 # make test    style, types, then every test
 # make test-integrations    train with Lightning, transformers, accelerate, timm, peft, TensorBoard
 # make bench   time whole optimizer steps against other packages, and copy the tables into the pages
@@ -35,9 +35,7 @@ UNPACKED := build/release
 .PHONY: demo test test-integrations lint bench rotations docs release test-release clean
 
 demo: $(READY_FOR_DEMO)
-	$(RUN) examples/orthogonal_vit.py
-	@echo
-	$(RUN) examples/rnn_memory.py
+	$(RUN) examples/demo.py
 
 test: lint
 	$(RUN) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)

@@ -1,8 +1,9 @@
-"""What each piece of the step is worth, on 25 small problems: radius, friction and length.
+"""What each piece of the step is worth, and what the constraint is, on 25 small problems.
 
     python -m benchmarks.accuracy.learning_rates --data-dir DIR          # goes on where it stopped
-    python -m benchmarks.accuracy.learning_rates --data-dir DIR --methods "StiefelAdam" "free, Adam"
+    python -m benchmarks.accuracy.learning_rates --data-dir DIR --methods "StiefelAdam"
     python -m benchmarks.accuracy.learning_rates --tables                # from what has been run
+    python -m benchmarks.accuracy.learning_rates --figure                # from the results
 
 This was written down before the runs.
 
@@ -14,33 +15,39 @@ Procrustes of condition 1e3, joint diagonalisation, independent components, dict
 projection-robust transport). They contain the ten of ``benchmarks/benchopt_stiefel``, most of them
 smaller.
 
-**Runs.** Problems with batches are trained short (50 steps, copying 80) and ten times as long, at
-a constant rate and with one that falls linearly to 0 (the five costly ones are trained long with
-the falling rate alone); those without noise for 300 steps at a constant rate. One learning rate
-serves constrained and plain parameters, which follow the rule of torch that belongs to the
-optimizer. Rates: 0.001, 0.003, 0.01, 0.03, 0.1, for SGD and where all parameters are constrained
-ten times as much (there the smaller ones had been planned; the first runs ended at the largest).
+**Methods**: ours with and without each piece; geoopt's Adam, its SGD with momentum, with Nesterov
+and without either; POGO; AdamW and NAdam without the constraint from the same orthonormal start,
+which tell what the constraint is worth; Prodigy and schedule-free AdamW on free tensors of
+``so.orthogonal``. Methods without the constraint, and those of ``so.orthogonal``, run on the 13
+networks only.
+
+**Runs.** Problems with batches are trained short (50 steps, copying 80), the ten that cost least
+also ten times as long, at a constant rate and with one that falls linearly to 0; those without
+noise for 300 steps at a constant rate. One learning rate serves constrained and plain parameters,
+which follow the rule of torch that belongs to the optimizer. Rates: 0.001, 0.003, 0.01, 0.03, 0.1,
+for SGD and where all parameters are constrained ten times as much (there the smaller ones had been
+planned; the first runs ended at the largest). Prodigy has the rate 1, as its authors want it.
 Every rate and seed has the same starts and batches for every method.
 
-**Score**, smaller is better. With batches: the mean loss of the last tenth of the steps, of the
-two streaming problems the excess of the expected loss; what is below 0.01 counts as 0.01. Without
-noise: the steps until the Riemannian gradient is a thousandth of that at the start, for good
-(Procrustes: a hundredth), twice the length of the run if never. What is not finite counts as 1e3.
+**Score**, smaller is better. With batches: the mean loss of the last tenth of the steps
+(schedule-free: at its average), of the two streaming problems the excess of the expected loss; what
+is below 0.01 counts as 0.01. Without noise: the steps until the Riemannian gradient is a thousandth
+of that at the start, for good (Procrustes: a hundredth), twice the length of the run if never. What
+is not finite counts as 1e3.
 
 **Rates are chosen** for each method, problem, length and schedule by the geometric mean of the
-scores of seeds 100 and 101; seeds 0 to 2 are reported, by their geometric mean. *One rate for all*
+scores of seeds 100 and 101; seeds 0 to 4 are reported, by their geometric mean. *One rate for all*
 is, for each method, the rate with the least geometric mean over all problems with plain parameters,
 or over all without.
 
 **Decision.** A piece becomes the default if, against the same method without it and each at its
 chosen rates, the geometric mean over the runs of a problem is at most 1.02 (level or better) on
 four fifths of the problems, no run of any problem is worse by more than a tenth except where the
-documentation says so, and a step takes at most a tenth longer. The figures for one rate for all
-are shown beside it.
+documentation says so, and a step takes at most a tenth longer
+(:mod:`benchmarks.speed.step_options`). The figures for one rate for all are shown beside it.
 
-**Left out**, for want of time: more seeds, fine-tuning a pretrained transformer, rotations of a
-language model, Prodigy and schedule-free AdamW through ``so.orthogonal``, networks that take longer
-than seconds.
+**Left out**, for want of time: fine-tuning a pretrained transformer, rotations of a language model,
+networks that take longer than seconds; long runs of the five costly problems.
 """
 
 from __future__ import annotations
@@ -50,39 +57,46 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import stiefel_opt as so
-from benchmarks.accuracy.small_problems import WITHOUT_PLAIN, Problem, problems
+from benchmarks.accuracy.small_problems import WITHOUT_PLAIN, Problem, Solve, problems
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
-CHOOSING, SEEDS = (100, 101), (0, 1, 2)
+CHOOSING, SEEDS = (100, 101), (0, 1, 2, 3, 4)
 RUNS = {
     "train": (("short", "constant"), ("short", "decay"), ("long", "decay"), ("long", "constant")),
     "solve": (("", "constant"),),
 }
-PLAIN, NO_PLAIN = "with plain parameters", "all constrained"
 LEAST, WORST = 0.01, 1e3
 
-Rows = list[list[Tensor]]  # for each rate the parameters of all seeds
-Build = Callable[[Sequence[float], Rows, Rows], list[torch.optim.Optimizer]]
+Tensors = list[Tensor]
+Rows = list[Tensors]  # for each rate the parameters of all seeds
 
 
-def ours(cls: type[torch.optim.Optimizer], **options: Any) -> Build:
-    """One optimizer of this package."""
+class Setup(NamedTuple):
+    """Optimizers of all copies, and what the loss is computed from."""
 
-    def build(rates: Sequence[float], points: Rows, plain: Rows) -> list[torch.optim.Optimizer]:
-        for tensors in points:
-            tensors[:] = [so.ManifoldParameter(tensor.detach()) for tensor in tensors]
-        return [cls(groups_of(rates, points, plain), **options)]
+    optimizers: list[Any]
+    points: Callable[[], Tensors]
+    plain: Callable[[], Tensors]
 
-    return build
+
+Build = Callable[[list[float], Rows, Rows], Setup]
+
+
+def joined(rows: Rows) -> Callable[[], Tensors]:
+    """Return a function that joins the parameters of all rates."""
+    return lambda: [torch.cat(same) for same in zip(*rows, strict=True)]
 
 
 def groups_of(rates: Sequence[float], points: Rows, plain: Rows) -> list[dict[str, Any]]:
@@ -94,27 +108,95 @@ def groups_of(rates: Sequence[float], points: Rows, plain: Rows) -> list[dict[st
     ]
 
 
-def unconstrained(cls: type[torch.optim.Optimizer], **options: Any) -> Build:
-    """The control: torch's own on all parameters, from the same orthonormal start."""
+def one(cls: Any, tag: Callable[[Tensor], Tensor], **options: Any) -> Build:
+    """One optimizer of all parameters, of which the orthonormal ones become what ``tag`` returns.
 
-    def build(rates: Sequence[float], points: Rows, plain: Rows) -> list[torch.optim.Optimizer]:
-        return [cls(groups_of(rates, points, plain), **options)]
+    It is given the learning rate, since not all have a default.
+    """
+
+    def build(rates: list[float], points: Rows, plain: Rows) -> Setup:
+        own = [[tag(tensor.detach()) for tensor in tensors] for tensors in points]
+        optimizer = cls(groups_of(rates, own, plain), lr=rates[0], **options)
+        return Setup([optimizer], joined(own), joined(plain))
 
     return build
+
+
+def ours(cls: Any, **options: Any) -> Build:
+    return one(cls, so.ManifoldParameter, **options)
+
+
+def unconstrained(cls: Any, **options: Any) -> Build:
+    return one(cls, torch.nn.Parameter, **options)
 
 
 def geoopt(name: str, **options: Any) -> Build:
     """One optimizer of geoopt, its Euclidean metric."""
 
-    def build(rates: Sequence[float], points: Rows, plain: Rows) -> list[torch.optim.Optimizer]:
+    def build(rates: list[float], points: Rows, plain: Rows) -> Setup:
         import geoopt
 
-        for tensors in points:
-            for place, tensor in enumerate(tensors):
-                manifold = geoopt.EuclideanStiefel()
-                tensors[place] = geoopt.ManifoldParameter(tensor.detach(), manifold=manifold)
-        groups = groups_of(rates, points, plain)
-        return [getattr(geoopt.optim, name)(groups, lr=rates[0], **options)]
+        tag = partial(geoopt.ManifoldParameter, manifold=geoopt.EuclideanStiefel())
+        return one(getattr(geoopt.optim, name), tag, **options)(rates, points, plain)
+
+    return build
+
+
+def pogo_sgd(momentum: float) -> Build:
+    """POGO, which keeps rows orthonormal, and torch's SGD for plain parameters."""
+
+    def build(rates: list[float], points: Rows, plain: Rows) -> Setup:
+        import pogo.base
+
+        wide = [[torch.nn.Parameter(t.detach().mT.contiguous()) for t in row] for row in points]
+        nothing: Rows = [[] for _ in rates]
+        groups = groups_of(rates, wide, nothing)
+        rule = pogo.base.SGD(momentum=momentum)
+        optimizers: list[Any] = [pogo.POGO(groups, rule, rates[0])]
+        if plain[0]:
+            others = groups_of(rates, nothing, plain)
+            optimizers.append(torch.optim.SGD(others, momentum=momentum))
+        whole = joined(wide)
+        return Setup(optimizers, lambda: [tensor.mT for tensor in whole()], joined(plain))
+
+    return build
+
+
+class Weight(torch.nn.Module):
+    """A parameter, which may be parametrized."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(value)
+
+
+def parametrized(module: str, name: str, *, alone: bool = False, **options: Any) -> Build:
+    """Another package's optimizer on the free tensors of `so.orthogonal`.
+
+    ``alone``: an optimizer for each copy, where one estimates a number from all its parameters.
+    """
+
+    def build(rates: list[float], points: Rows, plain: Rows) -> Setup:
+        cls = getattr(import_module(module), name)
+        if alone:
+            count = len(points[0][0])
+            rates = [rate for rate in rates for _ in range(count)]
+            points, plain = (
+                [[torch.nn.Parameter(t.detach()[i : i + 1]) for t in row] for row in rows
+                 for i in range(count)]
+                for rows in (points, plain)
+            )  # fmt: skip
+        weights = [[so.orthogonal(Weight(t.detach())) for t in row] for row in points]
+        free = [[p for weight in row for p in weight.parameters()] for row in weights]
+        groups = groups_of(rates, free, plain)
+        split = [[group] for group in groups] if alone else [groups]
+        optimizers = [cls(part, lr=rates[0], **options) for part in split]
+        whole = [list(same) for same in zip(*weights, strict=True)]
+        return Setup(
+            optimizers,
+            lambda: [torch.cat([weight.weight for weight in same]) for same in whole],
+            joined(plain),
+        )
 
     return build
 
@@ -122,10 +204,9 @@ def geoopt(name: str, **options: Any) -> Build:
 METHODS: dict[str, Build] = {
     "StiefelAdam": ours(so.StiefelAdam, radius=1.0),
     "StiefelAdam, virtual radius": ours(so.StiefelAdam, radius="virtual"),
-    "unconstrained, Adam": unconstrained(torch.optim.Adam),
+    "unconstrained, AdamW": unconstrained(torch.optim.AdamW),
     "StiefelSGD": ours(so.StiefelSGD),
     "StiefelSGD, adaptive": ours(so.StiefelSGD, adaptive=True, transport="projected"),
-    "StiefelAdam, angle": ours(so.StiefelAdam, radius="angle"),
     "StiefelSGD, Nesterov": ours(so.StiefelSGD, nesterov=True),
     "StiefelSGD, adaptive, Nesterov": ours(
         so.StiefelSGD, adaptive=True, nesterov=True, transport="projected"
@@ -133,40 +214,65 @@ METHODS: dict[str, Build] = {
     "geoopt Adam": geoopt("RiemannianAdam"),
     "geoopt SGD": geoopt("RiemannianSGD", momentum=0.9),
     "geoopt SGD, Nesterov": geoopt("RiemannianSGD", momentum=0.9, nesterov=True),
+    "geoopt SGD, no momentum": geoopt("RiemannianSGD"),
+    "POGO, SGD": pogo_sgd(0.9),
     "unconstrained, NAdam": unconstrained(torch.optim.NAdam),
-    "unconstrained, SGD": unconstrained(torch.optim.SGD, momentum=0.9),
+    "so.orthogonal, Prodigy": parametrized("prodigyopt", "Prodigy", alone=True),
+    "so.orthogonal, schedule-free AdamW": parametrized("schedulefree", "AdamWScheduleFree"),
+    "StiefelAdam, angle": ours(so.StiefelAdam, radius="angle"),
     "StiefelAdam, virtual radius, projected": ours(
         so.StiefelAdam, radius="virtual", transport="projected"
     ),
 }
+ON_NETWORKS = ("unconstrained", "so.orthogonal")  # the first word of methods
+
+
+def is_run(method: str, problem: str) -> bool:
+    """Whether a method has a meaning for a problem."""
+    return not (method.startswith(ON_NETWORKS) and problem in WITHOUT_PLAIN)
 
 
 def rates_of(method: str, problem: str) -> list[float]:
     """Return the learning rates: of SGD, and without plain parameters, ten times as large."""
+    if "Prodigy" in method:
+        return [1.0]
     is_large = "SGD" in method or problem in WITHOUT_PLAIN
     return [rate * 10 if is_large else rate for rate in RATES]
 
 
 def run(
-    problem: Problem, method: str, rates: list[float], length: str, schedule: str
+    problem: Problem,
+    method: str,
+    rates: list[float],
+    length: str,
+    schedule: str,
+    seeds: Sequence[int],
 ) -> dict[str, Any]:
     """Train all copies at once and return their scores, a list over seeds for each rate."""
-    seeds, steps = (*CHOOSING, *SEEDS), problem.steps * (10 if length == "long" else 1)
-    begun = time.perf_counter()
+    steps = problem.steps * (10 if length == "long" else 1)
+    begun = time.process_time()
     starts = [problem.start(seed) for seed in seeds]
-    points, plain = (
-        [[torch.nn.Parameter(torch.stack(same)) for same in zip(*kind, strict=True)] for _ in RATES]
+    stacks = (
+        [[torch.nn.Parameter(torch.stack(same)) for same in zip(*kind, strict=True)] for _ in rates]
         for kind in zip(*starts, strict=True)
     )
-    optimizers = METHODS[method](rates, points, plain)
+    optimizers, points_of, plain_of = METHODS[method](rates, *stacks)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     measured, lengths, kept = 0.0, [], max(1, steps // 10)
     data: list[Tensor] = []
+
+    def losses_of_copies() -> tuple[Tensors, Tensor]:
+        points = points_of()
+        return points, problem.loss(points, plain_of(), *data)
+
+    averaging = [optimizer for optimizer in optimizers if hasattr(optimizer, "eval")]
+    for optimizer in averaging:
+        optimizer.train()
     for step in range(steps):
         if problem.kind == "train" or step == 0:
             batches = [problem.data(seed, step) for seed in seeds]
             data = [
-                torch.stack(same).repeat(len(RATES), *[1] * same[0].ndim)
+                torch.stack(same).repeat(len(rates), *[1] * same[0].ndim)
                 for same in zip(*batches, strict=True)
             ]
         factor = 1 - step / steps if schedule == "decay" else 1.0
@@ -174,37 +280,41 @@ def run(
             group["lr"] = group["first_lr"] * factor
         for optimizer in optimizers:
             optimizer.zero_grad()
-        whole = [torch.cat(same) for same in zip(*points, strict=True)]
-        losses = problem.loss(whole, [torch.cat(same) for same in zip(*plain, strict=True)], *data)
+        points, losses = losses_of_copies()
+        for tensor in points:
+            tensor.retain_grad()
         losses.sum().backward()
-        with torch.no_grad():
-            if problem.kind == "solve":
-                lengths.append(gradient_length(points))
-            if step >= steps - kept:
-                measured = measured + problem.measured(whole, losses.detach()) / kept
+        if problem.kind == "solve":
+            lengths.append(gradient_length(points[0]))
+        if step >= steps - kept:
+            with torch.no_grad():
+                if averaging:
+                    averaging[0].eval()
+                    points, losses = losses_of_copies()
+                    averaging[0].train()
+                measured = measured + problem.measured(points, losses.detach()) / kept
         for optimizer in optimizers:
             optimizer.step()
     if problem.kind == "solve":
         scores = steps_to(torch.stack(lengths), problem.target)
     else:
         scores = torch.as_tensor(measured).clamp(min=LEAST)
-    scores = torch.where(scores < WORST, scores, WORST).view(len(RATES), len(seeds))
+    scores = torch.where(scores < WORST, scores, WORST).view(len(rates), len(seeds))
     return {
         "rates": rates,
+        "seeds": list(seeds),
         "scores": [[float(f"{score:.5g}") for score in row] for row in scores.tolist()],
-        "seconds": round(time.perf_counter() - begun, 1),
+        "seconds": round(time.process_time() - begun, 1),
     }
 
 
-def gradient_length(points: Rows) -> Tensor:
+def gradient_length(point: Tensor) -> Tensor:
     """Length of the Riemannian gradient of each copy, canonical metric."""
-    found = []
-    for (parameter,) in points:
-        x, gradient = parameter.detach(), parameter.grad
-        inner = x.mT @ gradient
-        normal = gradient - x @ inner
-        found.append(normal.square().sum((1, 2)) + (inner - inner.mT).square().sum((1, 2)) / 2)
-    return torch.cat(found).sqrt()
+    x, gradient = point.detach(), point.grad
+    assert gradient is not None
+    inner = x.mT @ gradient
+    normal = gradient - x @ inner
+    return (normal.square().sum((1, 2)) + (inner - inner.mT).square().sum((1, 2)) / 2).sqrt()
 
 
 def steps_to(lengths: Tensor, target: float) -> Tensor:
@@ -222,18 +332,29 @@ Store = dict[Key, dict[str, Any]]
 
 
 def read(path: Path) -> Store:
-    """Return what has been run: one JSON object in a line each."""
-    if not path.exists():
-        return {}
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {
-        (line["problem"], line["method"], line["length"], line["schedule"]): line for line in lines
-    }
+    """Return what has been run: one JSON object in a line each, with other seeds if repeated."""
+    store: Store = {}
+    for text in path.read_text().splitlines() if path.exists() else ():
+        add(store, json.loads(text))
+    return store
+
+
+def add(store: Store, line: dict[str, Any]) -> None:
+    """Add a run, or further seeds of it."""
+    key = line["problem"], line["method"], line["length"], line["schedule"]
+    known = store.get(key)
+    if known is not None:
+        rows = zip(known["scores"], line["scores"], strict=True)
+        line = line | {
+            "seeds": [*known["seeds"], *line["seeds"]],
+            "scores": [[*own, *others] for own, others in rows],
+        }
+    store[key] = line
 
 
 def means(found: dict[str, Any], seeds: Sequence[int]) -> list[float]:
     """Return the geometric mean of the scores of these seeds, for each rate."""
-    places = [(*CHOOSING, *SEEDS).index(seed) for seed in seeds]
+    places = [found["seeds"].index(seed) for seed in seeds]
     return [statistics.geometric_mean(row[place] for place in places) for row in found["scores"]]
 
 
@@ -250,33 +371,34 @@ def one_rate(store: Store, keys: Sequence[Key]) -> int:
     return totals.index(min(totals))
 
 
-def compared(store: Store, new: str, old: str) -> dict[str, Any]:
-    """Return the ratios new/old of every run that both have, and what the rule of decision says."""
+def ratios(store: Store, new: str, old: str) -> tuple[dict[Key, float], dict[Key, float]]:
+    """Return new/old of every run that both have: tuned, and at one rate for all of a kind."""
     pairs = [(key, (key[0], old, key[2], key[3])) for key in store if key[1] == new]
     pairs = [pair for pair in pairs if pair[1] in store]
     at_best = {key: tuned(store[key]) / tuned(store[other]) for key, other in pairs}
-    at_one, rates = {}, {}
-    kinds = {pair: NO_PLAIN if pair[0][0] in WITHOUT_PLAIN else PLAIN for pair in pairs}
-    for kind in dict.fromkeys(kinds.values()):
-        own = [pair for pair in pairs if kinds[pair] == kind]
+    at_one = {}
+    for is_solve in (False, True):
+        own = [pair for pair in pairs if (pair[0][0] in WITHOUT_PLAIN) == is_solve]
         places = [one_rate(store, keys) for keys in zip(*own, strict=True)]
-        for key, place in zip(own[0], places, strict=True):
-            rates[f"{key[1]}, {kind}"] = store[key]["rates"][place]
         for pair in own:
             values = [means(store[k], SEEDS)[p] for k, p in zip(pair, places, strict=True)]
             at_one[pair[0]] = values[0] / values[1]
-    best, one = by_problem(at_best), by_problem(at_one)
+    return at_best, at_one
+
+
+def compared(store: Store, new: str, old: str) -> dict[str, Any]:
+    """Return what the rule of decision says of a pair."""
+    at_best, at_one = ratios(store, new, old)
+    best, single = by_problem(at_best), by_problem(at_one)
     return {
         "problems": len(best),
+        "runs": len(at_best),
         "level or better": sum(ratio <= 1.02 for ratio in best.values()),
         "better by a tenth": sum(ratio < 0.9 for ratio in best.values()),
-        "level or better, one rate": sum(ratio <= 1.02 for ratio in one.values()),
+        "level or better, one rate": sum(ratio <= 1.02 for ratio in single.values()),
         "worse by a tenth": {name_of(key): r for key, r in at_best.items() if r > 1.1},
         "mean": statistics.geometric_mean(best.values()),
-        "mean, one rate": statistics.geometric_mean(one.values()),
-        "one rate for all": rates,
-        "by problem": best,
-        "by problem, one rate": one,
+        "mean, one rate": statistics.geometric_mean(single.values()),
     }
 
 
@@ -297,67 +419,91 @@ def name_of(key: Key) -> str:
 PAIRS = (
     ("StiefelAdam, virtual radius", "StiefelAdam"),
     ("StiefelAdam, angle", "StiefelAdam"),
-    ("StiefelAdam, virtual radius", "unconstrained, Adam"),
-    ("StiefelAdam", "unconstrained, Adam"),
     ("StiefelAdam, virtual radius, projected", "StiefelAdam, virtual radius"),
     ("StiefelSGD, adaptive", "StiefelSGD"),
     ("StiefelSGD, adaptive, Nesterov", "StiefelSGD, Nesterov"),
     ("StiefelSGD, Nesterov", "StiefelSGD"),
+    ("StiefelAdam, virtual radius", "unconstrained, AdamW"),
+    ("StiefelAdam", "unconstrained, AdamW"),
+    ("StiefelAdam, virtual radius", "unconstrained, NAdam"),
+    ("StiefelAdam, virtual radius", "so.orthogonal, Prodigy"),
+    ("StiefelAdam, virtual radius", "so.orthogonal, schedule-free AdamW"),
     ("StiefelAdam, virtual radius", "geoopt Adam"),
     ("StiefelSGD, adaptive", "geoopt SGD"),
     ("StiefelSGD, adaptive", "geoopt SGD, Nesterov"),
+    ("StiefelSGD, adaptive", "POGO, SGD"),
 )
+DEFAULT = "StiefelAdam, virtual radius"
+FAMILIES = {"short": "trained short", "long": "trained long", "": "without noise"}
 
 
 def tables(store: Store) -> dict[str, str]:
-    """Return the tables in Markdown: each run by method, and the comparisons."""
+    """Return the tables in Markdown: each run by method, all methods, and the comparisons."""
     methods = [method for method in METHODS if any(key[1] == method for key in store)]
     runs = {name_of(key): key for key in store}
     rows = [
         [name, *(cell(store.get((key[0], method, key[2], key[3]))) for method in methods)]
         for name, key in sorted(runs.items(), key=lambda item: not item[1][2])
     ]
-    verdicts = [
-        [
-            name,
-            f"{found['level or better']} of {found['problems']}",
-            str(found["better by a tenth"]),
-            str(len(found["worse by a tenth"])),
-            f"{found['mean']:.3f}",
-            f"{found['level or better, one rate']} of {found['problems']}",
-            f"{found['mean, one rate']:.3f}",
-        ]
-        for name, found in all_compared(store).items()
-    ]
-    header = ["new / old", "level or better", "better by 0.1", "runs worse by 0.1", "mean"]
-    header += ["level or better, one rate", "mean, one rate"]
-    ratios = {
-        f"ratios, {name}": markdown_table(
-            ["problem", "tuned", "one rate for all", "runs"],
+    pairs = [(new, old) for new, old in PAIRS if ratios(store, new, old)[0]]
+    verdicts, by_pair = [], {}
+    for new, old in pairs:
+        found = compared(store, new, old)
+        verdicts.append(
             [
-                [
-                    problem,
-                    f"{ratio:.2f}",
-                    f"{found['by problem, one rate'][problem]:.2f}",
-                    runs_of(store, name, problem),
-                ]
-                for problem, ratio in found["by problem"].items()
-            ],
+                f"{new} / {old}",
+                str(found["runs"]),
+                f"{found['level or better']} of {found['problems']}",
+                str(found["better by a tenth"]),
+                str(len(found["worse by a tenth"])),
+                f"{found['mean']:.3f}",
+                f"{found['level or better, one rate']} of {found['problems']}",
+                f"{found['mean, one rate']:.3f}",
+            ]
         )
-        for name, found in all_compared(store).items()
-    }
+        by_pair[f"ratios, {new} / {old}"] = ratios_table(store, new, old)
+    header = ["new / old", "runs", "level or better", "better by 0.1", "runs worse by 0.1", "mean"]
+    header += ["level or better, one rate", "mean, one rate"]
     return {
-        "scores": markdown_table(["problem", *methods], rows),
-        **ratios,
+        "methods": markdown_table(methods_header(), [method_row(store, m) for m in methods]),
         "verdicts": markdown_table(header, verdicts),
+        **by_pair,
+        "scores": markdown_table(["problem", *methods], rows),
     }
 
 
-def runs_of(store: Store, name: str, problem: str) -> str:
-    """Return how many runs of a problem the two methods of a comparison have in common."""
-    new, old = name.split(" / ")
-    keys = [key for key in store if key[:2] == (problem, new)]
-    return str(sum((problem, old, key[2], key[3]) in store for key in keys))
+def ratios_table(store: Store, new: str, old: str) -> str:
+    at_best, at_one = ratios(store, new, old)
+    best, single = by_problem(at_best), by_problem(at_one)
+    counts = Counter(key[0] for key in at_best)
+    rows = [
+        [problem, f"{ratio:.2f}", f"{single[problem]:.2f}", str(counts[problem])]
+        for problem, ratio in best.items()
+    ]
+    return markdown_table(["problem", "tuned", "one rate for all", "runs"], rows)
+
+
+def methods_header() -> list[str]:
+    header = ["score over that of the default"]
+    for family in FAMILIES.values():
+        header += [family, "one rate for all", "runs"]
+    return [*header, "never arrived"]
+
+
+def method_row(store: Store, method: str) -> list[str]:
+    """Return geometric means, over runs that both have, of the score over that of `DEFAULT`."""
+    at_best, at_one = ratios(store, method, DEFAULT)
+    row = [method]
+    for length in FAMILIES:
+        keys = [key for key in at_best if key[2] == length]
+        for found in (at_best, at_one):
+            mean = statistics.geometric_mean(found[key] for key in keys) if keys else 0.0
+            row.append(f"{mean:.2f}" if keys else "-")
+        row.append(str(len(keys)))
+    solved = [key for key in at_best if not key[2]]
+    twice = 2.0 * Solve.steps
+    missed = sum(tuned(store[key]) >= twice for key in solved)
+    return [*row, f"{missed} of {len(solved)}" if solved else "-"]
 
 
 def cell(found: dict[str, Any] | None) -> str:
@@ -368,13 +514,102 @@ def cell(found: dict[str, Any] | None) -> str:
     return f"{tuned(found):.3g} ({found['rates'][chosen.index(min(chosen))]:g})"
 
 
-def all_compared(store: Store) -> dict[str, dict[str, Any]]:
-    """Return the comparisons of all pairs that have runs in common."""
-    has = {
-        pair: any((k[0], pair[1], *k[2:]) in store for k in store if k[1] == pair[0])
-        for pair in PAIRS
+# ---- the figure --------------------------------------------------------------------------------
+
+SHOWN = {
+    "unconstrained, AdamW": ("unconstrained weights, AdamW", "#000000"),
+    "StiefelAdam": ("StiefelAdam, steps as published", "#0072B2"),
+    "StiefelAdam, virtual radius": ("StiefelAdam, virtual radius (default)", "#D55E00"),
+}
+
+
+def curves(content: dict[str, Any], length: str) -> tuple[int, dict[str, list[float]]]:
+    """Return, of each method in `SHOWN`, the loss by rate over the least one of the run.
+
+    Geometric means over the networks that all of them have run; their number comes first.
+    """
+    runs = [content["runs"][method] for method in SHOWN]
+    names = [
+        name
+        for name in runs[0]
+        if f", {length}," in name and all(name in own for own in runs)
+        and not name.startswith(WITHOUT_PLAIN)
+    ]  # fmt: skip
+    found: dict[str, list[float]] = {}
+    least = {name: min(min(own[name]["means"]) for own in runs) for name in names}
+    for method, own in zip(SHOWN, runs, strict=True):
+        scaled = [[mean / least[name] for mean in own[name]["means"]] for name in names]
+        found[method] = [statistics.geometric_mean(rate) for rate in zip(*scaled, strict=True)]
+    return len(names), found
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Loss over learning rate: trained short, and ten times as long."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    titles = {"short": "trained for 50 steps", "long": "ten times as long"}
+    for axis, (length, title) in zip(axes, titles.items(), strict=True):
+        count, found = curves(content, length)
+        for method, values in found.items():
+            name, color = SHOWN[method]
+            axis.plot(RATES, values, "o-", color=color, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="learning rate", ylim=(1, 20))
+        axis.set_title(f"{title} ({count} runs)")
+        axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("loss over the least of any rate and method")
+    axes[0].legend()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+
+def content_of(store: Store) -> dict[str, Any]:
+    """Return what the file of results holds, of runs of which all seeds are there."""
+    whole = {k: v for k, v in store.items() if {*CHOOSING, *SEEDS} <= {*v["seeds"]}}
+    runs: dict[str, dict[str, Any]] = {}
+    for key, found in whole.items():
+        chosen = means(found, CHOOSING)
+        runs.setdefault(key[1], {})[name_of(key)] = {
+            "means": [float(f"{mean:.4g}") for mean in means(found, SEEDS)],
+            "chosen": chosen.index(min(chosen)),
+        }
+    return {
+        "machine": machine(torch.device("cpu"), ["prodigyopt", "schedulefree"]),
+        "seeds": list(SEEDS),
+        "seeds_of_the_rates": list(CHOOSING),
+        "rates": list(RATES),
+        "compared": {
+            f"{new} / {old}": compared(whole, new, old)
+            for new, old in PAIRS
+            if ratios(whole, new, old)[0]
+        },
+        "runs": runs,
+        "tables": tables(whole),
     }
-    return {f"{new} / {old}": compared(store, new, old) for (new, old), both in has.items() if both}
+
+
+def measure(store: Store, options: Any, method: str, name: str, problem: Problem) -> None:
+    """Run what is missing of one method and problem; each run is written when it has ended."""
+    for length, schedule in RUNS[problem.kind]:
+        key = name, method, length, schedule
+        if length not in options.lengths or schedule not in options.schedules:
+            continue
+        known = store[key]["seeds"] if key in store else []
+        seeds = [seed for seed in (*CHOOSING, *SEEDS) if seed not in known]
+        if not seeds or key[2:] in problem.left_out or not is_run(method, name):
+            continue
+        found = run(problem, method, rates_of(method, name), length, schedule, seeds)
+        line = dict(zip(("problem", "method", "length", "schedule"), key, strict=True)) | found
+        with options.store.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        add(store, line)
+        row = " ".join(f"{score:.4g}" for score in means(store[key], SEEDS))
+        print(f"{name}, {method}, {length} {schedule}: {row}; {found['seconds']} s", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -383,52 +618,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--problems", nargs="+", help="default: all")
     parser.add_argument("--lengths", nargs="+", default=["", "short", "long"])
+    parser.add_argument("--schedules", nargs="+", default=["constant", "decay"])
     parser.add_argument("--store", type=Path, default=Path("runs") / "learning_rates.jsonl")
     parser.add_argument("--tables", action="store_true", help="only write what has been run")
+    parser.add_argument("--figure", action="store_true", help="only draw the results")
     parser.add_argument("--output", type=Path, default=RESULTS / "learning_rates.json")
     options = parser.parse_args(argv)
-    store = read(options.store)
-    options.store.parent.mkdir(parents=True, exist_ok=True)
-    if not options.tables:
-        everything = problems(options.data_dir)
+    if not options.figure:
+        store = read(options.store)
+        options.store.parent.mkdir(parents=True, exist_ok=True)
+        everything = {} if options.tables else problems(options.data_dir)
         for method in options.methods:
             for name, problem in everything.items():
                 if options.problems is None or name in options.problems:
                     measure(store, options, method, name, problem)
-    content = {
-        "machine": machine(torch.device("cpu")),
-        "seeds": list(SEEDS),
-        "seeds_of_the_rates": list(CHOOSING),
-        "compared": all_compared(store),
-        "runs": [
-            {"problem": key[0], "method": key[1], "length": key[2], "schedule": key[3]}
-            | {"rates": found["rates"], "means": means(found, SEEDS)}
-            | {"means_of_the_choice": means(found, CHOOSING)}
-            for key, found in store.items()
-        ],
-    }
-    write_json(options.output, content | {"tables": tables(store)})
-    print("\n\n".join(tables(store).values()))
+        content = content_of(store)
+        write_json(options.output, content)
+        for title in ("methods", "verdicts"):
+            print(f"{content['tables'][title]}\n")
+    draw(json.loads(options.output.read_text()), options.output.with_suffix(".svg"))
     return 0
-
-
-def measure(store: Store, options: Any, method: str, name: str, problem: Problem) -> None:
-    """Run what is missing of one method and problem; each run is written when it has ended."""
-    for length, schedule in RUNS[problem.kind]:
-        key = name, method, length, schedule
-        if key in store or length not in options.lengths or key[2:] in problem.left_out:
-            continue
-        found = run(problem, method, rates_of(method, name), length, schedule)
-        store[key] = {
-            "problem": name,
-            "method": method,
-            "length": length,
-            "schedule": schedule,
-        } | found
-        with options.store.open("a") as file:
-            file.write(json.dumps(store[key]) + "\n")
-        row = " ".join(f"{score:.4g}" for score in means(found, SEEDS))
-        print(f"{name}, {method}, {length} {schedule}: {row}; {found['seconds']} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-LONGER = {"llm_rotations", "orthogonal_vit"}  # whole programs
+LONGER = {"llm_rotations", "demo"}  # whole programs
 SHORT = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LONGER)
 
 
@@ -58,15 +59,19 @@ def test_attention(tmp_path: Path) -> None:
     assert "queries: 1.0000 to 1.0000" in text
 
 
-def test_the_main_job(tmp_path: Path) -> None:
+def test_the_demo(tmp_path: Path) -> None:
     for package in ("matplotlib", "sklearn", "tqdm"):
         pytest.importorskip(package)
-    text = shown("orthogonal_vit", tmp_path, ("    main()", "    main(1, 1)"))
-    assert len(numbers(r"(?:AdamW|StiefelAdam|StiefelSGD) +([\d.]+) %", text)) == 3
-    assert max(numbers(r"1\.000 to 1\.000 +(\S+)", text)) < 1e-5
-    assert "label smoothing" in text
-    (sentence,) = re.findall(r"^Wrong of 360 test images.*$", text, re.MULTILINE)
-    assert all(method in sentence for method in ("AdamW", "StiefelAdam", "StiefelSGD"))
+    text = shown("demo", tmp_path, ("    main()", "    main(1, 1)"))
+    assert (
+        len(re.findall(r"^(?:AdamW|StiefelAdamW) +(?: +\S+ \(\S+\)){4}$", text, re.MULTILINE)) == 2
+    )
+    (sentence,) = re.findall(r"^At its best learning rate .*$", text, re.MULTILINE)
+    assert "StiefelAdamW" in sentence
+    assert max(numbers(r"short of the best by (\S+)", text)) < 1e-9
+    assert min(numbers(r"([\d.]+) times faster", text)) > 1
+    content = json.loads((tmp_path / "runs" / "demo.json").read_text(encoding="utf-8"))
+    assert [len(rows) for rows in content["errors"].values()] == [4, 4]
     assert (tmp_path / "runs" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 

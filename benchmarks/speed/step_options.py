@@ -1,0 +1,103 @@
+"""What the virtual radius and ``adaptive=True`` add to the time of a step: ratios within rounds.
+
+    python -m benchmarks.speed.step_options --threads 1
+
+Gradients of step_time.py, float32. The ratio is that of one round, in which all contestants step in
+turn; printed are its median and, in brackets, its quartiles. The rule of learning_rates.py allows a
+tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import stiefel_opt as so
+from benchmarks.common.harness import (
+    RESULTS,
+    Timings,
+    interleave,
+    machine,
+    markdown_table,
+    orthonormality_error,
+    write_json,
+)
+from benchmarks.speed.contestants import LR, Row, adam_lr, enter, single, stacked_heads, tall_batch
+
+ROWS = (
+    Row("many separate", 168, 1, 384, 32),
+    Row("heads", 14, 12, 384, 32, heads=True),
+    Row("tall", 1, 1, 4096, 512),
+    Row("square", 1, 1, 512, 512),
+    Row("tiny", 1, 1, 128, 2),
+)
+PAIRS = {  # the step with the option, and without
+    "virtual radius": ("StiefelAdam", "StiefelAdam, radius 1"),
+    "adaptive": ("StiefelSGD, adaptive", "StiefelSGD"),
+    "adaptive, projected": ("StiefelSGD, adaptive, projected", "StiefelSGD, projected"),
+}
+
+
+def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
+    adam = partial(so.StiefelAdam, lr=adam_lr(row))
+    sgd, adaptive = partial(so.StiefelSGD, lr=LR), partial(so.StiefelSGD, lr=0.1, adaptive=True)
+    return {
+        "StiefelAdam": adam,
+        "StiefelAdam, radius 1": partial(adam, radius=1.0),
+        "StiefelSGD": sgd,
+        "StiefelSGD, projected": partial(sgd, transport="projected"),
+        "StiefelSGD, adaptive": adaptive,
+        "StiefelSGD, adaptive, projected": partial(adaptive, transport="projected"),
+    }
+
+
+def timed(row: Row, rounds: int) -> tuple[Timings, float]:
+    """Time all rules in turn; return the largest orthonormality error, too."""
+    device = torch.device("cpu")
+    manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
+    layout = stacked_heads if row.heads else tall_batch if row.batch > 1 else single
+    tag = partial(so.ManifoldParameter, manifold=manifold)
+    entries = [enter(name, row, device, layout, tag, rule) for name, rule in rules(row).items()]
+    timings = interleave([entry.contestant for entry in entries], rounds=rounds, device=device)
+    return timings, max(orthonormality_error(entry.matrices()) for entry in entries)
+
+
+def ratio(timings: Timings, name: str, other: str) -> list[float]:
+    """Return the quartiles of the ratio within rounds, the median second."""
+    pairs = zip(timings.seconds[name], timings.seconds[other], strict=True)
+    found: list[float] = np.percentile([own / its for own, its in pairs], (25, 50, 75)).tolist()
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RESULTS / "step_options.json")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    ratios: dict[str, dict[str, list[float]]] = {}
+    rows = []
+    for row in ROWS:
+        timings, error = timed(row, options.rounds)
+        found = {name: ratio(timings, *pair) for name, pair in PAIRS.items()}
+        ratios[row.label] = found
+        cells = [f"{middle:.2f} ({low:.2f} - {high:.2f})" for low, middle, high in found.values()]
+        rows.append([row.label, *cells, f"{error:.0e}"])
+        print(*rows[-1], sep="   ", flush=True)
+    table = markdown_table(["time of a step with / without", *PAIRS, "largest error"], rows)
+    content = {"machine": machine("cpu"), "rounds": options.rounds, "ratios": ratios}
+    write_json(options.output, content | {"tables": [table]})
+    print(f"\n{table}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

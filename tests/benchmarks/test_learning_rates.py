@@ -1,0 +1,151 @@
+"""The programs that measure learning rates: their copies, their tables, and the aim they test."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stiefel_opt as so
+
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+from benchmarks.accuracy import learning_rates, vit_digits
+from benchmarks.accuracy.small_problems import (
+    Eigenvalues,
+    FineTuned,
+    Perceptron,
+    Problem,
+    RowByRow,
+    small_images,
+)
+from examples import demo
+
+
+def networks() -> dict[str, Problem]:
+    digits, labels = small_images("digits", Path(), 1400, 1)
+    deep = Perceptron(digits, labels, (64, *8 * [24], 10), range(1, 8), nonlinearity="tanh")
+    return {
+        "digits, hidden": Perceptron(digits, labels, (64, 48, 48, 10), (1,)),
+        "digits, row by row": RowByRow(digits, labels),
+        "digits, fine-tuned": FineTuned(digits, labels, (64, 48, 48, 10), (0, 1)),
+        "digits, eight layers": deep,
+    }
+
+
+@pytest.mark.parametrize("method", ["AdamW", "StiefelAdamW"])
+def test_a_copy_of_the_vision_transformer_is_that_of_the_demo(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (demo, vit_digits):
+        monkeypatch.setattr(module, "TRAINED", 160)
+    settings = [vit_digits.Setting(rate, 0.01, 0.0) for rate in (0.001, 0.003)]
+    rows = vit_digits.train(method, settings, (3, 4), epochs=1)
+    for setting, row in zip(settings, rows, strict=True):
+        for seed, found in zip((3, 4), row, strict=True):
+            alone = demo.train(method, setting.rate, seed, 1)
+            assert math.isclose(found["loss"], alone["loss"], rel_tol=1e-4)
+
+
+def test_seeds_that_are_run_later_are_those_of_one_run(tmp_path: Path) -> None:
+    problem = networks()["digits, hidden"]
+    problem.steps = 10
+    args = problem, "StiefelAdam", [0.001, 0.01], "short", "decay"
+    whole = learning_rates.run(*args, (100, 101, 0, 1))
+    key = {"problem": "digits, hidden", "method": "x", "length": "short", "schedule": "decay"}
+    lines = [key | learning_rates.run(*args, seeds) for seeds in ((100, 101), (0, 1))]
+    path = tmp_path / "store.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    (found,) = learning_rates.read(path).values()
+    assert found["seeds"] == whole["seeds"]
+    for seeds in ((0,), (100, 1)):
+        ours, theirs = (learning_rates.means(run, seeds) for run in (found, whole))
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # what the rivals import
+@pytest.mark.parametrize("method", learning_rates.METHODS)
+def test_every_method_runs_and_learns(method: str) -> None:
+    module = {"geoopt": "geoopt", "POGO,": "pogo"}.get(method.split()[0])
+    for word, package in (("Prodigy", "prodigyopt"), ("schedule-free", "schedulefree")):
+        module = package if word in method else module
+    if module is not None:
+        pytest.importorskip(module)
+    solve = Eigenvalues(torch.linspace(1, 0, 12), torch.ones(3))
+    solve.target = 0.5
+    for name, problem in (("digits, hidden", networks()["digits, hidden"]), ("PCA", solve)):
+        if learning_rates.is_run(method, name):
+            problem.steps, least = 20, 2.2 if name != "PCA" else 20
+            rates, length = learning_rates.rates_of(method, name), "short" if least < 3 else ""
+            scores = learning_rates.run(problem, method, rates, length, "constant", (0,))["scores"]
+            assert min(min(row) for row in scores) < least
+
+
+def test_tables_and_figure(tmp_path: Path) -> None:
+    store: learning_rates.Store = {}
+    problem = networks()["digits, hidden"]
+    seeds = (*learning_rates.CHOOSING, *learning_rates.SEEDS)
+    problem.steps = 10
+    for method in learning_rates.SHOWN:
+        for length in ("short", "long"):
+            problem.steps = 1 if length == "long" else 10
+            key = "digits, hidden", method, length, "decay"
+            line = dict(zip(("problem", "method", "length", "schedule"), key, strict=True))
+            rates = learning_rates.rates_of(method, key[0])
+            found = learning_rates.run(problem, *key[1:2], rates, *key[2:], seeds)
+            learning_rates.add(store, line | found)
+    content = learning_rates.content_of(store)
+    assert content["tables"]["methods"].count("\n| ") == 3
+    assert "1.00" in content["tables"]["methods"]
+    learning_rates.draw(content, tmp_path / "picture.svg")
+    assert (tmp_path / "picture.svg").stat().st_size < 100_000
+
+
+# ---- the aim -------------------------------------------------------------------------------------
+
+SEEDS = (0, 1, 2)
+
+
+def losses(rule: Any, rates: list[float], swept: str = "constrained") -> list[float]:
+    """Geometric means over networks and seeds; the rate of the other kind of weights is 0.02."""
+
+    def build(rates: list[float], points: Any, plain: Any) -> learning_rates.Setup:
+        if rule is not torch.optim.Adam:
+            points = [[so.ManifoldParameter(p.detach()) for p in row] for row in points]
+        groups = []
+        for rate, tagged, others in zip(rates, points, plain, strict=True):
+            for kind, parameters in (("constrained", tagged), ("plain", others)):
+                own = rate if kind == swept else 0.02
+                groups.append({"params": parameters, "lr": own, "first_lr": own})
+        joined = learning_rates.joined
+        return learning_rates.Setup([rule(groups)], joined(points), joined(plain))
+
+    totals = torch.zeros(len(rates))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(learning_rates.METHODS, "this", build)
+        for problem in networks().values():
+            found = learning_rates.run(problem, "this", rates, "short", "decay", SEEDS)
+            totals += torch.tensor(learning_rates.means(found, SEEDS)).log() / len(networks())
+    return totals.exp().tolist()
+
+
+@pytest.mark.slow
+def test_the_rate_of_plain_weights_serves_them_when_others_are_tagged() -> None:
+    rates = [0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1]
+    curves = [losses(rule, rates, "plain") for rule in (torch.optim.Adam, so.StiefelAdam)]
+    before, after = (rates[curve.index(min(curve))] for curve in curves)
+    assert 1 / 2 < after / before < 2
+
+
+@pytest.mark.slow
+def test_ten_times_the_constrained_rate_costs_less_than_a_tenth() -> None:
+    rates = [0.01, 0.1]
+    virtual = losses(so.StiefelAdam, rates)
+    assert virtual[1] < 1.1 * virtual[0]
+    published = losses(partial(so.StiefelAdam, radius=1.0), rates)
+    assert published[1] > 1.2 * published[0]
