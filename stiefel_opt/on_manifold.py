@@ -59,8 +59,8 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     Raises:
         TypeError: for what is no optimizer or runs no step hooks; for an optimizer of this package,
             one around another optimizer, and those that keep second weights (schedule-free,
-            Lookahead, Ranger, SAM) or take sparse gradients only. Before a step: for sharded
-            weights and sparse gradients.
+            Lookahead, Ranger, SAM), move weights during the backward pass (LOMO) or take sparse
+            gradients only. Before a step: for sharded weights and sparse gradients.
         ValueError: before a step, for ``capturable`` and ``differentiable`` groups.
 
     Note:
@@ -98,20 +98,33 @@ def _refuse(optimizer: Optimizer) -> None:
         remedy = "it keeps constrained weights by itself"
         raise TypeError(fail("optimizer", "be of another package", name, remedy))
     kinds = [kind.__name__.replace("_", "") for kind in type(optimizer).__mro__]
-    if any(map(_SECOND_WEIGHTS.search, kinds)):
+    has_second_weights = any(map(_SECOND_WEIGHTS.search, kinds))
+    for value in () if has_second_weights else _inner(optimizer):
+        given = f"{name} around {type(value).__name__}"
+        remedy = "call so.on_manifold(optimizer) first, or leave the wrapper out"
+        raise TypeError(fail("optimizer", "step the weights itself", given, remedy))
+    if hasattr(optimizer, "fused_backward"):
+        remedy = "it moves them during the backward pass, where no hook of a step runs"
+        raise TypeError(fail("optimizer", "move weights in its step", name, remedy))
+    # Methods of these names swap the weights that train for their average, and back.
+    if has_second_weights or all(hasattr(optimizer, method) for method in ("train", "eval")):
         wanted = "keep no second set of weights"
         remedy = "what it averages or restores is off the manifold; take so.StiefelAdamW"
         raise TypeError(fail("optimizer", wanted, name, remedy))
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer):
-            given = f"{name} around {type(value).__name__}"
-            remedy = "call so.on_manifold(optimizer) first, or leave the wrapper out"
-            raise TypeError(fail("optimizer", "step the weights itself", given, remedy))
     if "SparseAdam" in kinds:
         raise TypeError(fail("optimizer", "take dense gradients", name))
     if not getattr(type(optimizer).step, "hooked", False):
         remedy = "its __init__ must call torch.optim.Optimizer.__init__"
         raise TypeError(fail("optimizer", "run the step hooks of torch", name, remedy))
+
+
+def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers that one holds, alone or in a list or dictionary."""
+    for value in vars(optimizer).values():
+        listed = value.values() if isinstance(value, dict) else value
+        for each in listed if isinstance(value, (dict, list, tuple)) else (value,):
+            if isinstance(each, Optimizer):
+                yield each
 
 
 # ---- which weights -----------------------------------------------------------------------------
@@ -244,6 +257,7 @@ class _Keeper:
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
         self._depth = 0  # of steps that a step makes of the class it derives from
+        self._is_scaled = False  # whether a GradScaler lets the optimizer judge the gradients
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -263,6 +277,7 @@ class _Keeper:
         else:
             weights = [weight for weight in weights if weight.parameter.requires_grad]
         self._begin(optimizer, weights)
+        self._is_scaled = getattr(optimizer, "found_inf", None) is not None
         if closure is None:
             self._make_tangent()
             return None
@@ -302,7 +317,7 @@ class _Keeper:
         """Put new gradients in the place of those that are there; ``moved``: tangent vectors."""
         ours: dict[Tensor, Tensor] = {}
         for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
-            grad = _finite(stack.gradients())
+            grad = _finite(stack.gradients(), self._is_scaled)
             with exact_products(point):
                 x = _unscaled(point, stack)
                 if moved is not None:
@@ -409,12 +424,12 @@ def _give(block: _Block, tangent: Tensor, ours: dict[Tensor, Tensor]) -> None:
 # ---- on batches --------------------------------------------------------------------------------
 
 
-def _finite(grad: Tensor) -> Tensor:
-    """Return gradients, zero for the matrices where they are not finite."""
+def _finite(grad: Tensor, is_expected: bool) -> Tensor:
+    """Return gradients, zero for the matrices where they are not finite; warn if unexpected."""
     if is_free_to_read(grad) and bool(torch.isfinite(grad.sum())):
         return grad
     ok = torch.isfinite(grad).all(dim=-1).all(dim=-1)[..., None, None]
-    if is_free_to_read(grad) and not bool(ok.all()):
+    if not is_expected and is_free_to_read(grad) and not bool(ok.all()):
         count, size = int((~ok).sum()), " x ".join(map(str, grad.shape[-2:]))
         warnings.warn(
             f"the gradients of {count} constrained matrices of {size} are not finite: zero takes "

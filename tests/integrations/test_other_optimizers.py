@@ -21,7 +21,7 @@ RULES = {
     "bitsandbytes.optim": ["Adam8bit", "AdamW8bit", "Lion8bit", "PagedAdamW8bit"],
 }
 REFUSED = {
-    "pytorch_optimizer": ["ScheduleFreeAdamW", "Ranger", "Lookahead", "OrthoGrad"],
+    "pytorch_optimizer": ["ScheduleFreeAdamW", "SPlus", "Ranger", "Lookahead", "OrthoGrad", "LOMO"],
     "schedulefree": ["AdamWScheduleFree", "SGDScheduleFree"],
 }
 
@@ -63,7 +63,9 @@ def test_optimizers_of_other_packages_stay_on_the_manifold(package: str, name: s
 def test_optimizers_with_second_weights_or_wrappers_are_refused(package: str, name: str) -> None:
     module: Any = pytest.importorskip(package, reason=f"pip install --no-deps {package}")
     tagged, _ = weights()
-    inner = torch.optim.Adam([tagged]) if name in ("Lookahead", "OrthoGrad") else [tagged]
+    inner: Any = torch.optim.Adam([tagged]) if name in ("Lookahead", "OrthoGrad") else [tagged]
+    if name == "LOMO":
+        inner = nn.ParameterList([tagged])
     with pytest.raises(TypeError, match=f"`optimizer` must .*got {name}"):
         so.on_manifold(getattr(module, name)(inner))
 

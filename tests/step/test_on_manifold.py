@@ -345,9 +345,10 @@ def test_groups_of_param_groups_bring_their_reading() -> None:
     assert so.orthonormality_error(free) < 2e-6
 
 
-def test_the_scaler_of_gradients_works() -> None:
+@pytest.mark.parametrize("name", ["SGD", "Adam, fused"])
+def test_the_scaler_of_gradients_works(name: str) -> None:
     net = model()
-    rule = so.on_manifold(O.SGD(net.parameters(), 0.1))
+    rule = so.on_manifold(RULES[name](net.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
     before = net[0].weight.detach().clone()
     for is_bad in (True, False):
@@ -434,8 +435,17 @@ class FriendlySAM(O.SGD):
     pass
 
 
+class Averaging(O.SGD):
+    def train(self) -> None: ...
+    def eval(self) -> None: ...
+
+
+class InBackward(O.SGD):
+    def fused_backward(self, loss: Tensor, lr: float) -> None: ...
+
+
 class Around(O.SGD):
-    def __init__(self, params: Any, inner: O.Optimizer) -> None:
+    def __init__(self, params: Any, inner: Any) -> None:
         super().__init__(params, 0.1)
         self.inner = inner
 
@@ -444,7 +454,10 @@ REFUSED: list[tuple[Callable[[list[nn.Parameter]], Any], str]] = [
     (lambda p: ScheduleFreeLike(p), "keep no second set of weights, got ScheduleFreeLike"),
     (lambda p: Lookahead(p), "keep no second set of weights, got Lookahead"),
     (lambda p: FriendlySAM(p), "keep no second set of weights, got FriendlySAM"),
+    (lambda p: Averaging(p), "keep no second set of weights, got Averaging"),
     (lambda p: Around(p, O.SGD(p)), "step the weights itself, got Around around SGD"),
+    (lambda p: Around(p, {p[0]: O.Adam(p)}), "step the weights itself, got Around around Adam"),
+    (lambda p: InBackward(p), "move weights in its step, got InBackward"),
     (lambda p: O.SparseAdam(p), "take dense gradients, got SparseAdam"),
     (lambda p: so.StiefelAdam(p), "be of another package, got StiefelAdam"),
     (lambda p: p, r"be a torch\.optim\.Optimizer, got list"),
