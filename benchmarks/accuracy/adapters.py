@@ -36,7 +36,6 @@ rotation; last what `so.export_adapters` leaves of the exact block in peft's flo
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import gc
 import gzip
@@ -65,37 +64,6 @@ Pieces = list[tuple[Tensor, Tensor]]  # what the lower layers make of a piece, a
 
 
 # ---- model and text ------------------------------------------------------------------------------
-
-
-class Head(nn.Module):
-    """The frozen head in bfloat16: logits in float32."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("kernel", weight.detach().bfloat16())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.bfloat16() @ self.kernel.mT).float()
-
-
-def load() -> tuple[Any, Any, Any]:
-    """The layers below, the model of the layers above, and the tokenizer."""
-    model, tokenizer = smollm2.load(torch.float32)
-    model.requires_grad_(False)
-    lower, upper = shared(model.model), shared(model)
-    lower.layers, lower.norm = lower.layers[:-LAYERS], nn.Identity()
-    upper.model.layers = upper.model.layers[-LAYERS:]
-    for number, layer in enumerate(upper.model.layers):
-        layer.self_attn.layer_idx = number
-    upper.lm_head = Head(model.lm_head.weight)
-    upper.config.num_hidden_layers = LAYERS
-    return lower, upper, tokenizer
-
-
-def shared(model: Any) -> Any:
-    """A copy of the modules that shares every tensor."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 class Texts:
@@ -255,7 +223,7 @@ class Training:
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.model = method.wrap(shared(base))
+            self.model = method.wrap(smollm2.shared(base))
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         if method.optimizer == "AdamW":
             self.optimizer = torch.optim.AdamW(self.trained, lr=rate, weight_decay=0.0)
@@ -305,7 +273,8 @@ class Bench:
         self.lines: list[dict[str, Any]] = []
         if self.path.exists():
             self.lines = [json.loads(line) for line in self.path.read_text().splitlines()]
-        lower, self.upper, tokenizer = load()
+        model, tokenizer = smollm2.load(torch.float32)
+        lower, self.upper = smollm2.split(model, LAYERS)
         self.texts = Texts(lower, tokenizer, options.data_dir, self.path.with_suffix(".pt"))
 
     def run(self, text: str, name: str, rate: float, seed: int) -> dict[str, Any]:

