@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common.augment import auto_augment
-from benchmarks.common.images import Images, crop_flip
+from benchmarks.common.images import Images, auto_augment, crop_flip
 from benchmarks.common.training import Trainer, rate_factor
 
 Batch = tuple[Tensor, Tensor]  # uint8 images and their labels

@@ -22,89 +22,15 @@ import numpy as np
 from benchmarks.common.harness import RESULTS, atomic
 
 DPI = 160
-GREY = "#6E6E6E"
-
 # Colours that colour-blind readers can tell apart (Okabe & Ito, and two more); one a family.
-BLUE, RED, GREEN, PINK = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-ORANGE, SKY, BROWN, BLACK = "#E69F00", "#56B4E9", "#8C564B", "#000000"
+LOOKS = json.loads(Path(__file__).with_name("looks.json").read_text())
+COLOURS = tuple(LOOKS["colours"].values())
+BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK, GREY = COLOURS
 BLUES = ("#BFDBEE", "#99C6E3", "#6CAED6", "#3D93C6", "#0072B2")  # few to many reflections
-COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, BROWN, BLACK)
-STYLES: dict[str, tuple[str, ...]] = {  # the third tells apart curves of one colour
-    "StiefelSGD": (BLUE, "o"),
-    "StiefelSGD, published flows": (SKY, "v"),
-    "Wen & Yin without momentum": (SKY, "x"),
-    "StiefelAdam": (RED, "s"),
-    "StiefelMuon": (ORANGE, "D"),
-    "ProjectedRGD": (GREEN, "^"),
-    "ProjectedRGD, cayley": (GREEN, "^"),
-    "ProjectedRGD, qr": (GREEN, "v"),
-    "RGD-C-C": (GREEN, "x"),
-    "RGD-C-C (ours)": (GREEN, "x"),
-    "Wen & Yin as published": (GREEN, "P", "--"),
-    "RGD-E-C": (GREEN, "+", "--"),
-    "RGD-C-QR": (GREEN, "<", ":"),
-    "RGD-E-QR": (GREEN, ">", "-."),
-    "CayleySGD": (PINK, "D"),
-    "CayleyAdam": (PINK, "d", ":"),
-    "Cayley Adam": (PINK, "d", ":"),
-    "SGD with penalty": (BROWN, "x"),
-    "SGD, regularized": (BROWN, "x"),
-    "Adam with penalty": (BROWN, "+"),
-    "Adam, regularized": (BROWN, "+"),
-    "SGD": (GREY, "o", "--"),
-    "Adam": (GREY, "s"),
-    "AdamW": (BLACK, "D"),
-    "Muon": (GREEN, "d"),
-    "all orthonormal": (PINK, "*"),
-    "orthonormal in attention": (BROWN, "p"),
-    "geoopt SGD": (ORANGE, "o"),
-    "geoopt Adam": (ORANGE, "s"),
-    "geotorch": (ORANGE, "P", "--"),
-    "Kong et al. as published": (SKY, "v"),
-    "Li et al. as published": (PINK, "v", "--"),
-    "SGDG": (PINK, "v", "--"),
-    "SGDG(1.5), published": (PINK, "X"),
-    "POGO": (BROWN, "P"),
-    "POT": (BROWN, "o"),
-    "RGAS": (PINK, "<"),
-    "RAGAS": (PINK, ">"),
-    "Momentumless": (GREEN, "s"),
-    "line search, 50 steps": (BLUE, "*"),
-    "line search, to its end": (BLUE, "P"),
-    "pymanopt conjugate gradient": (GREY, "<"),
-    "pymanopt trust regions": (GREY, ">"),
-    "scipy lobpcg": (BLACK, "v"),
-    "scipy eigsh": (BLACK, "*"),
-    "CWY": (BLUE, "^"),
-    "T-CWY": (SKY, "D", "--"),
-    "HR": (SKY, "s", ":"),
-    "sequential HR": (SKY, "s", ":"),
-    "EXPRNN": (ORANGE, "^"),
-    "exponential": (ORANGE, "^"),
-    "DTRIV": (ORANGE, "v", "--"),
-    "DTRIV-inf": (ORANGE, "d", "--"),
-    "SCORNN": (PINK, "^"),
-    "Cayley by solve": (PINK, "^"),
-    "URNN": (BROWN, "^"),
-    "EURNN": (BROWN, "v", "--"),
-    "OWN": (BROWN, "d"),
-    "LSTM": (BLACK, "o"),
-    "ConvLSTM": (BLACK, "s"),
-    "RNN": (GREY, "^"),
-    "GRU": (GREY, "v", "--"),
-    "Glorot start": (GREY, "+"),
-    "Orthogonal start": (GREY, "x", "--"),
-    "Zero kernel": (GREY, "d", ":"),
-    "torch householder": (GREY, "D"),
-    "torch matrix_exp": (GREY, "P", "--"),
-    "torch cayley": (GREY, "*", ":"),
-    "torch_householder": (BROWN, "D"),
-    "free, same start": (GREY, "X"),
-    "Free control": (GREY, "X"),
-    "free, same start, clipped": (PINK, "P"),
-    "free, Gaussian start": (SKY, "P"),
-    "free, torch's start": (BROWN, "*"),
+STYLES = {  # colour, marker and, where curves of one colour must be told apart, dashes
+    name: (LOOKS["colours"][colour], *look) for name, (colour, *look) in LOOKS["styles"].items()
 }
+CELLS, PLAYS = LOOKS["cells"], LOOKS["plays"]
 MARKERS = "os^vDdPX"
 OPEN = {"fillstyle": "none", "linestyle": "--"}  # the other of two curves of one method
 MORE = ", three times the steps"
@@ -131,7 +57,7 @@ def style(name: str, index: int = 0) -> dict[str, Any]:
         count, _, parts = plain[6:].partition("/")  # a number, N or N/2
         shade = 4 - math.log2(int(parts or 1)) if count == "N" else math.log2(int(count)) - 2
         return {"color": BLUES[min(max(int(shade), 0), 4)], "marker": "^"}
-    other = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+    other = COLOURS[index % 8], MARKERS[index % 8]
     colour, marker, *dashes = STYLES.get(name) or STYLES.get(plain, other)
     look = {"color": colour, "marker": marker, "linestyle": dashes[0] if dashes else "-"}
     return look | (OPEN if name.endswith("across heads") else {})
@@ -262,14 +188,6 @@ def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
     """3 seeds, or 3 to 5 seeds where methods differ."""
     fewest, most = (pick(map(len, found.values())) for pick in (min, max))
     return f"{'' if fewest == most else f'{fewest} to '}{most} seed{'' if most == 1 else 's'}"
-
-
-CELLS = {
-    "cwy": "CWY", "tcwy": "T-CWY", "hr": "HR", "expm": "EXPRNN", "dtriv": "DTRIV",
-    "dtriv-inf": "DTRIV-inf", "cayley": "SCORNN", "urnn": "URNN", "eurnn": "EURNN",
-    "adam": "Tagged StiefelAdam", "rgd": "Tagged ProjectedRGD", "lstm": "LSTM",
-    "free": "Free control",
-}  # fmt: skip
 
 
 METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
@@ -536,14 +454,6 @@ def prw(path: Path) -> None:
     axes[0][0].set_ylabel("mean gap to the best value known (%)")
     legend(figure, axes[0][0])
     save(figure, path)
-
-
-PLAYS = {
-    "H4_1": "Henry IV, 1", "H4_2": "Henry IV, 2", "H5": "Henry V", "Ham": "Hamlet",
-    "JC": "Julius Caesar", "Lr": "King Lear", "MND": "Midsummer Night's Dream",
-    "MV": "Merchant of Venice", "Mac": "Macbeth", "Oth": "Othello", "Rom": "Romeo and Juliet",
-    "TGV": "Two Gentlemen of Verona",
-}  # fmt: skip
 
 
 def prw_plays(path: Path) -> None:

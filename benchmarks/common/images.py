@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.common.programs import require
+
 Split = tuple[NDArray[np.uint8], NDArray[np.int64]]  # (N, channels, height, width), (N,)
 
 DIGITS_HELD_OUT = 360  # of 1797
@@ -121,3 +123,12 @@ def crop_flip(images: Tensor, generator: torch.Generator) -> Tensor:
     padded = torch.nn.functional.pad(images, (pad, pad, pad, pad)).permute(0, 2, 3, 1)
     picked = (torch.arange(count)[:, None, None], rows[:, :, None], columns[:, None, :])
     return padded[tuple(index.to(images.device) for index in picked)].permute(0, 3, 1, 2)
+
+
+def auto_augment(images: Tensor, generator: torch.Generator) -> Tensor:
+    """AutoAugment's policy for CIFAR-10 (Cubuk et al., 2019), an image at a time; grey comes in."""
+    transforms = require("torchvision.transforms", "integrations")
+    policy = transforms.AutoAugment(transforms.AutoAugmentPolicy.CIFAR10, fill=[128.0] * 3)
+    with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        return torch.stack([policy(image) for image in images])

@@ -22,29 +22,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.harness import (
-    RESULTS,
-    Contestant,
-    interleave,
-    machine,
-    markdown_table,
-    orthonormality_error,
-    write_json,
-)
-from benchmarks.speed.contestants import (
-    ADAM,
-    SGD,
-    Entry,
-    Row,
-    ours,
-)
+from benchmarks.common import harness
+from benchmarks.speed.contestants import ADAM, SGD, Entry, Row, ours
 from benchmarks.speed.step_time import ROWS
 
 DEFAULT = ("latency-128x2", "heads-384x384", "one-2048x256", "batch-2000x16x16")
 EAGER_STEPS = 2  # they make the state, which a graph needs
 
 
-def compiled(entry: Entry) -> tuple[Contestant, float]:
+def compiled(entry: Entry) -> tuple[harness.Contestant, float]:
     """The step of ``entry`` as one graph, and the seconds that its first call took."""
     for _ in range(EAGER_STEPS):
         entry.contestant.call()
@@ -55,7 +41,7 @@ def compiled(entry: Entry) -> tuple[Contestant, float]:
         warnings.filterwarnings("ignore", message=".*Profiler record function")
         step()
     seconds = time.perf_counter() - began
-    return Contestant("compiled", step, entry.contestant.prepare), seconds
+    return harness.Contestant("compiled", step, entry.contestant.prepare), seconds
 
 
 def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str, Any]:
@@ -66,8 +52,8 @@ def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str,
         for _ in range(2)
     )
     step, seconds = compiled(graph)
-    plain = Contestant("eager", eager.contestant.call, eager.contestant.prepare)
-    timings = interleave([plain, step], rounds=rounds, device=device)
+    plain = harness.Contestant("eager", eager.contestant.call, eager.contestant.prepare)
+    timings = harness.interleave([plain, step], rounds=rounds, device=device)
     gain = timings.ratio("eager", "compiled")
     saved = timings.median("eager") - timings.median("compiled")
     return {
@@ -78,7 +64,7 @@ def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str,
         "gain": gain,
         "compile_seconds": seconds,
         "steps_to_pay_back": seconds / saved if saved > 0 else math.inf,
-        "errors": [orthonormality_error(entry.matrices()) for entry in (eager, graph)],
+        "errors": [harness.orthonormality_error(entry.matrices()) for entry in (eager, graph)],
     }
 
 
@@ -97,7 +83,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             f"{steps:,.0f}" if math.isfinite(steps) else "never",
             " / ".join(f"{error:.0e}" for error in found["errors"]),
         ])  # fmt: skip
-    return markdown_table(header, rows)
+    return harness.markdown_table(header, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -107,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--output", type=Path, default=RESULTS / "compiled.json")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "compiled.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     results = []
@@ -119,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\n{text}")
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
     content = {
-        "machine": machine(arguments.device), "settings": settings,
+        "machine": harness.machine(arguments.device), "settings": settings,
         "tables": {"compiled": text}, "results": results,
     }  # fmt: skip
-    write_json(arguments.output, content)
+    harness.write_json(arguments.output, content)
 
 
 if __name__ == "__main__":

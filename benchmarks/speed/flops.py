@@ -36,18 +36,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import stiefel_opt as so
-from benchmarks.common.harness import (
-    RESULTS,
-    Contestant,
-    interleave,
-    machine,
-    markdown_table,
-    orthonormality_error,
-    write_json,
-)
-from benchmarks.speed.contestants import (
-    flip_gradients,
-)
+from benchmarks.common import harness
+from benchmarks.speed.contestants import flip_gradients
 
 try:
     import geoopt
@@ -258,7 +248,7 @@ def measure(n: int, m: int, rounds: int, device: torch.device) -> list[dict[str,
         entries[method.name] = parameters
         prepare = partial(flip_gradients, parameters)
         step: Callable[[], object] = optimizer.step
-        contestants.append(Contestant(method.name, step, prepare))
+        contestants.append(harness.Contestant(method.name, step, prepare))
     outcomes: dict[str, Tensor] = {}
 
     def forward(name: str, free: Tensor) -> None:
@@ -267,11 +257,11 @@ def measure(n: int, m: int, rounds: int, device: torch.device) -> list[dict[str,
     for name in MAPS if m < n else ():  # both need fewer columns than rows
         call = partial(forward, name, torch.randn(n, m))
         flops[name] = count(call)
-        contestants.append(Contestant(name, call))
+        contestants.append(harness.Contestant(name, call))
     tall, small = torch.randn(1, n, m), torch.randn(1, m, m)
     result = torch.empty_like(tall)
-    contestants.append(Contestant(PRODUCT, lambda: torch.bmm(tall, small, out=result)))
-    timings = interleave(contestants, rounds=rounds, device=device)
+    contestants.append(harness.Contestant(PRODUCT, lambda: torch.bmm(tall, small, out=result)))
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
     points = {
         method.name: parameter.detach().mT if method.wide else parameter.detach()
         for method in methods
@@ -287,7 +277,7 @@ def measure(n: int, m: int, rounds: int, device: torch.device) -> list[dict[str,
             "flops": flops[name],
             "published_flops": formula(n, m) if formula else None,
             "time_over_product": timings.ratio(name, PRODUCT),
-            "orthonormality_error": orthonormality_error(point.double().reshape(n, m)),
+            "orthonormality_error": harness.orthonormality_error(point.double().reshape(n, m)),
             **timings.summary(name),
         })  # fmt: skip
     return rows
@@ -313,7 +303,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "step", "flops / 2nm^2", "published", "counted / published", "ms (quartiles)",
         "time / product", "error",
     )  # fmt: skip
-    return markdown_table(header, lines)
+    return harness.markdown_table(header, lines)
 
 
 def size(text: str) -> tuple[int, int]:
@@ -328,7 +318,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="n,m ...")
     parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS / "flops.json")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "flops.json")
     return parser.parse_args(argv)
 
 
@@ -337,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     torch.set_num_threads(arguments.threads)
     device = torch.device("cpu")
-    about = machine(device)
+    about = harness.machine(device)
     began = time.perf_counter()
     results: list[dict[str, Any]] = []
     tables = {}
@@ -348,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{n} x {m}\n{tables[f'{n} x {m}']}", flush=True)
     settings = {"dtype": "float32", "threads": arguments.threads, "rounds": arguments.rounds}
     content = {"machine": about, "settings": settings, "tables": tables, "results": results}
-    write_json(arguments.output, content)
+    harness.write_json(arguments.output, content)
     print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes in all.")
     return 0
 

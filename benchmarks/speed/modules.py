@@ -28,14 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from benchmarks.common.harness import (
-    RESULTS,
-    Contestant,
-    interleave,
-    machine,
-    markdown_table,
-    write_json,
-)
+from benchmarks.common import harness
 from stiefel_opt.functional import delta_product
 from stiefel_opt.nn import OrthogonalRNN
 
@@ -112,8 +105,10 @@ def measure_rnn(batch: int, rounds: int, device: torch.device) -> dict[str, Any]
     modules |= {name: OrthogonalRNN(1, HIDDEN, **row) for name, row in TRANSITIONS.items()}
     contestants = []
     for name, module in modules.items():
-        contestants.append(Contestant(name, forward_and_backward(module.to(device), sequence)))
-    timings = interleave(contestants, rounds=rounds, device=device)
+        contestants.append(
+            harness.Contestant(name, forward_and_backward(module.to(device), sequence))
+        )
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
     found = {}
     for name, module in modules.items():
         ratio = timings.ratio(name, FREE)
@@ -133,7 +128,7 @@ def measure_rnn(batch: int, rounds: int, device: torch.device) -> dict[str, Any]
     ]
     header = (f"N = {HIDDEN}, {STEPS} steps, batch {batch}", "ms", "over the free loop")
     header = (*header, "quartiles", "|Q'Q - I|", "error of outputs")
-    return {"contestants": found, "table": markdown_table(header, lines)}
+    return {"contestants": found, "table": harness.markdown_table(header, lines)}
 
 
 def ratio_quartiles(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -177,8 +172,8 @@ def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, An
     def call(function: Callable[..., Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad((function(*inputs) * weights).sum(), inputs)
 
-    contestants = [Contestant(name, call(function)) for name, function in functions.items()]
-    timings = interleave(contestants, rounds=rounds, device=device)
+    contestants = [harness.Contestant(name, call(function)) for name, function in functions.items()]
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
     with torch.no_grad():
         exact = delta_loop(*(part.double() for part in inputs))
         errors = {
@@ -203,7 +198,7 @@ def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, An
     ]
     header = (f"T = {TOKENS}, d = {SIZE}, {FACTORS} factors, batch {batch}", "ms")
     header = (*header, "times faster", "quartiles", "error", "error in float64")
-    return {"contestants": found, "table": markdown_table(header, lines)}
+    return {"contestants": found, "table": harness.markdown_table(header, lines)}
 
 
 ROWS: dict[str, tuple[Callable[[int, int, torch.device], dict[str, Any]], int]] = {
@@ -221,10 +216,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
-    parser.add_argument("--output", type=Path, default=RESULTS / "modules.json")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "modules.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    about = machine(arguments.device)
+    about = harness.machine(arguments.device)
     print(f"{about['processor']}, {arguments.threads} threads, on {about['device_name']}")
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
     began, results = time.perf_counter(), []
@@ -237,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{results[-1]['table']}", flush=True)
         tables = {result["row"]: result["table"] for result in results}
         content = {"machine": about, "settings": settings, "tables": tables, "results": results}
-        write_json(arguments.output, content)
+        harness.write_json(arguments.output, content)
     print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes in all.")
 
 

@@ -43,17 +43,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import stiefel_opt as so
-from benchmarks.common import figures
-from benchmarks.common.harness import (
-    RESULTS,
-    Contestant,
-    Timings,
-    interleave,
-    machine,
-    markdown_table,
-    step_memory,
-    write_json,
-)
+from benchmarks.common import figures, harness
 
 try:
     import geotorch
@@ -222,17 +212,19 @@ def measure(
             entries.append(entry)
     contestants = []
     for entry in entries:
-        contestants.append(Contestant(f"{entry.name}, forward", entry.forward, entry.prepare))
-        contestants.append(Contestant(f"{entry.name}, both", entry.both, entry.prepare))
+        contestants.append(
+            harness.Contestant(f"{entry.name}, forward", entry.forward, entry.prepare)
+        )
+        contestants.append(harness.Contestant(f"{entry.name}, both", entry.both, entry.prepare))
     if products is not None:
-        contestants.append(Contestant(PRODUCT, products))
-    timings = interleave(contestants, rounds=rounds, device=CPU, seconds=SECONDS)
+        contestants.append(harness.Contestant(PRODUCT, products))
+    timings = harness.interleave(contestants, rounds=rounds, device=CPU, seconds=SECONDS)
     for entry in entries:
         found = results[entry.name]
         found.forward = timings.median(f"{entry.name}, forward")
         found.both = timings.median(f"{entry.name}, both")
         found.rounds = rounds
-        found.memory = step_memory(entry.both, CPU, entry.prepare).peak
+        found.memory = harness.step_memory(entry.both, CPU, entry.prepare).peak
     for name, found in results.items():
         expected[name] = math.inf if found.both is None else 8.0 * found.both
     first = next(iter(builds))
@@ -251,7 +243,9 @@ def measure(
     }
 
 
-def ratio(timings: Timings, results: dict[str, Result], name: str, other: str) -> float | None:
+def ratio(
+    timings: harness.Timings, results: dict[str, Result], name: str, other: str
+) -> float | None:
     """Time of ``name`` over time of ``other``, forward and backward; inside rounds if it can be."""
     if f"{name}, both" in timings.seconds and f"{other}, both" in timings.seconds:
         return timings.ratio(f"{name}, both", f"{other}, both")
@@ -311,7 +305,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         times = {found["name"]: found["both"] for found in row["results"]}
         known = [times.get(name) for name in SQUARE]
         lines.append([row["row"], *("-" if t is None else f"{1e3 * t:.3g}" for t in known)])
-    return markdown_table(["ms, forward and backward", *SQUARE], lines)
+    return harness.markdown_table(["ms, forward and backward", *SQUARE], lines)
 
 
 def ratio_table(found: Iterable[Ratio]) -> str:
@@ -320,7 +314,7 @@ def ratio_table(found: Iterable[Ratio]) -> str:
         for what, measured, most in found
     ]
     header = ["ratio of times, forward and backward", "measured", "if products were all"]
-    return markdown_table(header, lines)
+    return harness.markdown_table(header, lines)
 
 
 def product_of(rows: int, columns: int) -> Callable[[], object]:
@@ -366,7 +360,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
-    parser.add_argument("--output", type=Path, default=RESULTS / "parametrizations.json")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "parametrizations.json")
     return parser.parse_args(argv)
 
 
@@ -376,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="geotorch")
-    about = machine(packages=("geotorch", "torch_householder"))
+    about = harness.machine(packages=("geotorch", "torch_householder"))
     print(f"{about['processor']}, {about['cores']} cores, {arguments.threads} thread(s)\n")
     rows: dict[str, dict[str, Any]] = {}
     if arguments.add and arguments.output.exists():
@@ -391,11 +385,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def store(rows: dict[str, dict[str, Any]], about: dict[str, Any], path: Path) -> None:
     """Write all rows so far with what follows from them."""
-    tables = {
-        "squares": summary(list(rows.values())),
-        "bars": ratio_table(ratios_of(rows)),
-    }
-    write_json(path, about | {"tables": tables, "rows": list(rows.values())})
+    tables = {"squares": summary(list(rows.values())), "bars": ratio_table(ratios_of(rows))}
+    harness.write_json(path, about | {"tables": tables, "rows": list(rows.values())})
 
 
 if __name__ == "__main__":

@@ -19,25 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.harness import (
-    RESULTS,
-    interleave,
-    machine,
-    markdown_table,
-    orthonormality_error,
-    write_json,
-)
-from benchmarks.speed.contestants import (
-    ADAM,
-    SGD,
-    SIX,
-    Row,
-    ours,
-    products,
-)
+from benchmarks.common import harness
+from benchmarks.speed.contestants import ADAM, SGD, SIX, Row, ours, products
 
 CPU = torch.device("cpu")
-PATH = RESULTS / "scale.json"
+PATH = harness.RESULTS / "scale.json"
 FAMILIES = {  # name: (parameters, matrices of each, n, m)
     "separate": ((1250, 1, 16, 16), (5000, 1, 16, 16), (20000, 1, 16, 16)),
     "batch": ((1, 1250, 16, 16), (1, 5000, 16, 16), (1, 20000, 16, 16)),
@@ -58,12 +44,12 @@ def times(size: tuple[int, int, int, int], rounds: int) -> dict[str, Any]:
     row = Row(label(size), *size)
     entries = list(ours(row, CPU))
     contestants = [*(entry.contestant for entry in entries), next(products(row, CPU))]
-    timings = interleave(contestants, rounds=rounds, device=CPU)
+    timings = harness.interleave(contestants, rounds=rounds, device=CPU)
     record: dict[str, Any] = {one.name: timings.summary(one.name) for one in contestants}
     for entry in entries:
         name = entry.contestant.name
         record[name]["over_six_products"] = timings.ratio(name, SIX)
-        record[name]["orthonormality_error"] = orthonormality_error(entry.matrices())
+        record[name]["orthonormality_error"] = harness.orthonormality_error(entry.matrices())
     return record
 
 
@@ -79,7 +65,7 @@ def table(rows: dict[str, Any]) -> str:
                 cells.append(f"{max(one['orthonormality_error'] for one in mine):.0e}")
                 lines.append([label(size), *cells])
     header = ("ms a step", SGD, ADAM, SIX, f"{SGD} / {SIX}", f"{ADAM} / {SIX}", "max abs(X'X - I)")
-    return markdown_table(header, lines)
+    return harness.markdown_table(header, lines)
 
 
 def main() -> None:
@@ -98,10 +84,10 @@ def main() -> None:
             found = {"times": times(size, options.rounds)}
             content["rows"].setdefault(key, {})[label(size)] = found
             print(label(size), "measured", flush=True)
-        content["runs"][key] = {"threads": options.threads, "machine": machine()}
+        content["runs"][key] = {"threads": options.threads, "machine": harness.machine()}
         content["tables"] = {"time": table(content["rows"])}
         if not options.smoke:
-            write_json(PATH, content)
+            harness.write_json(PATH, content)
     print(f"\n{content['tables']['time']}")
 
 

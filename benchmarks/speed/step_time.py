@@ -36,18 +36,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is
 
 import torch
 
-from benchmarks.common.harness import (
-    RESULTS,
-    Contestant,
-    StepMemory,
-    held_bytes,
-    interleave,
-    machine,
-    markdown_table,
-    orthonormality_error,
-    step_memory,
-    write_json,
-)
+from benchmarks.common import harness
 from benchmarks.speed.contestants import (
     ADAM,
     BETAS,
@@ -81,7 +70,7 @@ ROWS = (
 SETTLING = 30  # steps before the first timed one; 0.9^30 is 0.04
 
 
-def settle(contestant: Contestant) -> None:
+def settle(contestant: harness.Contestant) -> None:
     """Run until the velocity is that of the settled motion: first steps of Adam are 20 times it."""
     for _ in range(SETTLING):
         contestant.prepare()
@@ -89,7 +78,7 @@ def settle(contestant: Contestant) -> None:
 
 
 def measure(
-    row: Row, rounds: int, device: torch.device, memory: dict[str, StepMemory]
+    row: Row, rounds: int, device: torch.device, memory: dict[str, harness.StepMemory]
 ) -> dict[str, Any]:
     """Time one row and return all of it for the JSON file.
 
@@ -99,16 +88,16 @@ def measure(
     for entry in entries:
         settle(entry.contestant)
     contestants = [*(entry.contestant for entry in entries), *products(row, device)]
-    timings = interleave(contestants, rounds=rounds, device=device)
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
     size = row.matrices * row.n * row.m * torch.float32.itemsize
     for entry in entries if not memory else ():
         one = entry.contestant
-        memory[one.name] = step_memory(one.call, device, one.prepare)
-    errors = {e.contestant.name: orthonormality_error(e.matrices()) for e in entries}
+        memory[one.name] = harness.step_memory(one.call, device, one.prepare)
+    errors = {e.contestant.name: harness.orthonormality_error(e.matrices()) for e in entries}
     states = {}
     for entry in entries:
         gradients = [p.grad for p in entry.parameters if p.grad is not None]
-        held = held_bytes(entry.optimizer, [*entry.parameters, *gradients])
+        held = harness.held_bytes(entry.optimizer, [*entry.parameters, *gradients])
         states[entry.contestant.name] = held / size
     record = {}
     for contestant in contestants:
@@ -124,11 +113,7 @@ def measure(
             "state_over_parameters": states.get(name),
         }
         print(f"{row.label}, {name}: {record[name]['median_ms']:.3f} ms", flush=True)
-    return {
-        "label": row.label,
-        "threads": torch.get_num_threads(),
-        "contestants": record,
-    }
+    return {"label": row.label, "threads": torch.get_num_threads(), "contestants": record}
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
@@ -155,7 +140,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
         "the same, one parameter at a time",
         "error, ours / POGO", "temporaries, SGD / Adam",
     )  # fmt: skip
-    return markdown_table(header, lines)
+    return harness.markdown_table(header, lines)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -165,20 +150,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
     parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--output", type=Path, default=RESULTS / "step_time.json")
+    parser.add_argument("--output", type=Path, default=harness.RESULTS / "step_time.json")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the chosen rows, print and write."""
     arguments = parse(argv)
-    about = machine(arguments.device)
+    about = harness.machine(arguments.device)
     print(f"{about['processor']}, {about['cores']} cores, on {about['device_name']}; "
           + ", ".join(f"{key} {value}" for key, value in about["versions"].items()))  # fmt: skip
     print("Temporaries and state are multiples of the parameters' own size.")
     began = time.perf_counter()
     results = []
-    memory: dict[str, dict[str, StepMemory]] = {row.name: {} for row in ROWS}
+    memory: dict[str, dict[str, harness.StepMemory]] = {row.name: {} for row in ROWS}
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         for row in ROWS:
@@ -196,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, text in tables.items():
         print(f"\n{name}\n{text}")
     content = {"machine": about, "settings": settings, "tables": tables, "results": results}
-    write_json(arguments.output, content)
+    harness.write_json(arguments.output, content)
     print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes in all.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ PAPERS = Path(__file__).parents[2] / "benchmarks" / "papers"
 FILES = [  # of programs whose runs have a folder
     path
     for path in sorted(PAPERS.rglob("*.py"))
-    if "    add_flags(" in path.read_text(encoding="utf-8") or path.stem == "prw_pictures"
+    if re.search(r"^    (programs\.)?add_flags\(", path.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 PROGRAMS = [f"benchmarks.papers.{path.parent.name}.{path.stem}" for path in FILES]
 TASKS = {"copying": copying, "pixel_mnist": pixel_mnist}

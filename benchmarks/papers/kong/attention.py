@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.harness import markdown_table
-from benchmarks.common.programs import (
-    Help,
-    add_flags,
-    finish_flags,
-    run,
-    spread,
-    write_table,
-)
+from benchmarks.common.programs import Help, add_flags, finish_flags, run, spread, write_table
 from benchmarks.common.training import Record
 from benchmarks.papers.kong import orthogonal_vit
 

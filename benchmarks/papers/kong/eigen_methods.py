@@ -52,11 +52,7 @@ try:
         STIEFEL_SGD,
         Method,
     )
-    from benchmarks.papers.kong.eigen_costs import (
-        inner_iterations,
-        inner_table,
-        scaling,
-    )
+    from benchmarks.papers.kong.eigen_costs import inner_iterations, inner_table, scaling
     from benchmarks.papers.kong.eigen_problem import (
         TARGET,
         Limit,

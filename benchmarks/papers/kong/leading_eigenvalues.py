@@ -28,26 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import stiefel_opt as so
+from benchmarks.common import programs
 from benchmarks.common.harness import markdown_table, middle_and_range
-from benchmarks.common.programs import (
-    add_flags,
-    announce,
-    figures,
-    finish_flags,
-    listed,
-    plural,
-    require,
-    run,
-    write_table,
-)
-from benchmarks.papers.kong.eigen_problem import (
-    TARGET,
-    Limit,
-    Problem,
-    Run,
-    draw_problem,
-    optimize,
-)
+from benchmarks.papers.kong.eigen_problem import TARGET, Limit, Problem, Run, draw_problem, optimize
 
 MOMENTUM = 0.9
 GRID = (0.05, 0.1, 0.13, 0.15, 0.2, 0.3, 0.4)
@@ -89,7 +72,7 @@ def compete(
     problems: dict[Size, list[Problem]], rates: Sequence[float]
 ) -> tuple[dict[str, dict[Size, Runs]], dict[str, dict[Size, float]]]:
     """All runs by flow and size, and the chosen rate of each."""
-    tqdm = require("tqdm").tqdm
+    tqdm = programs.require("tqdm").tqdm
     runs: dict[str, dict[Size, Runs]] = {flow: {} for flow in FLOWS}
     chosen: dict[str, dict[Size, float]] = {flow: {} for flow in FLOWS}
     for flow in FLOWS:
@@ -136,14 +119,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Search, run, print the table and draw the iterations of every draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rates", type=float, nargs="+", default=GRID, help="the grid")
-    add_flags(parser, Path("runs") / "leading_eigenvalues", seeds=5)
+    programs.add_flags(parser, Path("runs") / "leading_eigenvalues", seeds=5)
     if parser.parse_known_args(argv)[0].smoke:
         parser.set_defaults(seeds=[1])
-    options = finish_flags(parser, parser.parse_args(argv))
+    options = programs.finish_flags(parser, parser.parse_args(argv))
     rates = " ".join(f"{rate:g}" for rate in options.rates)
-    draws = listed(options.seeds, "draw")
+    draws = programs.listed(options.seeds, "draw")
     what = f"StiefelSGD with isometric and published flows, {draws}, rates {rates}"
-    announce(options, what, 5 if options.smoke else 60 * len(options.seeds))
+    programs.announce(options, what, 5 if options.smoke else 60 * len(options.seeds))
     sizes = SMOKE_SIZES if options.smoke else SIZES
     problems = {
         size: [draw_problem(*size, number)[0] for number in options.seeds] for size in sizes
@@ -160,13 +143,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append([*row, f"{max(r.error for r in own):.1e}"])
             records.append(record(size, flow, lr, runs[flow][size]))
     header = ["Size", "Flows", "Rate", "Iterations", "Seconds", "Orthonormality"]
-    count = plural(len(options.seeds), "draw")
+    count = programs.plural(len(options.seeds), "draw")
     title = f"Leading eigenvalues, float64, momentum {MOMENTUM}, {count}"
     content = {"target": TARGET, "grid": list(options.rates), "results": records}
-    print("\n" + write_table(options.output, title, markdown_table(header, rows), content))
-    figures.leading_eigenvalues(options.output / "results.png")
+    print("\n" + programs.write_table(options.output, title, markdown_table(header, rows), content))
+    programs.figures.leading_eigenvalues(options.output / "results.png")
     print(f"Plot: {options.output / 'results.png'}")
 
 
 if __name__ == "__main__":
-    run(main)
+    programs.run(main)

@@ -23,40 +23,22 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import programs
 from benchmarks.common.harness import markdown_table
-from benchmarks.common.programs import (
-    Help,
-    Panel,
-    add_flags,
-    listed,
-    parsed,
-    run,
-    spread,
-    worst,
-    write_report,
-)
 from benchmarks.common.training import Record, Trainer, compare, rate_factor, train_all
-from benchmarks.papers.likhosherstov.cells import (
-    CELL_SETTINGS,
-    PAPER_CELLS,
-    TITLES,
-    SequenceModel,
-    add_cell_flags,
-    build_optimizer,
-    parse_cells,
-)
+from benchmarks.papers.likhosherstov import cells
 
 DIGITS = 10  # to be remembered
 SYMBOLS = 10  # 0 is the pause, 1 to 8 are digits, 9 asks for them
 TEST_SEQUENCES = 256
 GRID_LENGTH = 100  # T at which rates are compared
 INPUT_DEVIATION = math.sqrt(2 / SYMBOLS)
-SETTINGS = ["length", "epochs", "every", "batch_size", *CELL_SETTINGS]
+SETTINGS = ["length", "epochs", "every", "batch_size", *cells.CELL_SETTINGS]
 SMOKE = {"length": 2, "hidden": 8, "iterations": 6, "every": 2, "batch_size": 4, "cells": ["all"]}
 PRESETS = {
     "demo": {},
     "paper": {"length": 1000, "hidden": 190, "batch_size": 128, "iterations": 4000, "lr": 2e-4}
-    | {"transition_lr": 2e-5, "decay": "none", "cells": PAPER_CELLS},
+    | {"transition_lr": 2e-5, "decay": "none", "cells": cells.PAPER_CELLS},
 }
 Batch = tuple[Tensor, Tensor]
 
@@ -78,7 +60,7 @@ def baseline(length: int) -> float:
 class Copying:
     """Fresh sequences in every step; an epoch is ``every`` steps."""
 
-    def __init__(self, model: SequenceModel, options: Namespace) -> None:
+    def __init__(self, model: cells.SequenceModel, options: Namespace) -> None:
         self.model, self.options = model, options
         self.steps = options.every
         held_out = torch.Generator().manual_seed(2**31)
@@ -112,13 +94,13 @@ class Copying:
 
 def build_trainer(options: Namespace, title: str, seed: int) -> Trainer:
     """Everything one run needs; runs of one seed see the same sequences."""
-    name = TITLES[title]
+    name = cells.TITLES[title]
     options = at_rate(options, options.chosen.get(title))
     torch.manual_seed(seed)
-    model = SequenceModel(
+    model = cells.SequenceModel(
         name, SYMBOLS, SYMBOLS - 1, options, deviation=INPUT_DEVIATION, last=False
     ).to(options.device)
-    optimizer = build_optimizer(name, model, options.lr, options.transition_lr)
+    optimizer = cells.build_optimizer(name, model, options.lr, options.transition_lr)
     task = Copying(model, options)
     settings = {key: getattr(options, key) for key in SETTINGS} | {"cell": name, "seed": seed}
     path = options.output / "checkpoints" / f"{name}-{seed}.pt"
@@ -161,22 +143,26 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         last = [run["history"][-1] for run in runs]
         first = [steps_to_a_tenth(run) for run in runs]
         speed = [e["seconds"] / options.every for run in runs for e in run["history"]]
-        row = [title, spread([entry["of_baseline"] for entry in last], ".4f")]
-        row += [spread([100 * entry["digits_right"] for entry in last], ".1f")]
-        row += [spread(first, ".0f") if math.inf not in first else "not reached"]
+        row = [title, programs.spread([entry["of_baseline"] for entry in last], ".4f")]
+        row += [programs.spread([100 * entry["digits_right"] for entry in last], ".1f")]
+        row += [programs.spread(first, ".0f") if math.inf not in first else "not reached"]
         row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
-        rows.append([*row, worst([entry["orthonormality_error"] for entry in last])])
+        rows.append([*row, programs.worst([entry["orthonormality_error"] for entry in last])])
     title = (
         f"Copying task, T = {options.length}: {options.hidden} units, batch {options.batch_size}, "
         f"{options.epochs * options.every} steps"
     )
     levels = {"no memory": 1.0, "a tenth": 0.1}
     panels = [
-        Panel("of_baseline", "test loss / no-memory baseline", "Loss", "log", levels, "step"),
-        Panel("digits_right", "share of the ten digits", "Digits repeated rightly", x="step"),
+        programs.Panel(
+            "of_baseline", "test loss / no-memory baseline", "Loss", "log", levels, "step"
+        ),
+        programs.Panel(
+            "digits_right", "share of the ten digits", "Digits repeated rightly", x="step"
+        ),
     ]
     known = {"baseline": baseline(options.length), "grid": options.tried}
-    write_report(options, title, (header, rows), records, panels, **known)
+    programs.write_report(options, title, (header, rows), records, panels, **known)
 
 
 def steps_to_a_tenth(run: Record) -> float:
@@ -191,7 +177,7 @@ def steps_to_a_tenth(run: Record) -> float:
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     what = "Repeat ten digits after a pause of T steps."
-    parser = ArgumentParser(description=what, formatter_class=Help)
+    parser = ArgumentParser(description=what, formatter_class=programs.Help)
     add = parser.add_argument
     add("--length", type=int, default=30, help="T, the zeros between digits and question")
     add("--iterations", type=int, default=400, help="training steps")
@@ -199,13 +185,13 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--batch-size", type=int, default=128, help="sequences in a step")
     add("--grid", type=float, nargs="+", default=[], metavar="LR",
         help=f"first choose the rates of each cell from these, at T = {GRID_LENGTH}")  # fmt: skip
-    add_cell_flags(parser, hidden=64, start="henaff")
-    add_flags(parser, Path("runs/copying"), seeds=2)
-    options = parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)
+    cells.add_cell_flags(parser, hidden=64, start="henaff")
+    programs.add_flags(parser, Path("runs/copying"), seeds=2)
+    options = programs.parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)
     if options.length < 1 or options.iterations < options.every:
         parser.error("--length must be at least 1 and --iterations at least --every")
     options.epochs = options.iterations // options.every
-    options.methods = parse_cells(options.cells)
+    options.methods = cells.parse_cells(options.cells)
     options.tried, options.chosen = {}, {}
     return options
 
@@ -228,9 +214,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         partial(build_trainer, options),
         partial(report, options),
         f"Copying ten digits over T = {options.length} steps: {', '.join(options.methods)}; "
-        f"{options.epochs * options.every} steps each, {listed(options.seeds)}.",
+        f"{options.epochs * options.every} steps each, {programs.listed(options.seeds)}.",
     )
 
 
 if __name__ == "__main__":
-    run(main)
+    programs.run(main)

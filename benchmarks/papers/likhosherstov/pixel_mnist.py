@@ -24,37 +24,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import programs
 from benchmarks.common.classification import Classification, classification_trainer
 from benchmarks.common.images import Images, load_images
-from benchmarks.common.programs import (
-    Help,
-    Panel,
-    add_flags,
-    listed,
-    parsed,
-    run,
-    spread,
-    worst,
-    write_report,
-)
 from benchmarks.common.training import Record, Trainer, compare
-from benchmarks.papers.likhosherstov.cells import (
-    CELL_SETTINGS,
-    PAPER_CELLS,
-    TITLES,
-    SequenceModel,
-    add_cell_flags,
-    build_optimizer,
-    parse_cells,
-)
+from benchmarks.papers.likhosherstov import cells
 
 INPUT_DEVIATION = 0.14  # a sum over hundreds of steps begins near one
 SETTINGS = ["data", "limit", "side", "permuted", "epochs", "warmup", "batch_size", "smoothing"]
-SETTINGS += ["augment", *CELL_SETTINGS]
+SETTINGS += ["augment", *cells.CELL_SETTINGS]
 PRESETS = {
     "demo": {},
     "paper": {"data": "mnist", "hidden": 170, "batch_size": 128, "epochs": 70, "warmup": 0.0}
-    | {"lr": 7e-4, "transition_lr": 7e-5, "decay": "none", "cells": PAPER_CELLS},
+    | {"lr": 7e-4, "transition_lr": 7e-5, "decay": "none", "cells": cells.PAPER_CELLS},
 }
 SMOKE = {"hidden": 12, "epochs": 2, "limit": 64, "side": 4, "cells": ["cwy", "adam", "lstm"]}
 PERMUTATION_SEED = 92916  # any; one for all seeds, so that all runs have one task
@@ -63,7 +45,7 @@ PERMUTATION_SEED = 92916  # any; one for all seeds, so that all runs have one ta
 class PixelModel(nn.Module):
     """A sequence model over the pixels of images ``(batch, 1, side, side)``."""
 
-    def __init__(self, sequence: SequenceModel, order: Tensor) -> None:
+    def __init__(self, sequence: cells.SequenceModel, order: Tensor) -> None:
         super().__init__()
         self.sequence = sequence
         self.register_buffer("order", order)
@@ -91,9 +73,11 @@ def pooled(images: Images, side: int | None) -> Images:
 
 def build_trainer(options: Namespace, images: Images, title: str, seed: int) -> Trainer:
     """Everything one run needs; runs of one seed see the images in the same order."""
-    name = TITLES[title]
+    name = cells.TITLES[title]
     torch.manual_seed(seed)
-    sequence = SequenceModel(name, 1, images.classes, options, deviation=INPUT_DEVIATION, last=True)
+    sequence = cells.SequenceModel(
+        name, 1, images.classes, options, deviation=INPUT_DEVIATION, last=True
+    )
     order = torch.arange(images.train_images[0].numel())
     if options.permuted:
         shuffled = torch.Generator().manual_seed(PERMUTATION_SEED)
@@ -105,7 +89,7 @@ def build_trainer(options: Namespace, images: Images, title: str, seed: int) -> 
         return {"orthonormality_error": sequence.orthonormality_error()}
 
     task = Classification(model, images, settings, measure)
-    optimizer = build_optimizer(name, sequence, options.lr, options.transition_lr)
+    optimizer = cells.build_optimizer(name, sequence, options.lr, options.transition_lr)
     path = options.output / "checkpoints" / f"{name}-{seed}.pt"
     return classification_trainer(task, optimizer, settings, path)
 
@@ -117,10 +101,10 @@ def report(options: Namespace, images: Images, records: Mapping[str, Sequence[Re
     for title, runs in records.items():
         last = [run["history"][-1] for run in runs]
         speed = [options.batch_size / e["images_per_second"] for r in runs for e in r["history"]]
-        row = [title, spread([100 - entry["test_error"] for entry in last], ".2f")]
-        row += [spread([100 * entry["train_accuracy"] for entry in last], ".2f")]
+        row = [title, programs.spread([100 - entry["test_error"] for entry in last], ".2f")]
+        row += [programs.spread([100 * entry["train_accuracy"] for entry in last], ".2f")]
         row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
-        rows.append([*row, worst([entry["orthonormality_error"] for entry in last])])
+        rows.append([*row, programs.worst([entry["orthonormality_error"] for entry in last])])
     side = images.train_images.size(-1)
     title = (
         f"{'Permuted pixels' if options.permuted else 'Pixels'} of {options.data}, "
@@ -128,15 +112,17 @@ def report(options: Namespace, images: Images, records: Mapping[str, Sequence[Re
         f"{options.epochs} epochs of {len(images.train_images):,} images"
     )
     panels = [
-        Panel("test_error", "test error (%)", "Test error", "log", {"95 % accuracy": 5.0}),
-        Panel("train_loss", "cross entropy", "Training loss", "log"),
+        programs.Panel("test_error", "test error (%)", "Test error", "log", {"95 % accuracy": 5.0}),
+        programs.Panel("train_loss", "cross entropy", "Training loss", "log"),
     ]
-    write_report(options, title, ([*header, "Orthonormality"], rows), records, panels)
+    programs.write_report(options, title, ([*header, "Orthonormality"], rows), records, panels)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
-    parser = ArgumentParser(description="Classify digits pixel by pixel.", formatter_class=Help)
+    parser = ArgumentParser(
+        description="Classify digits pixel by pixel.", formatter_class=programs.Help
+    )
     add = parser.add_argument
     add("--data", choices=["digits", "mnist"], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of MNIST")
@@ -147,12 +133,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--warmup", type=float, default=0.5, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
     parser.set_defaults(smoothing=0.0, augment="none")
-    add_cell_flags(parser, hidden=64, start="helfrich")
-    add_flags(parser, Path("runs/pixel_mnist"), seeds=2)
-    options = parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)
+    cells.add_cell_flags(parser, hidden=64, start="helfrich")
+    programs.add_flags(parser, Path("runs/pixel_mnist"), seeds=2)
+    options = programs.parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)
     if options.epochs < 1:
         parser.error("--epochs must be at least 1, got 0")
-    options.methods = parse_cells(options.cells)
+    options.methods = cells.parse_cells(options.cells)
     return options
 
 
@@ -171,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         partial(build_trainer, options, images),
         partial(report, options, images),
         f"{len(images.train_images):,} images of {options.data} in {steps} pixels, one a step: "
-        f"{', '.join(options.methods)}; {options.epochs} epochs each, {listed(options.seeds)}.",
+        f"{', '.join(options.methods)}; {options.epochs} epochs, {programs.listed(options.seeds)}.",
     )
 
 
 if __name__ == "__main__":
-    run(main)
+    programs.run(main)

@@ -29,27 +29,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import stiefel_opt as so
-from benchmarks.common.programs import (
-    Help,
-    Panel,
-    add_flags,
-    parsed,
-    run,
-    spread,
-    write_report,
-)
+from benchmarks.common.programs import Help, Panel, add_flags, parsed, run, spread, write_report
 from benchmarks.common.training import Record, Trainer, compare
+from benchmarks.papers.likhosherstov import phrases
 from benchmarks.papers.likhosherstov.cells import Both
-from benchmarks.papers.likhosherstov.phrases import (
-    PAD,
-    START,
-    Pair,
-    encode,
-    generated_pairs,
-    read_pairs,
-    split,
-    vocabulary,
-)
 from benchmarks.papers.likhosherstov.translator import FREE, MAPS, Translator
 
 RULES = {"StiefelAdam": partial(so.StiefelAdam, radius=1.0), "ProjectedRGD": so.ProjectedRGD}
@@ -75,8 +58,8 @@ Batch = tuple[Tensor, Tensor]
 class Corpus(NamedTuple):
     """Pairs and the numbers of their words."""
 
-    train: list[Pair]
-    test: list[Pair]
+    train: list[phrases.Pair]
+    test: list[phrases.Pair]
     sources: dict[str, int]
     targets: dict[str, int]
 
@@ -84,13 +67,13 @@ class Corpus(NamedTuple):
 def load_corpus(options: Namespace) -> Corpus:
     """The generated phrases or the file; the words are those of the training pairs."""
     if options.pairs is None:
-        pairs = generated_pairs(options.limit or 4000)
+        pairs = phrases.generated_pairs(options.limit or 4000)
     else:
-        pairs = read_pairs(Path(options.pairs), options.longest)
+        pairs = phrases.read_pairs(Path(options.pairs), options.longest)
         random.Random(0).shuffle(pairs)
         pairs = pairs[: options.limit]
-    train, test = split(pairs)
-    sides = [vocabulary(side, options.fewest) for side in zip(*train, strict=True)]
+    train, test = phrases.split(pairs)
+    sides = [phrases.vocabulary(side, options.fewest) for side in zip(*train, strict=True)]
     return Corpus(train, test, *sides)
 
 
@@ -107,15 +90,17 @@ class Translation:
                 f"{options.batch_size}"
             )
 
-    def encoded(self, pairs: Sequence[Pair]) -> list[Batch]:
+    def encoded(self, pairs: Sequence[phrases.Pair]) -> list[Batch]:
         numbers = (self.corpus.sources, self.corpus.targets)
         return [
-            tuple(torch.tensor(encode(s, n)) for s, n in zip(pair, numbers, strict=True))
+            tuple(torch.tensor(phrases.encode(s, n)) for s, n in zip(pair, numbers, strict=True))
             for pair in pairs
         ]
 
     def padded(self, pairs: Sequence[Batch]) -> Batch:
-        return tuple(pad_sequence(side, padding_value=PAD) for side in zip(*pairs, strict=True))
+        return tuple(
+            pad_sequence(side, padding_value=phrases.PAD) for side in zip(*pairs, strict=True)
+        )
 
     def batches(self, generator: torch.Generator) -> Iterator[Batch]:
         order = torch.randperm(len(self.numbers["train"]), generator=generator).tolist()
@@ -127,8 +112,8 @@ class Translation:
     def sums(self, batch: Batch) -> tuple[Tensor, int]:
         """Cross entropy of all target words together, and their number."""
         source, target = (side.to(self.options.device) for side in batch)
-        begun = torch.cat([torch.full_like(target[:1], START), target[:-1]])
-        words = target != PAD
+        begun = torch.cat([torch.full_like(target[:1], phrases.START), target[:-1]])
+        words = target != phrases.PAD
         logits = self.model(source, begun, words)
         return nn.functional.cross_entropy(logits, target[words], reduction="sum"), len(logits)
 

@@ -36,46 +36,32 @@ import torch
 from torch import Tensor
 
 import stiefel_opt as so
-from benchmarks.common.programs import (
-    Help,
-    Panel,
-    add_flags,
-    parsed,
-    run,
-    spread,
-    worst,
-    write_report,
-)
+from benchmarks.common import programs
 from benchmarks.common.training import Record, Trainer, compare
+from benchmarks.papers.likhosherstov import video_units
 from benchmarks.papers.likhosherstov.cells import Both
-from benchmarks.papers.likhosherstov.video_units import (
-    ACTIONS,
-    Method,
-    Predictor,
-    live_bytes,
-    load_clips,
-    plot_strip,
-)
 
 
-def descent(metric: str, retraction: str) -> Method:
-    return Method("tagged", partial(so.ProjectedRGD, metric=metric, retraction=retraction))
+def descent(metric: str, retraction: str) -> video_units.Method:
+    return video_units.Method(
+        "tagged", partial(so.ProjectedRGD, metric=metric, retraction=retraction)
+    )
 
 
 METHODS = {
-    "T-CWY": Method("tcwy"),
-    "OWN": Method("own"),
-    "StiefelAdam": Method("tagged", partial(so.StiefelAdam, radius=1.0)),
-    "StiefelSGD": Method("tagged", partial(so.StiefelSGD, momentum=0.9)),
+    "T-CWY": video_units.Method("tcwy"),
+    "OWN": video_units.Method("own"),
+    "StiefelAdam": video_units.Method("tagged", partial(so.StiefelAdam, radius=1.0)),
+    "StiefelSGD": video_units.Method("tagged", partial(so.StiefelSGD, momentum=0.9)),
     "RGD-C-C": descent("canonical", "cayley"),
     "RGD-E-C": descent("euclidean", "cayley"),
     "RGD-C-QR": descent("canonical", "qr"),
     "RGD-E-QR": descent("euclidean", "qr"),
-    "Cayley Adam": Method("tagged", so.CayleyAdam),
-    "Glorot start": Method(start="glorot"),
-    "Orthogonal start": Method(start="orthogonal"),
-    "Zero kernel": Method(start="zero"),
-    "ConvLSTM": Method(start="lstm"),
+    "Cayley Adam": video_units.Method("tagged", so.CayleyAdam),
+    "Glorot start": video_units.Method(start="glorot"),
+    "Orthogonal start": video_units.Method(start="orthogonal"),
+    "Zero kernel": video_units.Method(start="zero"),
+    "ConvLSTM": video_units.Method(start="lstm"),
 }
 # Millions of parameters in the paper's table 4, whose layers are not all given.
 PUBLISHED = {"ConvLSTM": "3.26", "Zero kernel": "-", "StiefelAdam": "-", "StiefelSGD": "-"}
@@ -96,7 +82,9 @@ SMOKE |= {"methods": ["T-CWY", "RGD-C-QR", "ConvLSTM"]}
 class Prediction:
     """Summed absolute error of every predicted frame, as in the paper."""
 
-    def __init__(self, model: Predictor, clips: Mapping[str, Any], options: Namespace) -> None:
+    def __init__(
+        self, model: video_units.Predictor, clips: Mapping[str, Any], options: Namespace
+    ) -> None:
         self.model, self.clips, self.options = model, clips, options
         self.steps = options.steps
 
@@ -130,7 +118,7 @@ def build_trainer(options: Namespace, clips: Mapping[str, Any], title: str, seed
     """Everything one run needs; runs of one seed see the same clips."""
     method = METHODS[title]
     torch.manual_seed(seed)
-    model = Predictor(method, options.channels, options.first_stride).to(options.device)
+    model = video_units.Predictor(method, options.channels, options.first_stride).to(options.device)
     free = [p for p in model.parameters() if p.requires_grad]
     optimizer: torch.optim.Optimizer
     if method.rule is None:
@@ -173,13 +161,13 @@ def report(
     for title, runs in records.items():
         if title not in options.memory:
             build = partial(build_trainer, options, clips, title, 0)
-            options.memory[title] = live_bytes(build)
-        row = [title, spread([best(run)["test"] for run in runs], ".1f")]
+            options.memory[title] = video_units.live_bytes(build)
+        row = [title, programs.spread([best(run)["test"] for run in runs], ".1f")]
         row += [f"{runs[0]['parameters']:,}", PUBLISHED.get(title, "0.72")]
         row.append(f"{options.memory[title] / 2**20:.1f}")
         seconds = [entry["seconds"] / options.steps for run in runs for entry in run["history"]]
         row.append(f"{1000 * statistics.median(seconds):.0f}")
-        rows.append([*row, worst([best(run)["orthonormality_error"] for run in runs])])
+        rows.append([*row, programs.worst([best(run)["orthonormality_error"] for run in runs])])
     rows.append(["last frame again", f"{still:.1f}", "0", "-", "-", "-", "-"])
     header = ["Recurrent unit", "Test l1 a frame", "Parameters", "Published, c = 32, millions"]
     header += ["MiB a step", "ms a step"]
@@ -188,10 +176,10 @@ def report(
         f"{options.frames} frames, c = {options.channels}, {options.epochs * options.steps} steps "
         f"of {options.batch_size} clips"
     )
-    panels = [Panel("valid", "l1 a frame, validation", levels={"last frame again": still})]
+    panels = [programs.Panel("valid", "l1 a frame, validation", levels={"last frame again": still})]
     short = f"Next frame of {options.data}, {options.side} x {options.side} pixels"
     table = ([*header, "Orthonormality"], rows)
-    write_report(options, title, table, records, panels, short, last_frame=still)
+    programs.write_report(options, title, table, records, panels, short, last_frame=still)
     if all(len(records.get(name, [])) == len(options.seeds) for name in options.methods):
         draw_strip(options, clips, records)  # takes seconds: once, at the end
 
@@ -207,13 +195,13 @@ def draw_strip(
         trainer = build_trainer(options, clips, title, options.seeds[0])
         trainer.resume()
         rows[title] = trainer.task.errors(clip)[1][:, 0].cpu()  # type: ignore[attr-defined]
-    plot_strip(options.output / "strip.png", rows)
+    video_units.plot_strip(options.output / "strip.png", rows)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     what = "Predict the next frame with ConvNERU and ConvLSTM."
-    parser = ArgumentParser(description=what, formatter_class=Help)
+    parser = ArgumentParser(description=what, formatter_class=programs.Help)
     add = parser.add_argument
     add("--data", choices=["digits", "mnist", "kth"], default="digits",
         help="digits needs no files")  # fmt: skip
@@ -228,12 +216,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--batch-size", type=int, default=8, help="clips in a step")
     add("--lr", type=float, default=3e-3, help="of Adam, StiefelAdam and Cayley Adam")
     add("--sgd-lr", type=float, default=0.1, help="of StiefelSGD and RGD")
-    add("--action", choices=ACTIONS, default="walking", help="of kth")
+    add("--action", choices=video_units.ACTIONS, default="walking", help="of kth")
     add("--first-stride", type=int, choices=[1, 2], default=1, help="of the first convolution")
     add("--summed", action="store_true", help="a loss that is not divided by the pixels")
     add("--clip", type=float, default=1.0, help="norm of the gradients; 0: as it is")
-    add_flags(parser, Path("runs/video"))
-    options = parsed(parser, argv, SMOKE, PRESETS)
+    programs.add_flags(parser, Path("runs/video"))
+    options = programs.parsed(parser, argv, SMOKE, PRESETS)
     if options.side % 8 or options.frames < 2 or min(options.epochs, options.steps) < 1:
         parser.error("--side must be a multiple of 8, --frames 2, --epochs and --steps 1 or more")
     options.methods = list(METHODS) if "all" in options.methods else options.methods
@@ -244,11 +232,11 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train every method with every seed; print the table and where the pictures are."""
     options = parse_arguments(argv)
-    clips = load_clips(options)  # and the steps of an epoch, for kth
+    clips = video_units.load_clips(options)  # and the steps of an epoch, for kth
     build = partial(build_trainer, options, clips)
     what = f"Next frames of {options.data}: {', '.join(options.methods)}; {options.epochs} epochs."
     compare(options, options.methods, build, partial(report, options, clips), what)
 
 
 if __name__ == "__main__":
-    run(main)
+    programs.run(main)

@@ -26,19 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import programs
 from benchmarks.common.harness import markdown_table
-from benchmarks.common.programs import (
-    Help,
-    add_flags,
-    figures,
-    listed,
-    parsed,
-    plural,
-    require,
-    run,
-    spread,
-    write_table,
-)
 from benchmarks.common.training import Record, Trainer, compare, rate_factor
 from stiefel_opt.nn import DeltaProduct
 
@@ -189,33 +178,33 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         cells = []
         for factors in options.factors:
             runs = records.get(f"{task} n_h={factors}", [])
-            cells.append(spread(final(runs), ".1f") if runs else "-")
+            cells.append(programs.spread(final(runs), ".1f") if runs else "-")
         elements = len(multiplication_table(THINGS[task]))
         rows.append([task, str(elements), str(THEORY[task]), *cells])
     title = (
         f"Accuracy in % at {LONGER} times the trained length {options.length}, mean (range) over "
-        f"seeds {', '.join(map(str, options.seeds))}; {plural(options.layers, 'layer')}, at most "
-        f"{options.epochs * options.every} steps"
+        f"seeds {', '.join(map(str, options.seeds))}; "
+        f"{programs.plural(options.layers, 'layer')}, at most {options.epochs * options.every} steps"
     )
     runs = [run for group in records.values() for run in group]
-    write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
+    programs.write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
     draw_accuracies(options, records)
 
 
 def draw_accuracies(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
     """A map of the accuracies, tasks by factors, with the theory's number framed."""
-    require("matplotlib")
+    programs.require("matplotlib")
     runs = [run for group in records.values() for run in group]
     lengths = (options.length, LONGER * options.length)
     theory = {task: THEORY[task] for task in options.tasks}
     path = options.output / "accuracy.png"
-    figures.accuracies(path, runs, options.factors, lengths, theory)
+    programs.figures.accuracies(path, runs, options.factors, lengths, theory)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     """Flags over the smoke sizes over defaults."""
     what = "Word problems of groups, by products of Householder factors."
-    parser = ArgumentParser(description=what, formatter_class=Help)
+    parser = ArgumentParser(description=what, formatter_class=programs.Help)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=[*THINGS, "all"], default=["parity", "S3"],
         help="groups whose products are to be followed")  # fmt: skip
@@ -235,8 +224,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
         help="deviation of the noise on what is read; by default 1, for S5 0.3",
     )
     add("--writes", action="store_true", help="also let tokens write to the state")
-    add_flags(parser, Path("runs/state_tracking"), seeds=1)
-    options = parsed(parser, argv, SMOKE)
+    programs.add_flags(parser, Path("runs/state_tracking"), seeds=1)
+    options = programs.parsed(parser, argv, SMOKE)
     if options.length < 1 or options.iterations < options.every or min(options.factors) < 1:
         parser.error("--length and --factors must be at least 1, --iterations at least --every")
     options.tasks = list(THINGS) if "all" in options.tasks else options.tasks
@@ -257,10 +246,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     what = (
         f"Word problems of {', '.join(options.tasks)} with {options.factors} factors: at most "
-        f"{options.epochs * options.every} steps each, fewer once solved, {listed(options.seeds)}."
+        f"{options.epochs * options.every} steps, fewer once solved, {programs.listed(options.seeds)}."
     )
     compare(options, titles, build, partial(report, options), what, longest)
 
 
 if __name__ == "__main__":
-    run(main)
+    programs.run(main)
