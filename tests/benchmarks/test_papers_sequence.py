@@ -64,7 +64,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(program, tmp_path) -> None:
     options = program.parse_arguments(arguments)
     options.epochs = 2
     data = {
-        video: lambda: (video.load_clips(options),),
+        video: lambda: (video_units.load_clips(options),),
         translation: lambda: (translation.load_corpus(options),),
         state_tracking: lambda: (),
     }[program]()
@@ -157,7 +157,7 @@ def test_digits_move_steadily_and_bounce() -> None:
 @pytest.mark.parametrize("title", ["T-CWY", "ConvLSTM"])
 def test_predictions_know_only_the_past(title) -> None:
     torch.manual_seed(0)
-    model = video.Predictor(video.METHODS[title], 2)
+    model = video_units.Predictor(video.METHODS[title], 2)
     frames = torch.rand(5, 2, 16, 16, requires_grad=True)
     predicted = model(frames)
     assert predicted.shape == frames.shape
@@ -170,13 +170,13 @@ def test_predictions_know_only_the_past(title) -> None:
 
 def test_the_zero_kernel_sees_one_frame_and_every_other_stays_on_the_manifold() -> None:
     torch.manual_seed(0)
-    model = video.Predictor(video.METHODS["Zero kernel"], 2)
+    model = video_units.Predictor(video.METHODS["Zero kernel"], 2)
     frames = torch.rand(3, 1, 16, 16, requires_grad=True)
     model(frames)[2].sum().backward()
     assert (frames.grad[:2] == 0).all()
     for title, method in video.METHODS.items():
         if method.transition is not None:
-            error = video.Predictor(method, 2).orthonormality_error()
+            error = video_units.Predictor(method, 2).orthonormality_error()
             assert error < 1e-5, title
 
 
@@ -206,7 +206,7 @@ def test_kth_is_whole_sequences_of_one_action_split_by_person(tmp_path) -> None:
 
 def test_what_follows_a_shorter_sequence_counts_for_nothing() -> None:
     options = video.parse_arguments(["--preset", "paper", "--side", "16", "--channels", "2"])
-    model = video.Predictor(video.METHODS["T-CWY"], 2, first_stride=2)
+    model = video_units.Predictor(video.METHODS["T-CWY"], 2, first_stride=2)
     task = video.Prediction(model, {}, options)
     long, short = torch.rand(9, 1, 16, 16), torch.rand(5, 1, 16, 16)
     both = torch.cat([long, torch.cat([short, torch.full((4, 1, 16, 16), -1.0)])], dim=1)
@@ -217,7 +217,7 @@ def test_what_follows_a_shorter_sequence_counts_for_nothing() -> None:
 
 def test_the_paper_preset_has_units_of_the_papers_sizes() -> None:
     options = video.parse_arguments(["--preset", "paper"])
-    model = video.Predictor(video.METHODS["T-CWY"], options.channels, options.first_stride)
+    model = video_units.Predictor(video.METHODS["T-CWY"], options.channels, options.first_stride)
     sizes = []
     for unit in model.recurrent:
         unit.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape[2:])))

@@ -183,8 +183,9 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         rows.append([task, str(elements), str(THEORY[task]), *cells])
     title = (
         f"Accuracy in % at {LONGER} times the trained length {options.length}, mean (range) over "
-        f"seeds {', '.join(map(str, options.seeds))}; "
-        f"{programs.plural(options.layers, 'layer')}, at most {options.epochs * options.every} steps"
+        f"seeds {', '.join(map(str, options.seeds))}"
+        f"; {programs.plural(options.layers, 'layer')}, "
+        f"at most {options.epochs * options.every} steps"
     )
     runs = [run for group in records.values() for run in group]
     programs.write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
@@ -246,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     what = (
         f"Word problems of {', '.join(options.tasks)} with {options.factors} factors: at most "
-        f"{options.epochs * options.every} steps, fewer once solved, {programs.listed(options.seeds)}."
+        f"{options.epochs * options.every} steps, fewer if solved, {programs.listed(options.seeds)}."
     )
     compare(options, titles, build, partial(report, options), what, longest)
 
