@@ -53,7 +53,7 @@ def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(*patterns: str) -> set[str]:
-    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    found = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
     assert found
     return {path.relative_to(ROOT).as_posix() for path in found}
 
@@ -62,6 +62,7 @@ def test_archive_holds_what_the_tests_read(archive: Path) -> None:
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     scripts = files("*/*.py", "stiefel_opt/**/*.py", "benchmarks/**/*.py", "tests/**/*.py")
+    scripts |= files(".github/**/*.*", ".readthedocs.yaml", "conda/**/*.yaml", "examples/*.ipynb")
     assert scripts | files("[!.]*.*", "Makefile", "docs/**/*.md", "benchmarks/results/*") <= names
     assert not [name for name in names if re.search(r"(^|/)(\.venv|__pycache__|build|runs)/", name)]
 
