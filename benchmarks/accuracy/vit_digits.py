@@ -204,10 +204,11 @@ class Runs:
         return sorted(has, key=lambda setting: (self.mean(method, setting, seeds), setting))
 
 
-def everything(runs: Runs) -> None:
+def everything(runs: Runs, wanted: Sequence[str]) -> None:
     """The grid, what lies beyond its ends, and the seeds that are reported; the control last."""
     grid = [Setting(*values) for values in itertools.product(RATES, DECAYS, DROPOUTS)]
-    for methods in ((FREE, TAGGED), (CONTROL,)):
+    for group in ((FREE, TAGGED), (CONTROL,)):
+        methods = [method for method in group if method in wanted]
         for method in methods:
             runs.run(method, grid, CHOOSING[:1])
         for method in methods:
@@ -272,12 +273,13 @@ def grid_table(runs: Runs) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", type=Path, default=Path("runs") / "vit_digits.jsonl")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--tables", action="store_true", help="only write what has been run")
     parser.add_argument("--output", type=Path, default=RESULTS / "vit_digits.json")
     options = parser.parse_args(argv)
     runs = Runs(options.store)
     if not options.tables:
-        everything(runs)
+        everything(runs, options.methods)
     found = summary(runs)
     tables = {"ten seeds": table(found), "the choice": grid_table(runs)}
     content = {

@@ -4,7 +4,9 @@ Every python block is executed, in a namespace of its own. A block of text that 
 it prints, but for the digits that rounding and the draw decide. Tables: `test_publish.py`.
 """
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,19 @@ def test_it_is_read_in_two_minutes() -> None:
 def test_there_is_something_to_run() -> None:
     assert README.count("```python") == len(BLOCKS) == 7
     assert README.count("```text") == sum(block.values[2] is not None for block in BLOCKS) > 0
+
+
+def test_it_says_what_the_demo_printed() -> None:
+    for package in ("matplotlib", "sklearn", "tqdm"):
+        pytest.importorskip(package)
+    from examples import demo
+
+    path = ROOT / "benchmarks" / "results" / "demo.json"
+    measured = json.loads(path.read_text(encoding="utf-8"))
+    text = " ".join(README.split())
+    assert demo.sentence(measured["errors"]) in text
+    ratio = statistics.median(demo.faster(measured["seconds"]))
+    assert f"{ratio:.1f} times faster than torch's parametrization" in text
 
 
 @pytest.mark.parametrize(("line", "code", "printed"), BLOCKS)
