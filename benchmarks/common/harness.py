@@ -18,7 +18,7 @@ import platform
 import re
 import statistics
 import time
-import types
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,22 +58,36 @@ class Timings:
     def median(self, name: str) -> float:
         return float(np.median(self.seconds[name]))
 
-    def quartiles(self, name: str) -> tuple[float, float]:
-        low, high = np.percentile(self.seconds[name], (25.0, 75.0))
-        return float(low), float(high)
-
     def ratio(self, name: str, other: str) -> float:
         """Median over the rounds of time(name) / time(other), both of the same round."""
-        pairs = zip(self.seconds[name], self.seconds[other], strict=True)
-        return float(np.median([mine / theirs for mine, theirs in pairs]))
+        return float(np.median(np.divide(self.seconds[name], self.seconds[other])))
+
+    def ratio_quartiles(self, name: str, other: str) -> list[float]:
+        ratios = np.divide(self.seconds[name], self.seconds[other])
+        return [float(quartile) for quartile in np.percentile(ratios, (25.0, 75.0))]
 
     def summary(self, name: str) -> dict[str, Any]:
-        low, high = self.quartiles(name)
+        low, high = np.percentile(self.seconds[name], (25.0, 75.0))
         return {
             "median_ms": 1e3 * self.median(name),
-            "quartiles_ms": [1e3 * low, 1e3 * high],
+            "quartiles_ms": [1e3 * float(low), 1e3 * float(high)],
             "rounds_ms": [float(f"{1e3 * seconds:.4g}") for seconds in self.seconds[name]],
         }
+
+
+def flags(
+    document: str | None, name: str, rounds: int, threads: int | list[int] = 1
+) -> ArgumentParser:
+    """The flags that programs of timings share; ``name`` is that of the file of results."""
+    parser = ArgumentParser(description=(document or "").splitlines()[0])
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="interleaved, by default %(default)s"
+    )
+    several = "+" if isinstance(threads, list) else None
+    parser.add_argument("--threads", type=int, nargs=several, default=threads)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
+    return parser
 
 
 def synchronize(device: torch.device) -> None:
@@ -186,49 +200,6 @@ def step_memory(
     return StepMemory(peak, live)
 
 
-def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last address of the storage of ``tensor``."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-
-
-def held_bytes(owner: object, excluded: Sequence[torch.Tensor]) -> int:
-    """Bytes of memory behind all tensors that ``owner`` reaches, without that of ``excluded``.
-
-    Walks attributes, dicts, lists, tuples and sets, so that buffers an optimizer keeps outside its
-    ``state`` are seen too. Counted is the union of address ranges: storages may overlap.
-    """
-    ranges: list[tuple[int, int]] = []
-    seen: set[int] = set()
-    waiting: list[object] = [owner]
-    while waiting:
-        item = waiting.pop()
-        if id(item) in seen or isinstance(item, (type, str, bytes, types.ModuleType)):
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            ranges.append(memory_range(item))
-        elif isinstance(item, Mapping):
-            waiting.extend(item.values())
-        elif isinstance(item, (list, tuple, set, frozenset)):
-            waiting.extend(item)
-        elif not callable(item) or isinstance(item, torch.optim.Optimizer):
-            waiting.extend(getattr(item, "__dict__", {}).values())
-            slots = (name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ()))
-            waiting.extend(getattr(item, name, None) for name in slots)
-    outside = [memory_range(tensor) for tensor in excluded]
-    return union_length(ranges + outside) - union_length(outside)
-
-
-def union_length(ranges: Sequence[tuple[int, int]]) -> int:
-    """Total length of the union of half-open ranges."""
-    total = reached = 0
-    for low, high in sorted(ranges):
-        total += max(0, high - max(low, reached))
-        reached = max(reached, high)
-    return total
-
-
 def orthonormality_error(matrices: torch.Tensor) -> float:
     """max |X'X - I| over float64 copies, computed here and not by any contestant."""
     gram = matrices.mT @ matrices
@@ -238,10 +209,8 @@ def orthonormality_error(matrices: torch.Tensor) -> float:
 
 def processor_name() -> str:
     """The processor's model as the system calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
@@ -320,18 +289,10 @@ def middle_and_range(values: Sequence[float], form: str) -> str:
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns also line up in a terminal; the first column is text."""
-    table = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    lines = []
-    for number, row in enumerate(table):
-        cells = [
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-        if number == 0:
-            rule = [
-                "-" * (width + 1) + (":" if index else "-") for index, width in enumerate(widths)
-            ]
-            lines.append("|" + "|".join(rule) + "|")
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(header, *rows, strict=True))
+    rule = "|".join(["-" * (first + 2), *("-" * (width + 1) + ":" for width in others)])
+    lines = [
+        " | ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)])
+        for row in (header, *rows)
+    ]
+    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])

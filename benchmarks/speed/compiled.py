@@ -12,12 +12,10 @@ and takes rounding out in every step.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,8 +38,9 @@ def compiled(entry: Entry) -> tuple[harness.Contestant, float]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Profiler record function")
         step()
-    seconds = time.perf_counter() - began
-    return harness.Contestant("compiled", step, entry.contestant.prepare), seconds
+    return harness.Contestant(
+        "compiled", step, entry.contestant.prepare
+    ), time.perf_counter() - began
 
 
 def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str, Any]:
@@ -54,46 +53,34 @@ def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str,
     step, seconds = compiled(graph)
     plain = harness.Contestant("eager", eager.contestant.call, eager.contestant.prepare)
     timings = harness.interleave([plain, step], rounds=rounds, device=device)
-    gain = timings.ratio("eager", "compiled")
     saved = timings.median("eager") - timings.median("compiled")
     return {
-        "row": row.label,
-        "optimizer": name,
-        "eager": timings.summary("eager"),
-        "compiled": timings.summary("compiled"),
-        "gain": gain,
-        "compile_seconds": seconds,
+        "row": row.label, "optimizer": name,
+        "eager": timings.summary("eager"), "compiled": timings.summary("compiled"),
+        "gain": timings.ratio("eager", "compiled"), "compile_seconds": seconds,
         "steps_to_pay_back": seconds / saved if saved > 0 else math.inf,
         "errors": [harness.orthonormality_error(entry.matrices()) for entry in (eager, graph)],
-    }
+    }  # fmt: skip
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    header = (
-        "one step", "optimizer", "eager ms", "compiled ms", "eager / compiled",
-        "seconds to compile", "steps to pay back", "error, eager / compiled",
-    )  # fmt: skip
+    header = ("one step", "optimizer", "eager ms", "compiled ms", "eager / compiled")
+    header = (*header, "seconds to compile", "steps to pay back", "error, eager / compiled")
     rows = []
     for found in results:
         steps = found["steps_to_pay_back"]
-        rows.append([
-            found["row"], found["optimizer"],
-            *(f"{found[kind]['median_ms']:.2f}" for kind in ("eager", "compiled")),
-            f"{found['gain']:.2f}", f"{found['compile_seconds']:.0f}",
-            f"{steps:,.0f}" if math.isfinite(steps) else "never",
-            " / ".join(f"{error:.0e}" for error in found["errors"]),
-        ])  # fmt: skip
+        times = [f"{found[kind]['median_ms']:.2f}" for kind in ("eager", "compiled")]
+        row = [found["row"], found["optimizer"], *times, f"{found['gain']:.2f}"]
+        row += [f"{found['compile_seconds']:.0f}"]
+        row += [f"{steps:,.0f}" if math.isfinite(steps) else "never"]
+        rows.append([*row, " / ".join(f"{error:.0e}" for error in found["errors"])])
     return harness.markdown_table(header, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.flags(__doc__, "compiled", rounds=9, threads=2)
     names = [row.name for row in ROWS]
     parser.add_argument("--rows", nargs="+", choices=names, default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "compiled.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     results = []
@@ -104,10 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = table(results)
     print(f"\n{text}")
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
-    content = {
-        "machine": harness.machine(arguments.device), "settings": settings,
-        "tables": {"compiled": text}, "results": results,
-    }  # fmt: skip
+    content = {"machine": harness.machine(arguments.device), "settings": settings}
+    content |= {"tables": {"compiled": text}, "results": results}
     harness.write_json(arguments.output, content)
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,20 +161,19 @@ def ours(row: Row, device: torch.device) -> Iterator[Entry]:
     yield enter(ADAM, row, device, as_in_model, tag, partial(so.StiefelAdam, lr=adam_lr(row)))
 
 
+def pogo_sgd(parameters: list[Tensor], lr: float, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = pogo.POGO(parameters, pogo.base.SGD(**options), lr)
+    return optimizer
+
+
 def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
     tall = tall_batch if row.batch > 1 else single
     plain = torch.nn.Parameter
     euclidean = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
     geoopt_sgd = partial(geoopt.optim.RiemannianSGD, lr=LR, momentum=MOMENTUM)
     geoopt_adam = partial(geoopt.optim.RiemannianAdam, lr=adam_lr(row), betas=BETAS)
-
-    def pogo_sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = pogo.POGO(
-            parameters, pogo.base.SGD(momentum=MOMENTUM), LR
-        )
-        return optimizer
-
-    yield enter(POGO, row, device, wide_batch, plain, pogo_sgd)
+    pogo_momentum = partial(pogo_sgd, lr=LR, momentum=MOMENTUM)
+    yield enter(POGO, row, device, wide_batch, plain, pogo_momentum)
     yield enter(GEOOPT_SGD, row, device, tall, euclidean, geoopt_sgd)
     yield enter(GEOOPT_ADAM, row, device, tall, euclidean, geoopt_adam)
 

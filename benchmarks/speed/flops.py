@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,14 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import stiefel_opt as so
 from benchmarks.common import harness
-from benchmarks.speed.contestants import flip_gradients
-
-try:
-    import geoopt
-    import pogo
-    import pogo.base
-except ImportError as error:
-    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
+from benchmarks.speed.contestants import flip_gradients, geoopt, pogo_sgd
 
 SIZES = ((1000, 10), (2000, 50), (512, 128), (384, 384))
 STEPS = 8  # counted, and the period of the correction of rounding
@@ -62,10 +53,14 @@ def batch(shape: Shape) -> int:
     return math.prod(shape[:-2])
 
 
-def qr_flops(matrix: Shape, *_: Any, **__: Any) -> int:
-    """R by Householder reflections, and as much again to form Q: 4 n m^2 - 4 m^3 / 3."""
-    n, m = max(matrix[-2:]), min(matrix[-2:])
-    return round(batch(matrix) * (4 * n * m**2 - 4 * m**3 / 3))
+def known(tall: float, small: float) -> Callable[..., int]:
+    """``tall`` n m^2 + ``small`` m^3 for each matrix with n rows and m <= n columns."""
+
+    def flops(matrix: Shape, *_: Any, **__: Any) -> int:
+        n, m = max(matrix[-2:]), min(matrix[-2:])
+        return round(batch(matrix) * (tall * n * m**2 + small * m**3))
+
+    return flops
 
 
 def solve_flops(matrix: Shape, right: Shape, *_: Any, **__: Any) -> int:
@@ -74,32 +69,9 @@ def solve_flops(matrix: Shape, right: Shape, *_: Any, **__: Any) -> int:
     return round(batch(matrix) * (2 * m**3 / 3 + 2 * m * math.prod(right[-2:])))
 
 
-def inverse_flops(matrix: Shape, *_: Any, **__: Any) -> int:
-    return 2 * batch(matrix) * matrix[-1] ** 3
-
-
-def cholesky_flops(matrix: Shape, *_: Any, **__: Any) -> int:
-    return round(batch(matrix) * matrix[-1] ** 3 / 3)
-
-
 def triangular_flops(matrix: Shape, right: Shape, *_: Any, **__: Any) -> int:
     """m^2 r, whether the matrix stands left or right."""
     return batch(matrix) * matrix[-1] * math.prod(right[-2:])
-
-
-def eigen_flops(matrix: Shape, *_: Any, **__: Any) -> int:
-    """Values and vectors of a symmetric matrix: about 9 m^3."""
-    return 9 * batch(matrix) * matrix[-1] ** 3
-
-
-def svd_flops(matrix: Shape, *_: Any, **__: Any) -> int:
-    n, m = max(matrix[-2:]), min(matrix[-2:])
-    return batch(matrix) * (6 * n * m**2 + 20 * m**3)
-
-
-def exponential_flops(matrix: Shape, *_: Any, **__: Any) -> int:
-    """Five products for the longest series that torch uses; squarings are not known."""
-    return 10 * batch(matrix) * matrix[-1] ** 3
 
 
 def added_product_flops(_: Shape, left: Shape, right: Shape, *__: Any, **___: Any) -> int:
@@ -108,14 +80,15 @@ def added_product_flops(_: Shape, left: Shape, right: Shape, *__: Any, **___: An
 
 aten = torch.ops.aten
 FORMULAS: dict[Any, Callable[..., int]] = {
-    aten.linalg_qr: qr_flops,
+    aten.linalg_qr: known(4, -4 / 3),  # R, and as much to form Q
     aten._linalg_solve_ex: solve_flops,
-    aten.linalg_inv_ex: inverse_flops,
-    aten.linalg_cholesky_ex: cholesky_flops,
+    aten.linalg_inv_ex: known(0, 2),
+    aten.linalg_cholesky_ex: known(0, 1 / 3),
     aten.linalg_solve_triangular: triangular_flops,
-    aten._linalg_eigh: eigen_flops,
-    aten._linalg_svd: svd_flops,
-    aten.linalg_matrix_exp: exponential_flops,
+    aten._linalg_eigh: known(0, 9),  # about
+    aten._linalg_svd: known(6, 20),
+    # Five products for the longest series that torch uses; squarings are not known.
+    aten.linalg_matrix_exp: known(0, 10),
     aten.baddbmm_: added_product_flops,
     aten.addmm_: added_product_flops,
 }
@@ -145,40 +118,18 @@ class Method:
     solves_n: bool = False
 
 
-def qr_canonical(n: int, m: int) -> float:
-    return 10 * n * m**2 - 2 * m**3 / 3
-
-
-def qr_euclidean(n: int, m: int) -> float:
-    return 14 * n * m**2 - 2 * m**3 / 3
-
-
-def cayley_canonical(n: int, m: int) -> float:
-    return 28 * n * m**2 + 16 * m**3
-
-
-def cayley_euclidean(n: int, m: int) -> float:
-    return 72 * n * m**2 + 25 * m**3
-
-
-def own(n: int, m: int) -> float:
-    return 4 * n * m**2 + 14 * m**3 / 3
-
-
-def tcwy(n: int, m: int) -> float:
-    return 4 * n * m**2 + 7 * m**3 / 3
-
-
+# Published counts by n and m.
+COUNTS: dict[str, Published] = {
+    "C-QR": lambda n, m: 10 * n * m**2 - 2 * m**3 / 3,
+    "E-QR": lambda n, m: 14 * n * m**2 - 2 * m**3 / 3,
+    "C-C": lambda n, m: 28 * n * m**2 + 16 * m**3,
+    "E-C": lambda n, m: 72 * n * m**2 + 25 * m**3,
+}
 # Forward passes: free numbers to orthonormal matrix, beside the published counts.
 MAPS: dict[str, tuple[Callable[[Tensor], Tensor], Published]] = {
-    "T-CWY, forward": (so.functional.tcwy, tcwy),
-    "OWN, forward": (so.functional.own, own),
+    "T-CWY, forward": (so.functional.tcwy, lambda n, m: 4 * n * m**2 + 7 * m**3 / 3),
+    "OWN, forward": (so.functional.own, lambda n, m: 4 * n * m**2 + 14 * m**3 / 3),
 }
-
-
-def pogo_sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = pogo.POGO(parameters, pogo.base.SGD(momentum=0.9), 0.1)
-    return optimizer
 
 
 def descent(**options: Any) -> Build:
@@ -189,15 +140,19 @@ def geoopt_tag(canonical: bool) -> Callable[[Tensor], Tensor]:
     return partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=canonical))
 
 
+def pogo_momentum(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return pogo_sgd(parameters, 0.1, momentum=0.9)
+
+
 def geoopt_sgd(momentum: float) -> Build:
     return partial(geoopt.optim.RiemannianSGD, lr=0.1, momentum=momentum)
 
 
 METHODS = (
-    Method("RGD-C-QR", descent(retraction="qr"), published=qr_canonical),
-    Method("RGD-E-QR", descent(retraction="qr", metric="euclidean"), published=qr_euclidean),
-    Method("RGD-C-C", descent(), published=cayley_canonical),
-    Method("RGD-E-C", descent(metric="euclidean"), published=cayley_euclidean),
+    Method("RGD-C-QR", descent(retraction="qr"), published=COUNTS["C-QR"]),
+    Method("RGD-E-QR", descent(retraction="qr", metric="euclidean"), published=COUNTS["E-QR"]),
+    Method("RGD-C-C", descent(), published=COUNTS["C-C"]),
+    Method("RGD-E-C", descent(metric="euclidean"), published=COUNTS["E-C"]),
     Method("RGD-E-polar", descent(retraction="polar", metric="euclidean")),
     Method("RGD-C-QR, momentum", descent(retraction="qr", momentum=0.9)),
     Method("RGD-C-C, momentum", descent(momentum=0.9)),
@@ -206,13 +161,13 @@ METHODS = (
     Method("CayleyAdam", partial(so.CayleyAdam, lr=0.1)),
     Method("StiefelSGD", partial(so.StiefelSGD, lr=0.1)),
     Method("StiefelAdam", partial(so.StiefelAdam, lr=1e-3)),
-    Method("geoopt SGD (RGD-E-QR)", geoopt_sgd(0.0), geoopt_tag(False), qr_euclidean),
+    Method("geoopt SGD (RGD-E-QR)", geoopt_sgd(0.0), geoopt_tag(False), COUNTS["E-QR"]),
     Method(
-        "geoopt SGD, canonical (RGD-C-C)", geoopt_sgd(0.0), geoopt_tag(True), cayley_canonical,
+        "geoopt SGD, canonical (RGD-C-C)", geoopt_sgd(0.0), geoopt_tag(True), COUNTS["C-C"],
         solves_n=True,
     ),
     Method("geoopt SGD, momentum", geoopt_sgd(0.9), geoopt_tag(False)),
-    Method("POGO, momentum", pogo_sgd, torch.nn.Parameter, wide=True),
+    Method("POGO, momentum", pogo_momentum, torch.nn.Parameter, wide=True),
 )  # fmt: skip
 
 
@@ -313,26 +268,18 @@ def size(text: str) -> tuple[int, int]:
     return n, m
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="n,m ...")
-    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds (default 11)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "flops.json")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Count, time, print and write."""
-    arguments = parse(argv)
+    parser = harness.flags(__doc__, "flops", rounds=11)
+    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help="n,m ...")
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    device = torch.device("cpu")
-    about = harness.machine(device)
+    about = harness.machine(arguments.device)
     began = time.perf_counter()
     results: list[dict[str, Any]] = []
     tables = {}
     for n, m in arguments.sizes:
-        rows = measure(n, m, arguments.rounds, device)
+        rows = measure(n, m, arguments.rounds, arguments.device)
         results += rows
         tables[f"{n} x {m}"] = table(rows)
         print(f"\n{n} x {m}\n{tables[f'{n} x {m}']}", flush=True)
@@ -340,8 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     content = {"machine": about, "settings": settings, "tables": tables, "results": results}
     harness.write_json(arguments.output, content)
     print(f"\n{(time.perf_counter() - began) / 60:.1f} minutes in all.")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,11 +17,9 @@ Beside each time: the largest difference from the loop in float64, relative to i
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,9 +63,7 @@ class FreeLoop(nn.Module):
 def forward_and_backward(module: nn.Module, sequence: Tensor) -> Callable[[], None]:
     """One pass as in training, with a loss that looks at every output."""
     generator = torch.Generator().manual_seed(1)
-    size = HIDDEN * sequence.size(1) * len(sequence)
-    weights = torch.randn(size, generator=generator).view(len(sequence), -1, HIDDEN)
-    weights = weights.to(sequence.device)
+    weights = torch.randn(*sequence.shape[:2], HIDDEN, generator=generator).to(sequence.device)
 
     def call() -> None:
         for parameter in module.parameters():
@@ -83,7 +79,6 @@ def rnn_errors(module: nn.Module, sequence: Tensor) -> dict[str, float]:
     if not isinstance(module, OrthogonalRNN) or module.transition is None:
         return {}
     transition = module.weight_hh_l0.detach().double()
-    identity = torch.eye(HIDDEN, dtype=torch.float64, device=transition.device)
     hidden = sequence.new_zeros(sequence.size(1), HIDDEN).double()
     bias = (module.bias_ih_l0 + module.bias_hh_l0).double()
     entering = sequence.double() @ module.weight_ih_l0.double().mT + bias
@@ -92,7 +87,7 @@ def rnn_errors(module: nn.Module, sequence: Tensor) -> dict[str, float]:
         hidden = torch.tanh(step + hidden @ transition.mT)
         worst = max(worst, float((hidden - output).abs().max()))
     return {
-        "orthonormality_error": float((transition.mT @ transition - identity).abs().max()),
+        "orthonormality_error": harness.orthonormality_error(transition),
         "output_error": worst,
     }
 
@@ -103,37 +98,23 @@ def measure_rnn(batch: int, rounds: int, device: torch.device) -> dict[str, Any]
     sequence = torch.randn(STEPS, batch, 1).to(device)
     modules: dict[str, nn.Module] = {FREE: FreeLoop(1, HIDDEN), TORCH: nn.RNN(1, HIDDEN)}
     modules |= {name: OrthogonalRNN(1, HIDDEN, **row) for name, row in TRANSITIONS.items()}
-    contestants = []
-    for name, module in modules.items():
-        contestants.append(
-            harness.Contestant(name, forward_and_backward(module.to(device), sequence))
-        )
-    timings = harness.interleave(contestants, rounds=rounds, device=device)
-    found = {}
-    for name, module in modules.items():
-        ratio = timings.ratio(name, FREE)
-        spread = ratio_quartiles(timings.seconds[name], timings.seconds[FREE])
-        found[name] = timings.summary(name) | rnn_errors(module, sequence)
-        found[name] |= {"ratio": ratio, "ratio_quartiles": spread}
-    lines = [
-        [
-            name,
-            f"{row['median_ms']:.0f}",
-            f"{row['ratio']:.2f}",
-            "{:.2f} - {:.2f}".format(*row["ratio_quartiles"]),
-            f"{row['orthonormality_error']:.0e}" if "output_error" in row else "-",
-            f"{row['output_error']:.0e}" if "output_error" in row else "-",
-        ]
-        for name, row in found.items()
+    contestants = [
+        harness.Contestant(name, forward_and_backward(module.to(device), sequence))
+        for name, module in modules.items()
     ]
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
+    found, lines = {}, []
+    for name, module in modules.items():
+        row = found[name] = timings.summary(name) | rnn_errors(module, sequence)
+        row["ratio"] = timings.ratio(name, FREE)
+        row["ratio_quartiles"] = timings.ratio_quartiles(name, FREE)
+        line = [name, f"{row['median_ms']:.0f}", f"{row['ratio']:.2f}"]
+        line.append("{:.2f} - {:.2f}".format(*row["ratio_quartiles"]))
+        errors = (row.get(key) for key in ("orthonormality_error", "output_error"))
+        lines.append([*line, *("-" if error is None else f"{error:.0e}" for error in errors)])
     header = (f"N = {HIDDEN}, {STEPS} steps, batch {batch}", "ms", "over the free loop")
     header = (*header, "quartiles", "|Q'Q - I|", "error of outputs")
     return {"contestants": found, "table": harness.markdown_table(header, lines)}
-
-
-def ratio_quartiles(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    ratios = torch.tensor(mine) / torch.tensor(theirs)
-    return [float(q) for q in ratios.quantile(torch.tensor([0.25, 0.75]))]
 
 
 def delta_loop(queries: Tensor, keys: Tensor, values: Tensor, strengths: Tensor) -> Tensor:
@@ -180,22 +161,17 @@ def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, An
             name: float((function(*inputs) - exact).abs().max() / exact.abs().max())
             for name, function in functions.items()
         }
-    double = float((functions[CHUNKS](*(p.detach().double() for p in inputs)) - exact).abs().max())
-    ratio = timings.ratio(LOOP, CHUNKS)
-    spread = ratio_quartiles(timings.seconds[LOOP], timings.seconds[CHUNKS])
+        rounded = functions[CHUNKS](*(part.double() for part in inputs)) - exact
+    ratio, spread = timings.ratio(LOOP, CHUNKS), timings.ratio_quartiles(LOOP, CHUNKS)
     found = {name: timings.summary(name) | {"error": errors[name]} for name in functions}
+    double = float(rounded.abs().max())
     found[CHUNKS] |= {"ratio": ratio, "ratio_quartiles": spread, "error_in_float64": double}
+    times = [f"{found[name]['median_ms']:.1f}" for name in functions]
     lines = [
-        [LOOP, f"{found[LOOP]['median_ms']:.1f}", "1", "-", f"{errors[LOOP]:.0e}", "-"],
-        [
-            CHUNKS,
-            f"{found[CHUNKS]['median_ms']:.1f}",
-            f"{ratio:.0f}",
-            f"{spread[0]:.0f} - {spread[1]:.0f}",
-            f"{errors[CHUNKS]:.0e}",
-            f"{double:.0e}",
-        ],
+        [LOOP, times[0], "1", "-", f"{errors[LOOP]:.0e}", "-"],
+        [CHUNKS, times[1], f"{ratio:.0f}", "{:.0f} - {:.0f}".format(*spread)],
     ]
+    lines[1] += [f"{errors[CHUNKS]:.0e}", f"{double:.0e}"]
     header = (f"T = {TOKENS}, d = {SIZE}, {FACTORS} factors, batch {batch}", "ms")
     header = (*header, "times faster", "quartiles", "error", "error in float64")
     return {"contestants": found, "table": harness.markdown_table(header, lines)}
@@ -210,13 +186,9 @@ ROWS: dict[str, tuple[Callable[[int, int, torch.device], dict[str, Any]], int]] 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the chosen rows, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.flags(__doc__, "modules", rounds=7)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default 7)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "modules.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     about = harness.machine(arguments.device)

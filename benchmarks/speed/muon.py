@@ -53,41 +53,43 @@ WARM_STEPS = 12
 STEPS = (20, 25, 30, 35, 40, 50, 60, 80, 100, 150, 200, 300)
 OURS = "stiefel_opt.muon"
 AMBIENT = "momentum_ambient"
-CPU = torch.device("cpu")
 
 # Polar Express (Amsel et al. 2025), table of the paper: degree 5, for singular values from 1e-3;
 # all but the last are shrunk by 1.01 against rounding.
 _EXPRESS = [
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (8.28721201814563 / 1.01, -23.595886519098837 / 1.01**3, 17.300387312530933 / 1.01**5),
+    (4.107059111542203 / 1.01, -2.9478499167379106 / 1.01**3, 0.5448431082926601 / 1.01**5),
+    (3.9486908534822946 / 1.01, -2.908902115962949 / 1.01**3, 0.5518191394370137 / 1.01**5),
+    (3.3184196573706015 / 1.01, -2.488488024314874 / 1.01**3, 0.51004894012372 / 1.01**5),
+    (2.300652019954817 / 1.01, -1.6689039845747493 / 1.01**3, 0.4188073119525673 / 1.01**5),
+    (1.891301407787398 / 1.01, -1.2679958271945868 / 1.01**3, 0.37680408948524835 / 1.01**5),
+    (1.8750014808534479 / 1.01, -1.2500016453999487 / 1.01**3, 0.3750001645474248 / 1.01**5),
+    *[(1.875, -1.25, 0.375)] * 3,
 ]
-_LAST = (1.875, -1.25, 0.375)
+_MUON = [(3.4445, -4.775, 2.0315)] * 5  # Jordan et al. 2024: only about the polar factor
 
 
 Directions = Callable[[], Tensor]
 
 
-def msign(matrix: Tensor, steps: int = 10, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The polar factor by ``steps`` polynomials of degree 5, on the wide side."""
+def polynomials(matrix: Tensor, table: list[tuple[float, float, float]]) -> Tensor:
+    """Odd polynomials of degree 5 of a matrix of norm 1 at most, on the wide side."""
     tall = matrix.size(-2) > matrix.size(-1)
-    result = matrix.to(dtype)
-    result = result.mT if tall else result
-    result = result / (result.norm() * 1.01).clamp(min=1e-30)
-    for number in range(steps):
-        safety = 1.01 if number < len(_EXPRESS) else 1.0
-        first, third, fifth = _EXPRESS[number] if number < len(_EXPRESS) else _LAST
+    result = matrix.mT if tall else matrix
+    for first, third, fifth in table:
         own = result @ result.mT
-        factor = own * (fifth / safety**5)
-        factor.diagonal().add_(third / safety**3)
+        factor = own * fifth
+        factor.diagonal().add_(third)
         factor = factor @ own
-        factor.diagonal().add_(first / safety)
+        factor.diagonal().add_(first)
         result = factor @ result
-    return (result.mT if tall else result).to(matrix.dtype)
+    return result.mT if tall else result
+
+
+def msign(matrix: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The polar factor by ten polynomials."""
+    small = matrix.to(dtype)
+    return polynomials(small / (small.norm() * 1.01).clamp(min=1e-30), _EXPRESS).to(matrix.dtype)
 
 
 def dual_ascent(
@@ -139,13 +141,8 @@ def spel(point: Tensor, moving: Tensor) -> Tensor:
 
 
 def five_steps(matrix: Tensor) -> Tensor:
-    """Muon's polynomials (Jordan et al. 2024) in float32: about the polar factor."""
-    result = matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
-    result = result / result.norm().clamp(min=1e-7)
-    for _ in range(5):
-        own = result @ result.mT
-        result = 3.4445 * result + (-4.775 * own + 2.0315 * own @ own) @ result
-    return result.mT if matrix.size(-2) > matrix.size(-1) else result
+    """Muon's polynomials in float32."""
+    return polynomials(matrix / matrix.norm().clamp(min=1e-7), _MUON)
 
 
 class Layer:
@@ -207,12 +204,6 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
     is_square = flat.size(0) == flat.size(1)
     enough = 0 if is_square else steps_enough(flat, flat_moving)
 
-    def ours() -> Tensor:
-        return muon(layer.point, grad, layer.state, lr=LR, momentum=MOMENTUM)[0]
-
-    def direction() -> Tensor:
-        return spectral_direction(layer.point, moving)[0]
-
     def retracted(find: Directions) -> Callable[[], Tensor]:
         return lambda: msign(flat - LR * find())
 
@@ -223,15 +214,14 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
         "ADMM, 10 steps": lambda: admm(flat, flat_moving),
         "ADMM to 0.9999": lambda: admm(flat, flat_moving, steps=enough),
     }
-    if is_square:
-        rivals = {}
+    rivals = {} if is_square else rivals
     searches: dict[str, Directions] = {
-        OURS: direction,
+        OURS: lambda: spectral_direction(layer.point, moving)[0],
         **rivals,
         "SPEL": lambda: (flat - spel(flat, flat_moving)) / LR,
     }
     steps = [
-        Contestant(OURS, ours),
+        Contestant(OURS, lambda: muon(layer.point, grad, layer.state, lr=LR, momentum=MOMENTUM)),
         *[Contestant(name, retracted(find)) for name, find in rivals.items()],
         Contestant("SPEL", lambda: spel(flat, flat_moving)),
         Contestant("torch.optim.Muon", floor.step),
@@ -285,6 +275,19 @@ def summary(
     return rows
 
 
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """One row for each contestant."""
+    cells = [
+        [row["name"], f"{row['median_ms']:.2f}", f"{row['over_ours']:.2f}",
+         "{:.2f} to {:.2f}".format(*row["least_and_most"]),
+         f"{row['worst_value']:.5f}" if "worst_value" in row else "",
+         f"{row['worst_residual']:.0e}" if "worst_residual" in row else ""]
+        for row in rows
+    ]  # fmt: skip
+    header = ["", "ms", "over ours", "of all rounds", "value / optimum", "residual"]
+    return markdown_table(header, cells)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two shapes, few rounds, no file")
@@ -307,24 +310,6 @@ def main() -> None:
             content.setdefault("tables", {})[name] = table
             content.setdefault("shapes", {})[name] = found
             write_json(file, content)
-
-
-def table_of(rows: list[dict[str, Any]]) -> str:
-    """One row for each contestant."""
-    cells = [
-        [
-            row["name"],
-            f"{row['median_ms']:.2f}",
-            f"{row['over_ours']:.2f}",
-            f"{row['least_and_most'][0]:.2f} to {row['least_and_most'][1]:.2f}",
-            f"{row['worst_value']:.5f}" if "worst_value" in row else "",
-            f"{row['worst_residual']:.0e}" if "worst_residual" in row else "",
-        ]
-        for row in rows
-    ]
-    return markdown_table(
-        ["", "ms", "over ours", "of all rounds", "value / optimum", "residual"], cells
-    )
 
 
 if __name__ == "__main__":

@@ -25,15 +25,13 @@ the other rows of the file, so that sections can be run one by one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is chatty otherwise
@@ -97,11 +95,7 @@ def ours(name: str, *, gaussian: bool = True, **options: Any) -> Callable[..., n
 
 
 def torchs(name: str) -> Callable[..., nn.Module]:
-    def build(*shape: int) -> nn.Module:
-        result: nn.Module = parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
-        return result
-
-    return build
+    return lambda *shape: parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
 
 
 def geotorchs(*shape: int) -> nn.Module:
@@ -123,9 +117,7 @@ SQUARE: dict[str, Callable[..., nn.Module]] = {
     CAYLEY: ours("cayley"),
     EXP: ours("matrix_exp"),
     HR: ours("householder"),
-    TORCH["householder"]: torchs("householder"),
-    TORCH["matrix_exp"]: torchs("matrix_exp"),
-    TORCH["cayley"]: torchs("cayley"),
+    **{title: torchs(name) for name, title in TORCH.items()},
     GEOTORCH: geotorchs,
     ORGQR: orgqrs,
 }
@@ -177,12 +169,6 @@ class Entry:
             return so.orthonormality_error(self.module.weight).item()
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def measure(
     title: str,
     builds: dict[str, Callable[..., nn.Module]],
@@ -203,11 +189,12 @@ def measure(
             results[name].note = f"autograd would hold {held / 2**30:.0f} GiB"
             continue
         entry = Entry(name, build, shape)
-        first = seconds(entry.both)
+        first = harness.seconds_per_call(harness.Contestant(name, entry.both), 1, CPU)
         results[name].error = entry.error()
         if first > SLOW:
             results[name].both, results[name].rounds, results[name].note = first, 1, "one call"
-            results[name].forward = seconds(entry.forward)
+            forward = harness.Contestant(name, entry.forward)
+            results[name].forward = harness.seconds_per_call(forward, 1, CPU)
         else:
             entries.append(entry)
     contestants = []
@@ -322,7 +309,7 @@ def product_of(rows: int, columns: int) -> Callable[[], object]:
     return lambda: left @ right
 
 
-def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(arguments: Namespace) -> Iterator[dict[str, Any]]:
     """Measure the chosen sections, one row after the other."""
     rounds = arguments.rounds
     if "squares" in arguments.sections:
@@ -352,21 +339,14 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield measure("512 x 32 x 32", SQUARE, (512, 32, 32), rounds, {})
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the chosen sections, print and write."""
+    parser = harness.flags(__doc__, "parametrizations", rounds=9)
     sections = ["squares", "few", "tall", "batch"]
     parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "parametrizations.json")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the chosen sections, print and write."""
-    arguments = parse(argv)
+    arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="geotorch")
@@ -378,15 +358,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
     for row in run(arguments):
         rows[row["row"]] = row
-        store(rows, {"machine": about, "settings": settings}, arguments.output)
+        known = list(rows.values())
+        tables = {"squares": summary(known), "bars": ratio_table(ratios_of(rows))}
+        content = {"machine": about, "settings": settings, "tables": tables, "rows": known}
+        harness.write_json(arguments.output, content)
     if of_figure(list(rows.values())):
         figures.parametrizations(arguments.output.with_suffix(".png"))
-
-
-def store(rows: dict[str, dict[str, Any]], about: dict[str, Any], path: Path) -> None:
-    """Write all rows so far with what follows from them."""
-    tables = {"squares": summary(list(rows.values())), "bars": ratio_table(ratios_of(rows))}
-    harness.write_json(path, about | {"tables": tables, "rows": list(rows.values())})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ are timed in turns, and each family is written when it is done.
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
@@ -22,8 +21,6 @@ import torch
 from benchmarks.common import harness
 from benchmarks.speed.contestants import ADAM, SGD, SIX, Row, ours, products
 
-CPU = torch.device("cpu")
-PATH = harness.RESULTS / "scale.json"
 FAMILIES = {  # name: (parameters, matrices of each, n, m)
     "separate": ((1250, 1, 16, 16), (5000, 1, 16, 16), (20000, 1, 16, 16)),
     "batch": ((1, 1250, 16, 16), (1, 5000, 16, 16), (1, 20000, 16, 16)),
@@ -39,17 +36,17 @@ def label(size: tuple[int, int, int, int]) -> str:
     return f"one batch of {batch:,} x {n} x {m}" if batch > 1 else f"one {n:,} x {m}"
 
 
-def times(size: tuple[int, int, int, int], rounds: int) -> dict[str, Any]:
+def times(size: tuple[int, int, int, int], rounds: int, device: torch.device) -> dict[str, Any]:
     """Seconds of a step of each contestant, their errors after it, and ratios to the products."""
     row = Row(label(size), *size)
-    entries = list(ours(row, CPU))
-    contestants = [*(entry.contestant for entry in entries), next(products(row, CPU))]
-    timings = harness.interleave(contestants, rounds=rounds, device=CPU)
+    entries = list(ours(row, device))
+    contestants = [*(entry.contestant for entry in entries), next(products(row, device))]
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
     record: dict[str, Any] = {one.name: timings.summary(one.name) for one in contestants}
     for entry in entries:
-        name = entry.contestant.name
-        record[name]["over_six_products"] = timings.ratio(name, SIX)
-        record[name]["orthonormality_error"] = harness.orthonormality_error(entry.matrices())
+        found = record[entry.contestant.name]
+        found["over_six_products"] = timings.ratio(entry.contestant.name, SIX)
+        found["orthonormality_error"] = harness.orthonormality_error(entry.matrices())
     return record
 
 
@@ -69,25 +66,23 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser = harness.flags(__doc__, "scale", rounds=5, threads=torch.get_num_threads())
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--smoke", action="store_true", help="smallest sizes, nothing written")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     content: dict[str, Any] = {"rows": {}, "runs": {}}
-    if PATH.exists() and not options.smoke:
-        content = json.loads(PATH.read_text())
+    if options.output.exists() and not options.smoke:
+        content = json.loads(options.output.read_text())
     for key in options.families:
         for size in FAMILIES[key][: 1 if options.smoke else None]:
-            found = {"times": times(size, options.rounds)}
+            found = {"times": times(size, options.rounds, options.device)}
             content["rows"].setdefault(key, {})[label(size)] = found
             print(label(size), "measured", flush=True)
         content["runs"][key] = {"threads": options.threads, "machine": harness.machine()}
         content["tables"] = {"time": table(content["rows"])}
         if not options.smoke:
-            harness.write_json(PATH, content)
+            harness.write_json(options.output, content)
     print(f"\n{content['tables']['time']}")
 
 

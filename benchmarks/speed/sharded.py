@@ -90,10 +90,7 @@ def one(name: str, rule: Any, lr: float, n: int, m: int, dim: int, mesh: Any) ->
     others = sum(size for kind, size in usual if "reduce" not in kind)
     whole = shard.full_tensor()
     return {
-        "optimizer": name,
-        "n": n,
-        "m": m,
-        "sharded": "rows" if dim == 0 else "columns",
+        "optimizer": name, "n": n, "m": m, "sharded": ("rows", "columns")[dim],
         "processes": processes,
         "collectives": [list(call) for call in usual],
         "most_collectives_in_a_step": max(map(len, counts[1:])),
@@ -104,7 +101,7 @@ def one(name: str, rule: Any, lr: float, n: int, m: int, dim: int, mesh: Any) ->
         "gather_bytes": 2 * n * m * start.element_size() * (processes - 1) // processes,
         "error": float(so.orthonormality_error(whole, so.Stiefel())),
         "off": float((whole - alone).abs().max()),
-    }
+    }  # fmt: skip
 
 
 def short_table(rows: list[dict[str, Any]]) -> str:

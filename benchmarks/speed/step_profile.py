@@ -8,7 +8,6 @@ A training step of the paper's vision transformer (7 layers of width 384, 12 hea
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from argparse import Namespace
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 import stiefel_opt as so
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
+from benchmarks.common import harness
 from benchmarks.common.images import Images
 from benchmarks.papers.kong.orthogonal_vit import VisionTransformer, constrain_attention
 
@@ -61,10 +60,8 @@ def transformer_step(name: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=8, help="steps that count")
-    options = parser.parse_args()
+    flags = harness.flags(__doc__, "step_profile", rounds=8, threads=torch.get_num_threads())
+    options = flags.parse_args()
     torch.set_num_threads(options.threads)
     found = {name: transformer_step(name, options.rounds) for name in (SGD, ADAM)}
     lines = [
@@ -73,11 +70,11 @@ def main() -> None:
         for name, one in found.items()
     ]  # fmt: skip
     header = ("vision transformer, ms", "forward and backward", "optimizer", "its share")
-    tables = {"training step": markdown_table(header, lines)}
+    tables = {"training step": harness.markdown_table(header, lines)}
     print(tables["training step"])
-    about = {"threads": options.threads, **machine()}
+    about = {"threads": options.threads, **harness.machine()}
     content = {"transformer": found, "machine": {"transformer": about}, "tables": tables}
-    write_json(RESULTS / "step_profile.json", content)
+    harness.write_json(options.output, content)
 
 
 if __name__ == "__main__":

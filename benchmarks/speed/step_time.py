@@ -17,7 +17,7 @@ phase of a training. For the Adams the sign pattern gives a direction of (1 - b1
 the sign matrix of G, and lr is scaled likewise.
 
     python -m benchmarks.speed.step_time                     # everything, about ten minutes
-    python -m benchmarks.speed.step_time --rows wide-latency --rounds 21 --threads 1
+    python -m benchmarks.speed.step_time --rows latency-128x2 --rounds 21 --threads 1
 
 Every contestant's orthonormality error (max |X'X - I|, evaluated in float64 after the timing) and
 the peak temporary memory of one of its steps stand beside its time.
@@ -25,11 +25,9 @@ the peak temporary memory of one of its steps stand beside its time.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is chatty otherwise
@@ -37,22 +35,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is
 import torch
 
 from benchmarks.common import harness
-from benchmarks.speed.contestants import (
-    ADAM,
-    BETAS,
-    GEOOPT_ADAM,
-    GEOOPT_SGD,
-    MOMENTUM,
-    POGO,
-    SGD,
-    SIX,
-    SIX_SEPARATE,
-    STEP_SIZE,
-    Row,
-    ours,
-    products,
-    rivals,
-)
+from benchmarks.speed import contestants as known
+from benchmarks.speed.contestants import ADAM, POGO, SGD, SIX, SIX_SEPARATE, Row
 
 # Of the fused weights rivals get the queries and keys only; ours moves the values too.
 ROWS = (
@@ -70,13 +54,6 @@ ROWS = (
 SETTLING = 30  # steps before the first timed one; 0.9^30 is 0.04
 
 
-def settle(contestant: harness.Contestant) -> None:
-    """Run until the velocity is that of the settled motion: first steps of Adam are 20 times it."""
-    for _ in range(SETTLING):
-        contestant.prepare()
-        contestant.call()
-
-
 def measure(
     row: Row, rounds: int, device: torch.device, memory: dict[str, harness.StepMemory]
 ) -> dict[str, Any]:
@@ -84,21 +61,18 @@ def measure(
 
     ``memory`` does not depend on the number of threads; it is filled at the first time.
     """
-    entries = [*ours(row, device), *rivals(row, device)]
-    for entry in entries:
-        settle(entry.contestant)
-    contestants = [*(entry.contestant for entry in entries), *products(row, device)]
+    entries = [*known.ours(row, device), *known.rivals(row, device)]
+    for entry in entries:  # to the velocity of the settled motion: Adam's first is 20 times it
+        for _ in range(SETTLING):
+            entry.contestant.prepare()
+            entry.contestant.call()
+    contestants = [*(entry.contestant for entry in entries), *known.products(row, device)]
     timings = harness.interleave(contestants, rounds=rounds, device=device)
     size = row.matrices * row.n * row.m * torch.float32.itemsize
     for entry in entries if not memory else ():
         one = entry.contestant
         memory[one.name] = harness.step_memory(one.call, device, one.prepare)
     errors = {e.contestant.name: harness.orthonormality_error(e.matrices()) for e in entries}
-    states = {}
-    for entry in entries:
-        gradients = [p.grad for p in entry.parameters if p.grad is not None]
-        held = harness.held_bytes(entry.optimizer, [*entry.parameters, *gradients])
-        states[entry.contestant.name] = held / size
     record = {}
     for contestant in contestants:
         name = contestant.name
@@ -110,7 +84,6 @@ def measure(
             "orthonormality_error": errors.get(name),
             "temporary_bytes": memory[name].peak if name in memory else None,
             "temporaries_over_parameters": memory[name].peak / size if name in memory else None,
-            "state_over_parameters": states.get(name),
         }
         print(f"{row.label}, {name}: {record[name]['median_ms']:.3f} ms", flush=True)
     return {"label": row.label, "threads": torch.get_num_threads(), "contestants": record}
@@ -118,51 +91,32 @@ def measure(
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """One line for each row: our two optimizers beside the rivals that count."""
-    lines = []
+    names, lines = (SGD, ADAM, POGO, known.GEOOPT_SGD, known.GEOOPT_ADAM), []
     for result in results:
         found = result["contestants"]
-        sgd, adam = found[SGD], found[ADAM]
-        apart = found.get(SIX_SEPARATE)
-        alone = sgd["median_ms"] / apart["median_ms"] if apart else None
-        median = {
-            name: found[name]["median_ms"] for name in (SGD, ADAM, POGO, GEOOPT_SGD, GEOOPT_ADAM)
-        }
-        lines.append([
-            result["label"],
-            *(f"{value:.2f}" for value in median.values()),
-            f"{sgd['over_products']:.2f}",
-            f"{alone:.2f}" if alone else "-",
-            f"{sgd['orthonormality_error']:.0e} / {found[POGO]['orthonormality_error']:.0e}",
-            f"{sgd['temporaries_over_parameters']:.1f} / {adam['temporaries_over_parameters']:.1f}",
-        ])  # fmt: skip
-    header = (
-        "ms a step", SGD, ADAM, POGO, GEOOPT_SGD, GEOOPT_ADAM, "StiefelSGD / six products",
-        "the same, one parameter at a time",
-        "error, ours / POGO", "temporaries, SGD / Adam",
-    )  # fmt: skip
+        sgd, adam, apart = found[SGD], found[ADAM], found.get(SIX_SEPARATE)
+        line = [result["label"], *(f"{found[name]['median_ms']:.2f}" for name in names)]
+        line.append(f"{sgd['over_products']:.2f}")
+        line.append(f"{sgd['median_ms'] / apart['median_ms']:.2f}" if apart else "-")
+        for other, key, form in (
+            (found[POGO], "orthonormality_error", ".0e"),
+            (adam, "temporaries_over_parameters", ".1f"),
+        ):
+            line.append(f"{sgd[key]:{form}} / {other[key]:{form}}")
+        lines.append(line)
+    header = ("ms a step", *names, "StiefelSGD / six products", "the same, one parameter at a time")
+    header = (*header, "error, ours / POGO", "temporaries, SGD / Adam")
     return harness.markdown_table(header, lines)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    names = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds (default 9)")
-    parser.add_argument("--threads", nargs="+", type=int, default=[2, 1])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--output", type=Path, default=harness.RESULTS / "step_time.json")
-    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the chosen rows, print and write."""
-    arguments = parse(argv)
+    parser, names = harness.flags(__doc__, "step_time", 9, [2, 1]), [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names)
+    arguments = parser.parse_args(argv)
     about = harness.machine(arguments.device)
-    print(f"{about['processor']}, {about['cores']} cores, on {about['device_name']}; "
-          + ", ".join(f"{key} {value}" for key, value in about["versions"].items()))  # fmt: skip
-    print("Temporaries and state are multiples of the parameters' own size.")
-    began = time.perf_counter()
-    results = []
+    print(f"{about['processor']}, {about['cores']} cores, on {about['device_name']}")
+    began, results = time.perf_counter(), []
     memory: dict[str, dict[str, harness.StepMemory]] = {row.name: {} for row in ROWS}
     for threads in arguments.threads:
         torch.set_num_threads(threads)
@@ -170,10 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if row.name in arguments.rows:
                 measured = measure(row, arguments.rounds, arguments.device, memory[row.name])
                 results.append({"row": row.name, **measured})
-    settings = {
-        "dtype": "float32", "rounds": arguments.rounds, "momentum": MOMENTUM, "betas": BETAS,
-        "step_size": STEP_SIZE,
-    }  # fmt: skip
+    settings = {"dtype": "float32", "rounds": arguments.rounds, "momentum": known.MOMENTUM}
+    settings |= {"betas": known.BETAS, "step_size": known.STEP_SIZE}
     tables = {
         f"{threads} threads": summary([r for r in results if r["threads"] == threads])
         for threads in arguments.threads

@@ -10,6 +10,7 @@ queries and keys of fused attention weights.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -45,22 +46,20 @@ def build(row: str, rule: str) -> tuple[Any, list[Any]]:
     size = 0.1 * 1.9 / 0.1 / (math.sqrt(n) + math.sqrt(m))
     params = []
     for _ in range(count):
-        if lead in ("heads", "fused"):
+        reading = so.Stiefel()
+        if isinstance(lead, tuple):
+            value = torch.linalg.qr(torch.randn(*lead, n, m, generator=generator)).Q.contiguous()
+        else:
             rows = 2 * n if lead == "fused" else n
             tall = torch.linalg.qr(torch.randn(rows // m, n, m, generator=generator)).Q
             value = tall.mT.reshape(rows, n)
-            ranges = ((0, n), (n, 2 * n)) if lead == "fused" else None
-            reading = so.Stiefel(heads=n // m, rows=ranges)
-            if lead == "fused":
-                value = torch.cat([value, torch.randn(n, n, generator=generator)])
-        else:
-            value = torch.linalg.qr(torch.randn(*lead, n, m, generator=generator)).Q.contiguous()
-            reading = so.Stiefel()
+            reading = so.Stiefel(heads=n // m)
+        if lead == "fused":
+            value = torch.cat([value, torch.randn(n, n, generator=generator)])
+            reading = so.Stiefel(heads=n // m, rows=((0, n), (n, 2 * n)))
         params.append(so.ManifoldParameter(value, reading))
         params[-1].grad = torch.randn(value.shape, generator=generator) * size
-    lr = 0.1
-    if rule == "StiefelAdam":
-        lr = 0.1 / (0.1 / 1.9 * (math.sqrt(n) + math.sqrt(m)))
+    lr = 0.1 if rule == "StiefelSGD" else 0.1 / (0.1 / 1.9 * (math.sqrt(n) + math.sqrt(m)))
     return getattr(so, rule)(params, lr=lr), params
 
 
@@ -130,39 +129,26 @@ def main() -> None:
         worker.stdin.flush()
         return [float(word) for word in worker.stdout.readline().split()]
 
-    record = []
-    for row in options.rows:
-        for rule in RULES:
-            found = [[ask(worker, row, rule) for worker in workers] for _ in range(options.rounds)]
-            ratios = sorted(after[0] / before[0] for before, after in found)
-            record.append({
-                "row": row,
-                "rule": rule,
-                "before_ms": statistics.median(pair[0][0] for pair in found),
-                "after_ms": statistics.median(pair[1][0] for pair in found),
-                "ratio": statistics.median(ratios),
-                "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
-                "errors": [found[-1][0][1], found[-1][1][1]],
-            })  # fmt: skip
-            last = record[-1]
-            print(f"{row} {rule}: {last['before_ms']:.3f} {last['after_ms']:.3f} ms, "
-                  f"after / before {last['ratio']:.3f}", flush=True)  # fmt: skip
-    cells = [
-        [
-            r["row"], r["rule"], f"{r['before_ms']:.2f}", f"{r['after_ms']:.2f}",
-            f"{r['ratio']:.2f} ({r['quartiles'][0]:.2f} - {r['quartiles'][1]:.2f})",
-            f"{r['errors'][0]:.0e} / {r['errors'][1]:.0e}",
-        ]
-        for r in record
-    ]  # fmt: skip
+    record, cells = [], []
+    for row, rule in itertools.product(options.rows, RULES):
+        found = [[ask(worker, row, rule) for worker in workers] for _ in range(options.rounds)]
+        ratios = sorted(after[0] / before[0] for before, after in found)
+        quartiles = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]
+        ratio = statistics.median(ratios)
+        before, after = (statistics.median(pair[i][0] for pair in found) for i in (0, 1))
+        errors = [side[1] for side in found[-1]]
+        record.append({"row": row, "rule": rule, "before_ms": before, "after_ms": after})
+        record[-1] |= {"ratio": ratio, "quartiles": quartiles, "errors": errors}
+        print(f"{row} {rule}: {before:.3f} {after:.3f} ms, after / before {ratio:.3f}", flush=True)
+        spread = f"{ratio:.2f} ({quartiles[0]:.2f} - {quartiles[1]:.2f})"
+        far = " / ".join(f"{error:.0e}" for error in errors)
+        cells.append([row, rule, f"{before:.2f}", f"{after:.2f}", spread, far])
     header = ("row", "rule", "before, ms", "after, ms", "after / before", "errors")
     text = markdown_table(header, cells)
     print(text)
-    about = machine()
     settings = {"rounds": options.rounds, "threads": options.threads, "dtype": "float32"}
-    write_json(
-        options.output, {"machine": about, "settings": settings, "table": text, "results": record}
-    )
+    content = {"machine": machine(), "settings": settings, "table": text, "results": record}
+    write_json(options.output, content)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ from itertools import product
 from typing import Any
 
 import geoopt
-import pogo
-import pogo.base
 import torch
-from torch import Tensor
 
 import stiefel_opt as so
 from benchmarks.papers.kong.eigen_loops import PolarLoop, PublishedLoop, WenYinLoop
@@ -26,6 +23,7 @@ from benchmarks.papers.kong.eigen_problem import (
     optimize,
     pymanopt_run,
 )
+from benchmarks.speed.contestants import pogo_sgd
 
 # One grid for everybody: rates times momenta, plain and Nesterov's; betas for the Adams.
 SGD_RATES = (0.2, 0.4, 0.1, 0.3, 0.5, 0.6, 0.65, 0.25, 0.15, 0.05)  # the likely ones first
@@ -73,11 +71,6 @@ def loop(rule: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable
 def geoopt_method(rule: Callable[..., torch.optim.Optimizer]) -> Callable[..., Run]:
     tag = partial(geoopt.ManifoldParameter, manifold=geoopt.Stiefel(canonical=False))
     return partial(optimize, tag=tag, build=rule)
-
-
-def pogo_sgd(parameters: list[Tensor], lr: float, **options: Any) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = pogo.POGO(parameters, pogo.base.SGD(**options), lr)
-    return optimizer
 
 
 def vanishing_friction(optimizer: torch.optim.Optimizer, options: Options, iteration: int) -> None:

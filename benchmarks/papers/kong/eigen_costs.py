@@ -14,9 +14,10 @@ import torch
 
 import stiefel_opt as so
 from benchmarks.common.harness import markdown_table
-from benchmarks.papers.kong.eigen_contestants import geoopt_method, loop, ours, pogo_sgd
+from benchmarks.papers.kong.eigen_contestants import geoopt_method, loop, ours
 from benchmarks.papers.kong.eigen_loops import CayleyLoop, PublishedLoop, WenYinLoop
 from benchmarks.papers.kong.eigen_problem import Limit, Problem, clock
+from benchmarks.speed.contestants import pogo_sgd
 
 SIZES = {
     "m": [(2000, m) for m in (4, 8, 16, 32, 64, 128)],

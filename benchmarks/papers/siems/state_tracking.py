@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     what = (
         f"Word problems of {', '.join(options.tasks)} with {options.factors} factors: at most "
-        f"{options.epochs * options.every} steps, fewer if solved, {programs.listed(options.seeds)}."
+        f"{options.epochs * options.every} steps, less if solved, {programs.listed(options.seeds)}."
     )
     compare(options, titles, build, partial(report, options), what, longest)
 
