@@ -1,0 +1,241 @@
+"""A GRU and a convolution network, constrained and unconstrained.
+
+    python -m benchmarks.accuracy.own_models --folder DIR  # resumes; writes what is there
+
+Each classifies the 8 x 8 digits of scikit-learn, pixel by pixel or as an image. Per model: weights
+from torch's initialisation, the same weights from an orthogonal initialisation, and the same
+weights constrained, with one change each that says what the constraint costs. Four learning
+rates, which fall to zero along a cosine; Adam, or StiefelAdam where weights are constrained. Seeds
+are paired: equal data in equal order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import stiefel_opt as so
+from benchmarks.accuracy.why import accuracy, images
+from benchmarks.common import harness, publish
+
+LEARNING_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
+FILE = harness.RESULTS / "own_models.json"
+ROOT_OF_TWO = 2**0.5  # what ReLU takes of the length of a random vector
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(1, 64, num_layers=2, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(self.gru(pixels[..., None])[0][:, -1])
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        channels, layers = (1, 32, 64, 64), []
+        for stride, (before, after) in zip((1, 2, 2), itertools.pairwise(channels), strict=True):
+            layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.ReLU()]
+        super().__init__(nn.Unflatten(1, (1, 8, 8)), *layers, nn.Flatten(), nn.Linear(256, 10))
+
+
+def gates(model: nn.Module, **reading: object) -> None:
+    so.constrain(model, "gru.weight_hh_l*", **reading)
+
+
+def kernels(model: nn.Module, **reading: object) -> None:
+    for layer in model:
+        if isinstance(layer, nn.Conv2d):
+            so.constrain(layer, **reading)
+
+
+def candidate(model: nn.Module) -> None:
+    gates(model, rows=(128, 192))
+
+
+def longer_kernels(model: nn.Module) -> None:
+    kernels(model, scale=ROOT_OF_TWO)
+
+
+Change = Callable[[nn.Module], object]
+# Model: its class, epochs, how it is constrained, and one change with its name.
+MODELS: dict[str, tuple[type[nn.Module], int, Change, str, Change | None]] = {
+    "GRU": (Recurrent, 12, gates, "candidate gate only", candidate),
+    "CNN": (Convolutions, 6, kernels, "scale of sqrt(2)", longer_kernels),
+}
+METHODS = ("unconstrained", "unconstrained, orthogonal initialisation", "constrained")
+
+
+def build(name: str, method: str) -> nn.Module:
+    kind, _, constrain, changed, change = MODELS[name]
+    model = kind()
+    if method == changed and change is not None:
+        change(model)
+    elif method != "unconstrained":
+        constrain(model)
+    if method.startswith("unconstrained"):
+        plain = kind()
+        plain.load_state_dict(model.state_dict())
+        return plain
+    return model
+
+
+def train(name: str, method: str, rate: float, seed: int) -> float:
+    """Share of 360 test images that are recognised after the last epoch."""
+    torch.manual_seed(seed)
+    model = build(name, method)
+    inputs, labels, test, answers = images()
+    kind = torch.optim.Adam if method.startswith("unconstrained") else so.StiefelAdam
+    optimizer = kind(model.parameters(), lr=rate)
+    epochs, batch = MODELS[name][1], 100
+    steps = epochs * -(-len(labels) // batch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(labels), generator=order).split(batch):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    return accuracy(model.eval(), test, answers)
+
+
+def tables(runs: dict[str, float], seeds: int) -> dict[str, str]:
+    """Accuracy at the best learning rate of each, mean and range, and at every learning rate."""
+    best, by_rate = [], []
+    for name, (*_, changed, change) in MODELS.items():
+        for method in (*METHODS, *([changed] if change else [])):
+            keys = [[f"{name}, {method}, {r:g}, {s}" for s in range(seeds)] for r in LEARNING_RATES]
+            found = {
+                rate: [100 * runs[key] for key in row]
+                for rate, row in zip(LEARNING_RATES, keys, strict=True)
+                if all(key in runs for key in row)
+            }
+            if not found:
+                continue
+            means = {rate: statistics.mean(values) for rate, values in found.items()}
+            rate = max(means, key=means.__getitem__)
+            cell = f"{means[rate]:.1f} ({min(found[rate]):.1f} to {max(found[rate]):.1f})"
+            best.append([name, method, f"{rate:g}", cell])
+            by_rate.append(
+                [name, method, *(f"{means[r]:.1f}" if r in means else "-" for r in LEARNING_RATES)]
+            )
+    header = ["model", "weights", "best learning rate", "% right (seeds)"]
+    rates = ["model", "weights", *(f"{rate:g}" for rate in LEARNING_RATES)]
+    return {
+        "best": harness.markdown_table(header, best),
+        "rates": harness.markdown_table(rates, by_rate),
+    }
+
+
+def cell(source: str, table: str, column: str, *row: str) -> str:
+    """What a table of a results file holds in the row that begins with ``row``."""
+    header, *rows = publish.stored_table(f"benchmarks/results/{source}.json", table)
+    return publish.row_like(list(row), rows)[header.index(column)]
+
+
+def share(shown: str) -> str:
+    """The mean of "92.8 (86.3 to 95.8)", with its unit."""
+    return f"{shown.split(' ')[0]} %"
+
+
+def decisions(best: str) -> str:
+    """Should I constrain it? Answers, with what was measured here and elsewhere."""
+    own = {(row[0], row[1]): share(row[3]) for row in publish.rows_of(best)[1:]}
+    errors = json.loads((harness.RESULTS / "demo.json").read_text(encoding="utf-8"))["errors"]
+    least = {name: min(map(statistics.mean, rows)) for name, rows in errors.items()}
+    right, rates = "% right there (seeds)", "rates with 80 % right"
+    tagged, free = "Tagged StiefelAdam", "free, same start"
+    layer = ("torch_orthogonal", "summary")
+    vit = ("vit_long", "0", "Test error %")
+    answers = [
+        ["principal components, alignment, transport", "yes: the problem asks for it"],
+        ["torch's orthogonal parametrization", "yes: replace it"],
+        ["a recurrent network with a long memory", "yes, with modReLU"],
+        ["a deep network without normalisation", "yes, if you cannot tune the learning rate"],
+        ["the same, tuned", "no"],
+        ["a GRU or an LSTM", "no: gates must saturate"],
+        ["a convolution network", "if it must be Lipschitz; otherwise no gain"],
+        ["attention, little data", "try it on queries and keys"],
+        ["attention, longer training", "no gain, but small logits"],
+        ["a pretrained model", "no: constrain new adapters"],
+    ]
+    gru, cnn = (own[name, METHODS[2]] for name in ("GRU", "CNN"))
+    # The unconstrained weights from an orthogonal initialisation: only the constraint differs.
+    plain_gru, plain_cnn = (own[name, METHODS[1]] for name in ("GRU", "CNN"))
+    measured = [
+        ["-", "-", "[small problems](measured.md#packages-side-by-side)"],
+        [
+            cell(*layer, "so.constrain, StiefelAdamW", "2048 x 16") + " ms",
+            cell(*layer, "torch, its default", "2048 x 16") + " ms",
+            "[a step of 2048 x 16](doors.md#in-place-of-torch-s-parametrization)",
+        ],
+        [
+            share(cell("why", "copying", right, tagged, "100")),
+            share(cell("why", "copying", right, free, "100")),
+            "[digits recalled after 100 steps](why.md#memory)",
+        ],
+        [
+            cell("why", "deep", rates, tagged, "50") + " of 9",
+            cell("why", "deep", rates, free, "50") + " of 9",
+            "[learning rates that train 50 layers](why.md#depth)",
+        ],
+        [
+            share(cell("why", "deep", right, tagged, "50")),
+            share(cell("why", "deep", right, free, "50")),
+            "[accuracy of 50 layers](why.md#depth)",
+        ],
+        [gru, plain_gru, "[accuracy](measured.md#a-gru-and-a-cnn)"],
+        [cnn, plain_cnn, "[accuracy](measured.md#a-gru-and-a-cnn)"],
+        [
+            f"{least['StiefelAdamW']:.1f} %",
+            f"{least['AdamW']:.1f} %",
+            "[error on 1,200 digits, two seeds](examples.md)",
+        ],
+        [
+            cell(*vit, "StiefelAdam within heads") + " %",
+            cell(*vit, "AdamW") + " %",
+            "[error on CIFAR-10](measured.md#orthogonal-vision-transformer)",
+        ],
+        ["-", "-", "[fine-tuning](recipes.md#fine-tune-a-trained-model)"],
+    ]
+    header = ["You have", "Constrain it?", "constrained", "unconstrained", "measured"]
+    rows = [answer + cells for answer, cells in zip(answers, measured, strict=True)]
+    return harness.markdown_table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="where finished runs are kept")
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    kept = options.folder / "runs.json"
+    runs = json.loads(kept.read_text()) if kept.exists() else {}
+    for seed, (name, model) in itertools.product(range(options.seeds), MODELS.items()):
+        methods = (*METHODS, *([model[3]] if model[4] else []))
+        for method, rate in itertools.product(methods, LEARNING_RATES):
+            key = f"{name}, {method}, {rate:g}, {seed}"
+            if key not in runs:
+                runs[key] = train(name, method, rate, seed)
+                harness.write_json(kept, runs, exact=True)
+                print(f"{key}: {100 * runs[key]:.1f} %", flush=True)
+    shown = tables(runs, options.seeds)
+    shown["decisions"] = decisions(shown["best"])
+    content = {"machine": harness.machine(), "seeds": options.seeds, "runs": runs}
+    harness.write_json(FILE, {**content, "tables": shown})
+
+
+if __name__ == "__main__":
+    main()
