@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import sys
@@ -23,6 +24,12 @@ ADDRESS = re.compile(r" at 0x\w+")
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported is no garbage: collections look only at objects that tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(val: Any) -> str | None:

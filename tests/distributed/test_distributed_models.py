@@ -29,9 +29,28 @@ POLICIES = {
 }
 
 
-def build(seed=0, dtype=torch.float64):
-    """Tall, wide, with heads, filters, a fused weight, and plain ones."""
-    return so.retag(model(seed).to(dtype))
+class Small(torch.nn.Module):
+    """Wide with heads, tall, a fused weight with plain rows, and a plain layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = so.constrain(torch.nn.Linear(8, 6), heads=2)
+        self.up = so.constrain(torch.nn.Linear(6, 10, bias=False), scale=2.0)
+        rows = {"rows": ((0, 4), (6, 12)), "heads": (1, 2)}
+        self.fused = so.constrain(torch.nn.Linear(10, 14, bias=False), **rows)
+        self.out = torch.nn.Linear(14, 2)
+
+    def forward(self, x):
+        return self.out(self.fused(self.up(torch.tanh(self.q(x)))))
+
+
+def build(name, seed=0, dtype=torch.float64):
+    """For the first rule every kind of parameter, filters and a square one too; a few for others.
+
+    What a shard of either kind does with every rule is in test_distributed_shards.py.
+    """
+    torch.manual_seed(seed)
+    return so.retag((model(seed) if name == RULES[0] else Small()).to(dtype))
 
 
 def long_side(parameter):
@@ -79,7 +98,7 @@ def step_of(net, opt, step, whole=False, count=8):
 
 def train_model(name, placement):
     """A model under fully_shard, each rank with its part of the inputs, against one process."""
-    alone, net = build(), build()
+    alone, net = build(name), build(name)
     alone_opt, opt = optimizer(name, alone), sharded(name, net, placement)
     bound = TABLE[name].rounding
     for step in range(STEPS):
@@ -109,7 +128,7 @@ def check_velocity(alone, alone_opt, net, opt):
 def train_in_bfloat16(name, kind, steps):
     """Products in bfloat16; what is constrained stays at float32 rounding, and the loss falls."""
     low = kind == "all in bfloat16"
-    net = build(dtype=torch.bfloat16 if low else torch.float32)
+    net = build(name, dtype=torch.bfloat16 if low else torch.float32)
     opt = sharded(name, net, policy=POLICIES[kind])
     losses = [step_of(net, opt, step % 4) for step in range(steps)]
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4]), f"{name}: {losses}"
@@ -147,7 +166,7 @@ def test_models_under_fully_shard_train_with_every_option():
 
 def prepared(cases, seed, names):
     """Sharded models with their optimizers, and everything there is to save of them."""
-    nets = [build(seed, dtype) for _, dtype in cases]
+    nets = [build(name, seed, dtype) for name, dtype in cases]
     opts = [sharded(name, net) for (name, _), net in zip(cases, nets, strict=True)]
     kept = {}
     for index, net, opt in zip(names, nets, opts, strict=True):

@@ -160,7 +160,7 @@ def test_a_matrix_is_found_to_all_digits(name: str, dtype: torch.dtype) -> None:
     offset = so.project_tangent(solution, torch.randn_like(solution), reading) / 2
     parameter = so.ManifoldParameter(so.retract(solution, offset, reading), reading)
     plain = nn.Parameter(torch.randn(3, dtype=dtype))
-    optimizer = so.StiefelLBFGS([plain, parameter], max_iter=200, **EXACT)
+    optimizer = so.StiefelLBFGS([plain, parameter], max_iter=60, **EXACT)
     weights = torch.rand(shape, dtype=dtype.to_real()) + 0.5
 
     def loss() -> Tensor:
@@ -196,11 +196,11 @@ def test_equal_shapes_are_one_batch_and_the_same_as_one_by_one() -> None:
 
 
 def evaluations(
-    loss: Callable[[Tensor], Tensor], start: Tensor, minimum: float, scale: float
+    loss: Callable[[Tensor], Tensor], start: Tensor, minimum: float, scale: float, most: int
 ) -> list[int]:
-    """How many it took to 1e-2, 1e-4, ..., 1e-12 of ``scale``."""
+    """How many it took to 1e-2, 1e-4, ..., 1e-12 of ``scale``, of at most ``most``."""
     parameter = so.ManifoldParameter(start.clone())
-    optimizer = so.StiefelLBFGS([parameter], max_iter=600, max_eval=600, **EXACT)
+    optimizer = so.StiefelLBFGS([parameter], max_iter=most, max_eval=most, **EXACT)
     gaps: list[float] = []
 
     def value() -> Tensor:
@@ -215,24 +215,24 @@ def evaluations(
     ]
 
 
-def leading_eigenvalues(n: int, m: int, seed: int) -> list[int]:
+def leading_eigenvalues(n: int, m: int, seed: int, most: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(n, n, generator=generator, dtype=torch.float64)
     a = a + a.T
     values = torch.linalg.eigvalsh(a)
     best = -float(values[-m:].sum())
     start = so.random_point(n, m, generator=generator, dtype=torch.float64)
-    return evaluations(lambda x: -(x * (a @ x)).sum(), start, best, abs(best))
+    return evaluations(lambda x: -(x * (a @ x)).sum(), start, best, abs(best), most)
 
 
-def procrustes(n: int, m: int, seed: int) -> list[int]:
+def procrustes(n: int, m: int, seed: int, most: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(400, n, generator=generator, dtype=torch.float64)
     a = a * torch.logspace(0, -1.5, n, dtype=torch.float64)
     b = a @ so.random_point(n, m, generator=generator, dtype=torch.float64)
     start = so.random_point(n, m, generator=generator, dtype=torch.float64)
     scale = float(((a @ start - b) ** 2).sum())
-    return evaluations(lambda x: ((a @ x - b) ** 2).sum(), start, 0.0, scale)
+    return evaluations(lambda x: ((a @ x - b) ** 2).sum(), start, 0.0, scale, most)
 
 
 BARS = [(leading_eigenvalues, 300, 5, 100), (procrustes, 100, 20, 240)]
@@ -241,21 +241,19 @@ LARGE = pytest.param(leading_eigenvalues, 1000, 10, 170, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize(("problem", "n", "m", "most"), [*BARS, LARGE])
 def test_few_evaluations_to_many_digits(
-    problem: Callable[[int, int, int], list[int]], n: int, m: int, most: int
+    problem: Callable[[int, int, int, int], list[int]], n: int, m: int, most: int
 ) -> None:
     """At most so many to a relative gap of 1e-8, and 1.7 times as many to 1e-12."""
-    spent = problem(n, m, 0)
+    spent = problem(n, m, 0, round(1.7 * most))
     assert spent[3] <= most
-    assert spent[5] <= 1.7 * most
 
 
 def test_convergence_is_superlinear_where_pairs_span_the_tangent_space() -> None:
     """Each two digits of the gap cost fewer evaluations than linear convergence would."""
-    spent = leading_eigenvalues(8, 2, 3)
+    spent = leading_eigenvalues(8, 2, 3, 40)
     costs = [after - before for before, after in itertools.pairwise(spent)]
     assert max(costs[-2:]) <= 3
     assert sum(costs[-2:]) < sum(costs[:2]) + 2
-    assert spent[-1] < 40
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
@@ -265,5 +263,5 @@ def test_a_scaled_loss_is_as_easy(factor: float) -> None:
     a = factor * (a + a.T)
     best = -float(torch.linalg.eigvalsh(a)[-3:].sum())
     start = so.random_point(40, 3, generator=generator, dtype=torch.float64)
-    spent = evaluations(lambda x: -(x * (a @ x)).sum(), start, best, abs(best))
+    spent = evaluations(lambda x: -(x * (a @ x)).sum(), start, best, abs(best), 120)
     assert spent[-1] < 120

@@ -149,7 +149,7 @@ def test_nothing_is_copied_to_the_host(
     assert copies == 0
 
 
-MANY, ALONE = [(1024, 128)] * 32, [(512, 64)]  # those of one matrix live at the same time
+MANY, ALONE = [(512, 64)] * 32, [(512, 64)]  # those of one matrix live at the same time
 
 
 @pytest.mark.parametrize(

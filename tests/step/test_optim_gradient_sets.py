@@ -54,7 +54,8 @@ def counted_memory() -> Iterator[Held]:
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
             yield held
-        held.bytes = sum(event.self_cpu_memory_usage for event in found.key_averages())
+        events = found.profiler.kineto_results.events()
+        held.bytes = sum(event.nbytes() for event in events if event.name() == "[memory]")
     finally:
         gc.enable()
 

@@ -128,7 +128,7 @@ def test_another_value_written_through_data_counts_at_once(name: str) -> None:
 def test_what_was_offloaded_is_freed(name: str, offloaded: str) -> None:
     """As torch's optimizers do, after `p.data = p.data.cpu()` or the same for the state."""
     with counted_memory() as held:
-        params = [so.ManifoldParameter(torch.eye(2**14, 9)) for _ in range(2)]
+        params = [so.ManifoldParameter(torch.eye(2**12, 9)) for _ in range(2)]
         opt = optimizer(name, params)
         for _ in range(2):
             for parameter in params:
