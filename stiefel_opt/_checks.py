@@ -33,7 +33,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
-    """Return the text of an error in the grammar above; the caller raises it."""
+    """Return the text of an error in the grammar above; the caller raises it.
+
+    A batch, matrix or vector is shown by its shape.
+    """
+    if isinstance(value, torch.Tensor) and value.ndim:
+        value = f"shape {tuple(value.shape)}"
     return f"`{name}` must {condition}, got {value}" + (f"; {remedy}" if remedy else "")
 
 
@@ -64,6 +69,12 @@ def check_count(name: str, value: object, *, or_none: bool = False) -> None:
         raise ValueError(fail(name, condition, repr(value)))
 
 
+def check_counts(*, or_none: bool = False, **values: object) -> None:
+    """Raise unless every value is a positive integer, or None where that is allowed."""
+    for name, value in values.items():
+        check_count(name, value, or_none=or_none)
+
+
 def check_options(name: str, options: Collection[str], known: Callable[..., object]) -> None:
     """Raise unless all ``options`` are parameters of ``known``."""
     allowed = set(inspect.signature(known).parameters) - {"generator", "manifold", "module", "name"}
@@ -83,6 +94,12 @@ def check_flag(name: str, value: object) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(fail(name, "be True or False", repr(value)))
+
+
+def check_flags(**values: object) -> None:
+    """Raise unless every value is True or False."""
+    for name, value in values.items():
+        check_flag(name, value)
 
 
 def check_module(name: str, value: object) -> nn.Module:
@@ -112,7 +129,7 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
         remedy = "remove that (torch.nn.utils.parametrize.remove_parametrizations, so.release)"
         if isinstance(last, parametrizations._Orthogonal):
             remedy = "call so.from_torch_orthogonal(model)"
-        raise ValueError(fail(name, "be a free parameter", given, remedy))
+        raise ValueError(fail(name, "be an unconstrained parameter", given, remedy))
     if owner is None or parameter is None:
         known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
         near = difflib.get_close_matches(name, known, n=3)

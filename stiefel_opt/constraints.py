@@ -213,7 +213,7 @@ _FAR: Final = 0.1  # of the length: a shorter way leaves a trained weight what i
 @torch.no_grad()
 def _outlier(parameter: Tensor, reading: Stiefel) -> float:
     """Return the largest singular value over that of independent entries of the same spread."""
-    found = 0.0
+    largest_ratio = 0.0
     whole = replace(reading, heads=None)  # blocks have one initialisation
     for index, part in enumerate(whole.parts(parameter)):
         matrices = widened(whole.matrices(part, index))
@@ -225,8 +225,9 @@ def _outlier(parameter: Tensor, reading: Stiefel) -> float:
             largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()
             ratio = largest / (spread * (math.sqrt(n) + math.sqrt(m)))
             is_constant = spread <= 1e-4 * mean[..., 0, 0].abs()
-            found = max(found, float(ratio.masked_fill(is_constant, 0.0).amax()))
-    return found
+            ratio = ratio.masked_fill(is_constant, 0.0).amax()
+            largest_ratio = max(largest_ratio, float(ratio))
+    return largest_ratio
 
 
 def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
@@ -325,12 +326,12 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         return x
     if manifold is not None:
         raise ValueError(fail("manifold", "be None for a model", manifold))
-    found = [(name, *item) for name, item in readings(x).items() if item[1] is not None]
-    if not found:
+    tagged = [(name, p, reading) for name, (p, reading) in readings(x).items() if reading]
+    if not tagged:
         kind, remedy = type(x).__name__, "call so.constrain first"
         raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
-    for name, parameter, reading in found:
-        if reading is not None and not parameter.is_meta:
+    for name, parameter, reading in tagged:
+        if not parameter.is_meta:
             _write(parameter, nearest(parameter, reading, name))
     return x
 
@@ -371,11 +372,10 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
             if known != reading:
                 wanted = "be constrained alike: they are one tied parameter"
                 raise ValueError(fail(f"{other} and {name}", wanted, f"{known} and {reading}"))
-    found: dict[str, tuple[nn.Parameter, Stiefel | None]] = {}
-    for name, parameter in model.named_parameters():
-        record = recorded.get(id(parameter))
-        found[name] = parameter, record[1] if record else manifold_of(parameter, name)
-    return found
+    return {
+        name: (p, recorded[id(p)][1] if id(p) in recorded else manifold_of(p, name))
+        for name, p in model.named_parameters()
+    }
 
 
 def retag(model: ModuleT) -> ModuleT:

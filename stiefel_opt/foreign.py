@@ -50,21 +50,21 @@ def _look_at(optimizer: Optimizer) -> None:
         return
     keeps = _keeps_tags(optimizer)
     tagged = [] if keeps else _tagged(optimizer)
-    found = [parameter for parameter in tagged if parameter.requires_grad]
-    if keeps or found:
+    at_risk = [parameter for parameter in tagged if parameter.requires_grad]
+    if keeps or at_risk:
         optimizer.__dict__[_LOOKED] = math.inf
     elif not tagged:  # a frozen weight may thaw: it is looked at before every step
         optimizer.__dict__[_LOOKED] = seen
     for group in optimizer.param_groups if keeps else ():
         for parameter in group["params"] if group.get("stiefel") is False else ():
             parameter.is_unconstrained = True  # the tags are to be ignored
-    if found:
-        others = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    if at_risk:
+        others = f" and {len(at_risk) - 1} more" if len(at_risk) > 1 else ""
         warnings.warn(
-            f"{_name_of(found[0])}{others} would not stay orthonormal: {type(optimizer).__name__} "
-            "knows no constraint. Train with an optimizer of this package, such as "
-            "so.StiefelAdamW; or keep this one by so.on_manifold(optimizer); or parametrize the "
-            "weight by so.orthogonal; or so.release it",
+            f"{_name_of(at_risk[0])}{others} would not stay orthonormal: "
+            f"{type(optimizer).__name__} knows no constraint. Train with an optimizer of this "
+            "package, such as so.StiefelAdamW; or keep this one by so.on_manifold(optimizer); or "
+            "parametrize the weight by so.orthogonal; or so.release it",
             stacklevel=users_level(),
         )
 

@@ -74,11 +74,11 @@ def polar_factor(matrices: Tensor) -> Tensor:
     rank the nearest matrix is not unique and one of them is returned.
 
     Note: One LAPACK singular value decomposition, about 6 n m^2 + 20 m^3 flops, which waits for the
-        device: meant for starting values, not for steps. One Newton-Schulz pass at the end takes
-        the rounding of the decomposition out of X'X - I.
+        device: for initial values, not for steps. One Newton-Schulz step at the end removes the
+        rounding of the decomposition from X'X - I.
     """
     if matrices.size(-2) < matrices.size(-1):
-        raise ValueError(fail("matrices", "be tall", f"shape {tuple(matrices.shape)}"))
+        raise ValueError(fail("matrices", "be tall", matrices))
     left, _, right = torch.linalg.svd(widened(matrices), full_matrices=False)
     point: Tensor = left @ right
     point = 1.5 * point - 0.5 * point @ (point.mH @ point)

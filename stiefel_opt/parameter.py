@@ -18,7 +18,7 @@ from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.points import nearest, reading_of
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
-_RELEASED: Final[set[int]] = set()  # ids of parameters whose tag was taken away on purpose
+_RELEASED: Final[set[int]] = set()  # ids of parameters whose tag `untag` removed
 
 
 class ManifoldParameter(nn.Parameter):
@@ -31,7 +31,7 @@ class ManifoldParameter(nn.Parameter):
             which the last two dimensions are one matrix.
         requires_grad: As in ``nn.Parameter``. Default: True.
         project: False leaves the value as it is; the first optimizer step with lr > 0 projects it.
-            Values on the meta device and DTensors are left in any case.
+            Values on the meta device and DTensors are never projected.
 
     Raises:
         ValueError: if ``data`` cannot be read as ``manifold`` says, or is not finite.
@@ -40,7 +40,7 @@ class ManifoldParameter(nn.Parameter):
     """
 
     manifold: Stiefel
-    is_unconstrained: bool  # where leaving the manifold is meant, or was told
+    is_unconstrained: bool  # where leaving the manifold is intended
 
     def __new__(
         cls,
@@ -81,15 +81,12 @@ class ManifoldParameter(nn.Parameter):
 
     @override
     def detach(self) -> Tensor:
-        """Return a plain tensor, as always; to ``nn.Parameter(self)`` what it asks for, our type.
-
-        What ``nn.Parameter`` makes of a parameter must share its type, and then keeps its tag.
-        """
+        """Return a plain tensor; inside ``nn.Parameter(self)``, which requires it, our type."""
         plain = super().detach()
         if is_compiling():
             return plain
-        asked_by_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        return type(self)(plain, self.manifold) if asked_by_parameter else plain
+        in_constructor = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        return type(self)(plain, self.manifold) if in_constructor else plain
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -147,18 +144,18 @@ def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
     """Project in place the untagged ``parameters`` of a group that are read as ``manifold``.
 
     For the key ``stiefel`` of a group, when it is added: the first forward pass then sees a point,
-    as of a :class:`ManifoldParameter`. Tagged ones have been projected, or are to be left; so are
-    those on the meta device and DTensors.
+    as of a :class:`ManifoldParameter`. Tagged parameters, DTensors and those on the meta device
+    stay as they are.
 
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
-    found = []
+    points = []
     for parameter in parameters:
         if manifold_of(parameter) is None and not (parameter.is_meta or is_sharded(parameter)):
             name = f"parameter of shape {tuple(parameter.shape)}"
             manifold.check(parameter.shape, name)
-            found.append((parameter, nearest(parameter, manifold, name)))
-    for parameter, point in found:
+            points.append((parameter, nearest(parameter, manifold, name)))
+    for parameter, point in points:
         if point is not None:
             parameter.copy_(point)

@@ -46,9 +46,9 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
         off = ~(gram_error(matrices / reading.scale) <= tolerance)  # overflows count
         if bool(off.any()):
             result = tensor.detach().clone() if result is None else result
-            found = matrices.clone()
-            found[off] = reading.scale * polar_factor(matrices[off])
-            reading.parts(result)[index].copy_(reading.stored(found, part.shape, index))
+            projected = matrices.clone()
+            projected[off] = reading.scale * polar_factor(matrices[off])
+            reading.parts(result)[index].copy_(reading.stored(projected, part.shape, index))
     return result
 
 
@@ -68,14 +68,14 @@ def kept_scale(value: Tensor, reading: Stiefel, name: str) -> float:
 
 def rms_scale(value: Tensor, reading: Stiefel, name: str) -> float:
     """Return sqrt(rows / columns) of the matrices, which all ranges of rows must share."""
-    found = set()
+    ratios = set()
     for index, part in enumerate(reading.parts(value)):
         n, m = reading.matrices(part, index).shape[-2:]
-        found.add(m / n if reading.is_wide(part.shape, index) else n / m)
-    if len(found) > 1:
+        ratios.add(m / n if reading.is_wide(part.shape, index) else n / m)
+    if len(ratios) > 1:
         remedy = "constrain the ranges of rows with a number"
-        raise ValueError(fail(name, "have matrices of one height for scale='rms'", found, remedy))
-    return math.sqrt(found.pop())
+        raise ValueError(fail(name, "have matrices of one height for scale='rms'", ratios, remedy))
+    return math.sqrt(ratios.pop())
 
 
 def random_point(

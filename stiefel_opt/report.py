@@ -1,4 +1,4 @@
-"""What a model's constraints look like from outside: the orthonormality error and a table of it."""
+"""Orthonormality error of a tensor or model, and a table of its constrained weights."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
 
 @runtime_checkable
 class StepCounter(Protocol):
-    """What :func:`report` asks an optimizer of this package."""
+    """Methods of an optimizer of this package that :func:`report` calls."""
 
     def skipped_steps_of(self) -> Mapping[Tensor, int]:
         """Return how many steps each parameter has missed."""
@@ -110,14 +110,14 @@ class Line:
         shape: Of the weight.
         reading: How it is read as matrices, in words.
         error: Largest entry of X'X - I; None on the meta device.
-        tagged: Whether the parameter has its tag; if not, an optimizer would take it for plain.
-        map: What computes the weight, if anything.
+        tagged: Whether the parameter has its tag; without it, an optimizer treats it as plain.
+        map: Class of the parametrization that computes the weight; empty for a parameter.
         skipped: Steps missed because a gradient was not finite; None where no optimizer knows.
         off: Whether the error is more than rounding: the weight was written to, or not projected.
         moved: How far :func:`stiefel_opt.constrain` moved the value to project it, as a part of its
             length |W|; None if it did not project.
-        angle: By how much the last step turned the weight, in radians, at most; None if that cannot
-            be told, as after a gradient that was not finite where there is no momentum.
+        angle: Bound on the angle of the last step, in radians; None where it is not known, as after
+            a gradient that was not finite without momentum.
         radius: Virtual radius, by which the learning rate is divided; None if there is none.
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
     """
@@ -138,7 +138,7 @@ class Line:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What :func:`report` found; printing it shows a table.
+    """Result of :func:`report`; printing it shows a table.
 
     Attributes:
         lines: One :class:`Line` for each constrained parameter.
@@ -210,11 +210,10 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
 
     Args:
         model: A model; without constrained weights the table says so.
-        optimizer: An optimizer, also in the wrapper of accelerate: adds the steps that each
-            parameter has missed because its gradient was not finite, and by how much the last step
-            turned it at most, and its virtual radius or its factor on the learning rate if it has
-            one; "-" where the optimizer, as one of torch, does not know. Default:
-            none.
+        optimizer: An optimizer, also in the wrapper of accelerate: adds for each parameter the
+            number of skipped steps, the largest angle of the last step, and the virtual radius or
+            the factor on the learning rate if there is one; "-" where the optimizer, as one of
+            torch, does not know. Default: none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
     Raises:

@@ -1,4 +1,4 @@
-"""What a module with records watches for: parameters that are replaced, values that are loaded.
+"""Warnings of a module with records: of replaced parameters, and of loaded or averaged values.
 
 The record on the module, a plain dict from parameter name to reading, is the source of truth; the
 tag on the parameter is what optimizers see.
@@ -137,7 +137,7 @@ class _Watched(dict[str, Any]):
         return super().items()
 
     def look(self, name: str, value: Any, frame: FrameType | None) -> None:
-        """Tell of a value that is off the manifold, or of a package that makes another of it."""
+        """Warn of a value off the manifold, or of a package that quantises it."""
         if name not in self.records or not isinstance(value, ManifoldParameter):
             return
         if value.is_inference():
@@ -156,7 +156,7 @@ class _Watched(dict[str, Any]):
             return
         self.unread.discard(name)
         if value._version > 0 or not torch.is_grad_enabled():
-            looks.note(value, _warn_if_left(value, name, self.kind))
+            looks.note(value, _warn_if_far(value, name, self.kind))
 
     def arm(self) -> None:
         """Let the next forward pass look for lost tags."""
@@ -176,7 +176,7 @@ def _is_swapped(frame: FrameType) -> bool:
 
 # ---- values that are off -----------------------------------------------------------------------
 
-_LEFT: Final = 1e-2  # |X'X - I| from which on a weight has left the manifold: more than bfloat16
+_FAR: Final = 1e-2  # |X'X - I| above which a weight is off the manifold: more than bfloat16
 _WRITES: Final = 32  # between two looks in evaluations, at most
 _CALL: Final = nn.Module._call_impl.__code__  # around every forward pass
 _CONVERTED: Final = (
@@ -187,16 +187,15 @@ _CONVERTED: Final = (
 
 @dataclasses.dataclass
 class _Looks:
-    """When the value of one parameter is looked at again: seldom, and where nothing is trained.
+    """When the value of one parameter is checked again: seldom, and only without gradients.
 
-    Averages are written to by nobody that knows the constraint, and are read without gradients;
-    steps are of no concern here.
+    Averages are read without gradients, and code that knows no constraint writes to them.
     """
 
     reads: int = 0
     next_read: int = 1
     next_version: int = 1
-    writes: int = 1  # after which it is looked at: more where writes left it in place
+    writes: int = 1  # between two looks: more where the value stayed on the manifold
     is_over: bool = False
 
     def is_due(self, value: Tensor) -> bool:
@@ -212,7 +211,7 @@ class _Looks:
 
 
 @torch.no_grad()
-def _warn_if_left(value: ManifoldParameter, name: str, kind: str) -> bool:
+def _warn_if_far(value: ManifoldParameter, name: str, kind: str) -> bool:
     """Warn of a weight that is off the manifold; say whether looking again is no use."""
     if getattr(value, "is_unconstrained", False):
         return True
@@ -220,7 +219,7 @@ def _warn_if_left(value: ManifoldParameter, name: str, kind: str) -> bool:
         return False
     with no_autocast(value):
         error = _error(value, value.manifold)
-    if error <= _LEFT:
+    if error <= _FAR:
         return False
     warnings.warn(
         f"`{name}` of {kind} is off the manifold, |X'X - I| = {error:.0e}: it was written to, as "
@@ -294,10 +293,10 @@ def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel
             "so.param_groups was called: build the optimizer anew",
             stacklevel=users_level(),
         )
-    found = module.__dict__[RECORDS][leaf] = dataclasses.replace(reading, scale=scale)
+    rescaled = module.__dict__[RECORDS][leaf] = dataclasses.replace(reading, scale=scale)
     if isinstance(parameter, ManifoldParameter):
-        parameter.manifold = found
-    return found
+        parameter.manifold = rescaled
+    return rescaled
 
 
 @torch.no_grad()
@@ -331,7 +330,7 @@ def _warn_if_off(
         if metadata.get("assign_to_params_buffers") and not isinstance(value, ManifoldParameter):
             remedy = "assign=True replaces the parameter: call so.retag, then so.project_(model)"
         if isinstance(module._parameters, _Watched):
-            module._parameters.looks[leaf] = _Looks(is_over=True)  # it is told now
+            module._parameters.looks[leaf] = _Looks(is_over=True)  # one warning is enough
         warnings.warn(
             f"`{prefix}{leaf}` is loaded with values{source} that are off the manifold, "
             f"|X'X - I| = {error:.0e}; {remedy}",

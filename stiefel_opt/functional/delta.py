@@ -78,57 +78,28 @@ def delta_product(
         if state is None:
             state = values.new_zeros(*values.shape[:-3], size, values.size(-1), dtype=keys.dtype)
 
-        def cut(tensor: Tensor, dim: int, inner: int) -> Tensor:
-            """Split dimension ``dim`` of ``T inner`` entries into chunks; pad the last with 0."""
-            if missing := (chunks * chunk - length) * inner:
-                tensor = torch.nn.functional.pad(tensor, [0, 0] * (-dim - 1) + [0, missing])
-            return torch.unflatten(tensor, dim, (chunks, chunk * inner))
-
         # (..., chunks, C, d), (..., chunks, C h, d or e); b = 0 in the padding changes nothing.
-        asked = cut(queries, -2, 1)
-        key = cut(keys.flatten(-3, -2), -2, factors)
-        value = cut(values.flatten(-3, -2), -2, factors)
-        strength = cut(strengths.flatten(-2, -1), -1, factors).unsqueeze(-1)
+        query = _in_chunks(queries, -2, chunks, chunk)
+        key = _in_chunks(keys.flatten(-3, -2), -2, chunks, chunk * factors)
+        value = _in_chunks(values.flatten(-3, -2), -2, chunks, chunk * factors)
+        strength = _in_chunks(strengths.flatten(-2, -1), -1, chunks, chunk * factors).unsqueeze(-1)
 
-        overlap, attention = key @ key.mT, asked @ key.mT
+        overlap, attention = key @ key.mT, query @ key.mT
         token = torch.arange(chunk, device=key.device)
-        visible = token.unsqueeze(-1) >= token.repeat_interleave(factors)
-        if log_gate is None:
-            decayed_key = written_key = key
-            last: Tensor | float = 1.0
-            attention = attention * visible
-        else:
-            # Decay since the start of the chunk, and from factor s to factor r > s: both <= 1.
-            # Gates of 0 are counted apart: a sum that holds one says nothing about later tokens.
-            shut = log_gate.exp() == 0
-            since = cut(log_gate.masked_fill(shut, 0.0), -1, 1).cumsum(-1)
-            resets = cut(shut, -1, 1).cumsum(-1)
-            each = since.repeat_interleave(factors, dim=-1)
-            reset = resets.repeat_interleave(factors, dim=-1)
+        attention = attention * (token.unsqueeze(-1) >= token.repeat_interleave(factors))
+        read_key = written_key = key
+        last: Tensor | float = 1.0
+        if log_gate is not None:
+            decays = _decays(_in_chunks(log_gate, -1, chunks, chunk), factors)
+            overlap, attention = overlap * decays[0], attention * decays[1]
+            query, read_key, written_key = (
+                tensor * decay.unsqueeze(-1)
+                for tensor, decay in zip((query, key, key), decays[2:5], strict=True)
+            )
+            last = decays[5].unsqueeze(-1)
 
-            seen_shut = readable(shut)
-            open_only = seen_shut is not None and not bool(seen_shut.any())
-
-            def decay(late: Tensor, early: Tensor, lost: Tensor | bool) -> Tensor:
-                # Clamped where r < s, which is masked: exp must not overflow there.
-                kept = (late - early).clamp(max=0.0).exp()
-                return kept if isinstance(lost, bool) else kept.masked_fill(lost, 0.0)
-
-            rows, columns = each.unsqueeze(-1), each.unsqueeze(-2)
-            apart = not open_only and reset.unsqueeze(-1) != reset.unsqueeze(-2)
-            overlap = overlap * decay(rows, columns, apart)
-            apart = not open_only and resets.unsqueeze(-1) != reset.unsqueeze(-2)
-            attention = attention * (decay(since.unsqueeze(-1), columns, apart) * visible)
-            none = torch.zeros_like(each[..., :1])
-            asked = asked * decay(since, none, resets > 0).unsqueeze(-1)
-            decayed_key = key * decay(each, none, reset > 0).unsqueeze(-1)
-            final = since[..., -1:]
-            written_key = key * decay(final, each, resets[..., -1:] != reset).unsqueeze(-1)
-            last = decay(final, none, resets[..., -1:] > 0).unsqueeze(-1)
-
-        # What each factor writes, u = fresh - seen @ S, from (I + tril(diag(b) KK', -1)) u =
-        # diag(b) (V - K S).
-        both = torch.cat([value, decayed_key], dim=-1) * strength
+        # The factors write u = fresh - seen @ S; (I + tril(diag(b) KK', -1)) u = diag(b) (V - K S).
+        both = torch.cat([value, read_key], dim=-1) * strength
         solved = torch.linalg.solve_triangular(
             strength * overlap, both, upper=False, unitriangular=True
         )
@@ -136,15 +107,53 @@ def delta_product(
 
         # S <- turn S + push, chunk after chunk.
         identity = torch.eye(size, dtype=key.dtype, device=key.device)
-        turn = last * identity - written_key.mT @ seen
-        push = written_key.mT @ fresh
+        turn, push = last * identity - written_key.mT @ seen, written_key.mT @ fresh
         states = [state]
         for one_turn, one_push in zip(turn.unbind(-3), push.unbind(-3), strict=True):
             states.append(one_push + one_turn @ states[-1])
         before = torch.stack(states[:-1], dim=-3)
-        outputs = asked @ before + attention @ (fresh - seen @ before)
-        outputs = outputs.flatten(-3, -2)[..., :length, :]
-        return outputs.to(result_dtype), states[-1]
+        outputs = query @ before + attention @ (fresh - seen @ before)
+        return outputs.flatten(-3, -2)[..., :length, :].to(result_dtype), states[-1]
+
+
+def _in_chunks(tensor: Tensor, dim: int, chunks: int, size: int) -> Tensor:
+    """Split dimension ``dim`` < 0 into ``(chunks, size)``, the last chunk padded with zeros."""
+    if missing := chunks * size - tensor.size(dim):
+        tensor = torch.nn.functional.pad(tensor, [0, 0] * (-dim - 1) + [0, missing])
+    return torch.unflatten(tensor, dim, (chunks, size))
+
+
+def _decays(log_gate: Tensor, factors: int) -> tuple[Tensor, ...]:
+    """Return products of gates ``(..., chunks, C)`` inside each chunk, all of them at most 1.
+
+    In this order: between two factors, from a factor to a token, from the first token to a token,
+    from the first token to a factor, from a factor to the last token, and of the whole chunk.
+    """
+    # Gates of 0 are counted separately: a sum that holds one says nothing about later tokens.
+    shut = log_gate.exp() == 0
+    values = readable(shut)
+    has_resets = values is None or bool(values.any())
+    token = log_gate.masked_fill(shut, 0.0).cumsum(-1), shut.cumsum(-1)
+    each = tuple(total.repeat_interleave(factors, dim=-1) for total in token)
+    first = tuple(torch.zeros_like(total[..., :1]) for total in token)
+    last = tuple(total[..., -1:] for total in token)
+    column = tuple(total.unsqueeze(-2) for total in each)
+
+    def decay(late: tuple[Tensor, ...], early: tuple[Tensor, ...]) -> Tensor:
+        # Clamped where late precedes early, which is masked: exp must not overflow there.
+        product = (late[0] - early[0]).clamp(max=0.0).exp()
+        return product.masked_fill(late[1] != early[1], 0.0) if has_resets else product
+
+    between = decay(tuple(total.unsqueeze(-1) for total in each), column)
+    to_token = decay(tuple(total.unsqueeze(-1) for total in token), column)
+    return (
+        between,
+        to_token,
+        decay(token, first),
+        decay(each, first),
+        decay(last, each),
+        decay(last, first),
+    )
 
 
 def _check(
@@ -157,9 +166,7 @@ def _check(
     chunk_size: int | None,
 ) -> None:
     if keys.ndim < 3 or 0 in keys.shape[-3:]:
-        raise ValueError(
-            fail("keys", "have shape (..., T, h, d), none of them 0", f"shape {tuple(keys.shape)}")
-        )
+        raise ValueError(fail("keys", "have shape (..., T, h, d), none of them 0", keys))
     *lead, length, factors, size = keys.shape
     width = values.size(-1) if values.ndim else 0
     expected = {
@@ -172,10 +179,10 @@ def _check(
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             condition = f"have shape {shape} for keys of shape {tuple(keys.shape)}"
-            raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
+            raise ValueError(fail(name, condition, tensor))
     check_count("chunk_size", chunk_size, or_none=True)
     check_strengths("strengths", strengths)
-    opened = None if log_gate is None else readable(log_gate)
-    if opened is not None and bool((opened > 0.0).any()):
-        highest = f"{float(opened.max()):g}"
+    gates = None if log_gate is None else readable(log_gate)
+    if gates is not None and bool((gates > 0.0).any()):
+        highest = f"{float(gates.max()):g}"
         raise ValueError(fail("log_gate", "be at most 0", highest, "use logsigmoid(...)"))

@@ -32,7 +32,7 @@ def own(free: Tensor) -> Tensor:
     if free.ndim < 2 or not 1 <= free.size(-1) < free.size(-2):
         condition = "have more rows than columns: OWN centres the columns"
         remedy = "use another map for square matrices"
-        raise ValueError(fail("free", condition, f"shape {tuple(free.shape)}", remedy))
+        raise ValueError(fail("free", condition, free, remedy))
     centred = free - free.mean(dim=-2, keepdim=True)
     root: Tensor = _InverseRoot.apply(centred.mH @ centred)[0]  # type: ignore[no-untyped-call]
     return centred @ root

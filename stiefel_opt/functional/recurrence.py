@@ -49,10 +49,10 @@ def rollout(
     check_choice("nonlinearity", nonlinearity, choices)
     if inputs.ndim != 3 or len(inputs) == 0:
         condition = "have shape (T, batch, N) with T > 0"
-        raise ValueError(fail("inputs", condition, f"shape {tuple(inputs.shape)}"))
+        raise ValueError(fail("inputs", condition, inputs))
     if start.shape != inputs.shape[1:]:
         condition = f"have shape {tuple(inputs.shape[1:])}"
-        raise ValueError(fail("start", condition, f"shape {tuple(start.shape)}"))
+        raise ValueError(fail("start", condition, start))
     left, right = transition if isinstance(transition, tuple) else (transition, None)
     _check(inputs, start, left, right, threshold)
     if inputs.is_complex():
@@ -77,7 +77,7 @@ def _check(
             continue
         if tuple(tensor.shape) != shape:
             condition = f"have shape {shape} for inputs of shape {tuple(inputs.shape)}"
-            raise ValueError(fail(name, condition, f"shape {tuple(tensor.shape)}"))
+            raise ValueError(fail(name, condition, tensor))
         if tensor.dtype != wanted:
             condition = f"have dtype {wanted} for inputs of {dtype}"
             raise TypeError(fail(name, condition, tensor.dtype, "convert it"))

@@ -291,5 +291,5 @@ def check_strengths(name: str, strengths: Tensor) -> None:
     values = readable(strengths)
     if values is not None and not bool(((values >= 0) & (values <= 2)).all()):
         low, high = float(values.min()), float(values.max())
-        found = f"[{low:g}, {high:g}]"
-        raise ValueError(fail(name, "lie in [0, 2]", found, "use 2 * sigmoid"))
+        interval = f"[{low:g}, {high:g}]"
+        raise ValueError(fail(name, "lie in [0, 2]", interval, "use 2 * sigmoid"))

@@ -1,10 +1,10 @@
-"""Find the attention modules of a model by their attributes, and constrain their projections."""
+"""Constrain the projections of attention modules, which are recognised by their attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ ATTENTION_WORDS: Final = ("attention", "attn")
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight found: its name below the module, its projections, and the rows of each."""
+    """A weight: its name below the module, its projections, and the rows of each."""
 
     name: str
     projections: str
@@ -84,14 +84,14 @@ class _UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What :func:`constrain_attention` did; printing it shows a table.
+    """Result of :func:`constrain_attention`; printing it shows a table.
 
     Attributes:
         constraint: ``"within"`` or ``"across"``.
         which: The constrained projections, a part of ``"qkvo"``.
         lines: ``(parameter, class of the module, reading in words, how far it moved)`` for each
             constrained weight.
-        skipped: ``(module, reason)`` for what looks like attention and was left alone.
+        skipped: ``(module, reason)`` for each module that looks like attention and is unchanged.
     """
 
     constraint: str
@@ -104,7 +104,7 @@ class AttentionReport:
         text = f"{self.which} constrained {self.constraint} heads\n"
         text += table([("parameter", "module", "reading", "moved"), *self.lines])
         if self.skipped:
-            text += "\nleft alone:\n" + _listed(self.skipped)
+            text += "\nnot constrained:\n" + _listed(self.skipped)
         return text
 
 
@@ -141,10 +141,10 @@ def constrain_attention(
             ``{"qkv": "in_map"}``, ``"o"`` that of the joined heads, and ``"heads"`` its attribute
             with their number. Default: the names above.
 
-    Returns: What was done, and which modules look like attention but were left alone.
+    Returns: The constrained weights, and the modules that look like attention but are unchanged.
     Raises:
-        ValueError: for another constraint or ``which``, or if no module can be read; it lists what
-            was found. Nothing is changed then.
+        ValueError: for another constraint or ``which``, or if no module can be read; it lists the
+            modules. Nothing is changed then.
         TypeError: for weights of a dtype that :func:`stiefel_opt.constrain` refuses, and ``names``
             that are no dict of strings.
 
@@ -159,75 +159,83 @@ def constrain_attention(
     if not which or which != in_order:
         wanted = "be one or more of 'q', 'k', 'v', 'o', in this order"
         raise ValueError(fail("which", wanted, repr(which)))
-    layouts, heads, outputs = (LAYOUTS, HEADS, OUTPUTS) if names is None else _own_names(names)
-    plans: list[tuple[str, nn.Module, list[tuple[str, Stiefel]]]] = []
+    layouts = _Names.of(names)
+    plans, skipped = _plans(model, constraint, which, layouts)
+    if not plans:
+        wanted = "contain an attention module that can be read"
+        remedy = _remedy(model, skipped, layouts.layouts)
+        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
+    readings: dict[str, Stiefel] = {}
+    kinds: dict[str, str] = {}
+    for path, plan in plans.items():
+        for name, reading in plan:
+            owner = path.rpartition(".")[0] if name == BESIDE_WEIGHT else path
+            called = f"{owner}.{name}" if owner else name
+            parameter = model.get_parameter(called)
+            _check(parameter, reading, called)
+            own = kept_scale(parameter, reading, called) if scale == "keep" else scale
+            readings[called] = replace(reading, scale=own)
+            kinds[called] = type(model.get_submodule(path)).__name__
+    for path in plans:
+        if isinstance(module := model.get_submodule(path), MultiheadAttention):
+            module.constraint = constraint
+    distances = apply_readings(model, readings, keeps=scale == "keep")
+    lines = []
+    for name, share in distances.items():
+        words = in_words(model, name, model.get_parameter(name).shape, readings[name])
+        lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
+    return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
+
+
+def _plans(
+    model: nn.Module, constraint: str, which: str, names: _Names
+) -> tuple[dict[str, list[tuple[str, Stiefel]]], dict[str, str]]:
+    """Return the readings of each attention module, and why similar modules have none, by path."""
+    plans: dict[str, list[tuple[str, Stiefel]]] = {}
     skipped: dict[str, str] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
         above, _, leaf = path.rpartition(".")
         beside = modules.get(above) if leaf == SELF else None
         try:
-            plan = _plan(module, constraint, which, layouts, heads, outputs, beside)
+            if plan := _plan(module, constraint, which, names, beside):
+                plans[path] = plan
         except _UnreadableError as reason:
             skipped[path] = f"{type(module).__name__}: {reason}"
-            continue
-        if plan:
-            plans.append((path, module, plan))
-    found = [path for path, _, _ in plans]
     for path in list(skipped):  # a wrapper around one that was read, or a part of it
-        if any(_below(other, path) or _below(path, other) for other in found):
+        if any(_below(other, path) or _below(path, other) for other in plans):
             del skipped[path]
-    if not plans:
-        wanted = "contain an attention module that can be read"
-        remedy = _remedy(model, skipped, layouts)
-        raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
-    asked: dict[str, Stiefel] = {}
-    kinds: dict[str, str] = {}
-    for path, module, plan in plans:
-        for name, reading in plan:
-            called = _joined(path.rpartition(".")[0] if name == BESIDE_WEIGHT else path, name)
-            parameter = model.get_parameter(called)
-            _check(parameter, reading, called)
-            own = kept_scale(parameter, reading, called) if scale == "keep" else scale
-            asked[called] = replace(reading, scale=own)
-            kinds[called] = type(module).__name__
-    for _, module, _ in plans:
-        if isinstance(module, MultiheadAttention):
-            module.constraint = constraint
-    moved = apply_readings(model, asked, keeps=scale == "keep")
-    lines = []
-    for name, share in moved.items():
-        words = in_words(model, name, model.get_parameter(name).shape, asked[name])
-        lines.append((name, kinds[name], words, "-" if share is None else f"{share:.0%}"))
-    return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
+    return plans, skipped
 
 
-def _own_names(
-    names: Mapping[str, str],
-) -> tuple[tuple[Layout, ...], tuple[str, ...], tuple[str, ...]]:
-    """Return the layout that a user names, what the number of heads is called, and the output."""
-    if not isinstance(names, Mapping) or not all(isinstance(name, str) for name in names.values()):
-        raise TypeError(fail("names", "be a dict of names", repr(names)))
-    layout = [(name, letters) for letters, name in names.items() if letters not in ("heads", "o")]
-    if "".join(sorted("".join(letters for _, letters in layout))) not in ("kq", "kqv"):
-        wanted = "name q, k and perhaps v, each once, or what holds them side by side, as 'qkv'"
-        raise ValueError(fail("names", wanted, dict(names)))
-    layout.sort(key=lambda item: "qkv".index(item[1][0]))
-    heads = (names["heads"],) if "heads" in names else HEADS
-    return (tuple(layout),), heads, (names["o"],) if "o" in names else OUTPUTS
+class _Names(NamedTuple):
+    """Attribute names to look up."""
+
+    layouts: tuple[Layout, ...] = LAYOUTS
+    heads: tuple[str, ...] = HEADS
+    outputs: tuple[str, ...] = OUTPUTS
+
+    @classmethod
+    def of(cls, names: Mapping[str, str] | None) -> _Names:
+        """Return the names that a user gives, by default those of the known packages."""
+        if names is None:
+            return cls()
+        if not isinstance(names, Mapping) or not all(isinstance(n, str) for n in names.values()):
+            raise TypeError(fail("names", "be a dict of names", repr(names)))
+        layout = [(name, kind) for kind, name in names.items() if kind not in ("heads", "o")]
+        if "".join(sorted("".join(letters for _, letters in layout))) not in ("kq", "kqv"):
+            wanted = "name q, k and perhaps v, each once, or what holds them side by side, as 'qkv'"
+            raise ValueError(fail("names", wanted, dict(names)))
+        layout.sort(key=lambda item: "qkv".index(item[1][0]))
+        heads = (names["heads"],) if "heads" in names else HEADS
+        return cls((tuple(layout),), heads, (names["o"],) if "o" in names else OUTPUTS)
 
 
 def _plan(
-    module: nn.Module,
-    constraint: str,
-    which: str,
-    layouts: Sequence[Layout],
-    called: Sequence[str],
-    outputs: Sequence[str],
-    above: nn.Module | None,
+    module: nn.Module, constraint: str, which: str, names: _Names, above: nn.Module | None
 ) -> list[tuple[str, Stiefel]]:
     """Return (parameter, reading) for each weight of an attention module, nothing for others."""
-    weights = _torch_weights(module, which) or _linear_weights(module, layouts)
+    weights = _torch_weights(module, which) or _linear_weights(module, names.layouts)
     if not weights:
         return []
     wanted = [weight for weight in weights if set(weight.projections) & set(which)]
@@ -236,17 +244,17 @@ def _plan(
         raise _UnreadableError(f"it has no linear layer for {sorted(missing)}")
     stated = _number(module, KEY_HEADS)
     fused = any(len(weight.projections) == 3 for weight in weights)
-    if fused and stated not in (None, _number(module, called)):
+    if fused and stated not in (None, _number(module, names.heads)):
         raise _UnreadableError(f"one weight holds queries and the keys of {stated} heads")
     heads = dict.fromkeys("qkv", 1)
     if constraint == "within":
-        heads = _heads(module, weights, called)
+        heads = _heads(module, weights, names.heads)
         if stated not in (None, heads["k"]):
-            found = f"its keys have the width of {heads['k']} heads"
-            raise _UnreadableError(f"{found}, but it states {stated}")
+            width = f"its keys have the width of {heads['k']} heads"
+            raise _UnreadableError(f"{width}, but it states {stated}")
     plan = [(weight.name, _reading(weight, heads, which)) for weight in wanted]
     if "o" in which:
-        plan.append(_output(module, outputs, above, heads["q"]))
+        plan.append(_output(module, names.outputs, above, heads["q"]))
     return plan
 
 
@@ -266,7 +274,7 @@ def _output(
             for name, layer in above.named_modules()
             if f"{name}.weight" == BESIDE_WEIGHT
         ]
-    linear = [(name, layer) for name, layer in layers if _is_linear(layer)]
+    linear = [item for item in layers if isinstance(item[1], nn.Linear) or _is_conv1d(item[1])]
     if len(linear) != 1:
         listed = ", ".join(name for name, _ in linear) or "none"
         raise _UnreadableError(f"it has {listed} for the output; say names={{'o': ...}}")
@@ -278,10 +286,6 @@ def _output(
     if heads == 1:
         return weight.name, Stiefel(transposed=weight.transposed)
     return weight.name, Stiefel(heads, transposed=not weight.transposed)
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or _is_conv1d(layer)
 
 
 def _is_conv1d(layer: nn.Module) -> bool:
@@ -311,10 +315,10 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
         if len(present) == len(layout) or (len(layout) == 3 and len(present) == 2):
             if present[0][1][0] != "q" or "k" not in "".join(letters for _, letters in present):
                 continue
-            found = [_linear_weight(children[name], name, letters) for name, letters in present]
-            if len(found[0].sizes) == 3:
-                _check_fused(children, found[0])
-            return found
+            weights = [_linear_weight(children[name], name, letters) for name, letters in present]
+            if len(weights[0].sizes) == 3:
+                _check_fused(children, weights[0])
+            return weights
     if any(word in type(module).__name__.lower() for word in ATTENTION_WORDS):
         names = [*children, *(name for name, _ in module.named_parameters(recurse=False))]
         if names:
@@ -396,10 +400,6 @@ def _check(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
 
 def _below(path: str, ancestor: str) -> bool:
     return path == ancestor or not ancestor or path.startswith(ancestor + ".")
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _listed(skipped: Sequence[tuple[str, str]]) -> str:

@@ -42,8 +42,8 @@ def orthonormality_errors(model: nn.Module, tag: str = TAG) -> dict[str, float]:
     if not errors:
         return {}
     device = next(iter(errors.values())).device
-    found = torch.stack([error.to(device) for error in errors.values()])
-    values = torch.cat([found.amax()[None], found]).tolist()  # NaN shows in the maximum
+    measured = torch.stack([error.to(device) for error in errors.values()])
+    values = torch.cat([measured.amax()[None], measured]).tolist()  # NaN shows in the maximum
     return dict(zip([f"{tag}/{name}" for name in ("max", *errors)], values, strict=True))
 
 

@@ -98,7 +98,7 @@ def from_geoopt(model: ModuleT) -> ModuleT:
 def _unparametrized(model: ModuleT, wanted: Callable[[nn.Module], bool], called: str) -> ModuleT:
     """Remove the wanted parametrizations, keep the values, and tag the parameters."""
     check_module("model", model)
-    found = []
+    weights = []
     for path, module in model.named_modules():
         if not parametrize.is_parametrized(module):
             continue
@@ -111,12 +111,12 @@ def _unparametrized(model: ModuleT, wanted: Callable[[nn.Module], bool], called:
                 condition = f"have {called} as its only parametrization"
                 raise ValueError(fail(name, condition, others, "remove the others first"))
             check_dtype(name, listed.original.dtype)
-            found.append((module, leaf))
-    if not found:
+            weights.append((module, leaf))
+    if not weights:
         raise ValueError(_none_found(model, f"a weight of {called}"))
-    for module, leaf in found:
+    for module, leaf in weights:
         parametrize.remove_parametrizations(module, leaf, leave_parametrized=True)
-        module.get_parameter(leaf).grad = None  # it was that of the free tensor
+        module.get_parameter(leaf).grad = None  # of the unconstrained tensor
         constrain(module, leaf, flatten=False)
     return model
 

@@ -28,13 +28,13 @@ def check_transition(transition: str | None) -> None:
 
 
 @torch.no_grad()
-def draw_start(weight: Tensor, generator: torch.Generator | None) -> None:
+def draw_uniform(weight: Tensor, generator: torch.Generator | None) -> None:
     """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
     device = weight.device if generator is None else generator.device
     dtype = torch.float32 if weight.dtype in HALF else weight.dtype
     shape = len(weight), weight[0].numel()
-    start = random_point(*shape, generator=generator, dtype=dtype, device=device)
-    weight.copy_(start.view(weight.shape))
+    point = random_point(*shape, generator=generator, dtype=dtype, device=device)
+    weight.copy_(point.view(weight.shape))
 
 
 def set_transition(
@@ -65,23 +65,17 @@ def set_transition(
 def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | tuple[Tensor]:
     """Return (A, C) with Q' = I - A C for CWY with L < N, else (Q,); never in half precision."""
     if parametrize.is_parametrized(module, name):
-        listed: Any = module.parametrizations[name]  # type: ignore[index]
-        if _is_plain_product(listed):
-            unit, triangle = cwy_factors(listed.original)
-            return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
+        maps: Any = module.parametrizations[name]  # type: ignore[index]
+        # heads, a scale or a transposed reading make another matrix of it
+        is_plain = len(maps) == 1 and type(maps[0]) is CWY and maps[0].manifold == Stiefel()
+        vectors = maps.original if is_plain else None
+        if vectors is not None and vectors.ndim == 2 and not vectors.is_complex():
+            n, count = vectors.shape
+            if count < n == maps[0].columns:
+                unit, triangle = cwy_factors(vectors)
+                return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
     weight: Tensor = getattr(module, name)
     return (widened(weight),)
-
-
-def _is_plain_product(listed: Any) -> bool:
-    """Say whether the weight is a real product of fewer reflections than rows, as it stands."""
-    if len(listed) != 1 or type(listed[0]) is not CWY or listed[0].manifold != Stiefel():
-        return False  # heads, a scale or a transposed reading make another matrix of it
-    vectors: Tensor = listed.original
-    if vectors.ndim != 2 or vectors.is_complex():
-        return False
-    n, count = vectors.shape
-    return count < n and bool(listed[0].columns == n)
 
 
 def keep_on_load(module: nn.Module) -> None:

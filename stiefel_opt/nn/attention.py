@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_count, fail
+from stiefel_opt._checks import check_choice, check_counts, fail
 from stiefel_opt.constraints import constrain
 from stiefel_opt.nn._transition import keep_on_load
 
@@ -37,15 +37,15 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Note:
         Parameters and results are those of ``nn.MultiheadAttention``, so its state_dict loads. The
-        start value, and what is loaded, is replaced by the nearest orthonormal matrices; what is
-        orthonormal already stays bit for bit. A module converted to half precision, for
-        inference, takes what is loaded as it is.
+        initial value, and a loaded one, is replaced by the nearest orthonormal matrices; an
+        orthonormal value keeps its bits. A module that was converted to half precision, for
+        inference, loads values unchanged.
 
     Reference:
         Kong, Wang & Tao (ICLR 2023), table 1.
     """
 
-    constraint: str | None = None  # while the base class draws its start value
+    constraint: str | None = None  # while the base class draws the initial value
 
     def __init__(
         self,
@@ -65,8 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         if constraint is not None:
             check_choice("constraint", constraint, ("within", "across"))
-        for name, value in {"embed_dim": embed_dim, "num_heads": num_heads}.items():
-            check_count(name, value)
+        check_counts(embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise ValueError(fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads))
         others = add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype

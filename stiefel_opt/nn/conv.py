@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_count, check_flag, fail
-from stiefel_opt.nn._transition import check_transition, draw_start, keep_on_load, set_transition
+from stiefel_opt._checks import check_choice, check_counts, check_flags, fail
+from stiefel_opt.nn._transition import check_transition, draw_uniform, keep_on_load, set_transition
 
 # All with |s(x)| <= |x|, as the bound on the hidden images needs.
 NONLINEARITIES = {"abs": torch.abs, "relu": torch.relu, "tanh": torch.tanh}
@@ -34,9 +34,9 @@ class ConvNERU(nn.Module):
         batch_first: Whether sequences come as ``(batch, T, ...)``. Default: no.
         device, dtype: Of the parameters.
         transition: How K is kept: ``"tagged"`` for an optimizer of this package; the name of a
-            map of :func:`stiefel_opt.orthogonal` for any optimizer; None leaves it free.
-        generator: Source of the random start of K, uniform on the manifold. Default: torch's
-            global one. The input kernel starts as in ``nn.Conv2d``.
+            map of :func:`stiefel_opt.orthogonal` for any optimizer; None: unconstrained.
+        generator: Source of the initial K, uniform on the manifold. Default: torch's global one.
+            The input kernel is initialised as in ``nn.Conv2d``.
         options: Of the transition.
 
     Raises:
@@ -65,15 +65,13 @@ class ConvNERU(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_count("in_channels", in_channels)
-        check_count("hidden_channels", hidden_channels)
-        check_count("kernel_size", kernel_size)
+        sizes = {"in_channels": in_channels, "hidden_channels": hidden_channels}
+        check_counts(or_none=False, **sizes, kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(fail("kernel_size", "be odd", kernel_size))
         check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
         check_transition(transition)
-        check_flag("bias", bias)
-        check_flag("batch_first", batch_first)
+        check_flags(bias=bias, batch_first=batch_first)
         if "scale" in options:
             condition = "be left out: K is 1 / kernel_size times an orthonormal matrix"
             raise TypeError(fail("scale", condition, options["scale"]))
@@ -88,7 +86,7 @@ class ConvNERU(nn.Module):
         square = hidden_channels, hidden_channels, kernel_size
         self.hidden_conv = nn.Conv2d(*square, bias=False, **layout)
         weight = self.hidden_conv.weight
-        draw_start(weight, generator)
+        draw_uniform(weight, generator)
         with torch.no_grad():
             weight.div_(kernel_size)
         if transition is not None:
@@ -110,7 +108,7 @@ class ConvNERU(nn.Module):
         """
         if input.ndim not in (4, 5) or input.size(-3) != self.in_channels or 0 in input.shape:
             condition = f"have shape (T, batch, {self.in_channels}, height, width), none of them 0"
-            raise ValueError(fail("input", condition, f"shape {tuple(input.shape)}"))
+            raise ValueError(fail("input", condition, input))
         if input.ndim == 4:
             outputs, last = self._rollout(input.unsqueeze(1), None if hx is None else hx[None])
             return outputs.squeeze(1), last.squeeze(0)
@@ -125,7 +123,7 @@ class ConvNERU(nn.Module):
         if hx is None:
             hx = entering.new_zeros(shape)
         if hx.shape != shape:
-            raise ValueError(fail("hx", f"have shape {tuple(shape)}", f"shape {tuple(hx.shape)}"))
+            raise ValueError(fail("hx", f"have shape {tuple(shape)}", hx))
         activate = NONLINEARITIES[self.nonlinearity]
         weight, padding = self.hidden_conv.weight, self.kernel_size // 2
         hidden, outputs = hx, []

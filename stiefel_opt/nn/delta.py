@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 from typing_extensions import override
 
-from stiefel_opt._checks import HALF, check_count, check_flag, fail
+from stiefel_opt._checks import HALF, check_counts, check_flags, fail
 from stiefel_opt.functional import delta_product
 
 _SHORTEST_KEY = 1e-3  # shorter ones fade out instead of jumping to unit length
-_OPEN = 4.0  # start of the gates' bias: sigmoid(4) = 0.98
+_OPEN = 4.0  # initial bias of the gates: sigmoid(4) = 0.98
 
 
 class DeltaProduct(nn.Module):
@@ -60,15 +60,10 @@ class DeltaProduct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_flag("gate", gate)
-        check_flag("bias", bias)
-        check_count("embed_dim", embed_dim)
-        check_count("num_heads", num_heads)
-        check_count("num_factors", num_factors)
-        check_count("chunk_size", chunk_size, or_none=True)
-        for name, value in (("head_dim", head_dim), ("value_dim", value_dim)):
-            if value is not None:
-                check_count(name, value)
+        check_flags(gate=gate, bias=bias)
+        check_counts(embed_dim=embed_dim, num_heads=num_heads, num_factors=num_factors)
+        sizes = {"chunk_size": chunk_size, "head_dim": head_dim, "value_dim": value_dim}
+        check_counts(or_none=True, **sizes)
         if head_dim is None and embed_dim % num_heads:
             raise ValueError(
                 fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads, "or pass head_dim")
@@ -103,7 +98,7 @@ class DeltaProduct(nn.Module):
         """
         if input.ndim < 2 or input.size(-1) != self.embed_dim or input.size(-2) == 0:
             condition = f"have shape (..., T, {self.embed_dim}) with T > 0"
-            raise ValueError(fail("input", condition, f"shape {tuple(input.shape)}"))
+            raise ValueError(fail("input", condition, input))
         queries, keys, values, strengths = (
             projection(input).unflatten(-1, shape).movedim(-len(shape), -len(shape) - 1)
             for projection, shape in (

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_count, check_flag, check_range, fail
+from stiefel_opt._checks import check_choice, check_counts, check_flags, check_range, fail
 from stiefel_opt.device import no_autocast
 from stiefel_opt.functional.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
 from stiefel_opt.nn._transition import (
     check_transition,
-    draw_start,
+    draw_uniform,
     factors_or_matrix,
     keep_on_load,
     set_transition,
@@ -35,12 +35,12 @@ class OrthogonalRNN(nn.Module):
         nonlinearity: ``"tanh"``, ``"relu"``, ``"abs"`` (keeps the norm exactly) or ``"modrelu"``,
             sign(z) relu(|z| + b) with a learned b for each unit.
         transition: How Q is kept orthogonal: ``"tagged"`` for an optimizer of this package; the
-            name of a map of :func:`stiefel_opt.orthogonal` for any optimizer; None leaves it free.
-        start: ``"henaff"`` or ``"helfrich"``, random rotations of planes, or None: uniform among
-            the orthogonal matrices. The other weights start as in ``nn.RNN``.
-            For memory over many steps take ``nonlinearity="modrelu", start="henaff"``: with the
-            defaults, those of ``nn.RNN``, tanh forgets.
-        generator: Source of the random start of Q. Default: torch's global one.
+            name of a map of :func:`stiefel_opt.orthogonal` for any optimizer; None: unconstrained.
+        start: Initialisation of Q: ``"henaff"`` or ``"helfrich"``, random rotations of planes, or
+            None: uniform among the orthogonal matrices. The other weights are initialised as in
+            ``nn.RNN``. For memory over many steps take ``nonlinearity="modrelu"`` and
+            ``start="henaff"``: with the defaults, those of ``nn.RNN``, tanh forgets.
+        generator: Source of the initial Q. Default: torch's global one.
         options: Of the transition, such as ``reflections=128`` for ``"cwy"``.
 
     Raises:
@@ -80,12 +80,8 @@ class OrthogonalRNN(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers}
-        for name, value in sizes.items():
-            check_count(name, value)
-        flags = {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}
-        for name, flag in flags.items():
-            check_flag(name, flag)
+        check_counts(input_size=input_size, hidden_size=hidden_size, num_layers=num_layers)
+        check_flags(bias=bias, batch_first=batch_first, bidirectional=bidirectional)
         check_choice("nonlinearity", nonlinearity, NONLINEARITIES)
         check_transition(transition)
         is_complex = (dtype or torch.get_default_dtype()).is_complex
@@ -95,15 +91,10 @@ class OrthogonalRNN(nn.Module):
         check_range("dropout", dropout, 0.0, math.nextafter(1.0, 2.0))
         if dropout and num_layers == 1:
             warnings.warn("dropout acts between layers, and there is only one", stacklevel=2)
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.nonlinearity = nonlinearity
-        self.bias = bias
-        self.batch_first = batch_first
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.nonlinearity, self.transition = nonlinearity, transition
+        self.bias, self.batch_first, self.bidirectional = bias, batch_first, bidirectional
         self.dropout = float(dropout)
-        self.bidirectional = bidirectional
-        self.transition = transition
         for layer in range(num_layers):
             width = hidden_size * (1 + bidirectional) if layer else input_size
             for suffix in self._suffixes(layer):
@@ -124,13 +115,13 @@ class OrthogonalRNN(nn.Module):
         size, bound = self.hidden_size, self.hidden_size**-0.5
 
         def uniform(*shape: int) -> nn.Parameter:
-            start = torch.empty(shape, device=device, dtype=dtype)
-            (torch.view_as_real(start) if start.is_complex() else start).uniform_(-bound, bound)
-            return nn.Parameter(start)
+            value = torch.empty(shape, device=device, dtype=dtype)
+            (torch.view_as_real(value) if value.is_complex() else value).uniform_(-bound, bound)
+            return nn.Parameter(value)
 
         setattr(self, f"weight_ih{suffix}", uniform(size, width))
         transition = uniform(size, size)
-        draw_start(transition, generator)
+        draw_uniform(transition, generator)
         setattr(self, f"weight_hh{suffix}", transition)
         if self.bias:
             setattr(self, f"bias_ih{suffix}", uniform(size))
@@ -169,46 +160,49 @@ class OrthogonalRNN(nn.Module):
             return self._packed(input, hx)
         if input.ndim not in (2, 3) or input.size(-1) != self.input_size or 0 in input.shape:
             condition = f"have 2 or 3 dimensions, none of them 0, the last {self.input_size}"
-            raise ValueError(fail("input", condition, f"shape {tuple(input.shape)}"))
+            raise ValueError(fail("input", condition, input))
         if input.ndim == 2:
-            start = self._start(input, hx, ()).unsqueeze(1)
-            outputs, last = self._layers(input.unsqueeze(1), start, None)
+            initial = self._initial_state(input, hx, ()).unsqueeze(1)
+            outputs, last = self._layers(input.unsqueeze(1), initial, None)
             return outputs.squeeze(1), last.squeeze(1)
         steps = input.transpose(0, 1) if self.batch_first else input
-        outputs, last = self._layers(steps, self._start(input, hx, (steps.size(1),)), None)
+        initial = self._initial_state(input, hx, (steps.size(1),))
+        outputs, last = self._layers(steps, initial, None)
         return (outputs.transpose(0, 1) if self.batch_first else outputs), last
 
     def _packed(self, given: PackedSequence, hx: Tensor | None) -> tuple[PackedSequence, Tensor]:
         if given.data.size(-1) != self.input_size:
             condition = f"have {self.input_size} columns"
-            raise ValueError(fail("input", condition, f"shape {tuple(given.data.shape)}"))
+            raise ValueError(fail("input", condition, given.data))
         # Longest first, as the data are; the hidden states come and go in the caller's order.
         steps, lengths = _padded(given)
-        start = self._start(given.data, hx, (len(lengths),))
+        initial = self._initial_state(given.data, hx, (len(lengths),))
         if hx is not None and given.sorted_indices is not None:
-            start = start.index_select(1, given.sorted_indices)
-        outputs, last = self._layers(steps, start, lengths)
-        data = _packed_data(outputs, lengths)
+            initial = initial.index_select(1, given.sorted_indices)
+        outputs, last = self._layers(steps, initial, lengths)
+        pairs = torch.view_as_real(outputs.resolve_conj()) if outputs.is_complex() else outputs
+        data = pack_padded_sequence(pairs, lengths).data
+        data = torch.view_as_complex(data) if outputs.is_complex() else data
         if given.unsorted_indices is not None:
             last = last.index_select(1, given.unsorted_indices)
         packed = (data, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
         return PackedSequence(*packed), last
 
-    def _start(self, given: Tensor, hx: Tensor | None, batch: tuple[int, ...]) -> Tensor:
+    def _initial_state(self, given: Tensor, hx: Tensor | None, batch: tuple[int, ...]) -> Tensor:
         count = self.num_layers * (2 if self.bidirectional else 1)
         shape = (count, *batch, self.hidden_size)
         if hx is None:
             return torch.zeros(shape, dtype=given.dtype, device=given.device)
         if tuple(hx.shape) != shape:
-            raise ValueError(fail("hx", f"have shape {shape}", f"shape {tuple(hx.shape)}"))
+            raise ValueError(fail("hx", f"have shape {shape}", hx))
         return hx
 
     def _layers(
-        self, steps: Tensor, start: Tensor, lengths: Tensor | None
+        self, steps: Tensor, initial: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run all layers on ``(T, batch, .)``; ``lengths`` says where padding begins."""
         dtype, last = steps.dtype, []
-        starts = iter(start.unbind())
+        states = iter(initial.unbind())
         for layer in range(self.num_layers):
             if layer and self.dropout:
                 steps = nn.functional.dropout(steps, self.dropout, self.training)
@@ -216,14 +210,14 @@ class OrthogonalRNN(nn.Module):
             for suffix in self._suffixes(layer):
                 backwards = suffix.endswith("reverse")
                 entering = _reversed(steps, lengths) if backwards else steps
-                hidden = self._direction(entering, next(starts), suffix)
+                hidden = self._direction(entering, next(states), suffix)
                 hidden = hidden if hidden.is_complex() else hidden.to(dtype)
                 last.append(_last(hidden, lengths))
                 outputs.append(_reversed(hidden, lengths) if backwards else hidden)
             steps = torch.cat(outputs, dim=-1) if self.bidirectional else outputs[0]
         return steps, torch.stack(last)
 
-    def _direction(self, steps: Tensor, start: Tensor, suffix: str) -> Tensor:
+    def _direction(self, steps: Tensor, initial: Tensor, suffix: str) -> Tensor:
         bias = None
         if self.bias:
             bias = getattr(self, f"bias_ih{suffix}") + getattr(self, f"bias_hh{suffix}")
@@ -236,7 +230,7 @@ class OrthogonalRNN(nn.Module):
             threshold = getattr(self, f"threshold{suffix}", None)
             return rollout(
                 inputs.to(dtype),
-                start.to(dtype),
+                initial.to(dtype),
                 transition if len(transition) == 2 else transition[0],
                 nonlinearity=self.nonlinearity,
                 threshold=None if threshold is None else threshold.to(dtype.to_real()),
@@ -262,16 +256,8 @@ def _padded(given: PackedSequence) -> tuple[Tensor, Tensor]:
     return torch.view_as_complex(steps), lengths
 
 
-def _packed_data(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """Return the steps without the padding, as the data of a packed sequence."""
-    if not outputs.is_complex():
-        return pack_padded_sequence(outputs, lengths).data
-    pairs = torch.view_as_real(outputs.resolve_conj())
-    return torch.view_as_complex(pack_padded_sequence(pairs, lengths).data)
-
-
 def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:
-    """Turn each sequence round within its length; the padding stays where it is."""
+    """Return each sequence in reverse order; the padding stays at the end."""
     if lengths is None:
         return steps.flip(0)
     time = torch.arange(len(steps), device=lengths.device).unsqueeze(-1)

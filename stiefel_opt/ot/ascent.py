@@ -19,11 +19,11 @@ from stiefel_opt.parameter import ManifoldParameter
 
 OptimizerFactory = Callable[[list[Tensor]], Optimizer]
 
-# L1 errors of the marginals, and the products with the kernel that may be spent on them.
-_FINAL_ERROR, _FINAL_PASSES = 1e-8, 20_000
+# L1 errors of the marginals, and the most products with the kernel to reach them.
+_FINAL_ERROR, _FINAL_PRODUCTS = 1e-8, 20_000
 _ACCEPTED_ERROR = 1e-6
 _ROUNDING = 1e-13
-_LARGEST_ERROR, _ERROR_BY_GRADIENT, _PASSES = 1e-3, 0.05, 2000
+_LARGEST_ERROR, _ERROR_BY_GRADIENT, _PRODUCTS = 1e-3, 0.05, 2000
 
 # Default steps, in units of one over the transport cost; the objective's weight in its mean.
 _FIRST_STEP, _SMALLEST_STEP, _LARGEST_STEP, _NO_STEP = 0.5, 1e-3, 100.0, 1e-10
@@ -32,7 +32,7 @@ _MEMORY = 0.85
 
 @dataclass(frozen=True)
 class Iteration:
-    """What is known of one projection on the way.
+    """Numbers of one iteration.
 
     Attributes:
         objective: Dual value: a lower bound of the objective, and equal to it once the marginals
@@ -77,7 +77,7 @@ class Ascent:
         began = time.perf_counter()
         self._project()
         self.transport.anneal(self._x, self._y)
-        self.transport.solve(self._x, self._y, _LARGEST_ERROR, _PASSES)
+        self.transport.solve(self._x, self._y, _LARGEST_ERROR, _PRODUCTS)
         self.differentiate()
         rule = _ScaledSteps(self) if optimizer is None else _GivenSteps(self, optimizer)
         for number in range(max_iter + 1):
@@ -99,17 +99,17 @@ class Ascent:
         with torch.no_grad():
             self.point.copy_(point)
         self._project()
-        self._converge(_FINAL_PASSES)
+        self._converge(_FINAL_PRODUCTS)
         if not self.transport.error <= _ACCEPTED_ERROR:
             condition = "be large enough to converge the plan"
-            error = f"marginals off by {self.transport.error:.1e} after {_FINAL_PASSES} products"
+            error = f"marginals off by {self.transport.error:.1e} after {_FINAL_PRODUCTS} products"
             raise RuntimeError(fail("reg", condition, self.transport.reg, error))
 
     def solve(self) -> None:
         """Transport between the projected clouds, as well as the gradient deserves."""
         self._project()
         tolerance = max(min(_LARGEST_ERROR, _ERROR_BY_GRADIENT * self.relative), _FINAL_ERROR)
-        self.transport.solve(self._x, self._y, tolerance, _PASSES, self.sinkhorn_iterations)
+        self.transport.solve(self._x, self._y, tolerance, _PRODUCTS, self.sinkhorn_iterations)
 
     def differentiate(self) -> None:
         """Cost and gradient 2 [X'(r * XU - plan YU) + Y'(b * YU - plan' XU)], r the row sums.
@@ -141,7 +141,7 @@ class Ascent:
     def _is_stationary(self) -> bool:
         """Say whether the gradient is small enough, with a converged plan if so."""
         if self.relative <= self.tol and self.transport.error > _FINAL_ERROR:
-            self._converge(_PASSES)
+            self._converge(_PRODUCTS)
         return self.relative <= self.tol
 
 
@@ -152,18 +152,18 @@ class _GivenSteps:
         self.ascent = ascent
         self.optimizer = factory([ascent.point])
         if not isinstance(self.optimizer, Optimizer):
-            found = type(self.optimizer).__name__
+            kind = type(self.optimizer).__name__
             remedy = "for instance `lambda params: StiefelAdam(params, lr=0.1)`"
-            raise TypeError(fail("optimizer", "return a torch.optim.Optimizer", found, remedy))
+            raise TypeError(fail("optimizer", "return a torch.optim.Optimizer", kind, remedy))
 
     def step(self) -> bool:
         self.optimizer.step()
         point = self.ascent.point.detach()
         error = float(gram_error(point))
         if not error < 1e-3:
-            found = f"|U'U - I| = {error:.1e} from {type(self.optimizer).__name__}"
+            given = f"|U'U - I| = {error:.1e} from {type(self.optimizer).__name__}"
             remedy = "take an optimizer for orthonormal parameters, or a smaller lr"
-            raise ValueError(fail("optimizer", "keep the projection orthonormal", found, remedy))
+            raise ValueError(fail("optimizer", "keep the projection orthonormal", given, remedy))
         if error > 1e-10:  # or the objective would be too large by about this factor
             point.copy_(polar_factor(point))
         self.ascent.solve()
@@ -171,10 +171,11 @@ class _GivenSteps:
 
 
 class _ScaledSteps:
-    """StiefelSGD without momentum, its rate from the last two gradients.
+    """StiefelSGD without momentum, its learning rate from the last two gradients.
 
-    Barzilai & Borwein's two rates in turn; a step counts if the dual value is above a running mean
-    of its former values (Zhang & Hager 2004), else it is repeated with a quarter of the rate.
+    The two step sizes of Barzilai & Borwein in turn; a step counts if the dual value is above a
+    running mean of its former values (Zhang & Hager 2004), else it is repeated with a quarter of
+    the learning rate.
     """
 
     def __init__(self, ascent: Ascent) -> None:
@@ -191,7 +192,7 @@ class _ScaledSteps:
         point, tangent = ascent.point.detach().clone(), ascent.tangent
         potentials = transport.f, transport.g
         objective = transport.objective
-        lr = self._rate(point, tangent)
+        lr = self._learning_rate(point, tangent)
         self.former = point, tangent
         rise = 1e-4 * float(tangent.square().sum())
         while True:
@@ -211,7 +212,7 @@ class _ScaledSteps:
         self.weight, self.lr = weight, lr
         return True
 
-    def _rate(self, point: Tensor, tangent: Tensor) -> float:
+    def _learning_rate(self, point: Tensor, tangent: Tensor) -> float:
         if self.former is None:
             return self.lr
         moved, change = point - self.former[0], tangent - self.former[1]

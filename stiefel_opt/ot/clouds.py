@@ -13,7 +13,7 @@ from stiefel_opt._checks import fail
 from stiefel_opt.geometry import gram_error
 
 _WEIGHT_TOLERANCE = 1e-5  # float32 weights of some thousand points sum to one that well
-_SMALLEST_WEIGHT = 1e-30  # below it, a point is left out of the plan
+_SMALLEST_WEIGHT = 1e-30  # a point of less weight is no part of the plan
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Clouds:
     b: Tensor
     in_x: Tensor  # which of all points these are
     in_y: Tensor
-    left_x: Tensor  # the weightless points, moved alike
-    left_y: Tensor
+    without_x: Tensor  # the weightless points, moved alike
+    without_y: Tensor
     model: Any  # the first cloud as it was given, for the kind of the results
 
     @property
@@ -60,17 +60,17 @@ class Clouds:
         self, f: Tensor, g: Tensor, projection: Tensor, reg: float
     ) -> tuple[Tensor, Tensor]:
         """Return potentials of all points: those without weight get what a weight would give."""
-        found = []
-        for inside, own, left, others, weights, potential in (
-            (self.in_x, f, self.left_x, self.y, self.b, g),
-            (self.in_y, g, self.left_y, self.x, self.a, f),
+        full = []
+        for inside, own, without, others, weights, potential in (
+            (self.in_x, f, self.without_x, self.y, self.b, g),
+            (self.in_y, g, self.without_y, self.x, self.a, f),
         ):
-            cost = torch.cdist(left @ projection, others @ projection).square()
+            cost = torch.cdist(without @ projection, others @ projection).square()
             whole = own.new_empty(len(inside))
             whole[inside] = own
             whole[~inside] = -reg * torch.logsumexp((potential - cost) / reg + weights.log(), 1)
-            found.append(whole)
-        return found[0], found[1]
+            full.append(whole)
+        return full[0], full[1]
 
 
 def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
@@ -81,7 +81,7 @@ def read_clouds(x: Any, y: Any, a: Any, b: Any) -> Clouds:
     if first.device != second.device:
         raise ValueError(fail("y", f"be on {first.device} like `x`", f"one on {second.device}"))
     if first.size(1) != second.size(1):
-        condition, shape = f"have {first.size(1)} columns like `x`", f"shape {tuple(second.shape)}"
+        condition, shape = f"have {first.size(1)} columns like `x`", second
         raise ValueError(fail("y", condition, shape, "rows are points"))
     left, in_x = _read_weights("a", a, first, "x")
     right, in_y = _read_weights("b", b, second, "y")
@@ -97,11 +97,11 @@ def read_projection(name: str, projection: Any, dimension: int, k: int | None = 
     rows, columns = point.shape
     if rows != dimension or columns != (k or columns) or columns > rows:
         wanted = f"({dimension}, {'k' if k is None else k})"
-        raise ValueError(fail(name, f"have shape {wanted}", f"shape {tuple(point.shape)}"))
+        raise ValueError(fail(name, f"have shape {wanted}", point))
     error = float(gram_error(point))
     if error > 1e-4:
-        found = f"|U'U - I| = {error:.1e}"
-        raise ValueError(fail(name, "have orthonormal columns", found, "take a Q factor"))
+        given = f"|U'U - I| = {error:.1e}"
+        raise ValueError(fail(name, "have orthonormal columns", given, "take a Q factor"))
     return point
 
 
@@ -129,8 +129,9 @@ def _read_array(name: str, values: Any, dims: int) -> Tensor:
         raise TypeError(fail(name, "be a numpy array or a tensor", type(values).__name__))
     if tensor.ndim != dims or 0 in tensor.shape:
         shape = "(points, dimension)" if dims == 2 else "(points,)"
-        found = f"shape {tuple(tensor.shape)}"
-        raise ValueError(fail(name, f"have shape {shape}, not empty", found))
+        raise ValueError(
+            fail(name, f"have shape {shape}, not empty", f"shape {tuple(tensor.shape)}")
+        )
     if not bool(torch.isfinite(tensor).all()):
         raise ValueError(fail(name, "be finite", "NaN or inf", "remove such points"))
     return tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 _SAFE_EXPONENT = 100.0
 _ANNEALING_FACTOR = 4.0
 _ANNEALING_ERROR = 0.1
-_ANNEALING_PASSES = 200
+_ANNEALING_PRODUCTS = 200
 _CONJUGATE_GRADIENT_LIMIT = 60
 
 
@@ -42,7 +42,7 @@ class EntropicTransport:
         self.u, self.v, self.rows = torch.ones_like(a), torch.ones_like(b), a
         self.error = math.inf  # |rows - a|_1 for the row sums of the plan
         self.objective = -math.inf  # the dual value
-        self.passes = 0  # products of the kernel with a vector so far
+        self.products = 0  # products of the kernel with a vector so far
         self._one = a.new_ones(1)
 
     def anneal(self, x: Tensor, y: Tensor) -> None:
@@ -53,7 +53,9 @@ class EntropicTransport:
         for power in range(math.ceil(math.log(largest / self.reg, _ANNEALING_FACTOR)), 0, -1):
             reg = self.reg * _ANNEALING_FACTOR**power
             self._build(x, y, reg)
-            self._balance(x, y, reg, _ANNEALING_ERROR, self.passes + _ANNEALING_PASSES, newton=True)
+            self._balance(
+                x, y, reg, _ANNEALING_ERROR, self.products + _ANNEALING_PRODUCTS, newton=True
+            )
 
     def solve(
         self, x: Tensor, y: Tensor, tolerance: float, limit: int, iterations: int | None = None
@@ -68,12 +70,12 @@ class EntropicTransport:
         """
         fits = self._build(x, y, self.reg)
         if iterations is not None:
-            self._balance(x, y, self.reg, 0.0, self.passes + 2 * iterations, newton=False)
+            self._balance(x, y, self.reg, 0.0, self.products + 2 * iterations, newton=False)
             return
         if not fits:
             self.anneal(x, y)
             self._build(x, y, self.reg)
-        self._balance(x, y, self.reg, tolerance, self.passes + limit, newton=True)
+        self._balance(x, y, self.reg, tolerance, self.products + limit, newton=True)
 
     def transported(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return plan @ y and plan' @ x, without forming the plan."""
@@ -136,14 +138,14 @@ class EntropicTransport:
             image = self.kernel @ (self.b * self.v)
             self.rows = self.a * self.u * image
             self.error = float((self.rows - self.a).abs().sum())
-            if self.error <= tolerance or self.passes >= last:
+            if self.error <= tolerance or self.products >= last:
                 break
             slow = self.error > 0.5 * previous
             previous = self.error
             if not (newton and slow and self._newton_step(last)):
                 self.u = image.reciprocal_()
                 self.v = self._column_scaling(self.u)
-                self.passes += 1
+                self.products += 1
             largest = float(torch.maximum(self.u.log().abs().amax(), self.v.log().abs().amax()))
             if not largest < _SAFE_EXPONENT:
                 if math.isfinite(largest):
@@ -153,7 +155,7 @@ class EntropicTransport:
 
     def _column_scaling(self, u: Tensor) -> Tensor:
         """Return v that gives the plan the column sums b."""
-        self.passes += 1
+        self.products += 1
         return ((self.a * u) @ self.kernel).reciprocal_()
 
     def _newton_step(self, last: int) -> bool:
@@ -187,7 +189,7 @@ class EntropicTransport:
         for _ in range(_CONJUGATE_GRADIENT_LIMIT):
             image = self.kernel @ (column * ((row * search) @ self.kernel))
             image = torch.addcmul(self.rows * search, row, image, value=-1)
-            self.passes += 2
+            self.products += 2
             curvature = float(search @ image)
             if curvature <= 0:  # rounding: the Hessian is only semidefinite
                 break
@@ -195,7 +197,7 @@ class EntropicTransport:
             residual = residual.sub(image, alpha=size / curvature)
             scaled = residual / self.rows
             former, size = size, float(residual @ scaled)
-            if size <= goal or self.passes >= last:
+            if size <= goal or self.products >= last:
                 break
             search = torch.add(scaled, search, alpha=size / former)
         return solution

@@ -25,12 +25,12 @@ _SMALLEST_REG: Final = 1e-13
 
 @dataclass(frozen=True, repr=False)
 class PRWResult:
-    r"""What :func:`projection_robust_wasserstein` found; arrays are of the kind of the clouds.
+    r"""Result of :func:`projection_robust_wasserstein`; arrays are of the kind of the clouds.
 
     Attributes:
         value: Cost :math:`\langle \pi, C_U \rangle` of the converged plan, without the entropy.
-        objective: value + reg KL(plan || ab'), the quantity that is maximised; from the potentials,
-            so that what is left of the marginal error enters by its square.
+        objective: value + reg KL(plan || ab'), the maximised quantity; from the potentials, so that
+            the remaining marginal error enters by its square.
         projection: U, ``(d, k)`` with orthonormal columns; any rotation U Q is as good.
         plan: ``(n, m)``, with row sums a and column sums b.
         potentials: f and g with :math:`\pi_{ij} = a_i b_j e^{(f_i + g_j - C_{ij}) / reg}`.
@@ -56,10 +56,10 @@ class PRWResult:
 
     @override
     def __repr__(self) -> str:
-        found = f"value={self.value:.6g}, objective={self.objective:.6g}, reg={self.reg:.3g}"
+        values = f"value={self.value:.6g}, objective={self.objective:.6g}, reg={self.reg:.3g}"
         ended = f"converged={self.converged}, iterations={len(self.log)}"
         shapes = f"projection {_size(self.projection)}, plan {_size(self.plan)}"
-        return f"PRWResult({found}, {ended}, {shapes})"
+        return f"PRWResult({values}, {ended}, {shapes})"
 
 
 def _size(array: Any) -> str:
@@ -98,12 +98,12 @@ def projection_robust_wasserstein(
             without, and slower. Default: a fiftieth of the mean squared distance between the clouds
             under the first projection, for which ``value`` was 1 to 4 % too large where clouds
             differ, in at most 60 steps. Take a tenth of that for another digit, or
-            :func:`projected_wasserstein` of the projection that was found for all of them.
+            :func:`projected_wasserstein` of the resulting projection for all of them.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
             ``lambda params: StiefelAdam(params, lr=0.1)``; it is given the tangent part of the
             gradient of minus the objective. Default: :class:`StiefelSGD` without momentum, its
-            rate 0.5 / cost at first and set by the last two gradients (Barzilai & Borwein) from
-            then on, shortened where the objective falls below a running mean.
+            learning rate 0.5 / cost at first and set by the last two gradients (Barzilai &
+            Borwein) from then on, shortened where the objective falls below a running mean.
         max_iter: Most steps from one starting point; 0 evaluates the starting point. Default: 500.
         tol: Stop where the Riemannian gradient is ``tol`` times the Euclidean one; 0 takes all
             steps. Default: 1e-4.

@@ -36,7 +36,7 @@ class Reflections(TCWY):
         wrong = (with_determinant(point, (-1) ** n)[..., -1, :] != point[..., -1, :]).any(-1)
         signs = torch.ones_like(point[..., 0, :])
         signs[..., -1] = torch.where(wrong, -1.0, 1.0)
-        self._keep("phases", signs)
+        self._set_buffer("phases", signs)
         return householder_vectors(point * signs.unsqueeze(-2))
 
     @override
@@ -122,7 +122,7 @@ def orthogonal(
         wanted = f"be a parameter or buffer of this {type(module).__name__}"
         raise ValueError(fail("name", wanted, repr(name)))
     if weight.ndim < 2:
-        given = f"shape {tuple(weight.shape)}"
+        given = f"shape {tuple(weight.shape)}"  # of no or one dimension
         raise ValueError(fail(name, "be a matrix or a batch of matrices", given))
     if orthogonal_map is not None:
         check_choice("orthogonal_map", orthogonal_map, _MAPS)
@@ -134,12 +134,12 @@ def orthogonal(
         raise ValueError(fail("orthogonal_map", "support complex weights", "'householder'", remedy))
     chosen = orthogonal_map or ("matrix_exp" if weight.is_complex() else "householder")
     parametrize.register_parametrization(module, name, _MAPS[chosen]())
-    found: Any = module.parametrizations
-    if len(found[name]) == 1:
+    maps: Any = module.parametrizations[name]  # type: ignore[index]
+    if len(maps) == 1:
         is_square = weight.size(-2) == weight.size(-1)
         theirs = orthogonal_map or ("matrix_exp" if is_square or weight.is_complex() else chosen)
-        found[name].orthogonal_map = theirs
-        found[name].register_load_state_dict_pre_hook(_translate)
+        maps.orthogonal_map = theirs
+        maps.register_load_state_dict_pre_hook(_translate)
     mark_maps(module)
     return module
 

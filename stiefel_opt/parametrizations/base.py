@@ -1,4 +1,4 @@
-"""What every map shares: reading of the weight, keeping it on registration, strict assignment."""
+"""Base class of the maps: reading of the weight, registration that keeps it, assignment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Parametrization(nn.Module):
     """
 
     orthonormal = True  # whether reports should expect it
-    _kept: tuple[str, ...] = ()  # None until registration, then written in place
+    buffer_names: tuple[str, ...] = ()  # None until registration, then written in place
 
     def __init__(
         self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
@@ -48,14 +48,13 @@ class Parametrization(nn.Module):
         if not isinstance(manifold, Stiefel):
             raise TypeError(fail("manifold", "be a Stiefel", repr(manifold)))
         if manifold.rows is not None:
-            raise ValueError(
-                fail("manifold", "have no rows", manifold, "tag the parameter with so.constrain")
-            )
+            remedy = "tag the parameter with so.constrain"
+            raise ValueError(fail("manifold", "have no rows", manifold, remedy))
         self.manifold = manifold
         self.generator = generator
         self.shape: torch.Size | None = None
         self.dtype: torch.dtype | None = None  # of the weight
-        for name in self._kept:
+        for name in self.buffer_names:
             self.register_buffer(name, None)
 
     # ---- what a subclass gives -----------------------------------------------------------------
@@ -74,10 +73,9 @@ class Parametrization(nn.Module):
 
     def start(self, point: Tensor) -> Free:
         """Return free tensors of a start near ``point``, which is orthonormal."""
-        found = self.free(point)
-        if found is None:
+        if (free := self.free(point)) is None:
             raise NotImplementedError
-        return found
+        return free
 
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:
         """Raise unless the map has matrices of this kind."""
@@ -86,12 +84,12 @@ class Parametrization(nn.Module):
         """Say whether there is no way to start near given matrices of m columns."""
         return False
 
-    def _keep(self, name: str, value: Tensor) -> None:
-        """Write a buffer; the first ``value`` becomes it."""
-        if (kept := getattr(self, name)) is None:
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        """Write ``value`` into a buffer; the first value becomes the buffer."""
+        if (buffer := getattr(self, name)) is None:
             setattr(self, name, value)
         else:
-            kept.copy_(value)
+            buffer.copy_(value)
 
     # ---- for torch -----------------------------------------------------------------------------
 
@@ -118,13 +116,13 @@ class Parametrization(nn.Module):
         self.check(matrices.size(-2), matrices.size(-1), weight.dtype)
         if bool((gram_error(matrices) > 1e-10).any()):
             matrices = polar_factor(matrices)
-        begun: Free = _cast(self.start(matrices), weight.dtype)
+        free: Free = _cast(self.start(matrices), weight.dtype)
         self.shape, self.dtype, self.generator = weight.shape, weight.dtype, None
         half = weight.dtype in HALF
         for name, buffer in self.named_buffers():
             if buffer.is_floating_point() or buffer.is_complex():
                 setattr(self, name, _cast(buffer, torch.float32 if half else weight.dtype))
-        return begun
+        return free
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -135,7 +133,7 @@ class Parametrization(nn.Module):
         return self
 
     def _assigned(self, matrices: Tensor, dtype: torch.dtype) -> Free:
-        """Return free tensors that give ``matrices``, or raise and leave the buffers alone."""
+        """Return free tensors that give ``matrices``, or raise and restore the buffers."""
         tolerance, name = math.sqrt(torch.finfo(dtype).eps), type(self).__name__
         error = float(gram_error(matrices).max())
         if not error <= tolerance:
@@ -143,12 +141,11 @@ class Parametrization(nn.Module):
             condition, value = f"be {times}orthonormal to be assigned", f"an error of {error:.1e}"
             raise ValueError(fail("weight", condition, value, "project it first"))
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
-        found = self.free(matrices)
-        if found is None:
+        if (inverse := self.free(matrices)) is None:
             condition = f"be set through the free tensors of {name}"
             remedy = "there is no way back from one: load a state_dict"
             raise ValueError(fail("weight", condition, "a matrix", remedy))
-        free: Free = _cast(found, dtype)
+        free: Free = _cast(inverse, dtype)
         reached = self.point(*(free if isinstance(free, tuple) else (free,)))
         distance = float((reached.to(matrices.dtype) - matrices).abs().max())
         if not distance <= 10 * tolerance:
@@ -169,9 +166,8 @@ class Parametrization(nn.Module):
         if weight.is_meta:
             raise ValueError(fail("weight", "have values", "a meta tensor", "materialise it first"))
         if not bool(torch.isfinite(weight).all()):
-            raise ValueError(
-                fail("weight", "be finite", "infinities or NaN", "initialise it first")
-            )
+            remedy = "initialise it first"
+            raise ValueError(fail("weight", "be finite", "infinities or NaN", remedy))
         return self.manifold.matrices(weight.to(finest_dtype(weight))) / self.manifold.scale
 
     @override
@@ -179,7 +175,7 @@ class Parametrization(nn.Module):
         return "" if self.shape is None else self.manifold.describe(self.shape)
 
 
-def _cast(found: Any, dtype: torch.dtype) -> Any:
-    if isinstance(found, tuple):
-        return tuple(_cast(tensor, dtype) for tensor in found)
-    return found.to(dtype if found.is_complex() else dtype.to_real()).contiguous()
+def _cast(free: Any, dtype: torch.dtype) -> Any:
+    if isinstance(free, tuple):
+        return tuple(_cast(tensor, dtype) for tensor in free)
+    return free.to(dtype if free.is_complex() else dtype.to_real()).contiguous()

@@ -55,7 +55,7 @@ class CWY(_Reflecting):
 
     phases: Tensor | None
     columns: int | None = None
-    _kept = ("phases",)
+    buffer_names = ("phases",)
 
     @override
     def reach(self) -> str:
@@ -89,7 +89,7 @@ class CWY(_Reflecting):
         vectors = householder_vectors(point)
         if point.is_complex():
             overlap = (tcwy(vectors).conj() * point).sum(-2)
-            self._keep("phases", overlap / overlap.abs())
+            self._set_buffer("phases", overlap / overlap.abs())
         if count == m:
             return vectors
         # Reflections of the last axis, first to act, leave the leading columns alone.

@@ -1,4 +1,4 @@
-"""Ways to a start: rotations as in the literature, reflections and logarithm of a given matrix."""
+"""Initialisation: random rotations of the literature, and inverses of the maps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def helfrich(
 def draw_rotation(
     start: str, size: int, generator: torch.Generator | None, through: str = "exponential"
 ) -> Tensor:
-    """Return the random start of this name."""
+    """Return the random initialisation of this name."""
     check_choice("start", start, ("helfrich", "henaff"))
     if start == "henaff":
         return henaff(size, generator=generator)
@@ -155,7 +155,7 @@ def _reflector(column: Tensor) -> Tensor:
     below = column[..., 1:].abs().square().sum(-1, keepdim=True)
     head = torch.where(first > 0, -below / (1 + first), first - 1)
     vector = torch.cat([head.to(column.dtype), column[..., 1:]], dim=-1)
-    # The column is the axis already: reflect in a direction that leaves it alone.
+    # The column is the axis already: reflect along an axis orthogonal to it.
     idle = (first > 0) & (below < torch.finfo(below.dtype).tiny ** 0.5)
     last = torch.zeros_like(vector)
     last[..., -1] = 1
@@ -177,8 +177,8 @@ def reflections_of(point: Tensor, count: int) -> Tensor:
     small = span.mH @ point @ span
     vectors = householder_vectors(small)
     if point.is_complex():
-        found, known = _complex_reflections(small)
-        vectors = torch.where(known, found, vectors)
+        solution, is_known = _complex_reflections(small)
+        vectors = torch.where(is_known, solution, vectors)
     result: Tensor = span @ vectors
     return result
 
@@ -216,7 +216,7 @@ def pair_rotations(point: Tensor) -> tuple[Tensor, Tensor]:
     """Return phases and angles with ``eurnn(phases, angles) == point``, for square unitary points.
 
     Anti-diagonals of the lower triangle are nulled from the corner on, by turns from both sides;
-    the turns from the left then move through the diagonal matrix that is left.
+    the turns from the left then move through the diagonal matrix that remains.
 
     Note: N^2 / 2 rotations of two rows or columns, one after the other: for assignments.
     Reference: Clements et al. (Optica 2016).

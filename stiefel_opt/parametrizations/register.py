@@ -92,8 +92,8 @@ def orthogonal(
     check_choice("map", map, MAPS)
     owner, leaf, parameter = find_parameter(module, name)
     if manifold_of(parameter) is not None:
-        found = "a parameter that so.constrain put there"
-        raise ValueError(fail(name, "not be tagged", found, "so.release it first"))
+        given = "a parameter that so.constrain put there"
+        raise ValueError(fail(name, "not be tagged", given, "so.release it first"))
     kind = MAPS[map]
     check_options(map, options, kind)
     if heads is None and not transposed and flatten is not False:

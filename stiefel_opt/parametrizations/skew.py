@@ -22,7 +22,7 @@ class _Based(Parametrization):
     """A map that keeps a base point as a buffer."""
 
     base: Tensor | None
-    _kept = ("base",)
+    buffer_names = ("base",)
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _Based(Parametrization):
     @override
     def free(self, point: Tensor) -> Free:
         """Make ``point`` the base."""
-        self._keep("base", point.clone(memory_format=torch.contiguous_format))
+        self._set_buffer("base", point.clone(memory_format=torch.contiguous_format))
         return torch.zeros_like(point)
 
     @override
@@ -142,7 +142,7 @@ class Trivialization(_Based):
     def rebase(self, tangent: Tensor) -> None:
         """Move X0 to the point of the free tensor ``tangent`` and set that to zero, in place."""
         point = self._unrounded(tangent)
-        self._keep("base", 1.5 * point - 0.5 * point @ (point.mH @ point))
+        self._set_buffer("base", 1.5 * point - 0.5 * point @ (point.mH @ point))
         tangent.zero_()
 
     def _count(self, tangent: Tensor) -> None:
@@ -194,7 +194,7 @@ class ScaledCayley(Parametrization):
     """
 
     signs: Tensor | None
-    _kept = ("signs",)
+    buffer_names = ("signs",)
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class ScaledCayley(Parametrization):
         lower: Tensor = 2 * torch.linalg.solve_ex(top + eye, below, left=False).result
         right = top - eye + lower.mH @ below / 2
         upper: Tensor = 2 * torch.linalg.solve_ex(top + eye, right, left=False).result
-        self._keep("signs", signs)
+        self._set_buffer("signs", signs)
         return torch.cat([-(upper - upper.mH) / 4, -lower], dim=-2)
 
 

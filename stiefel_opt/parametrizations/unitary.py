@@ -52,7 +52,7 @@ class URNN(_Unitary):
     """
 
     permutation: Tensor | None
-    _kept = ("permutation",)
+    buffer_names = ("permutation",)
 
     @override
     def point(self, *free: Tensor) -> Tensor:

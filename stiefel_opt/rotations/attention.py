@@ -24,8 +24,8 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
     base = getattr(config, "_attn_implementation", None)
     if not isinstance(base, str):
         remedy = "leave kv_bits=None and R3 out"
-        found = f"a {type(decoder.model).__name__} that does not"
-        raise ValueError(fail("model", "choose its attention by its config", found, remedy))
+        given = f"a {type(decoder.model).__name__} that does not"
+        raise ValueError(fail("model", "choose its attention by its config", given, remedy))
     for layer in decoder.layers:
         layer.attention.__dict__.setdefault(TURNS, []).append(turn)
     if base.startswith(PREFIX):
@@ -60,7 +60,7 @@ def _attend(
 def _eager(module: nn.Module) -> Callable[..., Any] | None:
     """The attention that the family's own file falls back on."""
     for kind in type(module).__mro__:
-        found = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
-        if found is not None:
-            return cast("Callable[..., Any]", found)
+        eager = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+        if eager is not None:
+            return cast("Callable[..., Any]", eager)
     return None

@@ -1,4 +1,4 @@
-"""The modules of a Llama-like decoder that rotations pass through: found by name, and checked."""
+"""Modules of a Llama-like decoder that rotations act on, looked up by name and checked."""
 
 from __future__ import annotations
 
@@ -122,10 +122,10 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
     heads = getattr(config, "num_attention_heads", None)
     inner = getattr(layers[0].output, "in_features", 0)
     size = getattr(layers[0].attention, "head_dim", None) or (inner // heads if heads else 0)
-    found = Decoder(model, embedding, tuple(layers), norm, head, embedding.embedding_dim, size)
+    decoder = Decoder(model, embedding, tuple(layers), norm, head, embedding.embedding_dim, size)
     if not quantised:
-        _check_weights(found)
-    return found
+        _check_weights(decoder)
+    return decoder
 
 
 def _check_weights(decoder: Decoder) -> None:
@@ -152,10 +152,10 @@ def _check_weights(decoder: Decoder) -> None:
 
 def quantization_of(model: nn.Module) -> str | None:
     """The method by which the checkpoint was quantised, from the config."""
-    found: Any = getattr(getattr(model, "config", None), "quantization_config", None)
-    if found is None:
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None:
         return None
-    method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
     return str(getattr(method, "value", method))
 
 

@@ -86,9 +86,9 @@ def load_online_(model: ModelT) -> ModelT:
     decoder = read_decoder(model, quantised=True)
     state = state_of(decoder.model)
     if state.get("state") != "folded":
-        found = state.get("state", "without config.stiefel_rotations")
+        current = state.get("state", "without config.stiefel_rotations")
         remedy = "call rotations.fold_, or load what it was saved to"
-        raise ValueError(fail("model", "be folded", f"one that is {found}", remedy))
+        raise ValueError(fail("model", "be folded", f"one that is {current}", remedy))
     unknown = [name for name in state["online"] if name not in ONLINE]
     if unknown:
         raise ValueError(fail("config.stiefel_rotations", f"name {list(ONLINE)}", unknown))

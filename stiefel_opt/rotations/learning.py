@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import Optimizer
 
-from stiefel_opt._checks import check_choice, check_flag, check_range, fail
+from stiefel_opt._checks import check_choice, check_counts, check_flags, check_range, fail
 from stiefel_opt._optional import ProgressBar
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.optim import StiefelAdam
@@ -34,9 +34,9 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 STEPS = 200  # at least, where `steps` is not given
 ANGLES = {"noise": 0.1, "kl": 0.03, "ce": 0.03}  # lr, in radians; see `learn`
-WATCHED = 4  # batches on which the end is compared with the start
-DRIFT = 5e-7  # of R'R, in float32, from which on rounding is taken out of a rotation
-EVERY = 10  # steps from one checkpoint to the next
+WATCHED = 4  # batches on which the learned rotations are compared with the initial ones
+DRIFT = 5e-7  # error of R'R above which rounding is removed from a rotation
+EVERY = 10  # steps between two checkpoints
 
 
 def learn(
@@ -86,7 +86,7 @@ def learn(
         steps: Default: one for each batch, and at least 200.
         lr: Of the default optimizer, in radians: the root mean square of the angles by which a
             rotation of any size turns in the first step, ``lr / sqrt(n)`` for each entry. Default:
-            0.1 for "noise", 0.03 for the others. All rates fall to 0 along a cosine.
+            0.1 for "noise", 0.03 for the others. All learning rates fall to 0 along a cosine.
         gradient_checkpointing: Whether layers keep only their inputs for the backward pass.
         progress: Whether tqdm shows loss and orthonormality.
         checkpoint: A file that is written every ten steps and at the end, and read if it is there:
@@ -106,8 +106,7 @@ def learn(
     decoder = read_decoder(model)
     check_prepared(decoder)
     _check_options(loss, top_k, optimizer, steps, lr)
-    check_flag("gradient_checkpointing", gradient_checkpointing)
-    check_flag("progress", progress)
+    check_flags(gradient_checkpointing=gradient_checkpointing, progress=progress)
     data = _token_batches(batches, steps)
     total = max(STEPS, len(data)) if steps is None else steps
     bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
@@ -118,48 +117,24 @@ def learn(
     if start is None:
         start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
     quantizers_of(decoder, "start", start, **options)
-    device = decoder.embedding.weight.device
-    rotations = [_parameter(matrix, device) for matrix in (start.residual, *start.heads)]
+    rotations = _parameters(start, decoder.embedding.weight.device)
     moving = Rotations(rotations[0], rotations[1:], start.online)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
-    method = _default(rotations, ANGLES[loss] if lr is None else lr) if optimizer is None else None
-    method = method or optimizer(rotations)  # type: ignore[misc]
-    schedule = CosineAnnealingLR(method, max(1, total))
-    objective = _Objective(decoder, quantizers, loss, top_k)
-    asked = {**options, "loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
-    asked |= {"lr": lr, **_options_of(method)}
-    asked |= {"start": _digest([start.residual, *start.heads]), "batches": _digest_of_all(data)}
+    angle = ANGLES[loss] if lr is None else lr
+    method = optimizer(rotations) if optimizer else _default_optimizer(rotations, angle)
+    options |= {"loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
+    options |= {"lr": lr, **_options_of(method)}
+    options |= {"start": _digest([start.residual, *start.heads]), "batches": _digest_of_all(data)}
     path = None if checkpoint is None else Path(checkpoint)
-    training = _Training(rotations, method, schedule, path, asked)
+    training = _Training(rotations, method, path, options)
     remedy, silent = "run: pip install tqdm, or pass progress=False", _rank() != 0
     bars = ProgressBar(total, progress, remedy, silent=silent)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
-        _share(rotations)
-        begun = [rotation.detach().clone() for rotation in rotations]
-        training.resume()
-        watched = data[:WATCHED]
-        if training.before is None:
-            training.before = objective.mean(watched)
-        bar.update(len(training.log))
-        for step in range(len(training.log), total):
-            began = time.perf_counter()
-            method.zero_grad()
-            value = objective(data[step % len(data)])
-            if value.requires_grad:
-                value.backward()  # type: ignore[no-untyped-call]
-            reached = _average([value.detach(), *(rotation.grad for rotation in rotations)])
-            method.step()
-            schedule.step()
-            error = max(_kept(rotation) for rotation in rotations)
-            training.note(step, reached, error, time.perf_counter() - began)
-            bar.update(note=f"loss {reached:.4g}, |R'R - I| {error:.0e}")
-        after = objective.mean(watched)
-    better = after <= training.before  # not where it is NaN
-    found = [rotation.detach() for rotation in rotations] if better else begun
-    return Rotations(found[0], found[1:], start.online, training.log)
+        matrices = training.run(_Objective(decoder, quantizers, loss, top_k), data, bar)
+    return Rotations(matrices[0], matrices[1:], start.online, training.log)
 
 
-def _default(rotations: list[nn.Parameter], angle: float) -> Optimizer:
+def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer:
     """StiefelAdam; its entries move by lr, so an n x n matrix turns by about sqrt(n) times that."""
     groups = [
         {"params": [r for r in rotations if len(r) == size], "lr": angle / math.sqrt(size)}
@@ -168,13 +143,18 @@ def _default(rotations: list[nn.Parameter], angle: float) -> Optimizer:
     return StiefelAdam(groups, radius=1.0)
 
 
-def _parameter(matrix: Tensor, device: torch.device) -> nn.Parameter:
-    return ManifoldParameter(matrix.detach().to(device, torch.float32, copy=True).contiguous())
+def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:
+    """Trainable copies of the rotations, R1 first."""
+    copies = [
+        matrix.detach().to(device, torch.float32, copy=True).contiguous()
+        for matrix in (start.residual, *start.heads)
+    ]
+    return [ManifoldParameter(matrix) for matrix in copies]
 
 
 @torch.no_grad()
-def _kept(rotation: nn.Parameter) -> float:
-    """Return the error of R'R, after rounding is taken out where much has gathered."""
+def _corrected_error(rotation: nn.Parameter) -> float:
+    """Remove rounding from R where it has accumulated, and return the largest entry of R'R - I."""
     error = float(gram_error(rotation.detach().double()))
     if DRIFT < error < 1:
         rotation.copy_(polished(rotation))
@@ -204,26 +184,26 @@ class _Objective:
             following = _counted(batch["input_ids"][:, 1:], pairs)
             return functional.cross_entropy(_counted(self._logits(batch)[:, :-1], pairs), following)
         with torch.no_grad(), self.quantizers.disabled():
-            wanted = _counted(self._logits(batch), mask)
+            target = _counted(self._logits(batch), mask)
             index = None
-            if self.top_k is not None and self.top_k < wanted.size(-1):
-                wanted, index = wanted.topk(self.top_k, dim=-1)
-            wanted = wanted.log_softmax(-1)
+            if self.top_k is not None and self.top_k < target.size(-1):
+                target, index = target.topk(self.top_k, dim=-1)
+            target = target.log_softmax(-1)
         logits = _counted(self._logits(batch), mask)
         if index is not None:
             logits = logits.gather(-1, index)
-        found = logits.log_softmax(-1)
-        return functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
+        output = logits.log_softmax(-1)
+        return functional.kl_div(output, target, reduction="batchmean", log_target=True)
 
     def _noise(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean over the places; each adds to the gradients as it is passed, and is forgotten."""
-        found: list[Tensor] = []
-        wanted = torch.is_grad_enabled()
+        """Mean noise of the quantisers; each adds its gradient during the forward pass."""
+        noises: list[Tensor] = []
+        needs_grad = torch.is_grad_enabled()
 
         def measure(noise: Tensor) -> None:
-            if wanted:
+            if needs_grad:
                 noise.backward()  # type: ignore[no-untyped-call]
-            found.append(noise.detach())
+            noises.append(noise.detach())
 
         self.quantizers.measure = measure
         try:
@@ -232,9 +212,9 @@ class _Objective:
         finally:
             self.quantizers.measure = None
         for rotation in (self.quantizers.residual, *self.quantizers.heads):
-            if wanted and rotation is not None and rotation.grad is not None:
-                rotation.grad /= len(found)
-        return torch.stack(found).mean()
+            if needs_grad and rotation is not None and rotation.grad is not None:
+                rotation.grad /= len(noises)
+        return torch.stack(noises).mean()
 
     @torch.no_grad()
     def mean(self, data: list[dict[str, Tensor]]) -> float:
@@ -304,22 +284,48 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Training:
-    """Everything a checkpoint holds."""
+    """Everything a checkpoint holds, and the loop over steps."""
 
     rotations: list[nn.Parameter]
     optimizer: Optimizer
-    schedule: CosineAnnealingLR
     path: Path | None
     options: dict[str, Any]
     log: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    before: float | None = None  # the loss at the start
+    initial: float | None = None  # loss at the initial rotations
 
-    def note(self, step: int, loss: float, error: float, seconds: float) -> None:
-        entry = {"step": step, "loss": loss, "orthonormality": error, "seconds": seconds}
-        self.log.append(entry)
-        count = len(self.log)
-        if self.path is not None and (count % EVERY == 0 or count == self.options["steps"]):
-            self._save(self.path)
+    def __post_init__(self) -> None:
+        self.schedule = CosineAnnealingLR(self.optimizer, max(1, self.options["steps"]))
+
+    def run(
+        self, objective: _Objective, data: list[dict[str, Tensor]], bar: ProgressBar
+    ) -> list[Tensor]:
+        """Take the remaining steps; return the last rotations, or the initial ones if better."""
+        rotations = self.rotations
+        _share(rotations)
+        initial = [rotation.detach().clone() for rotation in rotations]
+        self.resume()
+        if self.initial is None:
+            self.initial = objective.mean(data[:WATCHED])
+        bar.update(len(self.log))
+        for step in range(len(self.log), self.options["steps"]):
+            began = time.perf_counter()
+            self.optimizer.zero_grad()
+            value = objective(data[step % len(data)])
+            if value.requires_grad:
+                value.backward()  # type: ignore[no-untyped-call]
+            loss = _average([value.detach(), *(rotation.grad for rotation in rotations)])
+            self.optimizer.step()
+            self.schedule.step()
+            error = max(_corrected_error(rotation) for rotation in rotations)
+            seconds = time.perf_counter() - began
+            entry = {"step": step, "loss": loss, "orthonormality": error, "seconds": seconds}
+            self.log.append(entry)
+            is_due = (step + 1) % EVERY == 0 or step + 1 == self.options["steps"]
+            if self.path is not None and is_due:
+                self._save(self.path)
+            bar.update(note=f"loss {loss:.4g}, |R'R - I| {error:.0e}")
+        is_better = objective.mean(data[:WATCHED]) <= self.initial  # False for NaN
+        return [rotation.detach() for rotation in rotations] if is_better else initial
 
     def _save(self, path: Path) -> None:
         if _rank() != 0:
@@ -331,7 +337,7 @@ class _Training:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "log": self.log,
-            "before": self.before,
+            "before": self.initial,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".part")
@@ -347,26 +353,28 @@ class _Training:
             given = content["options"].get(name)
             if given != value:
                 remedy = f"pass {name}={given!r}, or another path"
-                wanted, found = f"be of a training with {name}={value!r}", f"one with {given!r}"
+                wanted, other = f"be of a training with {name}={value!r}", f"one with {given!r}"
                 if name in ("start", "batches"):
-                    wanted, found = f"be of a training with the same {name}", "one with others"
+                    wanted, other = f"be of a training with the same {name}", "one with others"
                     remedy = f"pass the {name} that it was begun with, or another path"
-                raise ValueError(fail("checkpoint", wanted, found, remedy))
+                raise ValueError(fail("checkpoint", wanted, other, remedy))
         with torch.no_grad():
             for rotation, value in zip(self.rotations, content["rotations"], strict=True):
                 rotation.copy_(value)
         self.optimizer.load_state_dict(content["optimizer"])
         self.schedule.load_state_dict(content["schedule"])
-        self.log, self.before = content["log"], content["before"]
+        self.log, self.initial = content["log"], content["before"]
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, str]:
     """Class and options of an optimizer, as they are before its first step."""
-    found = {"optimizer": type(optimizer).__name__}
-    for number, group in enumerate(optimizer.param_groups):
-        options = {name: str(value) for name, value in group.items() if name != "params"}
-        found |= {f"{name} of group {number}": value for name, value in options.items()}
-    return found
+    options = {
+        f"{name} of group {number}": str(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+    return {"optimizer": type(optimizer).__name__, **options}
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -393,11 +401,11 @@ def _digest_of_all(data: list[dict[str, Tensor]]) -> list[str]:
 
 
 def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]]:
-    """Check and keep the token ids, as many batches as there are steps."""
+    """Return at most ``steps`` batches as dicts of token ids and masks, all checked."""
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         wanted, kind = "be an iterable of batches of token ids", type(batches).__name__
         raise TypeError(fail("batches", wanted, kind, "put it into a list"))
-    found = []
+    data = []
     for number, batch in enumerate(itertools.islice(batches, steps)):
         content = {"input_ids": batch} if isinstance(batch, Tensor) else batch
         ids = content.get("input_ids") if isinstance(content, Mapping) else None
@@ -407,20 +415,18 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
             remedy = "tokenize with return_tensors='pt'"
             raise TypeError(fail(f"batches[{number}]", wanted, got or type(batch).__name__, remedy))
         mask = content.get("attention_mask")
-        kept = {"input_ids": ids.long()}
-        found.append(kept if mask is None else {**kept, "attention_mask": mask})
-    if not found:
+        own = {"input_ids": ids.long()}
+        data.append(own if mask is None else {**own, "attention_mask": mask})
+    if not data:
         raise ValueError(fail("batches", "hold at least one batch", "none"))
-    return found
+    return data
 
 
 def _check_options(
     loss: object, top_k: object, optimizer: object, steps: object, lr: object
 ) -> None:
     check_choice("loss", loss, ANGLES)
-    for name, value in (("top_k", top_k), ("steps", steps)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(fail(name, "be an integer of at least 1, or None", repr(value)))
+    check_counts(or_none=True, top_k=top_k, steps=steps)
     if top_k is not None and loss != "kl":
         raise ValueError(fail("top_k", "be None for losses but kl", top_k))
     if optimizer is not None and not callable(optimizer):
@@ -429,5 +435,5 @@ def _check_options(
     if lr is not None:
         check_range("lr", lr, 0.0, open_low=True)
         if optimizer is not None:
-            remedy = "set its rate in the function"
+            remedy = "set its learning rate in the function"
             raise ValueError(fail("lr", "be None where optimizer is given", lr, remedy))

@@ -47,8 +47,8 @@ def prepare_(model: ModelT) -> ModelT:
         state = state_of(decoder.model)["state"]
         remedy = "go on with rotations.learn or load_online_"
         remedy = "load the original" if state.startswith("half") else remedy
-        found = f"a model that is {state}"
-        raise ValueError(fail("model", "not be prepared yet", found, remedy))
+        given = f"a model that is {state}"
+        raise ValueError(fail("model", "not be prepared yet", given, remedy))
     _check_sharing(decoder)
     for name, norm, readers in decoder.norms():
         _check_norm(name, norm)
@@ -96,8 +96,8 @@ def _check_sharing(decoder: Decoder) -> None:
         if len(names) > 1 and set(names) != {EMBEDDING, HEAD}:
             first, *others = names
             remedy = "give each of them a weight of its own"
-            found = f"shared with {', '.join(others)}"
-            raise ValueError(fail(first, "not be shared", found, remedy))
+            given = f"shared with {', '.join(others)}"
+            raise ValueError(fail(first, "not be shared", given, remedy))
 
 
 def _untie_config(model: Any) -> None:

@@ -85,7 +85,7 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
     for part, matrix, size in named:
         if tuple(matrix.shape) != (size, size):
             wanted = f"be {size} x {size}, as in the model"
-            raise ValueError(fail(f"{name}.{part}", wanted, f"shape {tuple(matrix.shape)}"))
+            raise ValueError(fail(f"{name}.{part}", wanted, matrix))
         if not matrix.is_floating_point():
             raise TypeError(fail(f"{name}.{part}", "be floating-point", matrix.dtype))
         if not float(gram_error(matrix.detach().float())) <= LARGEST_ERROR:

@@ -654,7 +654,7 @@ WRONG = [
     (
         lambda: so.orthogonal(so.orthogonal(nn.Linear(3, 3))),
         ValueError,
-        "`weight` must be a free parameter, got one that TCWY computes; remove that",
+        "`weight` must be an unconstrained parameter, got one that TCWY computes; remove that",
     ),
     (
         lambda: so.orthogonal(nn.Linear(3, 3), reflections=2),

@@ -371,7 +371,7 @@ def test_wrong_input_is_named():
 WRONG_OPTIONS = [
     ({"num_heads": 5}, "`num_heads` must divide embed_dim = 12, got 5"),
     ({"num_factors": 0}, "`num_factors` must be a positive integer, got 0"),
-    ({"head_dim": 2.0}, "`head_dim` must be a positive integer, got 2.0"),
+    ({"head_dim": 2.0}, "`head_dim` must be a positive integer or None, got 2.0"),
 ]
 
 

@@ -224,7 +224,7 @@ def test_what_looks_like_attention_but_is_unknown_is_left_alone_and_named():
     found = so.constrain_attention(model)
     assert [line[0] for line in found.lines] == ["1.qkv.weight"]
     assert found.skipped == (("0", "FalconAttention: its parts are query_key_value"),)
-    assert "left alone:\n  0: FalconAttention: its parts are query_key_value" in str(found)
+    assert "not constrained:\n  0: FalconAttention: its parts are query_key_value" in str(found)
     assert torch.equal(unknown.query_key_value.weight, before)
 
 

@@ -294,7 +294,9 @@ def test_bad_input_gets_one_clear_error_and_changes_nothing(module, arguments, e
 
 def test_parametrized_parameters_are_refused():
     layer = parametrizations.weight_norm(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="`weight` must be a free parameter, got one that _Wei"):
+    with pytest.raises(
+        ValueError, match="`weight` must be an unconstrained parameter, got one that _Wei"
+    ):
         so.constrain(layer)
     assert readings(layer) == {}
 

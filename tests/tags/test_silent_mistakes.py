@@ -336,7 +336,7 @@ WRONG = [
     (
         lambda: so.constrain(nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))),
         ValueError,
-        r"`weight` must be a free parameter, got one that _Orthogonal computes; call so.from_torch",
+        r"`weight` must be an unconstrained parameter, got one that _Orthogonal computes; call so",
     ),
     (
         lambda: so.constrain(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))),
