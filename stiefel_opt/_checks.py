@@ -110,7 +110,7 @@ def check_module(name: str, value: object) -> nn.Module:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise unless matrices of ``dtype`` can be kept orthonormal."""
+    """Raise unless matrices of ``dtype`` can be constrained."""
     if dtype not in CONSTRAINABLE:
         listed = ", ".join(str(known).removeprefix("torch.") for known in CONSTRAINABLE)
         raise TypeError(fail(name, f"be one of {listed} to be constrained", dtype, "convert it"))

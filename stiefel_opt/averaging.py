@@ -33,7 +33,7 @@ class ProjectedAverage(swa_utils.AveragedModel):
         for parameter, reading in tagged:
             _correct(parameter, reading)
         if tagged:
-            project_(self.module)  # looks at all, and decomposes what is still off
+            project_(self.module)  # decomposes matrices that are still off
 
 
 def averaged(
@@ -54,11 +54,11 @@ def averaged(
 
     Args:
         model: The model, copied here. Tags, heads, ranges of rows, convolutions and scales are
-            kept; weights that :func:`stiefel_opt.orthogonal` computes are averaged by their free
-            tensors, and are orthonormal anyway.
+            preserved; weights that :func:`stiefel_opt.orthogonal` computes are averaged by their
+            free tensors, and are orthonormal anyway.
         decay: d of an exponential moving average, in (0, 1). Default: the mean of all updates
             (stochastic weight averaging).
-        device: Where the average is kept. Default: that of the model.
+        device: Device of the average. Default: that of the model.
         use_buffers: Whether buffers are averaged, too. Default: no.
 
     Raises:

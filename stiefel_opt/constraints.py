@@ -207,7 +207,7 @@ def apply_readings(
 # Training adds some: 1.5 times it in a classifier of digits after a few epochs, 1.4 to 5 times it
 # in queries and keys of a language model.
 _OUTLIER: Final = 1.25
-_FAR: Final = 0.1  # of the length: a shorter way leaves a trained weight what it is
+_FAR: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
 
 
 @torch.no_grad()
@@ -247,7 +247,7 @@ def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
 
 
 def release(module: ModuleT, name: str = "weight") -> ModuleT:
-    """Undo :func:`constrain`, or :func:`stiefel_opt.orthogonal`: the weight is free again.
+    """Undo :func:`constrain`, or :func:`stiefel_opt.orthogonal`: the weight is unconstrained again.
 
     Args:
         module: Owner of the weight, or one of its ancestors.
@@ -275,7 +275,7 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
         if other._parameters.get(known) is parameter
     ]
     if not holders and manifold_of(parameter, name) is None:
-        raise ValueError(fail(name, "be constrained to be released", "a free parameter"))
+        raise ValueError(fail(name, "be constrained to be released", "a plain parameter"))
     for other, known in holders:
         _warn_if_grouped(other, known, None)
         del records_of(other)[known], other.__dict__[MOVED][known]
@@ -385,7 +385,7 @@ def retag(model: ModuleT) -> ModuleT:
     optimizer is built, since an optimizer holds the parameters themselves.
 
     Args:
-        model: A model, of which :func:`constrain` recorded what it did.
+        model: A model whose weights :func:`constrain` has constrained.
 
     Returns: The model.
     Raises:
@@ -414,7 +414,7 @@ def param_groups(
 
     One group holds the plain parameters, and one each those with the same reading, which the group
     carries under the key ``"stiefel"``. Tied parameters appear once, frozen ones too, as in
-    ``model.parameters()``. A parameter of the plain group that is constrained later is kept
+    ``model.parameters()``. A parameter of the plain group that is constrained later stays
     orthonormal from then on; where nothing is constrained yet, this warns.
 
     Args:
@@ -424,7 +424,7 @@ def param_groups(
         names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does. Default: no.
         common: Options of all groups; ``stiefel`` and ``plain`` override them.
 
-    Returns: The groups, the plain one first; empty ones are left out.
+    Returns: The groups that are not empty, the plain one first.
     Raises:
         ValueError: as :func:`retag`, or if an option is called ``params`` or ``stiefel``.
         TypeError: if ``model`` is not a module, or options are no dict.

@@ -60,7 +60,7 @@ class RowSums:
     def with_all_rows(self, function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
         """Return our rows of ``function``, which does not mind their order, of all rows.
 
-        All rows of all matrices are held by every process meanwhile: for starts, not for steps.
+        Every process holds all rows of all matrices meanwhile: for initial values, not for steps.
         """
         counts = torch.zeros(self._count, dtype=torch.float64, device=point.device)
         counts[self._place] = point.size(-2)

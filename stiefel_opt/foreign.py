@@ -44,7 +44,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
 
 
 def _look_at(optimizer: Optimizer) -> None:
-    """Warn if there is reason to; once there is nothing new to see, this compares two numbers."""
+    """Warn of tagged weights of a foreign optimizer; two numbers say if anything is new."""
     seen = _tags + len(optimizer.param_groups)  # both only grow
     if optimizer.__dict__.get(_LOOKED, -1) >= seen:
         return

@@ -1,4 +1,4 @@
-"""Points, tangent vectors and retractions of tensors as they are stored, whatever their reading."""
+"""Points, tangent vectors and retractions of tensors as they are stored, for any reading."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def orthogonal_(
     Raises:
         ValueError: for fewer than two dimensions, a reading that does not fit, both ``heads`` and a
             reading, or a gain other than 1 for a tagged tensor, which has its scale.
-        TypeError: for what is no tensor, has no fraction, or is sharded.
+        TypeError: if ``tensor`` is no tensor, has an integer dtype, or is sharded.
 
     Note: One QR decomposition for each matrix, in float32 for half precision.
     Reference: Saxe, McClelland & Ganguli (ICLR 2014); Mezzadri (2007).
@@ -186,7 +186,7 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     Returns: The tangent vector.
     Raises:
         ValueError: for shapes that differ, or that ``manifold`` does not fit.
-        TypeError: for what is no tensor, or no :class:`Stiefel`.
+        TypeError: for arguments that are no tensor, or no :class:`Stiefel`.
 
     Note: Two products of size n x m by m x m. Differentiable.
     """
@@ -218,7 +218,7 @@ def retract(
     Returns: The new point; ``point`` is not written to.
     Raises:
         ValueError: for another retraction, shapes that differ or that ``manifold`` does not fit.
-        TypeError: for what is no tensor, or no :class:`Stiefel`.
+        TypeError: for arguments that are no tensor, or no :class:`Stiefel`.
 
     Note: One factorisation for each matrix. Differentiable. An optimizer of this package needs none
         of it: see :class:`ProjectedRGD`.

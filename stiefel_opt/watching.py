@@ -29,9 +29,9 @@ from stiefel_opt.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.points import kept_scale
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
-KEEPS: Final = "_stiefel_keeps"  # names of those whose scale is that of their value
+KEEPS: Final = "_stiefel_keeps"  # names of parameters whose scale follows the loaded value
 GROUPED: Final = "_stiefel_grouped"  # True where param_groups has written the readings down
-PROJECTS: Final = "_stiefel_projects_loaded"  # True where a module projects what it loads by itself
+PROJECTS: Final = "_stiefel_projects_loaded"  # True where a module projects loaded values itself
 
 
 class LostTagWarning(UserWarning):
@@ -39,14 +39,14 @@ class LostTagWarning(UserWarning):
 
 
 def records_of(module: nn.Module) -> dict[str, Stiefel]:
-    """Return the records of a module itself: what it has constrained, by name."""
+    """Return the readings of the constrained parameters of a module itself, by name."""
     return module.__dict__.get(RECORDS, {})  # type: ignore[no-any-return]
 
 
 def record(module: nn.Module, name: str, reading: Stiefel, *, keeps: bool = False) -> None:
-    """Write a record, and see from the first one on what is loaded.
+    """Write a record; the first one also registers a hook that checks loaded values.
 
-    With ``keeps`` the scale follows the values that are loaded.
+    With ``keeps`` the scale follows the loaded values.
     """
     if RECORDS not in module.__dict__:
         module.__dict__[RECORDS] = {}
@@ -73,10 +73,10 @@ def mark_maps(model: nn.Module) -> bool:
 
 
 class _Watched(dict[str, Any]):
-    """The ``_parameters`` of a module with records: sees what is put in, and looks at what is read.
+    """Dict of parameters of a module with records, which checks writes and reads.
 
-    A parameter without tag that is put in arms a forward pre-hook, which looks at the tags once:
-    other forward passes are as without constraint, and TorchScript and fast paths find no hook.
+    Assigning a parameter without a tag registers a forward pre-hook, which checks the tags once and
+    is removed: TorchScript and fast paths see no hook in other forward passes.
     """
 
     silent = True  # until all is in place, as while a pickle is read

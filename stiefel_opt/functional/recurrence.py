@@ -40,8 +40,8 @@ def rollout(
         ValueError: for an unknown nonlinearity, or shapes that do not fit.
         TypeError: for tensors of several dtypes.
     Note: 2 batch N^2 flops a step, or 4 batch N L by factors; the backward twice that. Asking for a
-        graph of the backward works and takes autograd's time. Complex tensors are left to autograd
-        and take tanh and modrelu, z / |z| relu(|z| + b).
+        graph of the backward works and takes autograd's time. Complex tensors use autograd and
+        take tanh and modrelu, z / |z| relu(|z| + b).
     Reference: modrelu: Arjovsky, Shah & Bengio (ICML 2016), eq. (8); factors: Likhosherstov et al.
         (AISTATS 2021), section 3.1.
     """
@@ -50,9 +50,6 @@ def rollout(
     if inputs.ndim != 3 or len(inputs) == 0:
         condition = "have shape (T, batch, N) with T > 0"
         raise ValueError(fail("inputs", condition, inputs))
-    if start.shape != inputs.shape[1:]:
-        condition = f"have shape {tuple(inputs.shape[1:])}"
-        raise ValueError(fail("start", condition, start))
     left, right = transition if isinstance(transition, tuple) else (transition, None)
     _check(inputs, start, left, right, threshold)
     if inputs.is_complex():
@@ -107,7 +104,7 @@ def _slope(outputs: Tensor, signs: Tensor | None, nonlinearity: str) -> Tensor:
 
 
 class _Rollout(torch.autograd.Function):
-    """The loop over steps with as few operations in each as possible, and its backward."""
+    """Loop over steps with few operations in each, and its backward."""
 
     @staticmethod
     @override

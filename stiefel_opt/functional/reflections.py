@@ -176,7 +176,7 @@ def _solved(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _upper_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left @ right; of large ones about eight panels from the diagonal on, zeros below."""
+    """Return left @ right; for large matrices its upper triangle only, in about eight panels."""
     size = left.size(-2)
     if size < _PANELS or len(left) > 1 or torch.is_grad_enabled():
         return torch.bmm(left, right)

@@ -21,9 +21,9 @@ def clip_grad_norm_(
 
     As ``torch.nn.utils.clip_grad_norm_``, but of a tagged parameter only the part of the gradient
     counts that is tangent to the manifold, :math:`|G - X\,\mathrm{sym}(X^\top G)|_F`: the rest
-    never moves it, and would shrink the steps of all others. Plain rows count in full. The one
-    function here that writes to ``p.grad``: times the factor, in place, not projected. Call it
-    between ``backward()`` and ``step()``; with a ``GradScaler``, after ``unscale_``.
+    never moves it, and would shrink the steps of all others. Plain rows count in full. The only
+    function of the package that writes to ``p.grad``: times the factor, in place, not projected.
+    Call it between ``backward()`` and ``step()``; with a ``GradScaler``, after ``unscale_``.
 
     Args:
         parameters: Parameters, tagged and plain; those without gradient are skipped.

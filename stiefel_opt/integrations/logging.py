@@ -22,7 +22,7 @@ def orthonormality_errors(model: nn.Module, tag: str = TAG) -> dict[str, float]:
     r"""Return :math:`\max |X^\top X - I|` of every orthonormal weight of ``model``, by name.
 
     Args:
-        model: A model; weights on the meta device are left out.
+        model: A model; weights on the meta device are skipped.
         tag: Prefix of the names. Default: ``"orthonormality_error"``.
 
     Returns: ``tag/max``, then ``tag/<parameter>`` for each weight of :func:`stiefel_opt.report`;
@@ -73,7 +73,7 @@ def log_orthonormality(
     Returns: A handle; its ``remove()`` ends the logging.
     Raises:
         ValueError: if the model has no such weight, or for every < 1.
-        TypeError: for what is no optimizer, no module or no writer.
+        TypeError: for arguments that are no optimizer, module or writer.
     Note: A step that is logged costs what :func:`orthonormality_errors` costs, and waits once for
         the device. Copies and checkpoints of the optimizer do not log.
     """

@@ -1,4 +1,4 @@
-"""From the constraints of other packages to tagged parameters, values kept."""
+"""Conversion of constraints of other packages to tagged parameters with the same values."""
 
 from __future__ import annotations
 

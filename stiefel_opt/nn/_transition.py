@@ -78,7 +78,7 @@ def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | t
     return (widened(weight),)
 
 
-def keep_on_load(module: nn.Module) -> None:
+def project_on_load(module: nn.Module) -> None:
     """Let the tagged parameters below ``module`` be projected after ``load_state_dict``."""
     module.register_load_state_dict_pre_hook(_see_assignment)  # type: ignore[no-untyped-call]
     module.register_load_state_dict_post_hook(_project_loaded)  # type: ignore[no-untyped-call]

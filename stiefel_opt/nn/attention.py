@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_counts, fail
 from stiefel_opt.constraints import constrain
-from stiefel_opt.nn._transition import keep_on_load
+from stiefel_opt.nn._transition import project_on_load
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -72,7 +72,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, dropout, bias, *others)
         self.constraint = constraint
         self._constrain()
-        keep_on_load(self)
+        project_on_load(self)
 
     @override
     def _reset_parameters(self) -> None:
@@ -80,7 +80,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._constrain()
 
     def _constrain(self) -> None:
-        """Tag the query and key weights, and project what is off the manifold."""
+        """Tag the query and key weights, and project those off the manifold."""
         if self.constraint is None:
             return
         heads = self.num_heads if self.constraint == "within" else 1

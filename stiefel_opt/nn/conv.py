@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_counts, check_flags, fail
-from stiefel_opt.nn._transition import check_transition, draw_uniform, keep_on_load, set_transition
+from stiefel_opt.nn._transition import (
+    check_transition,
+    draw_uniform,
+    project_on_load,
+    set_transition,
+)
 
 # All with |s(x)| <= |x|, as the bound on the hidden images needs.
 NONLINEARITIES = {"abs": torch.abs, "relu": torch.relu, "tanh": torch.tanh}
@@ -43,7 +48,7 @@ class ConvNERU(nn.Module):
         ValueError: for unknown names, sizes below 1, an even ``kernel_size``, and input that does
             not fit.
         TypeError: for unknown options, and for ``scale``, which is 1/q.
-    Note: Two convolutions a step; those of the input are done for all steps at once. The
+    Note: Two convolutions a step; the input's are computed for all steps at once. The
         constrained weight is ``hidden_conv.weight``, 1/q times a matrix with orthonormal rows once
         flattened. For q = 1 it is square, of one determinant with ``"tcwy"`` and ``"cwy"``.
     Reference: Likhosherstov et al. (AISTATS 2021), section 3.4 and appendix B.
@@ -73,7 +78,7 @@ class ConvNERU(nn.Module):
         check_transition(transition)
         check_flags(bias=bias, batch_first=batch_first)
         if "scale" in options:
-            condition = "be left out: K is 1 / kernel_size times an orthonormal matrix"
+            condition = "not be given: K is 1 / kernel_size times an orthonormal matrix"
             raise TypeError(fail("scale", condition, options["scale"]))
         self.in_channels = in_channels
         self.hidden_channels = hidden_channels
@@ -92,7 +97,7 @@ class ConvNERU(nn.Module):
         if transition is not None:
             options["scale"] = 1.0 / kernel_size
         set_transition(self.hidden_conv, "weight", transition, generator=generator, **options)
-        keep_on_load(self)
+        project_on_load(self)
 
     @override
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:

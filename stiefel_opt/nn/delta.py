@@ -39,8 +39,8 @@ class DeltaProduct(nn.Module):
         device, dtype: Of the parameters.
 
     Raises:
-        ValueError: for sizes below 1, or heads that do not divide ``embed_dim`` where ``head_dim``
-            is left open.
+        ValueError: for sizes below 1, or, without ``head_dim``, heads that do not divide
+            ``embed_dim``.
     Note: In float32 under autocast. A token at a time works too: pass the state on.
     Reference: Siems et al., DeltaProduct (2025), arXiv:2502.10297.
     """

@@ -18,7 +18,7 @@ from stiefel_opt.nn._transition import (
     check_transition,
     draw_uniform,
     factors_or_matrix,
-    keep_on_load,
+    project_on_load,
     set_transition,
 )
 
@@ -101,7 +101,7 @@ class OrthogonalRNN(nn.Module):
                 self._build(width, suffix, device, dtype, generator)
                 name = f"weight_hh{suffix}"
                 set_transition(self, name, transition, start=start, generator=generator, **options)
-        keep_on_load(self)
+        project_on_load(self)
 
     def _build(
         self,

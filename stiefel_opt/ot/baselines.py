@@ -67,7 +67,7 @@ class RGAS(_Ascent):
         lr: Step length; it scales with the inverse of squared distances.
 
     Raises:
-        ValueError: for a negative rate, or matrices that are wide.
+        ValueError: for a negative learning rate, or matrices that are wide.
     Note: Two products of d x k by k x k and a QR factorisation. No state.
     Reference: Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian
         optimization (NeurIPS 2020), Algorithm 1.
@@ -95,7 +95,7 @@ class RAGAS(_Ascent):
         floor: Smallest value of p and q. Default: 1e-6.
 
     Raises:
-        ValueError: for a negative rate, beta outside [0, 1), floor <= 0, or matrices that are wide.
+        ValueError: for a negative learning rate, beta outside [0, 1), floor <= 0, or wide matrices.
     Note: Four products of d x k by k x k and a QR factorisation; state of d and of k numbers,
         twice. The factor :math:`1 / \sqrt{t}` is that of the released code.
     Reference: Lin, Fan, Ho, Cuturi & Jordan, Projection robust Wasserstein distance and Riemannian

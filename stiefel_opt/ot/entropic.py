@@ -4,9 +4,9 @@ The plan is :math:`\pi_{ij} = a_i b_j \exp((f_i + g_j - |x_i - y_j|^2) / \epsilo
 
 .. math:: D(f, g) = \langle a, f \rangle + \langle b, g \rangle + \epsilon (1 - \textstyle\sum \pi)
 
-is a lower bound of the entropic cost for every f and g, converged or not. What is kept between two
-solutions are the potentials f and g, never their exponentials: those drift apart without limit
-while only their product matters.
+is a lower bound of the entropic cost for every f and g, converged or not. Between two
+solutions the potentials f and g are stored, not their exponentials: these diverge, and only their
+product matters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONJUGATE_GRADIENT_LIMIT = 60
 
 
 class EntropicTransport:
-    """Potentials, scalings and one n x m kernel, kept from one projection to the next.
+    """Potentials, scalings and one n x m kernel, reused for the next projection.
 
     The plan is ``(a * u)[:, None] * kernel * (b * v)``; its column sums are b, to rounding.
 
@@ -65,7 +65,7 @@ class EntropicTransport:
         Args:
             x, y: Projected clouds, ``(n, k)`` and ``(m, k)``.
             tolerance: Bound on the L1 error of the row sums.
-            limit: Most products with the kernel; what is missing then shows in ``error``.
+            limit: Most products with the kernel; ``error`` is the error reached.
             iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
         """
         fits = self._build(x, y, self.reg)
@@ -130,7 +130,7 @@ class EntropicTransport:
     ) -> None:
         """Scale rows and columns until ``tolerance`` or until ``last`` products have been taken.
 
-        Sinkhorn's iteration while it halves the error, Newton's on f alone otherwise: its Hessian
+        Sinkhorn's iteration while it halves the error, Newton's on f otherwise: its Hessian
         diag(rows) - plan diag(1/b) plan' needs two products with the kernel per conjugate gradient.
         """
         previous = math.inf
@@ -159,7 +159,7 @@ class EntropicTransport:
         return ((self.a * u) @ self.kernel).reciprocal_()
 
     def _newton_step(self, last: int) -> bool:
-        """Ascend the dual as a function of f alone, g eliminated; False if it did not rise."""
+        """Ascend the dual as a function of f, with g eliminated; False if it did not rise."""
         residual = self.a - self.rows
         direction = self._newton_direction(residual, last)
         slope = float(residual @ direction)

@@ -123,7 +123,7 @@ def projection_robust_wasserstein(
         RuntimeError: if the plan under the final projection cannot be converged.
     Warns: where the gradient has not fallen to ``tol``.
     Note: An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
-        with a vector, mostly 5 to 30; nothing of size d x d. One n x m array is kept, the plan.
+        with a vector, mostly 5 to 30; nothing of size d x d. The plan is the only n x m array.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
     with torch.inference_mode(mode=False):
@@ -139,7 +139,7 @@ def projection_robust_wasserstein(
     check_flag("progress", progress)
     if optimizer is not None and not callable(optimizer):
         raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
-    with torch.inference_mode(mode=False):  # optimizers count what is written to a tensor
+    with torch.inference_mode(mode=False):  # optimizers read version counters
         starts = _starting_points(clouds, k, restarts, init, seed)
         spread = clouds.mean_distance(starts[0])
         reg = (_DEFAULT_REG * spread or 1.0) if reg is None else reg

@@ -26,7 +26,7 @@ _MARK: Final = "0._extra_state"  # in checkpoints of these maps, and in none of 
 
 
 class Reflections(TCWY):
-    """:class:`TCWY` that reaches every start: a square one of the wrong determinant by a sign."""
+    """:class:`TCWY` that reaches every square matrix: for the other determinant by a sign."""
 
     @override
     def free(self, point: Tensor) -> Free:
@@ -49,11 +49,11 @@ class Reflections(TCWY):
 
     @override
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing: the key alone says whose checkpoint it is."""
+        """Do nothing: the key itself marks a checkpoint of these maps."""
 
 
 class Exponential(Trivialization):
-    """:class:`Trivialization` about the start."""
+    """:class:`Trivialization` about the initial value."""
 
     def __init__(self) -> None:
         super().__init__(every=None)
@@ -62,7 +62,7 @@ class Exponential(Trivialization):
 class Cayley(Exponential):
     r"""Cayley transform about the start: :math:`(I - A/2)^{-1} (I + A/2) X_0, A = P X_0' - X_0 P'`.
 
-    Free: P, zero at the start. The turns of X0 without an eigenvalue -1 are reached.
+    Free: P, initially zero. Reached are the rotations of X0 without an eigenvalue -1.
     """
 
     @override
@@ -99,8 +99,8 @@ def orthogonal(
         module: Owner of the weight.
         name: A parameter, a buffer, or a weight that is parametrized already. Default: "weight".
         orthogonal_map: See above. Default: None.
-        use_trivialization: Accepted. In torch it adds a base of n x n, and False loses the start;
-            X0 here has the shape of the weight, "householder" has none, and the start is kept.
+        use_trivialization: Accepted. In torch it adds a base of n x n, and False loses the initial
+            value; X0 here has the shape of the weight, and the initial value stays.
 
     Returns: The module. A weight that is orthonormal keeps its value, any other one becomes the
         nearest point (torch: the Q factor).

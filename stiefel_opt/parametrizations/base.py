@@ -23,12 +23,12 @@ class Parametrization(nn.Module):
 
     A subclass gives :meth:`point` and its inverse :meth:`free`. Before it is registered a module
     maps free tensors to matrices ``(..., n, m)``. The first ``right_inverse``, which torch calls on
-    registration, takes the nearest matrix that the map reaches, or a random one where there is no
-    way back; later ones are assignments (``module.weight = Q``), an error if Q is not reached.
+    registration, takes the nearest matrix that the map reaches, or a random one where the map has
+    no inverse; later ones are assignments (``module.weight = Q``), an error if Q is not reached.
 
     Args:
         manifold: How the weight is read as matrices. Default ``Stiefel()``; no ``rows``.
-        generator: Source of random starts. Default: torch's global one.
+        generator: Source of random initial values. Default: torch's global one.
     Raises:
         ValueError: for a manifold with ``rows``; on registration for a weight that the map has no
             matrices for, or that is not finite; on assignment for one that is not orthonormal or
@@ -64,7 +64,7 @@ class Parametrization(nn.Module):
         raise NotImplementedError
 
     def free(self, point: Tensor) -> Free | None:  # noqa: ARG002
-        """Return free tensors of ``point``, as near as the map gets; None: no way back is known."""
+        """Return free tensors of ``point`` or of a near one; None: no inverse is known."""
         return None
 
     def reach(self) -> str:
@@ -72,7 +72,7 @@ class Parametrization(nn.Module):
         return "orthonormal"
 
     def start(self, point: Tensor) -> Free:
-        """Return free tensors of a start near ``point``, which is orthonormal."""
+        """Return initial free tensors for the orthonormal ``point``, or near it."""
         if (free := self.free(point)) is None:
             raise NotImplementedError
         return free
@@ -81,7 +81,7 @@ class Parametrization(nn.Module):
         """Raise unless the map has matrices of this kind."""
 
     def starts_at_random(self, m: int) -> bool:  # noqa: ARG002
-        """Say whether there is no way to start near given matrices of m columns."""
+        """Say whether matrices of m columns cannot be reproduced on registration."""
         return False
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
@@ -143,7 +143,7 @@ class Parametrization(nn.Module):
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
         if (inverse := self.free(matrices)) is None:
             condition = f"be set through the free tensors of {name}"
-            remedy = "there is no way back from one: load a state_dict"
+            remedy = "the map has no inverse: load a state_dict"
             raise ValueError(fail("weight", condition, "a matrix", remedy))
         free: Free = _cast(inverse, dtype)
         reached = self.point(*(free if isinstance(free, tuple) else (free,)))

@@ -39,9 +39,9 @@ class CWY(_Reflecting):
     Free: nonzero columns V, ``(..., n, L)``. A tall matrix is always reached, a square one with
     L = N if its determinant is (-1)^N, with L < N if I - Q has rank at most L and the determinant
     is (-1)^L. Registration negates the last row of a square matrix with the wrong determinant, and
-    starts at random for L < N. Complex reflections miss the phases of the columns: for L >= m these
-    are a fixed diagonal factor, set on registration and assignment, and every matrix is reached;
-    for L < N there is none, and own products are reached.
+    initialises at random for L < N. Complex reflections miss the phases of the columns: for L >= m
+    these are a fixed diagonal factor, set on registration and assignment, and every matrix is
+    reached; for L < N there is none, and own products are reached.
 
     Args:
         reflections: L. Default: m, the number of columns. A tall matrix needs at least m.
@@ -92,7 +92,7 @@ class CWY(_Reflecting):
             self._set_buffer("phases", overlap / overlap.abs())
         if count == m:
             return vectors
-        # Reflections of the last axis, first to act, leave the leading columns alone.
+        # Reflections of the last axis, first to act, do not change the leading columns.
         idle = torch.zeros(*point.shape[:-1], count - m, dtype=point.dtype, device=point.device)
         idle[..., -1, :] = 1
         return torch.cat([vectors, idle], dim=-1)
@@ -155,8 +155,8 @@ class GeneralizedHouseholder(_Reflecting):
     r"""Products :math:`H_n \cdots H_1` of :math:`I - b_j k_j k_j' / |k_j|^2`, b in (0, 2).
 
     Free: keys ``(..., N, n)`` and gates ``(..., n)`` with b = 2 sigmoid(gate). Square matrices of
-    norm at most 1, not orthogonal. There is no way back from a matrix: registration starts at
-    random keys with b = 1, assignment is an error.
+    norm at most 1, not orthogonal. The map has no inverse: registration takes random keys with
+    b = 1, assignment is an error.
 
     Args:
         reflections: n, the number of factors. Default: N.

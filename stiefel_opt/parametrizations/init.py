@@ -13,7 +13,7 @@ from stiefel_opt.functional.reflections import cwy_factors
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 
 
-# ---- random starts -----------------------------------------------------------------------------
+# ---- random initialisation ---------------------------------------------------------------------
 
 
 def gaussian(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -125,7 +125,7 @@ def householder_vectors(point: Tensor) -> Tensor:
     Returns: ``(..., n, m)``. What cannot be reached is missed by the sign (complex: the phase) of
         columns: a square matrix with determinant -(-1)^n in its last one, a complex matrix where
         the current q_1 is not real.
-    Note: 2 n m^2 flops, m steps one after the other: for starts.
+    Note: 2 n m^2 flops, m steps one after the other: for initial values.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorems 1 and 3.
     """
     work, vectors = point.clone(), torch.zeros_like(point)
@@ -292,7 +292,7 @@ def logarithm(point: Tensor) -> Tensor:
     t no particular number, is one of both: cos and sin of the angles. Real Q with determinant 1 has
     the eigenvalue -1 an even number of times: its space is paired into half turns.
 
-    Note: two Hermitian eigendecompositions of n x n; for starts.
+    Note: two Hermitian eigendecompositions of n x n; for initial values.
     """
     adjoint = point.mH
     cosine, sine = (point + adjoint) / 2, (point - adjoint) / 2

@@ -52,16 +52,16 @@ def orthogonal(
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> ModuleT:
-    r"""Parametrize a weight of ``module`` by free tensors such that it is orthonormal.
+    r"""Parametrize a weight of ``module`` by unconstrained tensors such that it is orthonormal.
 
     For any optimizer, or for the map itself; :func:`stiefel_opt.constrain` with the optimizers of
     this package makes a step cheap and needs no second tensor. One optimizer takes both.
 
-    A weight that is ``scale`` times an orthonormal matrix that the map reaches stays what it is.
+    A weight that is ``scale`` times an orthonormal matrix in the range of the map keeps its value.
     Otherwise it becomes the nearest such matrix: the polar factor; for "householder", "cwy", "tcwy"
     and "matrix_exp" with the last row negated if it is square with the wrong determinant; for "own"
     of the centred columns. "cwy" and "householder" with ``reflections`` < N, "urnn" and "eurnn"
-    start at random. Later, ``module.weight = Q`` with a Q that is not reached is an error.
+    are initialised at random. Later, ``module.weight = Q`` raises where Q is not reached.
 
     Args:
         module: Owner of the weight, or one of its ancestors.
@@ -73,9 +73,9 @@ def orthogonal(
             those that the module stacks, as for :func:`stiefel_opt.constrain`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
-        start: "henaff" or "helfrich", random plane rotations, for square matrices and maps that
-            can start at one: not "urnn", nor few reflections or layers. Default: the weight.
-        generator: Source of random starts. Default: torch's global one.
+        start: Initialisation: "henaff" or "helfrich", random plane rotations, for square matrices;
+            not for "urnn", nor for few reflections or layers. Default: the weight.
+        generator: Source of random initial values. Default: torch's global one.
         options: Options of the map.
 
     Returns: The module. Where the map has one free tensor, the parameter object stays the same, as

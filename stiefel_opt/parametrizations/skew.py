@@ -96,12 +96,12 @@ class MatrixExp(_Based):
 class Trivialization(_Based):
     r"""Exponential about a base point that follows: :math:`\exp(P X_0' - X_0 P') X_0` (DTRIV).
 
-    Free: P, of the shape of the matrices, zero at the start. Every matrix is reached. In training,
+    Free: P, of the shape of the matrices, initially zero. Every matrix is reached. In training,
     once P has changed ``every`` times between forwards that record a graph, X0 moves to the point
     and P to zero; one Newton-Schulz step keeps X0 orthonormal.
 
     Args:
-        every: Changes of P between moves; None: never, X0 stays the start. Default: 100.
+        every: Changes of P between moves; None: never, X0 stays the initial value. Default: 100.
         manifold, generator: as in :class:`Parametrization`.
     Raises:
         ValueError: for ``every`` below 1.

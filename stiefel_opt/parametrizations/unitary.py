@@ -39,8 +39,8 @@ class URNN(_Unitary):
     r"""Unitary :math:`D_3 H_2 F^{-1} D_2 \Pi H_1 F D_1` with 7N numbers.
 
     Free: phases ``(..., 3, N)`` and complex vectors ``(..., N, 2)``; the permutation is a buffer.
-    A small part of the unitary matrices, with no way back known: registration starts at random, and
-    assignment is an error, also of matrices that the map made itself.
+    Reached is a small part of the unitary matrices, and no inverse is known: registration
+    initialises at random, and assignment is an error.
 
     Args:
         manifold, generator: as in :class:`Parametrization`.
@@ -76,8 +76,8 @@ class EURNN(_Unitary):
     r"""Unitary :math:`D F_1 \cdots F_L`, layers of rotations of neighbouring pairs.
 
     Free: phases ``(..., N)`` and angles ``(..., L, 2, N // 2)``. L = N reaches all unitary
-    matrices. Registration starts at random; ``start`` and assignment, which take a matrix apart,
-    need L >= N: with fewer layers no way back is known.
+    matrices. Registration initialises at random; ``start`` and assignment need L >= N: with fewer
+    layers no inverse is known.
 
     Args:
         layers: L. Default: N.

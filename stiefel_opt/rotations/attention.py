@@ -14,12 +14,12 @@ from stiefel_opt._checks import fail
 from stiefel_opt.rotations.decoder import Decoder
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)
-TURNS = "_stiefel_turns"  # of an attention module: what its queries and keys go through
+TURNS = "_stiefel_turns"  # attribute of an attention module: list of functions
 PREFIX = "stiefel_"  # of the name under which the model's attention is registered again
 
 
 def add_turn(decoder: Decoder, turn: Turn) -> None:
-    """Queries and keys of every layer go through ``turn``, after those that are there already."""
+    """Apply ``turn`` to queries and keys of every layer, behind the functions added before."""
     config = getattr(decoder.model, "config", None)
     base = getattr(config, "_attn_implementation", None)
     if not isinstance(base, str):

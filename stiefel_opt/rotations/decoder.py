@@ -74,9 +74,9 @@ class Decoder:
 
 
 def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
-    """Find the modules of a Llama-like decoder; raise for what is none, naming what is missing.
+    """Return the parts of a Llama-like decoder; raise for other models, naming the missing module.
 
-    With ``quantised`` linear layers may be those of a quantiser, and no weight is looked at.
+    With ``quantised``, linear layers may be of any class, and weights are not checked.
     """
     given = model.module if isinstance(model, DistributedDataParallel) else model
     model = check_module("model", given)
@@ -96,7 +96,7 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
         more = sorted(child for child, _ in known[name].named_children() if child not in children)
         if more:
             wanted = f"have no modules but {', '.join(sorted(children - HARMLESS))}"
-            remedy = "only Llama, Mistral, Qwen2, Qwen3 and what is built like them can be rotated"
+            remedy = "only Llama, Mistral, Qwen2, Qwen3 and models built like them can be rotated"
             raise ValueError(fail(name or "the model", wanted, ", ".join(more), remedy))
 
     linear: Any = nn.Module if quantised else nn.Linear

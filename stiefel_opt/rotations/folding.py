@@ -54,7 +54,7 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
     whole("model.embed_tokens", decoder.embedding.weight)
     whole("lm_head", decoder.head.weight)
     residual = polished(rotations.residual)
-    mark(decoder.model, "half folded")  # what is interrupted from here on cannot be used
+    mark(decoder.model, "half folded")  # an interrupted model cannot be used
     _turn_rows(decoder.embedding.weight, residual)
     _turn_rows(decoder.head.weight, residual)
     for layer, given in zip(decoder.layers, rotations.heads, strict=True):
@@ -87,7 +87,7 @@ def load_online_(model: ModelT) -> ModelT:
     state = state_of(decoder.model)
     if state.get("state") != "folded":
         current = state.get("state", "without config.stiefel_rotations")
-        remedy = "call rotations.fold_, or load what it was saved to"
+        remedy = "call rotations.fold_, or load the folded model"
         raise ValueError(fail("model", "be folded", f"one that is {current}", remedy))
     unknown = [name for name in state["online"] if name not in ONLINE]
     if unknown:

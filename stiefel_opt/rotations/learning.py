@@ -397,7 +397,7 @@ def _digest_of_all(data: list[dict[str, Tensor]]) -> list[str]:
     return every
 
 
-# ---- what is given -------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]]:

@@ -39,7 +39,7 @@ def prepare_(model: ModelT) -> ModelT:
         ValueError: for another family, naming what was looked for; for a norm that is no RMSNorm, a
             weight that is shared with something else than the head, and a model that is prepared
             already.
-        TypeError: for weights that are quantised or sharded, and for what is no module.
+        TypeError: for weights that are quantised or sharded, or a ``model`` that is no module.
     Note: One product for each weight, rounded once to its dtype; untying adds one embedding.
     """
     decoder = read_decoder(model)
@@ -54,7 +54,7 @@ def prepare_(model: ModelT) -> ModelT:
         _check_norm(name, norm)
         for reader in readers:
             whole(name, reader.weight)
-    mark(decoder.model, "half prepared")  # what is interrupted from here on cannot be used
+    mark(decoder.model, "half prepared")  # an interrupted model cannot be used
     if decoder.head.weight is decoder.embedding.weight:
         trained = decoder.head.weight.requires_grad
         decoder.head.weight = nn.Parameter(decoder.head.weight.clone(), requires_grad=trained)
@@ -83,7 +83,7 @@ def _check_norm(name: str, norm: nn.Module) -> None:
     error = float((norm(x).float() - expected).abs().max())
     if not error <= 0.03 * float(expected.abs().max()) + 1e-6:  # its eps, and bfloat16
         wanted = "multiply by its weight and divide by the root mean square"
-        remedy = "only Llama, Mistral, Qwen2, Qwen3 and what is built like them can be rotated"
+        remedy = "only Llama, Mistral, Qwen2, Qwen3 and models built like them can be rotated"
         raise ValueError(fail(name, wanted, f"a {type(norm).__name__} that does not", remedy))
 
 

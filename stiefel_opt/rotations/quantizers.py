@@ -1,8 +1,8 @@
 """Fake quantisers in a rotated basis: the model runs as if it were quantised, no weight is changed.
 
-A linear layer that reads x R is given back what it would read: x R is rounded and turned back, so
-that the same weights serve every rotation. What is rounded is x + s r, with s the step of the grid
-and r the distance to it in steps; the gradient takes r as a constant, which is the straight-through
+The input x of a linear layer becomes Q(x R) R', with Q the rounding, so that the same weights serve
+every rotation. A rounded number is x + s r, with s the step of the grid and r the distance to it in
+steps; the gradient takes r as a constant, which is the straight-through
 estimator with the one part that rotations can learn from: how far the entries spread.
 """
 

@@ -1,4 +1,4 @@
-"""Where learning begins: random Hadamard rotations."""
+"""Initialisation of learning: random Hadamard rotations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def hadamard(
     .. math:: R = \mathrm{diag}(\pm 1)\,(H_k / \sqrt{k} \otimes Q)
 
     with :math:`H_k` the largest Hadamard matrix (Sylvester's, Paley's and their doublings) whose
-    order divides the size, and Q a Haar-distributed block of what is left, 1 x 1 for most models.
+    order divides the size, and Q a Haar-distributed block of the remaining size, 1 x 1 for most
+    models.
 
     Args:
         model: A decoder of the Llama family.

@@ -178,7 +178,7 @@ WRONG_OPTIONS = [
     ({"hidden_channels": 0}, ValueError, "`hidden_channels` must be a positive integer, got 0"),
     ({"nonlinearity": "modrelu"}, ValueError, "`nonlinearity` must be one of"),
     ({"bias": None}, TypeError, "`bias` must be True or False"),
-    ({"scale": 0.5}, TypeError, "`scale` must be left out: K is 1 / kernel_size times"),
+    ({"scale": 0.5}, TypeError, "`scale` must not be given: K is 1 / kernel_size times"),
     ({"transition": "tcwyy"}, ValueError, "`transition` must be one of"),
 ]
 
