@@ -26,6 +26,15 @@ def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
     return reading
 
 
+def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
+    """Return the largest entry of abs(X'X - I) over all matrices X; NaN if one is not finite."""
+    errors = [
+        gram_error(reading.matrices(part, index) / reading.scale).amax()
+        for index, part in enumerate(reading.parts(tensor))
+    ]
+    return torch.stack(errors).amax()
+
+
 @torch.no_grad()
 def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
     """Return a copy of ``tensor`` in which every matrix that is off became the nearest point.
@@ -105,11 +114,8 @@ def random_point(
     """
     if len(shape) < 2 or any(type(size) is not int or size < 1 for size in shape):
         raise ValueError(fail("shape", "be at least two positive sizes", shape))
-    reading = manifold or Stiefel()
-    if not isinstance(reading, Stiefel):
-        raise TypeError(fail("manifold", "be None or a Stiefel", repr(manifold)))
-    reading.check(shape, "shape")
     point = torch.zeros(shape, dtype=dtype, device=device)
+    reading = reading_of(point, manifold, "shape")
     for index, part in enumerate(reading.parts(point)):
         size = reading.matrices(part, index).shape
         drawn = geometry.random_point(*size, generator=generator, dtype=dtype, device=device)

@@ -16,9 +16,9 @@ from stiefel_opt._checks import fail
 from stiefel_opt.constraints import MOVED, readings
 from stiefel_opt.device import finest_dtype
 from stiefel_opt.distributed import whole
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance
+from stiefel_opt.geometry import orthonormality_tolerance
 from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.points import reading_of
+from stiefel_opt.points import largest_error, reading_of
 from stiefel_opt.stacked import stacked
 
 
@@ -81,13 +81,7 @@ def constrained(
 
 
 def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
-    precise = finest_dtype(tensor)
-    tensor = whole(tensor.detach())
-    errors = []
-    for index, part in enumerate(reading.parts(tensor)):
-        point = reading.matrices(part, index).to(precise) / reading.scale
-        errors.append(gram_error(point).amax())
-    return torch.stack(errors).amax()
+    return largest_error(whole(tensor.detach()).to(finest_dtype(tensor)), reading)
 
 
 @runtime_checkable

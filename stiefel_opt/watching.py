@@ -23,10 +23,10 @@ from typing_extensions import override
 from stiefel_opt._checks import users_level
 from stiefel_opt.device import is_compiling, lives_on, may_wait_for, no_autocast
 from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
+from stiefel_opt.geometry import orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import UNSTATED, ManifoldParameter
-from stiefel_opt.points import kept_scale
+from stiefel_opt.points import kept_scale, largest_error
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 KEEPS: Final = "_stiefel_keeps"  # names of parameters whose scale follows the loaded value
@@ -218,7 +218,7 @@ def _warn_if_far(value: ManifoldParameter, name: str, kind: str) -> bool:
     if value.is_meta or not may_wait_for(value):
         return False
     with no_autocast(value):
-        error = _error(value, value.manifold)
+        error = float(largest_error(widened(value.detach()), value.manifold))
     if error <= _FAR:
         return False
     warnings.warn(
@@ -228,15 +228,6 @@ def _warn_if_far(value: ManifoldParameter, name: str, kind: str) -> bool:
         stacklevel=users_level(),
     )
     return True
-
-
-def _error(value: Tensor, reading: Stiefel) -> float:
-    """Return the largest entry of |X'X - I|, NaN if a value is."""
-    errors = [
-        gram_error(widened(reading.matrices(part, index)) / reading.scale).amax()
-        for index, part in enumerate(reading.parts(value.detach()))
-    ]
-    return float(torch.stack(errors).amax())
 
 
 def watch(module: nn.Module) -> None:
@@ -321,7 +312,7 @@ def _warn_if_off(
         loaded = whole(value).to(parameter.dtype)
         if leaf in module.__dict__.get(KEEPS, ()):
             reading = _rescaled(module, leaf, loaded, prefix + leaf)
-        error = _error(loaded, reading)
+        error = float(largest_error(widened(loaded), reading))
         heights = reading.heights(parameter.shape)
         if error <= 10 * orthonormality_tolerance(parameter.dtype, max(heights)):
             continue  # NaN does not pass
