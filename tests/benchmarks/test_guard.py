@@ -10,7 +10,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what the rivals import
     pytest.importorskip("geoopt")
-    pytest.importorskip("pogo")
+    pytest.importorskip("pogo.base")
 
 from benchmarks import guard
 from benchmarks.common.harness import RESULTS
