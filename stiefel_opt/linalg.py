@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_compiling, is_cpu
+from stiefel_opt.device import is_compiling
 
 RowSum = Callable[[Tensor], Tensor]
 
@@ -48,13 +48,31 @@ def absolute_square(tensor: Tensor) -> Tensor:
     return tensor.square()
 
 
+def trace_of(matrix: Tensor) -> Tensor:
+    """Return the trace of a Hermitian matrix, ``(k, 1, 1)``."""
+    return matrix.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[:, None, None]
+
+
+def square_norm(matrix: Tensor) -> Tensor:
+    """Return |A|_F^2, ``(k, 1, 1)``."""
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return norm.square()
+
+
+def inner_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return the real part of <A, B>, ``(k, 1, 1)``."""
+    return (left.conj() * right).real.sum(dim=(-2, -1), keepdim=True)
+
+
 def gram(left: Tensor, right: Tensor) -> Tensor:
     """Return left' right, small, for two tall batches ``(k, n, m)``."""
-    few = right.size(-1) <= _FEW_COLUMNS and right.size(-2) > _ROWS_AT_A_TIME
-    if not few or not is_cpu(right):
+    rows = right.size(-2)
+    if right.size(-1) > _FEW_COLUMNS or rows <= _ROWS_AT_A_TIME:
         return torch.bmm(left.mH, right)
-    rows = torch.split(left, _ROWS_AT_A_TIME, dim=-2), torch.split(right, _ROWS_AT_A_TIME, dim=-2)
-    return torch.stack([torch.bmm(a.mH, b) for a, b in zip(*rows, strict=True)]).sum(dim=0)
+    most, size = rows - rows % _ROWS_AT_A_TIME, (-1, _ROWS_AT_A_TIME)
+    first, second = (torch.unflatten(t[:, :most], 1, size) for t in (left, right))
+    total: Tensor = (first.mH @ second).sum(dim=1)
+    return total.baddbmm_(left[:, most:].mH, right[:, most:])
 
 
 def own_gram(tall: Tensor) -> Tensor:
@@ -86,10 +104,6 @@ class Sums:
     def add(self, tensor: Tensor) -> Tensor:
         """Return the sum of ``tensor`` over the processes that share the rows."""
         return tensor if self.row_sum is None else self.row_sum(tensor)
-
-    def rows_of(self, tall: Tensor) -> int:
-        """Return n."""
-        return tall.size(-2) if self.rows is None else self.rows
 
     def are_square(self, tall: Tensor) -> bool:
         """Say whether the matrices are square, and all of their rows here."""
@@ -235,7 +249,7 @@ def largest_eigenvalue(matrix: Tensor) -> Tensor:
 
 def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
     """matrix += value I in place."""
-    if matrix.size(-1) > MEDIUM or is_compiling():
+    if matrix.size(-1) > MEDIUM:
         matrix.diagonal(dim1=-2, dim2=-1).add_(value)
         return matrix
     return matrix.add_(identity_for(matrix), alpha=value)
@@ -243,7 +257,7 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
 
 def plus_identity(matrix: Tensor) -> Tensor:
     """Return A + I."""
-    if matrix.size(-1) > MEDIUM or is_compiling():
+    if matrix.size(-1) > MEDIUM:
         return add_to_diagonal_(matrix.clone(), 1.0)
     return torch.add(matrix, identity_for(matrix))
 
@@ -256,16 +270,16 @@ def identity_for(matrix: Tensor) -> Tensor:
     key = (matrix.size(-1), matrix.dtype, matrix.device)
     if key[0] > MEDIUM or is_compiling() or type(matrix) is not Tensor:
         return torch.eye(key[0], dtype=key[1], device=key[2])
-    found = _IDENTITIES.get(key)
-    if found is None:
+    identity = _IDENTITIES.get(key)
+    if identity is None:
         with torch.inference_mode(mode=False):  # what is kept must serve everybody
-            found = torch.eye(key[0], dtype=key[1], device=key[2])
+            identity = torch.eye(key[0], dtype=key[1], device=key[2])
         # no fake tensor, and none that a transform made
-        if type(found) is Tensor and not torch._is_functional_tensor(found):
+        if type(identity) is Tensor and not torch._is_functional_tensor(identity):
             if len(_IDENTITIES) >= 64:
                 _IDENTITIES.clear()
-            _IDENTITIES[key] = found
-    return found
+            _IDENTITIES[key] = identity
+    return identity
 
 
 def polar_rotation(matrix: Tensor, difference: Tensor, scale: float | Tensor = 1.0) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
-from stiefel_opt.device import exact_products, is_free_to_read
+from stiefel_opt.device import exact_products, reader_for
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import is_own, trust
 from stiefel_opt.geometry import project_tangent, widened
@@ -426,10 +426,11 @@ def _give(block: _Block, tangent: Tensor, ours: dict[Tensor, Tensor]) -> None:
 
 def _finite(grad: Tensor, is_expected: bool) -> Tensor:
     """Return gradients, zero for the matrices where they are not finite; warn if unexpected."""
-    if is_free_to_read(grad) and bool(torch.isfinite(grad.sum())):
+    reads = reader_for(grad).is_exact
+    if reads and bool(torch.isfinite(grad.sum())):
         return grad
     ok = torch.isfinite(grad).all(dim=-1).all(dim=-1)[..., None, None]
-    if not is_expected and is_free_to_read(grad) and not bool(ok.all()):
+    if reads and not is_expected and not bool(ok.all()):
         count, size = int((~ok).sum()), " x ".join(map(str, grad.shape[-2:]))
         warnings.warn(
             f"the gradients of {count} constrained matrices of {size} are not finite: zero takes "
@@ -455,11 +456,12 @@ def _move(stack: _Stack, point: Tensor, rule: str = "the optimizer") -> Tensor:
     if stack.scale != 1.0:
         new_point = new_point * stack.scale
     moved = step.abs().amax(dim=(-2, -1), keepdim=True) != 0  # NaN has moved
-    if is_free_to_read(moved) and bool(moved.all() & torch.isfinite(new_point.sum())):
+    reads = reader_for(moved).is_exact
+    if reads and bool(moved.all() & torch.isfinite(new_point.sum())):
         stack.write(new_point)
         return tangent
     ok = torch.isfinite(new_point).all(dim=-1).all(dim=-1)[..., None, None]
-    if is_free_to_read(ok) and not bool(ok.all()):
+    if reads and not bool(ok.all()):
         shape = " x ".join(map(str, point.shape[-2:]))
         warnings.warn(
             f"{rule} has moved constrained matrices of {shape} to values that are not finite: they "
@@ -477,13 +479,14 @@ def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     """
     moved = point + tangent
     excess = add_to_diagonal_(own_gram(moved), -1.0)
-    limit = largest_bound(excess) if is_free_to_read(excess) else _LONGEST
-    if not limit <= _LONGEST or not is_free_to_read(excess):
+    reads = reader_for(excess).is_exact
+    limit = largest_bound(excess) if reads else _LONGEST
+    if not (reads and limit <= _LONGEST):
         factor = (_LONGEST / infinity_norm(excess)).clamp(max=1.0).sqrt()
         tangent = tangent * factor
         moved = point + tangent
         excess, limit = excess * factor.square(), _LONGEST
-    new_point: Tensor = moved @ roots(excess, limit).inverse_root
+    new_point: Tensor = moved @ roots(excess, limit, reads=reads).inverse_root
     return new_point, tangent
 
 

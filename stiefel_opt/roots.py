@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_compiling, is_free_to_read
+from stiefel_opt.device import is_compiling
 from stiefel_opt.linalg import (
     FEW,
     MEDIUM,
@@ -50,6 +50,7 @@ def roots(
     companions: int = 0,
     overwrite: bool = False,
     square: Tensor | None = None,
+    reads: bool = False,
 ) -> Roots:
     r"""Return :math:`S = (I + E)^{-1/2} - I` and its companion, E symmetric, 0 <= E <= limit.
 
@@ -63,6 +64,7 @@ def roots(
     Args:
         matrix: M = E / scale, shape ``(k, m, m)``; memory to use if ``overwrite``.
         square: M^2, where somebody has it already.
+        reads: Whether a number may be read that sharpens ``limit`` and may save products.
         companions: Of how many of the last matrices (I + Q)^(-1) is wanted.
 
     Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 6 to 20 beyond; no host sync.
@@ -74,8 +76,7 @@ def roots(
     if plan.degree > 2 and not few:
         powers.append(symmetric_product(matrix, matrix) if square is None else square)
         is_wide = plan.iterations or matrix.size(-1) > MEDIUM
-        if square is None and is_wide and is_free_to_read(matrix):
-            # |E|^2 <= |E^2| sharpens the bound, and may save products
+        if square is None and is_wide and reads:  # |E|^2 <= |E^2|
             limit = min(limit, scale * largest_bound(powers[1]) ** 0.5)
             plan = _plan(limit, matrix)
     if plan.iterations == 0:

@@ -95,7 +95,7 @@ def with_radius(
         itself: gradients that are independent of each other act in full, sooner or later, and equal
         ones do so at once.
     """
-    reader, n = reader or reader_for(X), sums.rows_of(X)
+    reader, n = reader or reader_for(X), X.size(-2) if sums.rows is None else sums.rows
     if radius != "virtual":
         rate = lr / (math.sqrt(n) if isinstance(radius, str) else radius)
         return rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)

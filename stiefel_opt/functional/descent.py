@@ -193,7 +193,7 @@ def _retract(
     else:
         excess = own * (step * step)
         if retraction == "polar":
-            factor = roots(excess, limit).inverse_root
+            factor = roots(excess, limit, reads=reader.is_exact).inverse_root
         else:
             factor = cholesky_factor(add_to_diagonal_(excess, 1.0))
         new_X = product(X + direction * step, factor)

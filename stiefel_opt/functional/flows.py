@@ -158,7 +158,8 @@ def moves_of(
     """
     count = skew.size(0)
     squares, second, scale, limit, turn_step, step = _spectra(skew, gram_normal, lr, reader)
-    both = roots(squares, limit, scale=scale, companions=count if companion else 0, square=second)
+    companions, reads = count if companion else 0, reader.is_exact
+    both = roots(squares, limit, scale=scale, companions=companions, square=second, reads=reads)
     of_turn, of_move = both.difference.unsafe_chunk(2)
     rotation = polar_rotation(skew, of_turn, turn_step)
     inverse_root = plus_identity(of_move)
@@ -198,7 +199,9 @@ def _of_square(
     square, second, scale, limit, step, _ = _spectra(compute(), None, lr, reader)
     is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is kept instead
     length = Length(largest_eigenvalue(square) if is_large else square, scale, limit)
-    found = roots(square, limit, scale=scale, overwrite=is_large, square=second)
+    found = roots(
+        square, limit, scale=scale, overwrite=is_large, square=second, reads=reader.is_exact
+    )
     return found.difference, step, length
 
 

@@ -53,7 +53,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Reader, is_free_to_read, reader_for
+from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import (
     METRICS,
     Move,
@@ -62,7 +62,6 @@ from stiefel_opt.functional.flows import (
     corrected,
     coupling,
     half_error_,
-    metric_parameter,
     moves_of,
     rotation_of_square,
     turned_square,
@@ -180,20 +179,22 @@ def adam(
     Reference: after Kong et al., Algorithm 2, with other maps, the geometry corrected, and both
         moments corrected for their initialisation at zero.
     """
-    reader, a = reader or reader_for(X), metric_parameter(metric)
+    reader, a = reader or reader_for(X), float(METRICS.get(metric, metric))  # type: ignore[arg-type]
     (S,) = sums((X, G))
+    push = None  # -g
+    if NORMAL in state:
+        push = subtract_(product(X, S * force), G, force)
     torque = skew_force(S, a, force)
     gained = lr * gain(betas, step, torque.real.dtype)
     new = moments(state, "skew", torque, betas)
     most = largest_quotient(betas, step, torque.real.dtype)
     ahead = partial(precondition, new, "skew", step, betas, eps, most)
-    if NORMAL not in state:
+    if push is None:
         turn = ahead if X.size(0) == 1 else cache(ahead)  # a single matrix may be large
         new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
         return new_X, new | new_Z, length
-    push = normal_force(X, S * force, G, force)  # -g
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
-    if mu is None and _may_fuse(push, state, step, eps):
+    if mu is None and reader.is_exact and _may_fuse(push, state, step, eps):
         of_normal, V = _fused_moments(state, push, float(step), betas, eps)
         V = _cut_off_(V, most)
     else:
@@ -205,7 +206,7 @@ def adam(
         (overlap,) = sums((X, V))
         V = add_product_(V, X, overlap, alpha=-1.0)
     new_X, carried, length = advance(
-        X, V, U, ahead(), new[SKEW], gained, transport, S, sums, reader
+        X, V, U, ahead(), new[SKEW], gained, transport, None, sums, reader
     )
     return new_X, new | of_normal | carried, length
 
@@ -285,7 +286,7 @@ def advance(
     new_Z: Tensor,
     lr: Scalar,
     transport: str,
-    S: Tensor,
+    S: Tensor | None,
     sums: Sums,
     reader: Reader,
 ) -> Move:
@@ -311,8 +312,9 @@ def advance(
     else:
         C = torch.bmm(R, C)
     new_X = turn_and_move(X, moves.within, V, R, step)
-    new_U = add_product_(U, new_X, C, alpha=-step)
-    return new_X, carried_skew(new_Z, moves.rotation, transport) | {NORMAL: new_U}, moves.length
+    new = {SKEW: new_Z} if isometric else carried_skew(new_Z, moves.rotation, transport)
+    new[NORMAL] = add_product_(U, new_X, C, alpha=-step)
+    return new_X, new, moves.length
 
 
 def _turn_square(
@@ -468,14 +470,13 @@ def _coupling_of_adam(
 
 
 def _may_fuse(value: Tensor, state: Mapping[str, Tensor], step: Scalar, eps: float) -> bool:
-    """Say whether torch's fused Adam may compute the moments of the normal part.
+    """Say whether torch's fused Adam may compute the moments of the normal part, on a CPU.
 
-    On a CPU, for real tensors that have their numbers in one order in memory, without gaps.
+    For real tensors that have their numbers in one order in memory, without gaps.
     """
     names = NORMAL, "exp_avg_sq_normal"
     return (
         not isinstance(step, Tensor)
-        and is_free_to_read(value)
         and value.is_floating_point()
         and eps >= _LEAST_EPS
         and (value.is_contiguous() or value.mT.is_contiguous())

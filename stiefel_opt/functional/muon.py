@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.device import Reader, finest_dtype, is_free_to_read
-from stiefel_opt.functional.flows import Length, Move, Scalar, half_error_
+from stiefel_opt.device import Reader, finest_dtype, reader_for
+from stiefel_opt.functional.flows import Length, Move, Scalar
 from stiefel_opt.linalg import (
     BLOCKED,
     LOCAL_SUMS,
@@ -50,11 +50,14 @@ from stiefel_opt.linalg import (
     add_to_diagonal_,
     gram,
     identity_for,
+    inner_product,
     own_gram,
     product,
     skew,
+    square_norm,
     sym,
     symmetric_product,
+    trace_of,
 )
 from stiefel_opt.roots import roots
 
@@ -115,11 +118,12 @@ def spectral_direction(
     _check(point, grad, sums)
     if _is_empty(point):
         return torch.zeros_like(point)
-    found = _solve(point, grad, *accuracy, sums)
+    reads = reader_for(point).is_exact
+    found = _solve(point, grad, *accuracy, sums, reads)
     if found.along is None:
         direction = product(point, found.within)
     else:
-        dtype = _tall_dtype(point, found)
+        dtype = _tall_dtype(point, found, reads)
         direction = product(*_same(point, found.within, dtype))
         direction = add_product_(direction, *_same(found.moving, found.along, dtype))
         direction = direction.to(point.dtype)
@@ -153,7 +157,7 @@ def spectral_gap(
         raise ValueError(fail("direction", f"have the shape {shape}", tuple(direction.shape)))
     if _is_empty(point):
         return point.real.new_zeros(len(point))
-    _, parts = _tangent_parts(point, grad, sums)
+    _, parts = _tangent_parts(point, grad, sums, reader_for(point).is_exact)
     work = parts.skew.dtype
     tall = direction.to(work)
     value = (grad.to(work).conj() * tall).sum(dim=(-2, -1)).real[:, None, None]
@@ -184,7 +188,7 @@ def muon(
     tolerance: float | None = None,
     smoothing: float | None = None,
     sums: Sums = LOCAL_SUMS,
-    reader: Reader | None = None,  # noqa: ARG001
+    reader: Reader | None = None,
 ) -> Move:
     r"""Return the new point, the new state and the length of one step of StiefelMuon.
 
@@ -206,7 +210,7 @@ def muon(
         nesterov: M is a lookahead, as above; else the buffer.
         maximize: X moves along D.
         tolerance, smoothing, sums: as in :func:`spectral_direction`.
-        reader: Not asked.
+        reader: Whether numbers of this step may be read. Default: where that is free.
 
     Raises:
         ValueError: as :func:`spectral_direction`.
@@ -223,11 +227,12 @@ def muon(
     if B is not None:
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
-    found = _solve(X, M, *accuracy, sums)
+    reads = (reader or reader_for(X)).is_exact
+    found = _solve(X, M, *accuracy, sums, reads)
     new = {} if B is None else {AMBIENT: torch.where(found.finite, buffer, B)}
     step, limit = _step_of(lr, found.length)
     length = Length(found.length * (step * step), 1.0, limit)
-    difference = roots(length.squares, limit).difference
+    difference = roots(length.squares, limit, reads=reads).difference
     step = -step if maximize else step
     if found.along is None:
         return _turned(X, found, step, difference, limit), new, length
@@ -238,12 +243,14 @@ def muon(
     M = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
     along = found.along * -step
     along = along.baddbmm(along, difference)
-    dtype = _tall_dtype(X, found)
-    tall, within = _same(X, within, dtype)
-    new_X = add_product_(add_product(tall, tall, within), *_same(M, along, dtype)).to(X.dtype)
-    if _is_rough(X, found, step):
+    dtype = _tall_dtype(X, found, reads)
+    (tall, within), (M, along) = _same(X, within, dtype), _same(M, along, dtype)
+    new_X = add_product_(add_product(tall, tall, within), M, along).to(X.dtype)
+    if reads and _is_rough(X, found, step):
         (own,) = sums((new_X, new_X))
-        half = half_error_(own)  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
+        half = add_to_diagonal_(
+            own.mul_(-0.5), 0.5
+        )  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
         new_X = add_product(new_X, new_X, torch.baddbmm(half, half, half, alpha=1.5))
     return new_X, new, length
 
@@ -301,12 +308,14 @@ def _solve(
     tolerance: float,
     smoothing: float,
     sums: Sums,
+    reads: bool,
 ) -> _Found:
     """Find the direction, in small matrices."""
     if sums.are_square(point):
-        return _solve_square(point, moving, tolerance, 3.0 * smoothing)  # nothing else is lost
-    moving, parts = _tangent_parts(point, moving, sums)
-    m = point.size(-1)
+        # nothing else is lost
+        return _solve_square(point, moving, tolerance, 3.0 * smoothing, reads)
+    moving, parts = _tangent_parts(point, moving, sums, reads)
+    m, single = point.size(-1), torch.promote_types(point.dtype, torch.float32)
     scale, spread = _scale_of(parts.square + own_gram(parts.skew))
     scale = (scale.square() + parts.noise).sqrt()  # M_T may be no more than rounding
     limits = torch.finfo(scale.dtype)
@@ -316,12 +325,11 @@ def _solve(
     turn = torch.where(sound, parts.skew * factor, 0.0)
     own = torch.where(sound, parts.square * factor.square(), 0.0)
     noise = torch.where(sound, parts.noise * factor.square(), 0.0)
-    coarse = smoothing if is_free_to_read(point) else max(smoothing, _COARSE)
+    coarse = smoothing if reads else max(smoothing, _COARSE)
     floor = (coarse / m * spread).square() + noise
     upper, _ = torch.linalg.cholesky_ex(own + identity_for(own) * floor, upper=True)
-    polar, _ = _polar_factor(
-        _completed(turn, upper).to(_at_least_single(point)), tolerance, 2.0 * smoothing
-    )
+    completed = _completed(turn, upper).to(single)
+    polar, _ = _polar_factor(completed, tolerance, 2.0 * smoothing, reads)
     inner = skew(polar[:, :m, :m]).to(own.dtype)
     outer = polar[:, m:, :m].to(own.dtype)
     inverse: Tensor = torch.linalg.solve_triangular(upper, outer, upper=True)
@@ -329,13 +337,13 @@ def _solve(
     along = inverse * factor
     # What M is multiplied by must fit into the dtype of M; where M is too small for that, D = 0.
     largest = along.abs().amax(dim=(-2, -1), keepdim=True)
-    sound = sound & (largest < torch.finfo(_at_least_single(point)).max / 4)
+    sound = sound & (largest < torch.finfo(single).max / 4)
     along, length = (torch.where(sound, matrix, 0.0) for matrix in (along, length))
     # N = M - X c B
     within = torch.baddbmm(inner, parts.inner, along, alpha=-1.0)
     within = within.baddbmm(parts.correction, within)
     within = torch.where(sound, within, 0.0)
-    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * _square_norm(along)).sqrt() / m
+    gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * square_norm(along)).sqrt() / m
     finite = parts.noise.isfinite()
     return _Found(within, along, moving, parts.correction, length, finite, sound, gain)
 
@@ -347,26 +355,30 @@ def _completed(turn: Tensor, root: Tensor) -> Tensor:
     return torch.cat(columns, dim=-1)
 
 
-def _solve_square(point: Tensor, moving: Tensor, tolerance: float, smoothing: float) -> _Found:
+def _solve_square(
+    point: Tensor, moving: Tensor, tolerance: float, smoothing: float, reads: bool
+) -> _Found:
     """Find P with D = X P: the polar factor of K."""
     inner = gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
     finite = largest.isfinite()
     sound = (largest > 0) & finite
     inner = torch.where(sound, inner / largest, 0.0)  # squares must neither over- nor underflow
-    size = _square_norm(inner)
+    size = square_norm(inner)
     inner = skew(inner)
     # the skew part of what is all but symmetric is rounding
-    trace = _square_norm(inner)
+    trace = square_norm(inner)
     share = trace / (trace + size * (_ROUNDING * torch.finfo(inner.dtype).eps) ** 2)
     share = torch.where(sound & (trace > 0), share, 0.0)
-    polar, square = _polar_factor(inner, tolerance, smoothing)
+    polar, square = _polar_factor(inner, tolerance, smoothing, reads)
     zero, polar, square = torch.zeros_like(polar), polar * share, square * share.square()
     sound = sound & (trace > 0)
     return _Found(polar, None, moving, zero, square, finite, sound, torch.ones_like(trace))
 
 
-def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[Tensor, Tensor]:
+def _polar_factor(
+    matrix: Tensor, tolerance: float, smoothing: float, reads: bool
+) -> tuple[Tensor, Tensor]:
     """Return the polar factor P of a skew matrix K and P'P, by odd functions of K.
 
     The first, x / (1 + c x^2), brings the small singular values near the large; then polynomials.
@@ -375,7 +387,7 @@ def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[T
     starts near what random matrices need, and falls only where a larger part of K is small.
     """
     square = own_gram(matrix)
-    trace = _trace_of(square)
+    trace = trace_of(square)
     # u^2; singular values of real skew matrices other than 0 come in pairs
     share = 1.0 if matrix.is_complex() else 0.5**0.5
     fourth = share * torch.linalg.vector_norm(square, dim=(-2, -1), keepdim=True)
@@ -388,12 +400,12 @@ def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[T
     mean = torch.where(sound, (trace / fourth) ** 1.5 * (share / m), math.inf)
     low = least = smoothing / m  # of any K
     # no guess in float64: a direction does not depend on the others of its batch then
-    if is_free_to_read(matrix) and not _is_double(matrix):
+    if reads and not _is_double(matrix):
         least = min(max(low, smoothing * float(mean.min())), 1.0)
         low = max(least, min(_FEW_SMALL * float(mean.min()), 1.0))
     eps = torch.finfo(matrix.dtype).eps
     pulls: list[float] = []
-    can_pull = is_free_to_read(matrix) and m >= BLOCKED  # else products are faster
+    can_pull = reads and m >= BLOCKED  # else products are faster
     while can_pull and (lower := _pulled(low, pulls)) < _SPREAD:
         pulls.append(min(1.0 / lower, eps**-0.5))
         regular = add_to_diagonal_(square * pulls[-1], 1.0)
@@ -406,15 +418,17 @@ def _polar_factor(matrix: Tensor, tolerance: float, smoothing: float) -> tuple[T
         for factor in factors:
             lower *= factor * (3.0 - (factor * lower) ** 2) / 2.0
         for factor in _schedule(lower, max(tolerance, eps)):
-            polar = _odd(polar, square, factor)
+            # f K (3 - f^2 K'K) / 2, skew but for rounding
+            into, cubic = polar * (1.5 * factor), -0.5 * factor**3
+            polar = symmetric_product(polar, square, into, beta=1.0, alpha=cubic, sign=-1)
             factors.append(factor)
             if len(factors) % 3 == 0:  # what is not skew grows as small singular values do
                 polar = skew(polar)
             square = own_gram(polar)
         if low <= least:
             break
-        lost = (0.28 * m - 0.01 * _trace_of(square) - 0.27 * _square_norm(square)) * low
-        if bool((lost <= 0.31 * smoothing * _inner_product(scaled, polar)).all()):
+        lost = (0.28 * m - 0.01 * trace_of(square) - 0.27 * square_norm(square)) * low
+        if bool((lost <= 0.31 * smoothing * inner_product(scaled, polar)).all()):
             break
         low = max(low / 30, least)
     return skew(polar), square
@@ -445,20 +459,14 @@ def _pulled(value: float, pulls: list[float]) -> float:
     return value
 
 
-def _odd(matrix: Tensor, square: Tensor, factor: float) -> Tensor:
-    """Return f K (3 - f^2 K'K) / 2 for skew K and the square K'K: skew but for rounding."""
-    into = matrix * (1.5 * factor)
-    return symmetric_product(matrix, square, into, beta=1.0, alpha=-0.5 * factor**3, sign=-1)
-
-
 def _scale_of(square: Tensor) -> tuple[Tensor, Tensor]:
     """Return u and |A|_F^2 / u^2 >= 1 for A'A: u^4 = |A'A|_F^2, the sum of all s^4, >= |A|_2^4."""
-    trace = _trace_of(square)
+    trace = trace_of(square)
     share = torch.linalg.vector_norm(square / trace, dim=(-2, -1), keepdim=True)  # 1/m to 1
     return (trace * share).sqrt(), share.reciprocal()
 
 
-def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums) -> tuple[Tensor, _Parts]:
+def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums, reads: bool) -> tuple[Tensor, _Parts]:
     """Return M and its parts; of M only M_T, in the dtype of the work, where that is all but lost.
 
     Q = M'M - B'B is off by eps |M|^2, more than M_T if that is shorter than the root of eps |M|.
@@ -467,9 +475,9 @@ def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums) -> tuple[Tensor, _
     tall, other = point.to(work), moving.to(work)
     parts = _parts_of(tall, other, sums)
     size = parts.noise / (_NOISE * torch.finfo(work).eps)
-    if not is_free_to_read(point):
+    if not reads:
         return moving, parts
-    is_lost = _trace_of(parts.square) + _square_norm(parts.skew) < _RADIAL * size
+    is_lost = trace_of(parts.square) + square_norm(parts.skew) < _RADIAL * size
     if not bool(is_lost.any()):
         return moving, parts
     normal = sym(parts.inner)
@@ -492,11 +500,11 @@ def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
-    half = half_error_(point_own)
+    half = add_to_diagonal_(point_own.mul_(-0.5), 0.5)  # (I - X'X) / 2
     correction = torch.baddbmm(half, half, half, alpha=1.5)  # Q may be far smaller than |M|^2
     inner = inner.baddbmm(correction, inner)
     square = sym(own - own_gram(inner))
-    noise = _trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
+    noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, correction, noise)
 
 
@@ -509,11 +517,14 @@ def _accuracy(
     point: Tensor, tolerance: float | None, smoothing: float | None
 ) -> tuple[float, float]:
     """Return tolerance and smoothing: what is given, or what suits the dtype."""
-    usual = 1e-10 if _is_double(point) else 5e-5
-    tolerance = usual if tolerance is None else tolerance
-    smoothing = 1e-4 if smoothing is None else smoothing
-    check_range("tolerance", tolerance, 0.0)
-    check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
+    if tolerance is None:
+        tolerance = 1e-10 if _is_double(point) else 5e-5
+    else:
+        check_range("tolerance", tolerance, 0.0)
+    if smoothing is None:
+        smoothing = 1e-4
+    else:
+        check_range("smoothing", smoothing, 0.0, 1.0, open_low=True)
     return tolerance, smoothing
 
 
@@ -533,20 +544,17 @@ def _check(point: Tensor, grad: Tensor, sums: Sums) -> None:
         raise TypeError(fail("grad", kind, grad.dtype))
 
 
-def _tall_dtype(point: Tensor, found: _Found) -> torch.dtype:
+def _tall_dtype(point: Tensor, found: _Found, reads: bool) -> torch.dtype:
     """Return the dtype of the last tall products: more digits than the point has, if they count."""
-    is_ill = is_free_to_read(point) and bool((found.gain > _ILL).any())
-    return found.within.dtype if is_ill else _at_least_single(point)
-
-
-def _at_least_single(point: Tensor) -> torch.dtype:
-    return torch.promote_types(point.dtype, torch.float32)
+    is_ill = reads and bool((found.gain > _ILL).any())
+    return found.within.dtype if is_ill else torch.promote_types(point.dtype, torch.float32)
 
 
 def _is_rough(point: Tensor, found: _Found, step: Scalar) -> bool:
-    """Say whether rounding in Q, eps |M|^2 |R^(-1)|^2 in D'D, shows in X'X of the new point."""
-    if not is_free_to_read(point):  # the next step takes it out
-        return False
+    """Say whether rounding in Q, eps |M|^2 |R^(-1)|^2 in D'D, shows in X'X of the new point.
+
+    Where that cannot be read the next step takes it out.
+    """
     noise = torch.finfo(found.length.dtype).eps * (found.gain * (step * point.size(-1))).square()
     return bool((noise > torch.finfo(point.dtype).eps).any())
 
@@ -562,19 +570,3 @@ def _step_of(lr: Scalar, length: Tensor) -> tuple[Scalar, float]:
         return lr.to(length.real.dtype).clamp(-_LONGEST, _LONGEST), 2 * _LONGEST**2
     lr = max(-_LONGEST, min(lr, _LONGEST))
     return lr, 2 * lr * lr
-
-
-def _square_norm(matrix: Tensor) -> Tensor:
-    """Return |A|_F^2, ``(k, 1, 1)``."""
-    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-    return norm.square()
-
-
-def _trace_of(matrix: Tensor) -> Tensor:
-    """Return the trace of a symmetric matrix, ``(k, 1, 1)``."""
-    return matrix.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[:, None, None]
-
-
-def _inner_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return <A, B> of symmetric matrices, ``(k, 1, 1)``."""
-    return (left.conj() * right).real.sum(dim=(-2, -1), keepdim=True)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.device import exact_products, is_compiling, is_free_to_read
+from stiefel_opt.device import exact_products, is_compiling, readable
 from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.functional.adaptive import FACTOR, GROWTH
 from stiefel_opt.functional.flows import Tensors, corrected
@@ -442,9 +442,9 @@ class StiefelOptimizer(Optimizer, ABC):
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return the plain parameters."""
         lr, index = group["lr"], self._init(place, group)
-        if not ((isinstance(lr, Tensor) and not is_free_to_read(lr)) or math.isfinite(lr)):
+        lr = readable(lr) if isinstance(lr, Tensor) else lr
+        if lr is not None and not math.isfinite(lr):
             raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
-        plain = index.plain_with_gradient(group, self.param_groups, sparse=self._sparse_allowed)
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
             if not weights.fit(grads, self.param_groups):
@@ -453,7 +453,7 @@ class StiefelOptimizer(Optimizer, ABC):
             changed = weights.take(grads, group["nonfinite"])
             if changed or weights.unsafe or weights.overflowed:
                 self._refuse(group, weights, changed)
-        return plain
+        return index.plain_with_gradient(group, self.param_groups, sparse=self._sparse_allowed)
 
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
         """Do what :func:`in_graph` stands for: the step of all constrained parameters.
@@ -486,8 +486,9 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _move_all(self, group: Group, index: GroupIndex, lr: float | Tensor) -> list[Tensor]:
         """Move the constrained parameters of a group; return those that were left as they were."""
-        if not isinstance(lr, Tensor) or is_free_to_read(lr):
-            lr = min(float(lr), _LARGEST_LR)
+        value = readable(lr) if isinstance(lr, Tensor) else lr
+        if value is not None:
+            lr = min(float(value), _LARGEST_LR)
         skipped: list[Tensor] = []
         move_rows = partial(step_rows, self._step_plain, group)
         for weights in index.weight_groups:
@@ -511,7 +512,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Return the state as torch does, with the reading of each parameter beside it."""
         packed = super().state_dict()
         packed["state"] = {key: values for key, values in packed["state"].items() if values}
-        if any(not is_free_to_read(weights.skipped) for weights in self.all_constrained()):
+        if any(not weights.reads for weights in self.all_constrained()):
             self._reported = warn_of_tallies(self.skipped_steps(), self._reported)
         for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
             readings = [reading(parameter, group) for parameter in group["params"]]

@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_cpu
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import Sums
@@ -130,14 +129,15 @@ class Stack:
     last, and its share of the matrices of each.
     """
 
-    def __init__(self, blocks: list[Block], declared: Sequence[State]) -> None:
+    def __init__(self, blocks: list[Block], declared: Sequence[State], *, on_cpu: bool) -> None:
         first = blocks[0]
         value = first.weight.moving()
-        if is_cpu(value):
+        if on_cpu:
             _settle_allocator()
-        self.blocks = blocks
+        self.blocks, self.on_cpu = blocks, on_cpu
         self.part_shape = first.part(value).shape
-        self.lead = first.matrices(first.part(value)).shape[:-2]
+        *lead, n, m = first.matrices(first.part(value)).shape
+        self.lead, self.shape = torch.Size(lead), (n, m)
         # of the whole matrices, wherever their rows are
         model = torch.empty(first.weight.parameter.shape, device="meta")
         part, reading = first.weight.manifold.blocks(model)[first.index]
@@ -193,21 +193,21 @@ class Stack:
         count, everything, part = len(self.blocks), slice(0, self.each), self.blocks[0].part(value)
         if self.sums.row_sum is not None:  # one sum for all, and as many on every process
             return [(0, count, everything)]
-        size, on_cpu = part.numel() * part.element_size(), is_cpu(part)
+        size = part.numel() * part.element_size()
         if size == 0:
             return []
         if count == 1:
-            length = self._length(size, self.each, on_cpu)
+            length = self._length(size, self.each)
             cuts = range(0, self.each, length)
             return [(0, 1, slice(low, min(low + length, self.each))) for low in cuts]
         length = 1
-        if not on_cpu or size < _BYTES_ALONE:
-            length = self._length(count * size, count, on_cpu)
+        if not self.on_cpu or size < _BYTES_ALONE:
+            length = self._length(count * size, count)
         return [(low, min(low + length, count), everything) for low in range(0, count, length)]
 
-    def _length(self, size: int, count: int, on_cpu: bool) -> int:
+    def _length(self, size: int, count: int) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
-        pieces = -(-size // (_BYTES_ON_CPU if on_cpu else _BYTES_ELSEWHERE))
+        pieces = -(-size // (_BYTES_ON_CPU if self.on_cpu else _BYTES_ELSEWHERE))
         if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
             is_square, joined = self.row_count == self.column_count, len(self.blocks) > 1
             alone = 5 if is_square else 5 + 8 * self.column_count / self.row_count
@@ -243,7 +243,7 @@ def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
 
 
 def stacks_of(
-    weights: list[Weight], values: list[Tensor], declared: Sequence[State]
+    weights: list[Weight], values: list[Tensor], declared: Sequence[State], *, on_cpu: bool
 ) -> list[Stack]:
     """Stack the blocks of parameters; ``values`` are the tensors that move."""
     kinds: dict[Any, list[Block]] = {}
@@ -252,7 +252,7 @@ def stacks_of(
             shape, layout = block.part(value).shape, id(weight.shards)
             key = shape, block.reading, block.wide, value.dtype, layout
             kinds.setdefault(key, []).append(block)
-    return [Stack(blocks, declared) for blocks in kinds.values()]
+    return [Stack(blocks, declared, on_cpu=on_cpu) for blocks in kinds.values()]
 
 
 def plain_rows_of(

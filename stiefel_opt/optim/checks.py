@@ -19,7 +19,7 @@ from stiefel_opt._checks import (
     fail,
     users_level,
 )
-from stiefel_opt.device import is_cpu
+from stiefel_opt.device import readable
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.functional.published import ROTATIONS
@@ -99,8 +99,8 @@ def check_common_options(group: Group) -> None:
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
-        if is_cpu(lr):
-            check_range("lr", float(lr), 0.0)
+        if (value := readable(lr)) is not None:
+            check_range("lr", float(value), 0.0)
     else:
         check_range("lr", lr, 0.0)
     check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)

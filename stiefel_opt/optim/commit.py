@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import CONSTRAINABLE
-from stiefel_opt.device import Lagged, Now, Reader, is_cpu, reader_for
+from stiefel_opt.device import Lagged, Now, Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import Sums, largest_stretch
@@ -108,7 +108,10 @@ class Batch:
         self.scale = self.blocks[0].reading.scale
         self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
         self.last: LastStep | None = None
-        self._lead, self._part_shape = stack.lead, stack.part_shape
+        self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
+        # shape of the matrices of several blocks, as they lie in memory one behind the other
+        shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
+        self._rows = None if self.blocks[0].reading.transposed else (-1, *shape)
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
         self._in_parts = any(block.narrow is not None for block in self.blocks)
@@ -119,8 +122,12 @@ class Batch:
         first, tensor = self.blocks[0], tensors[0]
         if not self._is_one:
             parts = self._parts(tensors, blocks)
-            joined = torch.cat(parts).reshape(len(parts), *self._part_shape)
-            return as_batch(first.matrices(joined, stacked=True))
+            joined = torch.cat(parts)
+            if self._rows is None:
+                joined = joined.reshape(len(parts), *self._part_shape)
+                return as_batch(first.matrices(joined, stacked=True))
+            joined = joined.reshape(self._rows)
+            return joined.mT if first.wide else joined
         if (view := self._views.get(tensor.stride())) is not None:
             return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
         matrices = as_batch(first.matrices(first.part(tensor)))
@@ -148,10 +155,13 @@ class Batch:
                 part.copy_(first.stored(target.view(whole.shape), part.shape))
             return
         parts = self._parts(tensors, blocks)
-        batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
         shape = torch.Size((len(parts), *self._part_shape))
-        stored = first.stored(batch, shape, stacked=True)
-        if is_cpu(stored) and not self._in_parts:
+        if self._rows is None:
+            batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
+            stored = first.stored(batch, shape, stacked=True)
+        else:
+            stored = (matrices.mT if first.wide else matrices).reshape(shape)
+        if self._on_cpu and not self._in_parts:
             torch.unbind_copy(stored, out=parts)
         else:
             torch._foreach_copy_(parts, list(stored.unbind()))

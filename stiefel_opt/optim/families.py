@@ -57,9 +57,7 @@ class SGDLike(StiefelOptimizer):
             return partial(rule, force=sign, **options)
         return partial(_damped, rule, sign, 1.0 - group["dampening"], **options)
 
-    @override
-    def _step_plain(self, *arguments: Any, **options: Any) -> None:
-        step_sgd(*arguments, **options)
+    _step_plain = staticmethod(step_sgd)
 
     @override
     def update_plain(self, *arguments: Any) -> None:
@@ -117,9 +115,7 @@ class AdamLike(StiefelOptimizer):
     def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
         init_adam(group, parameter, state)
 
-    @override
-    def _step_plain(self, *arguments: Any, **options: Any) -> None:
-        step_adam(*arguments, **options)
+    _step_plain = staticmethod(step_adam)
 
     @override
     def update_plain(self, *arguments: Any) -> None:
@@ -151,7 +147,7 @@ class MuonLike(AdamLike):
             kinds[is_whole and _follows_muon(group, item[0])].append(item)
         by_adam, by_muon = (list(map(list, zip(*kind, strict=True))) for kind in kinds)
         if by_adam:
-            super()._step_plain(group, *by_adam, stays)
+            step_adam(group, by_adam[0], by_adam[1], by_adam[2], stays)
         if by_muon:
             step_muon(group, *by_muon)
 

@@ -33,7 +33,6 @@ from stiefel_opt.optim.commit import (
     Correction,
     Rule,
     Task,
-    complete,
     take_step,
 )
 from stiefel_opt.optim.sharding import Shards
@@ -128,13 +127,13 @@ class WeightGroup:
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
         self.steps = joined([weight.state for weight in weights], "step")
-        self._reads = is_cpu(self.steps)
+        self.reads = is_cpu(self.steps)
         self.skipped, self._unreported = (joined(tallies, name) for name in TALLIES)
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
         self.is_shared = not bool(all(weight.shards is None for weight in weights))
         values = [weight.moving() for weight in weights]
-        stacks = stacks_of(weights, values, declared)
+        stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
         self.batches = [Batch(stack, *cut) for stack in stacks for cut in stack.cuts]
         for stack in stacks:
             stack.release()
@@ -272,7 +271,7 @@ class WeightGroup:
     def _judge(self, nonfinite: str) -> None:
         """Find the parameters with unsafe gradients: all processes that have a part agree."""
         places = list(range(len(self.weights)))
-        if self._reads and nonfinite == "skip":  # each batch judges the others
+        if self.reads and nonfinite == "skip":  # each batch judges the others
             if not self._joint:
                 return
             places = self._joint
@@ -287,9 +286,9 @@ class WeightGroup:
             ok[members] = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
         if self.is_shared:
             ok = self._agreed(ok)
-        if not self._reads:
+        if not self.reads:
             self._ok = ok if nonfinite == "skip" else None
-        if self._reads or nonfinite == "raise":
+        if self.reads or nonfinite == "raise":
             self.unsafe = [place for place in present if not ok[place]] if not ok.all() else []
             self._staying.update(self.unsafe)
 
@@ -345,7 +344,7 @@ class WeightGroup:
                     self._count(verdict.overflowed, task.places)
             if self._rows:
                 staying, ok = self._staying, self._ok
-                _move_rows(self._rows, values, self._grads, staying, ok, self._reads, move_rows)
+                _move_rows(self._rows, values, self._grads, staying, ok, self.reads, move_rows)
             moved.update(range(len(self.weights)))  # also where this process has no matrices
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
@@ -379,13 +378,13 @@ class WeightGroup:
             is_due,
             bool(self._changed) and not self._changed.isdisjoint(places),
             nonfinite,
-            self._reads,
+            self.reads,
             done,
         )
 
     def _next_numbers(self) -> list[float] | Tensor:
         """Return the number of this step for each parameter: one if it is the same for all."""
-        if not self._reads:
+        if not self.reads:
             return self.steps + 1.0
         counts = self.steps.tolist()
         if min(counts) == max(counts):
@@ -418,41 +417,45 @@ class WeightGroup:
         some = self._overflows > 0
         self._unreported += some & ~self._local
         self.skipped += some & self._local
-        if self._reads or nonfinite == "raise":
+        if self.reads or nonfinite == "raise":
             self.overflowed += (some & self._local).nonzero().flatten().tolist()
 
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        some = len(moved) < len(self.weights)
-        places: Any = sorted(moved) if some else slice(None)
-        new_steps, new_skipped = self.steps.clone(), None
-        new_steps[places] += 1.0 if self._ok is None else self._ok[places]
+        gained, new_skipped = 1.0 if self._ok is None else self._ok, None
+        if len(moved) == len(self.weights):
+            places: Any = slice(None)
+            new_steps = self.steps + gained
+        else:
+            places, new_steps = sorted(moved), self.steps.clone()
+            new_steps[places] += gained if self._ok is None else self._ok[places]
         if self._ok is not None or self.unsafe:
             new_skipped = self.skipped.clone()
             if self._ok is not None:
                 new_skipped[places] += ~self._ok[places]
             new_skipped[self.unsafe] += 1
-
-        def write() -> None:
-            if is_written:
-                self._write_masters_and_shards(values)
-            self.steps.copy_(new_steps)
-            if new_skipped is not None:
-                self.skipped.copy_(new_skipped)
-
-        complete(write)
+        written = values if is_written else []
+        try:
+            self._write(written, new_steps, new_skipped)
+        except BaseException:
+            self._write(written, new_steps, new_skipped)
+            raise
         if is_written:
             self._remember_what_was_written(moved)
         self._grads = []
 
-    def _write_masters_and_shards(self, values: list[Tensor]) -> None:
-        for whole, members in self.masters:
+    def _write(self, values: list[Tensor], new_steps: Tensor, new_skipped: Tensor | None) -> None:
+        """Write ``values``, if there are any, into their parameters; can be repeated."""
+        for whole, members in self.masters if values else ():
             if members[0].shards is None:
                 torch._foreach_copy_([w.parameter for w in members], list(whole.unbind()))
         if self.is_shared:
-            for weight, value in zip(self.weights, values, strict=True):
+            for weight, value in zip(self.weights, values, strict=False):
                 if weight.shards is not None and weight.place not in self._staying:
                     weight.shards.write(weight.parameter, value)
+        self.steps.copy_(new_steps)
+        if new_skipped is not None:
+            self.skipped.copy_(new_skipped)
 
     def _remember_what_was_written(self, moved: set[int]) -> None:
         """Whatever a parameter is now is known to be on the manifold, if it has moved."""

@@ -13,6 +13,7 @@ from cases import in_turn, mixed, pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stiefel_opt.device import Fixed
 from stiefel_opt.functional import Sums, muon, spectral_direction, spectral_gap
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
@@ -324,7 +325,7 @@ class Training:
 def unreadable(monkeypatch):
     """As on an accelerator: nothing may be read."""
     module = importlib.import_module("stiefel_opt.functional.muon")  # the name is the rule's, too
-    monkeypatch.setattr(module, "is_free_to_read", lambda _: False)
+    monkeypatch.setattr(module, "reader_for", lambda _: Fixed())
 
 
 @pytest.mark.usefixtures("unreadable")
