@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, readable
-from stiefel_opt.distributed import is_sharded, whole
+from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.adaptive import FACTOR, GROWTH
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
@@ -34,6 +33,7 @@ from stiefel_opt.optim.checkpoint import (
     check_saved_readings,
     check_state_dict,
     check_states,
+    complete_options,
     keep_precision,
     mark,
     take_marks,
@@ -45,9 +45,11 @@ from stiefel_opt.optim.checks import (
     check_finite,
     check_new_group,
     check_rows_may_be_shared,
+    described,
     listed,
     name_of,
     names_of,
+    plain_numbers,
     reading,
     refuse_gradient,
     refuse_nonfinite,
@@ -59,13 +61,14 @@ from stiefel_opt.optim.checks import (
     warn_of_tallies,
 )
 from stiefel_opt.optim.commit import Correction, Rule
-from stiefel_opt.optim.group import TALLIES, WeightGroup
+from stiefel_opt.optim.group import WeightGroup
+from stiefel_opt.optim.records import Records, largest_of
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import group_of, keep_velocity, set_velocity_, velocity_of
-from stiefel_opt.parameter import has_lost_tag, project_untagged, tag
+from stiefel_opt.parameter import project_untagged
 
 # Rotations saturate long before; the square of the learning rate must be a number of float32.
 _LARGEST_LR: Final = 2.0**50
@@ -97,7 +100,7 @@ class GroupIndex:
         self.correction = optimizer.correction_for(group)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
-        """Say whether this still describes the group, and the state that its options ask for."""
+        """Say whether this still describes the group, and holds the state of its options."""
         if [group[name] for name in self._names] != self._options:
             declared = self.declared
             self._bind(optimizer, group)
@@ -109,6 +112,7 @@ class GroupIndex:
             and all(map(operator.is_, params, self._params))
             and all(map(operator.is_, tags_of(params), self._tags))
             and group["stiefel"] is self._stiefel
+            and all(weights.is_intact(optimizer.state) for weights in self.weight_groups)
         )
 
     def plain_with_gradient(
@@ -143,7 +147,7 @@ class GroupIndex:
             called = partial(name_of, parameter, optimizer.param_groups)
             if not optimizer.sums_over_rows:
                 check_rows_may_be_shared(layouts[key], optimizer.rule, called)
-            forget_other(optimizer, parameter, manifold)
+            optimizer.records.drop_other(optimizer.state, parameter, manifold)
             state: StateDict = optimizer.state[parameter]
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, layouts[key], len(together))
@@ -152,24 +156,12 @@ class GroupIndex:
             keep_velocity(weight, self.declared, known, names, read, write)
             complete_state(state, self.declared, parameter, manifold, called, known, layouts[key])
             together.append(weight)
-            none = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            tally = optimizer.tallies.setdefault(parameter, dict.fromkeys(TALLIES, none))
-            tally.update({name: count.to(parameter.device) for name, count in tally.items()})
+        tally_of = optimizer.records.tally_of
         self.weight_groups = [
-            WeightGroup(each, [optimizer.tallies[w.parameter] for w in each], self.declared)
+            WeightGroup(each, [tally_of(w.parameter) for w in each], self.declared)
             for each in weights.values()
         ]
         self.waiting = sorted(waiting)
-
-
-def forget_other(optimizer: StiefelOptimizer, parameter: Tensor, manifold: Stiefel | None) -> None:
-    """Drop state that was made by another reading, or as that of a plain parameter; None: is one.
-
-    Their names do not tell them apart: a rule may call both alike.
-    """
-    if optimizer.readings.setdefault(parameter, manifold) != manifold:
-        optimizer.state.pop(parameter, None)
-        optimizer.readings[parameter] = manifold
 
 
 def tags_of(parameters: list[Tensor]) -> list[Any]:
@@ -214,11 +206,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self.rule = self.rule or type(self).__name__
         self._handle = remember(self)
         self._indices: list[GroupIndex | None] = []
-        self.tallies: dict[Tensor, StateDict] = {}  # windows on the counts of skipped steps
-        self._tags: dict[Tensor, Any] = {}  # as they were last seen
-        # by which state was made; None: that of a plain parameter
-        self.readings: dict[Tensor, Stiefel | None] = {}
-        self._reported = 0  # how many skipped steps a warning has told
+        self.records = Records()
         super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
         warn_if_nothing_is_constrained(self.param_groups)
 
@@ -304,10 +292,7 @@ class StiefelOptimizer(Optimizer, ABC):
         group = {**self.defaults, **param_group}
         group["stiefel"] = as_plain_data(group["stiefel"])
         group["params"] = listed(group["params"])
-        for name, value in group.items():  # numpy's: a checkpoint holds plain numbers
-            plain = type(value) in (bool, int, float)
-            if isinstance(value, numbers.Real) and not plain:
-                group[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+        group |= plain_numbers(group)
         self.check_options(group)
         check_new_group(group, self.param_groups)
         if group["stiefel"]:
@@ -316,16 +301,7 @@ class StiefelOptimizer(Optimizer, ABC):
             project_untagged(untagged, Stiefel() if key is True else Stiefel.from_dict(key))
         super().add_param_group(group)
         self._indices.append(None)
-        self._recall(group)
-
-    def _recall(self, group: Group) -> None:
-        """Remember tags, and restore those that a swap took along: the objects stay the same."""
-        for parameter, seen in zip(group["params"], tags_of(group["params"]), strict=True):
-            known = self._tags.get(parameter)
-            if isinstance(known, Stiefel) and has_lost_tag(parameter):
-                tag(parameter, known)
-            else:
-                self._tags[parameter] = seen
+        self.records.recall(group["params"])
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -409,11 +385,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def _init(self, place: int, group: Group) -> GroupIndex:
         """Make the state of constrained parameters that have a gradient for the first time."""
         index = self._indices[place]
-        if (
-            index is None
-            or not index.describes(self, group)
-            or not all(map(operator.methodcaller("is_intact", self.state), index.weight_groups))
-        ):
+        if index is None or not index.describes(self, group):
             index = self._renew(place, group)
         params = group["params"]
         late = index.waiting and [i for i in index.waiting if params[i].grad is not None]
@@ -424,19 +396,16 @@ class StiefelOptimizer(Optimizer, ABC):
     def _renew(self, place: int, group: Group) -> GroupIndex:
         """Tell the parameters of a group apart anew; those that have state are admitted."""
         earlier = self._indices[place]
-        self._recall(group)
+        self.records.recall(group["params"])
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
-            forget_other(self, group["params"][plain], None)
+            self.records.drop_other(self.state, group["params"][plain], None)
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
             index.admit(self, group, known)
         for weight_group in earlier.weight_groups if earlier else ():
             weight_group.windows.release()
-        alive = {id(parameter) for each in self.param_groups for parameter in each["params"]}
-        for records in (self.tallies, self._tags, self.readings):
-            for parameter in [p for p in records if id(p) not in alive]:
-                del records[parameter]
+        self.records.keep_only([p for each in self.param_groups for p in each["params"]])
         return index
 
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
@@ -513,12 +482,8 @@ class StiefelOptimizer(Optimizer, ABC):
         packed = super().state_dict()
         packed["state"] = {key: values for key, values in packed["state"].items() if values}
         if any(not weights.reads for weights in self.all_constrained()):
-            self._reported = warn_of_tallies(self.skipped_steps(), self._reported)
-        for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
-            readings = [reading(parameter, group) for parameter in group["params"]]
-            if any(manifold is not None for manifold in readings):
-                saved["readings"] = [r if r is None else r.as_dict() for r in readings]
-        mark(packed["param_groups"], self.rule)
+            self.records.reported = warn_of_tallies(self.skipped_steps(), self.records.reported)
+        mark(packed["param_groups"], self.param_groups, self.rule)
         return packed
 
     @override
@@ -541,11 +506,8 @@ class StiefelOptimizer(Optimizer, ABC):
         if of_torch:
             check_plain_rule(state_dict["state"], saved_groups, self._torch_rule, self.rule)
         check_saved_readings(self.param_groups, saved_groups)
-        for group, saved in zip(self.param_groups, saved_groups, strict=False):
-            saved["stiefel"] = group["stiefel"]
-            earlier = group if of_torch else {**group, **self._before}
-            for name in self.defaults:  # a checkpoint of torch lacks our options
-                saved.setdefault(name, earlier[name])
+        before = {} if of_torch else self._before  # a checkpoint of torch lacks our options
+        complete_options(saved_groups, self.param_groups, self.defaults, before)
         final: dict[str, Any] = {}
 
         def examine(_: Optimizer, given: dict[str, Any]) -> None:  # as other hooks leave it
@@ -569,10 +531,7 @@ class StiefelOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
-            self._handle = remember(self)
-        for records in ("tallies", "_tags"):  # counts and tags outlive a load
-            self.__dict__.setdefault(records, {})
-        self.__dict__.setdefault("_reported", 0)
+            self._handle, self.records = remember(self), Records()
         self.rule = self.rule or type(self).__name__
         for values in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in values and not isinstance(values["step"], Tensor):
@@ -582,8 +541,8 @@ class StiefelOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            self._recall(group)
-        self.readings = {
+            self.records.recall(group["params"])
+        self.records.readings = {
             parameter: reading(parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
@@ -598,19 +557,12 @@ class StiefelOptimizer(Optimizer, ABC):
         Parameters that missed none are left out. Counted since this optimizer was made, under
         ``nonfinite="skip"``. Waits for an accelerator.
         """
-        counts = self.skipped_steps_of()
+        counts = self.records.skipped()
         return dict(zip(names_of(list(counts), self.param_groups), counts.values(), strict=True))
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return the counts of :meth:`skipped_steps` by parameter."""
-        devices: dict[torch.device, list[Tensor]] = {}
-        for parameter, tally in self.tallies.items():
-            devices.setdefault(tally["skipped"].device, []).append(parameter)
-        counts: dict[Tensor, int] = {}
-        for parameters in devices.values():  # one read of each device
-            tallies = torch.stack([self.tallies[parameter]["skipped"] for parameter in parameters])
-            counts |= zip(parameters, tallies.tolist(), strict=True)
-        return {parameter: count for parameter, count in counts.items() if count}
+        return self.records.skipped()
 
     def angles_of(self) -> dict[Tensor, float]:
         r"""Return the largest angle, in radians, by which the last step turned each weight.
@@ -620,28 +572,18 @@ class StiefelOptimizer(Optimizer, ABC):
         not moved since this optimizer was made or loaded are left out. Waits for an accelerator.
         Processes that share a parameter agree on the largest angle: every one must call.
         """
-        angles = {}
-        for weights in self.all_constrained():
-            for place, angle in weights.angles().items():
-                angles[weights.parameters[place]] = angle
-        return angles
+        pairs = [(weights.parameters, weights.angles()) for weights in self.all_constrained()]
+        return {
+            parameters[place]: angles[place] for parameters, angles in pairs for place in angles
+        }
 
     def radii_of(self) -> dict[Tensor, float]:
         """Return the largest virtual radius of each weight that has one."""
-        return {p: math.sqrt(1 + growth) for p, growth in self._largest(GROWTH).items()}
+        return {p: math.sqrt(1 + growth) for p, growth in largest_of(self.state, GROWTH).items()}
 
     def factors_of(self) -> dict[Tensor, float]:
         """Return the largest factor on the learning rate of each weight that has one."""
-        return self._largest(FACTOR)
-
-    def _largest(self, name: str) -> dict[Tensor, float]:
-        """Return the largest number in the state of this name, over matrices and ranges."""
-        found: dict[Tensor, float] = {}
-        for parameter, state in self.state.items():
-            values = [whole(t) for key, t in state.items() if key.partition(".")[0] == name]
-            if values:
-                found[parameter] = max(float(value.max()) for value in values)
-        return found
+        return largest_of(self.state, FACTOR)
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
@@ -682,14 +624,4 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        pairs = [(p, reading(p, group)) for group in self.param_groups for p in group["params"]]
-        counts = [manifold.count(p.shape) for p, manifold in pairs if manifold is not None]
-        matrices = _counted(sum(counts), "matrix", "matrices")
-        return (
-            f"{super().__repr__()}\nConstrained: {matrices} in {_counted(len(counts))}; "
-            f"weight decay does not touch them. Plain: {_counted(len(pairs) - len(counts))}."
-        )
-
-
-def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:
-    return f"{number} {one if number == 1 else several}"
+        return f"{super().__repr__()}\n{described(self.param_groups)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,10 +30,13 @@ class TorchRule(NamedTuple):
     options: frozenset[str]
 
 
-def mark(saved_groups: list[Group], rule: str) -> None:
-    """Write into saved groups which rule has saved them, and how."""
-    for saved in saved_groups:
+def mark(saved_groups: list[Group], groups: list[Group], rule: str) -> None:
+    """Write into saved groups which rule has saved them, how, and the readings of ``groups``."""
+    for saved, group in zip(saved_groups, groups, strict=True):
         saved[_RULE], saved[_FORMAT] = rule, FORMAT
+        readings = [reading(parameter, group) for parameter in group["params"]]
+        if any(manifold is not None for manifold in readings):
+            saved["readings"] = [r if r is None else r.as_dict() for r in readings]
 
 
 def check_state_dict(state_dict: object) -> None:
@@ -189,6 +192,17 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
                 condition = f"be the saved one, {Stiefel.from_dict(earlier)}"
                 remedy = "constrain it as it was when the checkpoint was written"
                 raise ValueError(fail(called, condition, current, remedy))
+
+
+def complete_options(
+    saved_groups: list[Group], groups: list[Group], names: Iterable[str], before: Group
+) -> None:
+    """Give saved groups the options that they lack: as ``before`` says, or as they are now."""
+    for group, saved in zip(groups, saved_groups, strict=False):
+        saved["stiefel"] = group["stiefel"]
+        earlier = {**group, **before}
+        for name in names:
+            saved.setdefault(name, earlier[name])
 
 
 def _saved_readings(saved: Group) -> list[Any]:

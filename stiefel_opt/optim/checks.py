@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
@@ -66,6 +67,34 @@ def listed(params: Any) -> Any:
     if isinstance(params, Tensor):
         return [params]
     return params if isinstance(params, set) else list(params)
+
+
+def plain_numbers(group: Group) -> Group:
+    """Return the options that are numbers of numpy as Python's: a checkpoint holds plain ones."""
+    foreign = {
+        name: value
+        for name, value in group.items()
+        if isinstance(value, numbers.Real) and type(value).__module__ != "builtins"
+    }
+    return {
+        name: int(value) if isinstance(value, numbers.Integral) else float(value)
+        for name, value in foreign.items()
+    }
+
+
+def described(groups: list[Group]) -> str:
+    """Return how many parameters and matrices are constrained."""
+    pairs = [(p, reading(p, group)) for group in groups for p in group["params"]]
+    counts = [manifold.count(p.shape) for p, manifold in pairs if manifold is not None]
+    matrices = _counted(sum(counts), "matrix", "matrices")
+    return (
+        f"Constrained: {matrices} in {_counted(len(counts))}; "
+        f"weight decay does not touch them. Plain: {_counted(len(pairs) - len(counts))}."
+    )
+
+
+def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def label(name: str | None, index: int, group_number: int) -> str:
