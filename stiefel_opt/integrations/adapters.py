@@ -63,25 +63,26 @@ def constrain_adapters(
 
     Found are:
 
-    - blocks of OFT: the rotation R itself becomes the parameter, (blocks, b, b), in place of the
-      numbers that a Neumann series or a Cayley transform turns into it; it can reach every angle;
-    - P and Q of AdaLoRA: tagged, and the weight of peft's penalty for them becomes 0. An update
-      that is there already is factored anew, :math:`P \Lambda Q` the same;
-    - weights of ``torch.nn.utils.parametrizations.orthogonal``, as a LoReFT rotation: tagged as by
-      :func:`from_torch_orthogonal`.
+    - blocks of OFT: the parameter becomes the rotation R itself, (blocks, b, b), in place of the
+      numbers from which peft computes it by a Neumann series or a Cayley transform. R reaches every
+      angle;
+    - P and Q of AdaLoRA: tagged, and the weight of peft's penalty becomes 0. A trained update is
+      factored anew, with the same :math:`P \Lambda Q`;
+    - weights of ``torch.nn.utils.parametrizations.orthogonal``, as the rotation of LoReFT: tagged
+      as by :func:`from_torch_orthogonal`.
 
-    The function of the model stays the same, and so do the parameter objects of peft, whose shape
-    changes for OFT. Train those that require a gradient by an optimizer of this package; one that
-    has taken a step already has to be built anew. peft's own calls go on working: several adapters,
-    dropout, merging, saving and resuming the training. What is saved of OFT is for models that are
-    constrained alike, until :func:`export_adapters` makes peft's numbers of it.
+    The function of the model stays the same. peft's parameter objects stay, too; their shape
+    changes for OFT. Train them by an optimizer of this package, built anew if it has taken a step.
+    Several adapters, dropout, merging, saving and resuming work as before. A saved OFT adapter
+    loads in models that are constrained alike, until :func:`export_adapters` restores peft's
+    numbers.
 
     Args:
         model: A ``PeftModel``, a model of transformers with adapters, or interventions of pyreft;
             changed in place.
         adapter: The name of one adapter of peft. Default: all, and the weights of torch.
-        tolerance: By how much a block of OFT may change, in the spectral norm: what peft's series
-            of a trained one computes is no rotation. Default: 1e-4.
+        tolerance: By how much a block of OFT may change, in the spectral norm. peft's series of a
+            trained block is no rotation. Default: 1e-4.
 
     Returns: What was done, by parameter.
     Raises:
@@ -167,7 +168,7 @@ def export_adapters(
             for leaf, known in owner.__dict__.get(FROM_TORCH, {}).items()
         ]
     if not parts:
-        given, remedy = f"a {_kind(model)} of none", "call so.constrain_adapters(model) first"
+        given, remedy = f"a {_kind(model)}", "call so.constrain_adapters(model) first"
         raise ValueError(fail("model", "have constrained adapters", given, remedy))
     lines = [line for part in parts for line in part.change()]
     for configs in _config_dicts(model):
@@ -351,8 +352,8 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
 def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""Factor :math:`P \Lambda Q` anew, with orthonormal P and Q.
 
-    Triplets whose value is zero, at the start or because AdaLoRA has cut them, keep their places,
-    with directions that complete the others.
+    Triplets whose value is zero, initially or because AdaLoRA has cut them, keep their places, with
+    directions that complete the others.
     """
     live, idle = middle.nonzero()[:, 0], (middle == 0).nonzero()[:, 0]
     left_basis, left_part = torch.linalg.qr(left[:, live])

@@ -48,7 +48,7 @@ class ExactRotation(OFTRotation):  # type: ignore[misc]
 
 
 class InputFactor(nn.Module):
-    r"""What LoRA calls A: :math:`S V^\top`, the rows of ``basis`` orthonormal, ``core`` free.
+    r"""What LoRA calls A: :math:`S V^\top`, the rows of ``basis`` orthonormal, ``core`` any.
 
     Args:
         rank, in_features: Sizes r and n of the basis (r, n).
@@ -76,12 +76,12 @@ class InputFactor(nn.Module):
 class StellaConfig(LoraConfig):  # type: ignore[misc]
     r"""LoRA with three factors: :math:`W + (\alpha/r)\, U S V^\top`, U and V orthonormal.
 
-    The columns of U (out x r) and V (in x r) are on the Stiefel manifold and are tagged from the
-    beginning, S (r x r) is free: give the parameters to an optimizer of this package. U and V start
-    at random and S at zero, so that the function does not change; with ``init_lora_weights=False``
-    S starts at the identity, as in the authors' code. peft saves, loads, merges and combines such
-    adapters like others; import ``so.StellaConfig`` before loading one.
-    :func:`stiefel_opt.export_adapters` makes a plain LoRA adapter of rank r of it.
+    The columns of U (out x r) and V (in x r) are on the Stiefel manifold and tagged; S (r x r) is
+    unconstrained. Train them by an optimizer of this package. Initialisation: U and V at random, S
+    zero, so that the function does not change; with ``init_lora_weights=False`` S is the identity,
+    as in the authors' code. peft saves, loads and merges such adapters as others; import
+    ``so.StellaConfig`` before loading one. :func:`stiefel_opt.export_adapters` makes it a plain
+    LoRA adapter of rank r.
 
     Args:
         r, lora_alpha, lora_dropout, target_modules, rank_pattern, ...: As in ``peft.LoraConfig``.

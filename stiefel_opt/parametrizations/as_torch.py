@@ -26,7 +26,7 @@ _MARK: Final = "0._extra_state"  # in checkpoints of these maps, and in none of 
 
 
 class Reflections(TCWY):
-    """:class:`TCWY` that reaches every square matrix: for the other determinant by a sign."""
+    """:class:`TCWY` for every initial weight: a sign corrects the determinant of a square one."""
 
     @override
     def free(self, point: Tensor) -> Free:
@@ -53,16 +53,17 @@ class Reflections(TCWY):
 
 
 class Exponential(Trivialization):
-    """:class:`Trivialization` about the initial value."""
+    """:class:`Trivialization` about the initial weight."""
 
     def __init__(self) -> None:
         super().__init__(every=None)
 
 
 class Cayley(Exponential):
-    r"""Cayley transform about the start: :math:`(I - A/2)^{-1} (I + A/2) X_0, A = P X_0' - X_0 P'`.
+    r"""Cayley transform: :math:`(I - A/2)^{-1} (I + A/2) X_0`, :math:`A = P X_0' - X_0 P'`.
 
-    Free: P, initially zero. Reached are the rotations of X0 without an eigenvalue -1.
+    The unconstrained parameter is P, initially zero; X0 is the initial weight. Rotations of X0 with
+    an eigenvalue -1 are not reached.
     """
 
     @override
@@ -86,21 +87,22 @@ def orthogonal(
 ) -> ModuleT:
     r"""Parametrize a weight as ``torch.nn.utils.parametrizations.orthogonal`` does, without n x n.
 
-    The signature is torch's, and so are the reading (the last two dimensions are a matrix, all
-    others a batch) and the parameter ``module.parametrizations.weight.original``. The map is ours:
+    As in torch are the signature, the shapes (the last two dimensions are a matrix n x m, all
+    others a batch) and the name of the parameter, ``module.parametrizations.weight.original``. The
+    maps are those of this package; X0 is the initial weight:
 
     - ``"householder"``: the map "tcwy" of :func:`stiefel_opt.orthogonal`, m reflections;
-    - ``"matrix_exp"``: "trivialization" about the start, :math:`\exp(P X_0' - X_0 P') X_0`;
-    - ``"cayley"``: the Cayley transform in the place of the exponential;
-    - None: "householder", and "matrix_exp" where the weight is complex. (torch: "matrix_exp" where
-      it is square or complex.)
+    - ``"matrix_exp"``: the map "trivialization", :math:`\exp(P X_0' - X_0 P') X_0`;
+    - ``"cayley"``: the Cayley transform in place of the exponential;
+    - None: "householder"; "matrix_exp" for complex weights. (torch: "matrix_exp" for square and
+      for complex weights.)
 
     Args:
         module: Owner of the weight.
-        name: A parameter, a buffer, or a weight that is parametrized already. Default: "weight".
+        name: A parameter, a buffer, or a weight with another parametrization. Default: "weight".
         orthogonal_map: See above. Default: None.
-        use_trivialization: Accepted. In torch it adds a base of n x n, and False loses the initial
-            value; X0 here has the shape of the weight, and the initial value stays.
+        use_trivialization: Has no effect: the initial weight is kept in any case. In torch True
+            adds a base of n x n, and False loses the initial weight. Default: True.
 
     Returns: The module. A weight that is orthonormal keeps its value, any other one becomes the
         nearest point (torch: the Q factor).
@@ -109,9 +111,9 @@ def orthogonal(
             dimensions, tagged, or not finite, another map, and "householder" for complex weights.
         TypeError: if ``module`` is not a module, or for dtypes without fraction.
 
-    Note: ``load_state_dict`` takes checkpoints of torch's parametrization of the same
-        ``orthogonal_map``, with or without base, and its own. Free tensors mean another thing than
-        torch's: state of an optimizer does not carry over. Half precision works; it is computed
+    Note: ``load_state_dict`` takes its own checkpoints, and those of torch's parametrization with
+        the same ``orthogonal_map``, with or without base. The parameter has other coordinates than
+        torch's, so that the state of an optimizer does not carry over. Half precision is computed
         in float32.
     Reference: Likhosherstov et al. (AISTATS 2021); Lezcano-Casado (NeurIPS 2019).
     """

@@ -1,10 +1,8 @@
-"""`so.on_manifold` around optimizers of other packages, and by the names of transformers' Trainer.
-
-`pip install --no-deps pytorch_optimizer bitsandbytes schedulefree` runs the first two tests.
-"""
+"""`so.on_manifold` around optimizers of other packages, and those of the Trainer by name."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ def weights() -> tuple[so.ManifoldParameter, nn.Parameter]:
 
 @pytest.mark.parametrize(("package", "name"), cases(RULES))
 def test_optimizers_of_other_packages_stay_on_the_manifold(package: str, name: str) -> None:
-    module: Any = pytest.importorskip(package, reason=f"pip install --no-deps {package}")
+    module = importlib.import_module(package)
     tagged, plain = weights()
     alone = nn.Parameter(plain.detach().clone())
     target = so.random_point(300, 20)
@@ -61,7 +59,7 @@ def test_optimizers_of_other_packages_stay_on_the_manifold(package: str, name: s
 
 @pytest.mark.parametrize(("package", "name"), cases(REFUSED))
 def test_optimizers_with_second_weights_or_wrappers_are_refused(package: str, name: str) -> None:
-    module: Any = pytest.importorskip(package, reason=f"pip install --no-deps {package}")
+    module = importlib.import_module(package)
     tagged, _ = weights()
     inner: Any = torch.optim.Adam([tagged]) if name in ("Lookahead", "OrthoGrad") else [tagged]
     if name == "LOMO":
@@ -76,7 +74,11 @@ class OrthogonalTrainer(Trainer):
 
 
 @pytest.mark.parametrize(
-    "name", ["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"]
+    "name",
+    [
+        *("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adafactor", "sgd", "rmsprop"),
+        *("adagrad", "adamw_bnb_8bit", "lion_8bit", "ademamix"),
+    ],
 )
 def test_the_trainer_builds_it_by_its_name(name: str, tmp_path: Any) -> None:
     model = gpt2()

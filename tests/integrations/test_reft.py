@@ -1,8 +1,4 @@
-"""pyreft and pyvene: the rotation of LoReFT as a tagged parameter, by the recipe of docs/reft.md.
-
-pyreft wants transformers 4.45 exactly, and pyvene notebooks and plots, so that neither is in the
-extra `integrations`: `pip install --no-deps pyvene pyreft` and `pip install datasets` run these.
-"""
+"""pyreft and pyvene: the rotation of LoReFT as a tagged parameter; the recipe of docs/reft.md."""
 
 from __future__ import annotations
 
@@ -10,13 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyreft
 import pytest
+import pyvene
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import stiefel_opt as so
 
-pyvene = pytest.importorskip("pyvene", reason="pip install --no-deps pyvene")
 WIDTH, LAYERS = 24, 3
 
 
@@ -34,7 +31,6 @@ def llama() -> LlamaForCausalLM:
 
 
 def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pyreft", reason="pip install --no-deps pyreft; pip install datasets")
     llama().save_pretrained(tmp_path / "checkpoint")
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "reft.md").read_text(encoding="utf-8")
@@ -54,7 +50,6 @@ def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_tagged_rotation_is_the_same_function_and_learns_as_well() -> None:
-    pyreft = pytest.importorskip("pyreft", reason="pip install --no-deps pyreft")
     made = []
     for _ in range(2):
         torch.manual_seed(0)
