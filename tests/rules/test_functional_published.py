@@ -137,7 +137,7 @@ def test_only_our_sign_converges_to_the_equation_of_motion(sign, generator):
     geodesic = torch.cat([X, Q], 1) @ torch.matrix_exp(time * block)[:, :m]
     geodesic = geodesic @ torch.matrix_exp(-time * A)
     errors = []
-    for count in (400, 800):
+    for count in (100, 200):
         h = time / count  # without friction mu = 1 and eta = h^2, Z = Y / h
         point, skew, normal = X[None], Y[None] / h, V[None] / h
         for _ in range(count):

@@ -299,7 +299,7 @@ def test_dropped_layers_leave_nothing_behind(name: str) -> None:
         return reachable(opt), len(pickle.dumps(opt))
 
     objects, size = run(0, 40)
-    later_objects, later_size = run(40, 140)
+    later_objects, later_size = run(40, 100)
     assert later_objects - objects < 30
     assert later_size <= 1.02 * size
 
