@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,13 @@ def test_the_lowest_versions_are_those_of_the_package() -> None:
 
 def test_the_changelog_ends_unreleased_work_with_this_version() -> None:
     titles = re.findall(r"^## (.+)$", CHANGELOG, re.MULTILINE)
-    released = [title for title in titles if title != "Unreleased"]
-    assert released[0].split(" - ")[0] == so.__version__
-    assert titles in (released, ["Unreleased", *released])
-    numbers = [tuple(map(int, title.split(" - ")[0].split("."))) for title in released]
+    released = [title.split(" - ") for title in titles if title != "Unreleased"]
+    assert titles[0] == "Unreleased" or len(released) == len(titles)
+    assert released[0][0] == so.__version__
+    numbers = [tuple(map(int, number.split("."))) for number, _ in released]
     assert numbers == sorted(numbers, reverse=True)
+    days = [date.fromisoformat(day) for _, day in released]
+    assert days == sorted(days, reverse=True)
     kinds = set(re.findall(r"^### (.+)$", CHANGELOG, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
