@@ -17,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -129,16 +130,21 @@ def table(errors: dict[str, list[list[float]]]) -> str:
 
 
 def sentence(errors: dict[str, list[list[float]]]) -> str:
-    """Say what the table shows: the best learning rate of each, and the largest one."""
+    """Say between which values each method stays, and how it ends at the largest learning rate."""
     means = {m: [round(statistics.fmean(row), 1) for row in rows] for m, rows in errors.items()}
-    best = {method: min(values) for method, values in means.items()}
-    at = {method: RATES[values.index(best[method])] for method, values in means.items()}
-    free, tagged = METHODS
+    (free, its), (tagged, own) = means.items()
     return (
-        f"At its best learning rate AdamW ends at {best[free]:.1f} % test error ({at[free]:g}) and "
-        f"StiefelAdamW at {best[tagged]:.1f} % ({at[tagged]:g}); at {RATES[-1]:g} AdamW ends at "
-        f"{means[free][-1]:.1f} % and StiefelAdamW at {means[tagged][-1]:.1f} %."
+        f"From learning rate {RATES[0]:g} to {RATES[-1]:g} the test error of {tagged} is "
+        f"{min(own):.1f} to {max(own):.1f} %, that of {free} {min(its):.1f} to {max(its):.1f} %; "
+        f"at {RATES[-1]:g} they are {own[-1]:.1f} and {its[-1]:.1f} %."
     )
+
+
+# python -m benchmarks.accuracy.vit_digits: everything tuned, on other seeds than reported.
+TUNED = (
+    "Few seeds cannot tell which is better once tuned. Ten seeds with tuned learning rate, weight "
+    "decay and dropout gave 4.4 % for StiefelAdamW and 5.1 % for AdamW, 0.65 ± 0.49 apart: level."
+)
 
 
 def plot(errors: dict[str, list[list[float]]], path: Path) -> None:
@@ -228,7 +234,7 @@ def main(epochs: int = 15, seeds: int = 2, folder: Path = Path("runs")) -> None:
         "constraint,\n   StiefelAdamW with orthonormal queries and keys in each head."
     )
     errors = over_rates(epochs, seeds)
-    print(f"\n{table(errors)}\n\n{sentence(errors)}")
+    print(f"\n{table(errors)}\n\n{fill(sentence(errors), 96)}\n{fill(TUNED, 96)}")
     plot(errors, folder / "demo.png")
     print(f"Plot: {folder / 'demo.png'}\n")
     print("2. Forward, backward and step of one orthogonal 256 x 256 layer, one thread.\n")

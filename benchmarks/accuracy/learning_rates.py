@@ -551,6 +551,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
     titles = {"short": "trained for 50 steps", "long": "ten times as long"}
     for axis, (length, title) in zip(axes, titles.items(), strict=True):
         count, found = curves(content, length)
+        if count == 0:
+            continue
         for method, values in found.items():
             name, color = SHOWN[method]
             axis.plot(RATES, values, "o-", color=color, label=name)

@@ -49,6 +49,13 @@ def test_it_says_what_the_demo_printed() -> None:
     assert demo.sentence(measured["errors"]) in text
     ratio = statistics.median(demo.faster(measured["seconds"]))
     assert f"{ratio:.1f} times faster than torch's parametrization" in text
+    tuned = json.loads((path.parent / "vit_digits.json").read_text(encoding="utf-8"))["methods"]
+    for method, entry in tuned.items():
+        if not method.endswith("initialisation"):
+            assert f"{statistics.fmean(entry['errors']):.1f} % for {method}" in demo.TUNED
+    apart = tuned["StiefelAdamW"]
+    assert f"{-apart['difference']:.2f} ± {apart['standard_error']:.2f} apart" in demo.TUNED
+    assert abs(apart["difference"]) < 2 * apart["standard_error"]  # or they are not level
 
 
 @pytest.mark.parametrize(("line", "code", "printed"), BLOCKS)
