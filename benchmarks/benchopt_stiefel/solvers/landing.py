@@ -1,17 +1,13 @@
 from benchmark_utils import FIRST, MOMENTUM, descend
-from benchopt import BaseSolver
+from benchmark_utils.solver import OneRun
 
 
-class Solver(BaseSolver):
+class Solver(OneRun):
     """The landing field of Ablin & Peyre (2022), from its formula, under torch's SGD."""
 
     name = "landing"
     parameters = {"attraction": [1.0], "rate": FIRST}
     requirements = ["pip::torch"]
-    sampling_strategy = "run_once"
-
-    def set_objective(self, problem):
-        self.problem = problem
 
     def run(self, _):
         import torch
@@ -31,6 +27,3 @@ class Solver(BaseSolver):
                 Landing([*constrained, *plain], lr=self.rate, momentum=MOMENTUM)
             ],
         )
-
-    def get_result(self):
-        return self.result

@@ -1,17 +1,13 @@
 from benchmark_utils import FIRST, MOMENTUM, descend
-from benchopt import BaseSolver
+from benchmark_utils.solver import OneRun
 
 
-class Solver(BaseSolver):
+class Solver(OneRun):
     """POGO: a step along the manifold, then one towards it; torch's SGD for the rest."""
 
     name = "POGO"
     parameters = {"nesterov": [False], "rate": FIRST}
     requirements = ["pip::pogo-torch"]
-    sampling_strategy = "run_once"
-
-    def set_objective(self, problem):
-        self.problem = problem
 
     def run(self, _):
         import pogo.base
@@ -26,6 +22,3 @@ class Solver(BaseSolver):
             return found
 
         self.result = descend(self.problem, make, wide=True)
-
-    def get_result(self):
-        return self.result

@@ -1,20 +1,16 @@
-from benchopt import BaseSolver
+from benchmark_utils.solver import OneRun
 
 
-class Solver(BaseSolver):
+class Solver(OneRun):
     """Conjugate gradients with a line search, for losses of one matrix without batches."""
 
     name = "pymanopt CG"
     requirements = ["pip::pymanopt"]
-    sampling_strategy = "run_once"
 
     def skip(self, problem):
         if problem.plain or len(problem.constrained) > 1:
             return True, "one matrix without batches"
         return False, None
-
-    def set_objective(self, problem):
-        self.problem = problem
 
     def run(self, _):
         import pymanopt
@@ -38,6 +34,3 @@ class Solver(BaseSolver):
             "plain": [],
             "losses": list(found.log["iterations"]["cost"]),
         }
-
-    def get_result(self):
-        return self.result

@@ -1,5 +1,5 @@
 from benchmark_utils import FIRST, MOMENTUM, descend
-from benchopt import BaseSolver
+from benchmark_utils.solver import OneRun
 
 
 class Restarting:
@@ -23,7 +23,7 @@ class Restarting:
         self.optimizer.step()
 
 
-class Solver(BaseSolver):
+class Solver(OneRun):
     """This package, with the options that a comparison of its defaults needs."""
 
     name = "stiefel-opt"
@@ -36,10 +36,6 @@ class Solver(BaseSolver):
         "rate": FIRST,
     }
     requirements = ["pip::stiefel-opt"]
-    sampling_strategy = "run_once"
-
-    def set_objective(self, problem):
-        self.problem = problem
 
     def run(self, _):
         import stiefel_opt as so
@@ -59,6 +55,3 @@ class Solver(BaseSolver):
             return [Restarting(optimizer, constrained) if self.restart else optimizer]
 
         self.result = descend(self.problem, make, so.ManifoldParameter)
-
-    def get_result(self):
-        return self.result
