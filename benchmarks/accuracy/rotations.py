@@ -511,17 +511,6 @@ def row_cells(
     return [*cells, f"{max(run['orthonormality'] for run in runs):.0e}"]
 
 
-def rate_cells(stored: list[dict[str, Any]], tuning_steps: int) -> Iterator[list[str]]:
-    """A line for each method: the rates that were tried, and how short trainings ended."""
-    for name in METHODS:
-        runs = [r for r in stored if r["steps"] == tuning_steps and r["method"] == name]
-        ends = {run["rate"]: quarter(run["loss"]) for run in sorted(runs, key=lambda r: r["rate"])}
-        if ends:
-            losses = ", ".join(f"{1000 * end:.2f}" for end in ends.values())
-            rates = ", ".join(f"{rate:g}" for rate in ends)
-            yield [name, rates, losses, f"{min(ends, key=ends.__getitem__):g}"]
-
-
 def merge(options: argparse.Namespace) -> None:
     """Write tables, the machine and the plots of everything that is in the folder."""
     found = list(groups(options.folder))
@@ -538,26 +527,21 @@ def merge(options: argparse.Namespace) -> None:
     for name, rows in found:
         runs = [training[r["method"], r["rate"], r["seed"]] for r in rows if "method" in r]
         lines.append(row_cells(name, rows, fixed, runs))
-    tried = list(rate_cells(stored, options.tuning_steps))
     shown = next((training[key] for key in training if key[0] == "StiefelAdam"), {})
-    columns = ["method", "rates tried", "1000 x loss, mean of the last quarter", "lowest"]
     rows = [row for _, rows in found for row in rows]
     setting = {key: getattr(options, key) for key in ("bits", "steps", "tuning_steps")}
     held_out = {name: f"{int(row['pieces'])} x {LENGTH}" for name, row in full.items()}
     content = {
         "machine": harness.machine(packages=PACKAGES),
         "setting": setting | {"tokens_a_step": options.tokens, "held_out": held_out},
-        "tables": {
-            "rows": harness.markdown_table(header, lines),
-            "rates": harness.markdown_table(columns, tried),
-        },
+        "tables": {"rows": harness.markdown_table(header, lines)},
         "curves": curves(rows, first, options.steps),
         "kurtosis": outliers(first["kurtosis"], shown.get("kurtosis")),
         "rows": [without(row, "machine", "kurtosis", "again") for row in rows],
         "training": [shortened(run) for run in stored],
     }
     harness.write_json(harness.RESULTS / "rotations.json", content)
-    print(content["tables"]["rows"], content["tables"]["rates"], sep="\n\n")
+    print(content["tables"]["rows"])
     figures.rotations(harness.RESULTS / "rotations.png")
 
 

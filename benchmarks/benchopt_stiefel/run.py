@@ -68,23 +68,23 @@ def ours(method: str, **options: Any) -> Solver:
     return Solver("stiefel-opt", ",".join(f"{key}={value}" for key, value in chosen.items()))
 
 
+KINDS = list(product(("canonical", "euclidean"), ("isometric", "projected")))
+AHEAD = {"": False, ", Nesterov": True}
 VARIANTS = {
-    f"StiefelSGD, {metric}, {transport}{', Nesterov' if nesterov else ''}": ours(
+    f"StiefelSGD, {metric}, {transport}{end}": ours(
         "StiefelSGD", metric=metric, transport=transport, nesterov=nesterov
     )
-    for metric, transport, nesterov in product(
-        ("canonical", "euclidean"), ("isometric", "projected"), (False, True)
-    )
+    for (metric, transport), (end, nesterov) in product(KINDS, AHEAD.items())
 } | {
     f"StiefelAdam, {metric}, {transport}": ours("StiefelAdam", metric=metric, transport=transport)
-    for metric, transport in product(("canonical", "euclidean"), ("isometric", "projected"))
+    for metric, transport in KINDS
 }
 # Momentum dropped where a step went uphill, which noise makes meaningless.
 RESTARTS = {
-    f"StiefelSGD, canonical, isometric{', Nesterov' if nesterov else ''}, restart": ours(
+    f"StiefelSGD, canonical, isometric{end}, restart": ours(
         "StiefelSGD", metric="canonical", transport="isometric", nesterov=nesterov, restart=True
     )
-    for nesterov in (False, True)
+    for end, nesterov in AHEAD.items()
 }
 VARIANTS |= RESTARTS
 PACKAGES = {
@@ -113,12 +113,8 @@ TABLES = {"packages": PACKAGES, "variants": VARIANTS}
 SEARCH = PACKAGES["pymanopt CG"]
 NO_RATE = (math.nan,)  # of a line search
 DEFAULTS = {
-    "stiefel-opt": {
-        "metric": "canonical",
-        "transport": "isometric",
-        "nesterov": "False",
-        "restart": "False",
-    },
+    "stiefel-opt": {"metric": "canonical", "transport": "isometric"}
+    | {"nesterov": "False", "restart": "False"},
     "geoopt": {"metric": "euclidean", "nesterov": "False"},
     "POGO": {"nesterov": "False"},
 }
@@ -139,15 +135,10 @@ def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence
     dataset = PROBLEMS[problem][0]
     dataset += f"{'' if dataset.endswith('[') else ','}seed=[{','.join(map(str, seeds))}]]"
     file = run_benchmark(
-        HERE,
-        solver_names=list(names.values()),
-        dataset_names=[dataset],
-        plot_result=False,
-        display=False,
-        show_progress=False,
-        no_cache=True,
+        HERE, solver_names=list(names.values()), dataset_names=[dataset], plot_result=False,
+        display=False, show_progress=False, no_cache=True,
         output_file=f"{problem}.parquet",  # jobs run side by side
-    )
+    )  # fmt: skip
     found: Runs = {}
     for row in pandas.read_parquet(file).to_dict("records"):
         solver = next(solver for solver in rates if is_of(row, solver))

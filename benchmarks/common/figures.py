@@ -50,7 +50,7 @@ class Panel(NamedTuple):
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
     """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
-    plain = name.removeprefix("Tagged ")
+    plain = name.removeprefix("Tagged ").partition(", lr ")[0]
     for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker
@@ -69,6 +69,8 @@ def start(columns: int, size: tuple[float, float], rows: int = 1, **options: Any
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.size": 11, "axes.titlesize": 11, "figure.titlesize": 12})
 
     return pyplot.subplots(
         rows, columns, figsize=size, layout="constrained", squeeze=False, **options
@@ -190,6 +192,10 @@ def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
     return f"{'' if fewest == most else f'{fewest} to '}{most} seed{'' if most == 1 else 's'}"
 
 
+CASES = {
+    "as it is": "the model as it is", "both": "no warm-up, four times the rates",
+    "learned factor": "learned singular value a layer",
+}  # fmt: skip
 METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 
 
@@ -224,26 +230,23 @@ def pixel_digits(path: Path) -> None:
 
 
 def translation(path: Path) -> None:
-    """Perplexity as the paper counts it, 2^loss; one diagram a set of pairs with a curve."""
-    runs = [run for run in read(path)["runs"] if len(run["history"]) > 1]
-    sets: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
+    """Perplexity as the paper counts it, 2^loss, of every recurrence and seed."""
+    sets: dict[str, dict[str, list[float]]] = {}
+    for run in (run for run in read(path)["runs"] if len(run["history"]) > 1):
         number = f"{run['limit']:,}" if run["limit"] else "all"
         pairs = "generated phrases" if run["pairs"] is None else f"{number} pairs of sentences"
-        sets.setdefault(f"{pairs}, N = {run['hidden']}", []).append(run)
-    for title, group in sets.items():
-        for run in group:
-            cell, _, count = run["cell"].partition(" L=")
-            if count:  # the same share of N has the same look in every set
-                run["cell"] = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
-            for entry in run["history"]:
-                entry[title] = 2 ** entry["loss"]
-    label = "perplexity of a test word, 2^loss"
-    panels = [
-        Panel(title, label, f"{title}, {number_of_seeds(histories(group, 'cell'))}", "log")
-        for title, group in sets.items()
-    ]
-    plot_curves(path, "Translation", histories(runs, "cell"), panels)
+        cell, _, count = run["cell"].partition(" L=")
+        if count:  # the same share of N has the same look in every set
+            cell = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
+        kept = sets.setdefault(f"{pairs}, N = {run['hidden']}", {})
+        kept.setdefault(cell, []).append(2 ** run["history"][-1]["loss"])
+    figure, (axes,) = start(len(sets), (5.6 * len(sets), 4.4))
+    for axis, (title, found) in zip(axes, sets.items(), strict=True):
+        ranked = sorted(found, key=lambda name: statistics.fmean(found[name]))
+        dots(axis, {name: found[name] for name in ranked}, "2^loss of a test word")
+        axis.set_title(title)
+    figure.suptitle("Perplexity of translations after the last epoch, the lowest on top")
+    save(figure, path)
 
 
 def video(path: Path) -> None:
@@ -313,18 +316,14 @@ def vit_table(path: Path) -> None:
 
 
 def vit_long(path: Path) -> None:
-    """Test error of the longest training after every epoch, and of every seed at its end."""
-    runs = read(path)["runs"]
+    """Test error of every seed at the end of the longest training."""
+    runs, found = read(path)["runs"], {}
     for run in runs:
-        values = map(float, run["test_errors"].split())
-        run["history"] = [{"epoch": epoch, "error": value} for epoch, value in enumerate(values, 1)]
-    found = histories(runs, "title")
-    figure, (axes,) = start(2, (10, 3.8))
-    curves(axes[0], found, Panel("error", "test error (%)", range=(36, 60)))
-    last = {title: [run[-1]["error"] for run in group] for title, group in found.items()}
-    dots(axes[1], last, "test error at the end (%)")
-    title = f"CIFAR-10, 16,000 images, 3 layers of 96, {number_of_seeds(found)}"
-    figure.suptitle(title, fontsize=10)
+        error = float(run["test_errors"].split()[-1])
+        found.setdefault(run["title"], []).append(error)
+    figure, ((axis,),) = start(1, (8, 3.6))
+    dots(axis, found, "test error (%)")
+    axis.set_title(f"CIFAR-10 after 100 epochs, 16,000 images, {number_of_seeds(found)}")
     save(figure, path)
 
 
@@ -333,9 +332,10 @@ def dots(axis: Any, found: Mapping[str, Sequence[float]], label: str) -> None:
     for place, (method, values) in enumerate(found.items()):
         look = style(method) | {"linestyle": ""}
         axis.plot(values, [place] * len(values), markersize=5, **look)
-        axis.plot(statistics.fmean(values), place, "|", color=BLACK, markersize=14)
+        if len(values) > 1:
+            axis.plot(statistics.fmean(values), place, "|", color=BLACK, markersize=14)
     rows(axis, list(found))
-    axis.set_xlabel(f"{label}; every seed, and the mean")
+    axis.set_xlabel(f"{label}; every seed, and the mean" if label else "")
 
 
 def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -373,30 +373,11 @@ def attention(path: Path) -> None:
                     "overflow", (0.99, places[case]), xycoords=("axes fraction", "data"),
                     ha="right", va="center", fontsize=7, color=look["color"],
                 )  # fmt: skip
-        rows(axis, cases)
+        rows(axis, [CASES.get(case, case) for case in cases])
         axis.set_xlabel(label)
     axes[1].set_xscale("log")
     plain_ticks(axes[1].xaxis)
     legend(figure, axes[0])
-    save(figure, path)
-
-
-def leading_eigenvalues(path: Path) -> None:
-    """Iterations of both flows in every draw."""
-    figure, axes = start(1, (7.5, 2.8))
-    axis, names = axes[0][0], []
-    for place, result in enumerate(read(path)["results"]):
-        isometric = result["flows"] == "isometric"
-        look = style("StiefelSGD" if isometric else "StiefelSGD, published flows")
-        values = result["iterations"]
-        axis.plot(values, [place] * len(values), **look | {"linestyle": ""})
-        axis.plot(statistics.median(values), place, "|", color=BLACK, markersize=16)
-        names.append(f"{result['n']} x {result['m']}, {result['flows']} flows")
-    rows(axis, names)
-    axis.set(
-        xscale="log", xlabel="iterations to a relative gap of 1e-8; every draw, and the median"
-    )
-    plain_ticks(axis.xaxis)
     save(figure, path)
 
 
@@ -429,30 +410,25 @@ def eigen_methods(path: Path) -> None:
 
 
 def prw(path: Path) -> None:
-    """Mean gap and processor time of every method, on both sets of pairs."""
+    """Mean gap of every method after its iterations, on both sets of pairs."""
     sets = read(path)["sets"]
-    figure, axes = start(len(sets), (5 * len(sets) + 1.5, 4.2))
+    figure, (axes,) = start(len(sets), (5.4 * len(sets) + 2.4, 4.8), sharey=True)
     titles = {"mnist": "pairs of digits", "shakespeare": "pairs of plays"}
-    for axis, (name, content) in zip(axes[0], sets.items(), strict=True):
+    for axis, (name, content) in zip(axes, sets.items(), strict=True):
         count = 28 if name == "shakespeare" else len(content["pairs"].split())
+        gaps = {}
         for method, row in content["methods"].items():
             found = row | row.get("eight_plays", {})
             skipped = method.endswith("seconds") or "from" in method or "authors" in method
-            if skipped or found["pairs"] < count:
-                continue
-            look = style(method) | {"linestyle": ""}
-            look |= {"fillstyle": "none"} if "published" in method else {}
-            gap = max(found["mean_gap_percent"], 1e-3)
-            seconds = found["median_processor_seconds"]
-            size = 10 if method.startswith("line search") else 7
-            axis.plot(seconds, gap, markersize=size, label=method, **look)
-        axis.set(xscale="log", yscale="log", title=f"{count} {titles[name]}")
-        axis.set_xlabel("processor time of a pair, median (s)")
+            if not skipped and found["pairs"] >= count:
+                gaps[method] = [max(found["mean_gap_percent"], 1e-3)]
+        if axis is axes[0]:
+            ranked = sorted(gaps, key=gaps.__getitem__)
+        dots(axis, {method: gaps.get(method, [math.nan]) for method in ranked}, "")
+        axis.set(xscale="log", title=f"{count} {titles[name]}")
+        axis.set_xlabel("mean gap to the best value known (%)")
         plain_ticks(axis.xaxis)
-        plain_ticks(axis.yaxis)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("mean gap to the best value known (%)")
-    legend(figure, axes[0][0])
+    figure.suptitle("Projection-robust Wasserstein distances: what each method misses of the best")
     save(figure, path)
 
 
@@ -553,7 +529,8 @@ def convergence(path: Path) -> None:
         known.add(method)
     steps = np.array(result["K"])
     axis.loglog(steps, 4 * steps**-0.5, ":", color="0.4", label="slope -0.5")
-    axis.set(xlabel="steps", ylabel="least squared gradient norm so far")
+    axis.set(xlabel="steps", ylabel="smallest squared gradient norm so far")
+    axis.set_title("Gradients of CWY vanish faster than the theorem's slope of -0.5")
     for each in (axis.xaxis, axis.yaxis):
         plain_ticks(each)
     axis.grid(alpha=0.3)
@@ -562,39 +539,25 @@ def convergence(path: Path) -> None:
 
 
 def flows(path: Path) -> None:
-    """Error constants of both flows against their own dynamics, and the momentum at large rates."""
-    content = read(path)
-    figure, (axes,) = start(2, (11, 4))
-    names = {"isometric": ("isometric", BLUE, 1), "published": ("published", SKY, -1)}
-    places: list[str] = []
-    for order in content["orders"]:
-        group = f"{order['setting']}, a = {order['metric']}"
-        if order["against"] == "own":
-            places += [] if group in places else [group]
-            label, colour, side = names[order["form"]]
-            first = label if group == places[0] else None
-            axes[0].barh(places.index(group) - 0.2 * side, order["constant"][0], height=0.38,
-                         color=colour, label=first)  # fmt: skip
-    rows(axes[0], places)
-    axes[0].set_axisbelow(True)
-    axes[0].set(xlabel="error of the position over the step h, as h goes to 0")
-    axes[0].legend(fontsize=8)
-    for kind in ("SGD", "Adam"):
-        for form in names:
-            name = f"Stiefel{kind}" + (", published flows" if form == "published" else "")
-            look = style(name if kind == "SGD" else f"Stiefel{kind}")
-            look |= OPEN if form == "published" else {}
-            runs = [r for r in content["blow_up"] if (r["optimizer"], r["form"]) == (kind, form)]
-            fine = [run for run in runs if run["broke_at"] is None]
-            axes[1].loglog([run["lr"] for run in fine], [run["largest_momentum"] for run in fine],
-                           markersize=5, label=name, **look)  # fmt: skip
-            broken = [run["lr"] for run in runs if run["broke_at"] is not None]
-            height = 3e6 if kind == "SGD" else 1e6
-            axes[1].loglog(broken, [height] * len(broken), "x", color=look["color"])
-    axes[1].annotate("crosses: no finite number was left", (1.2e-4, 2.5e5), fontsize=8, color="0.3")
-    axes[1].set(xlabel="learning rate", ylabel="largest momentum (Frobenius norm)", ylim=(30, 6e6))
-    axes[1].grid(alpha=0.3)
-    axes[1].legend(fontsize=8, loc="center left")
+    """The largest momentum over the learning rates, up to where no finite number is left."""
+    figure, ((axis,),) = start(1, (8.5, 4.4))
+    ends = {"isometric": "", "published": ", published flows"}
+    for kind, (form, end) in itertools.product(("SGD", "Adam"), ends.items()):
+        chosen = [
+            run for run in read(path)["blow_up"] if (run["optimizer"], run["form"]) == (kind, form)
+        ]
+        fine = [run for run in chosen if run["broke_at"] is None]
+        look = style(f"Stiefel{kind}{end}" if kind == "SGD" else f"Stiefel{kind}")
+        look |= OPEN if end else {}
+        lr, most = [run["lr"] for run in fine], [run["largest_momentum"] for run in fine]
+        axis.loglog(lr, most, label=f"Stiefel{kind}{end}", markersize=5, **look)
+        if len(fine) < len(chosen):
+            beside = {"textcoords": "offset points", "xytext": (10, -18), "color": look["color"]}
+            axis.annotate("diverges beyond", (lr[-1], most[-1]), **beside)
+    axis.set(xlabel="learning rate", ylabel="largest momentum (Frobenius norm)", ylim=(60, 2000))
+    axis.set_title("Random gradients: the isometric flows stay bounded at every learning rate")
+    axis.grid(alpha=0.3)
+    legend(figure, axis)
     save(figure, path)
 
 
@@ -643,43 +606,6 @@ def eigen_methods_scaling(path: Path) -> None:
     axes[0][0].set_ylabel("one step without the gradient (ms)")
     plain_ticks(axes[0][0].yaxis)
     legend(figure, axes[0][0])
-    save(figure, path)
-
-
-def eigen_methods_inner(path: Path) -> None:
-    """Gap and orthonormality at the end against inner iterations; the worst draw."""
-    found = read(path, path.stem.removesuffix("_inner"))["results"]
-    found = next(result for name, result in found.items() if name.endswith(", inner"))
-    figure, (axes,) = start(2, (11, 4))
-    looks = {
-        "Cayley map": style("CayleySGD"),
-        "Cayley map, QR every so many steps": style("SGDG") | {"linestyle": ""},
-        "inverse root": style("StiefelSGD"),
-    }
-    points: dict[str, list[tuple[int, float, float]]] = {label: [] for label in looks}
-    for name, entry in found.items():
-        kind, *parts = name.split(", ")
-        if parts and None not in entry["gaps"]:
-            count, error = int(parts[0].split()[0]), max(entry["errors"])
-            if len(parts) > 1:
-                kind += ", QR every so many steps"
-                often = parts[1].removeprefix("QR ").removesuffix(" steps")
-                axes[1].annotate(f"   {often}", (count, error), va="center", fontsize=8)
-            points[kind].append((count, max(entry["gaps"], key=abs), error))
-    for label, look in looks.items():
-        counts, gaps, errors = np.array(points[label]).T
-        axes[0].loglog(counts, abs(gaps), label=label, **look)
-        below = look | {"linestyle": "", "markerfacecolor": "white"}
-        axes[0].loglog(counts[gaps < 0], -gaps[gaps < 0], **below)
-        axes[1].loglog(counts, errors, label=label, **look)
-    for axis, label in zip(
-        axes, ("|relative gap|, open if below zero,", "max |X'X - I|"), strict=True
-    ):
-        axis.set(xlabel="inner iterations", ylabel=f"{label} at the end")
-        axis.minorticks_off()
-        axis.set_xticks([1, 2, 4, 8, 16, 100], ["1", "2", "4", "8", "16", "100"])
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
     save(figure, path)
 
 
@@ -745,33 +671,32 @@ def why(path: Path) -> None:
 
 
 def rotations(path: Path) -> None:
-    """Divergence over the steps, first seed; kurtosis by layer, with and without rotation."""
+    """Divergence at the end, first seed; kurtosis by layer, with and without rotation."""
     content = read(path)
-    figure, (axes,) = start(3, (14, 4))
-    known = set()
-    for number, curve in enumerate(content["curves"]):
-        method = curve["method"]
-        axes[0].plot(
-            curve["steps"], curve["kl"], label=f"{method}, rate {curve['rate']:g}", markersize=5,
-            **style(method, number) | (OPEN if method.removesuffix(MORE) in known else {}),
-        )  # fmt: skip
-        known.add(method)
-    axes[0].set(xlabel="step", ylabel="KL from full precision, held out (nats)", ylim=(0, None))
+    figure, (axes,) = start(3, (15, 4.2))
+    ends = {f"{one['method']}, lr {one['rate']:g}": one["kl"][-1] for one in content["curves"]}
+    dots(axes[0], {name: [ends[name]] for name in sorted(ends, key=ends.__getitem__)}, "")
+    for one in content["curves"][:1]:
+        axes[0].axvline(one["kl"][0], color="0.4", linewidth=1, linestyle=":")
+        beside = {"rotation": 90, "ha": "right", "va": "bottom", "fontsize": 9}
+        axes[0].text(one["kl"][0], len(ends) - 0.5, "before learning ", **beside)
+    axes[0].set(xlabel="KL from full precision, held out (nats)")
+    axes[0].set_title("after 200 steps, first seed")
     looks = {"Hadamard": (SKY, "v"), "learned": (RED, "s")}
     for name, values in content["kurtosis"].items():
         kind, _, turned = name.partition(", ")
         colour, marker = looks.get(turned.split(" ")[0], (GREY, "o"))
         axis = axes[1 if kind == "stream" else 2]
-        axis.plot(values, label=turned or "as it is", color=colour, marker=marker, markersize=4)
+        axis.plot(
+            values, label=turned or "without rotation", color=colour, marker=marker, markersize=4
+        )
         axis.set(xlabel="layer", ylabel=f"kurtosis of the {kind}", yscale="log")
     for axis in axes:
         axis.grid(alpha=0.3)
     for axis in axes[1:]:
         axis.axhline(3, color="0.4", linewidth=1, linestyle=":", label="a Gaussian's")
         plain_ticks(axis.yaxis)
-        axis.legend(fontsize=8)
-    if content["curves"]:
-        axes[0].legend(fontsize=8)
+        axis.legend(fontsize=9)
     save(figure, path)
 
 
@@ -781,7 +706,7 @@ DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(
     draw.__name__: draw
     for draw in (
         pixel_digits, translation, video, vit_table, vit_long, attention,
-        leading_eigenvalues, eigen_methods, eigen_methods_scaling, eigen_methods_inner, prw,
+        eigen_methods, eigen_methods_scaling, prw,
         prw_plays, state_tracking, convergence, flows, parametrizations, rotations, why,
         muon_transformer, manifold_muon,
     )

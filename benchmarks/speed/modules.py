@@ -180,7 +180,6 @@ def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, An
 ROWS: dict[str, tuple[Callable[[int, int, torch.device], dict[str, Any]], int]] = {
     "delta": (measure_delta, 1),
     "rnn-batch-16": (measure_rnn, 16),
-    "rnn-batch-64": (measure_rnn, 64),
 }
 
 

@@ -2,28 +2,18 @@
 
     maximise <M, D>   subject to   |D|_2 <= 1,   X'D + D'X = 0
 
-**Rivals**, all written here from their formulas:
+Rivals, all written here from their formulas: *dual ascent* (Bernstein, Thinking Machines, 2025), up
+to 100 steps with the polar factor by ten polynomials, in float32 and in bfloat16, and *module-wise*
+(Yoshihara, 2026), 20 steps of 0.1; *ADMM* (Buchanan, 2025), 10 steps, and as many as the value
+needs to reach 0.9999 of the optimum; *SPEL* (NVIDIA's Emerging-Optimizers), Muon's step
+pulled back by Muon's polynomials, without a tangent space; *torch.optim.Muon*, whose weights are
+not constrained, as the floor; and *StiefelSGD*, another direction altogether.
 
-- *dual ascent* (Bernstein, Thinking Machines, 2025): L <- L - 0.01 (1 - k/100) (X'D + D'X) with
-  D = msign(M + 2 X L), up to 100 times; msign is ten polynomials (Polar Express), in float32 and in
-  bfloat16. The method's own stopping rule, |X'D + D'X|_F / m < 1e-6. *module-wise* (Yoshihara,
-  2026): the same in bfloat16, 20 steps of 0.1.
-- *ADMM* (Buchanan, 2025) for the split |V|_* with V = M + 2 X L: a least squares problem for L,
-  singular values of V lowered by 1/rho, and a price; the thresholding by msign. rho = 2 and 10
-  steps, and as many as the value needs to reach 0.9999 of the optimum, known beforehand.
-- *SPEL* (NVIDIA's Emerging-Optimizers): msign(X - lr msign(M)), Muon's five polynomials each, which
-  take singular values to between 0.7 and 1.2; no tangent space.
-- *torch.optim.Muon*, whose weights are not constrained: the floor.
-- *StiefelSGD*, another direction altogether: what a step of this package costs otherwise.
-
-**Trajectory.** A layer with orthonormal weights in a small network learns a teacher of the same
-shape from minibatches, by `muon`; after a few steps every contestant gets the same X, momentum and
-state at each of several steps. For square matrices the direction is a polar factor: no
-loop runs there. Everybody's direction is judged in float64: made tangent and of
-spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F / m before that.
-
-**Time** is that of the processor on one thread, which other programs change little; rivals take
-turns, and ratios are of the same round.
+A layer with orthonormal weights learns a teacher of the same shape from minibatches; after a
+few steps every contestant gets the same X, momentum and state. For square matrices the direction
+is a polar factor: no loop runs there. Everybody's direction is judged in float64: made tangent and
+of spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F / m before that. Time
+is that of the processor on one thread; rivals take turns, and ratios are of the same round.
 
     python -m benchmarks.speed.muon                 # six shapes, some minutes on one core
     python -m benchmarks.speed.muon --quick         # two shapes, a minute or two

@@ -9,10 +9,9 @@ float64, and the peak of temporary memory stand beside the times. Questions, one
     tall      4096 x 256 and 30000 x 50
     batch     512 matrices of 32 x 32
 
-Where a bar compares with another method the last column says how far a perfect implementation of
-the same formula could go: the other's time over that of the formula's products alone, at the rate
-of one product in the same rounds. Sequential HR makes 14 passes over N x N for each reflection, so
-its bytes a second stand beside the rate of a copy.
+The last column of the table of ratios says how far a perfect implementation of the same formula
+could go: the other's time over that of the formula's products alone, at the speed of one product in
+the same rounds.
 
 A contestant whose first call takes longer than `SLOW` seconds is timed by that call alone; one
 that would take longer than `LIMIT`, judged by a smaller size, or hold more than `ROOM`, or that
@@ -82,13 +81,11 @@ def weight(*shape: int) -> nn.Module:
     return module
 
 
-def ours(name: str, *, gaussian: bool = True, **options: Any) -> Callable[..., nn.Module]:
+def ours(name: str, **options: Any) -> Callable[..., nn.Module]:
     def build(*shape: int) -> nn.Module:
         module = so.orthogonal(weight(*shape), "weight", name, **options)
-        if gaussian:
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter.normal_()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
         return module
 
     return build
@@ -106,8 +103,7 @@ def geotorchs(*shape: int) -> nn.Module:
 
 def orgqrs(*shape: int) -> nn.Module:
     module = weight(*shape)
-    with torch.no_grad():
-        module.weight.normal_()
+    nn.init.normal_(module.weight)
     parametrize.register_parametrization(module, "weight", Orgqr())
     return module
 
@@ -311,31 +307,25 @@ def product_of(rows: int, columns: int) -> Callable[[], object]:
 
 def run(arguments: Namespace) -> Iterator[dict[str, Any]]:
     """Measure the chosen sections, one row after the other."""
-    rounds = arguments.rounds
-    if "squares" in arguments.sections:
-        expected: dict[str, float] = {}
-        for size in arguments.sizes:
-            shape = (size, size)
-            title = f"{size} x {size}"
-            yield measure(title, SQUARE, shape, rounds, expected, product_of(size, size))
-    if "few" in arguments.sections:
-        for count in COUNTS:
-            builds = {f"CWY, L = {count}": ours("cwy", reflections=count)}
-            if count == 128:
-                builds[HR] = ours("householder", reflections=count)
-                builds[TORCH["matrix_exp"]] = torchs("matrix_exp")
-            counted = product_of(1024, 1024) if count == 128 else None
-            title = f"1024 x 1024, L = {count}"
-            yield measure(title, builds, (1024, 1024), rounds, {}, counted)
-    if "tall" in arguments.sections:
-        for shape in TALL_SHAPES:
-            builds = dict(TALL)
-            if shape == (30000, 50):
-                # torch keeps an n x n base: 3.6 GB
-                del builds[TORCH["householder"]]
-            title = f"{shape[0]} x {shape[1]}"
-            yield measure(title, builds, shape, rounds, {}, product_of(*shape))
-    if "batch" in arguments.sections:
+    rounds, sections = arguments.rounds, arguments.sections
+    expected: dict[str, float] = {}
+    for size in arguments.sizes if "squares" in sections else ():
+        product = product_of(size, size)
+        yield measure(f"{size} x {size}", SQUARE, (size, size), rounds, expected, product)
+    for count in COUNTS if "few" in sections else ():
+        builds = {f"CWY, L = {count}": ours("cwy", reflections=count)}
+        if count == 128:
+            builds[HR] = ours("householder", reflections=count)
+            builds[TORCH["matrix_exp"]] = torchs("matrix_exp")
+        counted = product_of(1024, 1024) if count == 128 else None
+        yield measure(f"1024 x 1024, L = {count}", builds, (1024, 1024), rounds, {}, counted)
+    for shape in TALL_SHAPES if "tall" in sections else ():
+        builds = dict(TALL)
+        if shape == (30000, 50):  # torch keeps an n x n base: 3.6 GB
+            del builds[TORCH["householder"]]
+        title = f"{shape[0]} x {shape[1]}"
+        yield measure(title, builds, shape, rounds, {}, product_of(*shape))
+    if "batch" in sections:
         yield measure("512 x 32 x 32", SQUARE, (512, 32, 32), rounds, {})
 
 

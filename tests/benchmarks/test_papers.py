@@ -17,7 +17,7 @@ from processes import server
 
 from benchmarks.common import harness, programs, training
 from benchmarks.common import images as image_files
-from benchmarks.papers.kong import attention, orthogonal_vit, prw_pictures, vit_methods, vit_results
+from benchmarks.papers.kong import attention, orthogonal_vit, vit_methods, vit_results
 
 pytestmark = pytest.mark.usefixtures("example")
 SPEED = "images_per_second"
@@ -80,7 +80,7 @@ def test_smoke_trains_every_method_and_writes_all_results(tmp_path, capsys) -> N
 
 
 def test_flags_are_all_it_asks_for(tmp_path, capsys) -> None:
-    flags = ["--smoke", "--optimizer", "sgd", "--lr", "0.05", "--seeds", "2", "--limit", "64"]
+    flags = ["--smoke", "--methods", "sgd", "--lr", "0.05", "--seeds", "2", "--limit", "64"]
     orthogonal_vit.main([*flags, "--augment", "crop-flip", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "SGD at rate 0.05" in printed
@@ -158,7 +158,7 @@ def test_killed_run_resumes_bit_for_bit_and_finished_runs_are_left_alone(
 
 
 def test_resume_refuses_another_configuration(tmp_path) -> None:
-    flags = ["--smoke", "--optimizer", "adamw", "--epochs", "1", "--output", str(tmp_path)]
+    flags = ["--smoke", "--methods", "adamw", "--epochs", "1", "--output", str(tmp_path)]
     orthogonal_vit.main(flags)
     with pytest.raises(ValueError, match=r"must keep batch_size = 32 of .*, got 16; choose"):
         orthogonal_vit.main([*flags, "--resume", "--batch-size", "16"])
@@ -167,7 +167,7 @@ def test_resume_refuses_another_configuration(tmp_path) -> None:
 WRONG_FLAGS = [
     (["--methods", "adam:within"], "it would leave the manifold"),
     (["--methods", "lion"], "a method must be OPTIMIZER:CONSTRAINT"),
-    (["--optimizer", "adamw", "--constraint", "across"], "use stiefel-sgd or stiefel-adam"),
+    (["--methods", "adamw:across"], "use stiefel-sgd or stiefel-adam"),
     (["--methods", "penalty-sgd:none"], "use within or across"),
     (["--methods", "cayley-sgd:within:1:1:1"], "a method must be OPTIMIZER:CONSTRAINT"),
     (["--seeds", "0"], "must be at least 1, got 0"),
@@ -270,7 +270,7 @@ def test_the_table_has_three_seeds_and_takes_other_flags() -> None:
 
 
 def test_start_again_without_resume(tmp_path) -> None:
-    flags = ["--smoke", "--optimizer", "sgd", "--epochs", "1", "--limit", "64", "--output"]
+    flags = ["--smoke", "--methods", "sgd", "--epochs", "1", "--limit", "64", "--output"]
     orthogonal_vit.main([*flags, str(tmp_path)])
     orthogonal_vit.main([*flags, str(tmp_path), "--batch-size", "16"])
     assert json.loads((tmp_path / "runs" / "SGD-seed-0.json").read_text())["batch_size"] == 16
@@ -340,7 +340,7 @@ def test_the_regularizer_is_a_step_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["penalty-sgd", "regularizer-sgd"])
 def test_the_penalty_pulls_towards_the_manifold(name, tmp_path) -> None:
-    flags = ["--smoke", "--optimizer", name, "--constraint", "within", "--output"]
+    flags = ["--smoke", "--methods", f"{name}:within", "--output"]
     errors = {}
     for weight in ("1e-6", "0.1"):
         orthogonal_vit.main([*flags, str(tmp_path / weight), "--penalty", weight])
@@ -349,27 +349,6 @@ def test_the_penalty_pulls_towards_the_manifold(name, tmp_path) -> None:
     assert weak > 3 * strong > 1e-5
     with pytest.raises(ValueError, match=r"must keep penalty = 0\.1 of"):
         orthogonal_vit.main([*flags, str(tmp_path / "0.1"), "--penalty", "1", "--resume"])
-
-
-@pytest.mark.usefixtures("drawn")
-def test_prw_smoke_finds_the_planted_subspace_and_draws_it(tmp_path, capsys) -> None:
-    assert prw_pictures.main(["--smoke", "--output", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert f"Plot: {tmp_path / 'pair.png'}" in printed
-    assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
-    result = json.loads((tmp_path / "results.json").read_text())["result"]
-    assert result["converged"]
-    largest = max(result["principal_angles"])
-    assert largest < 0.2  # 200 points; 3,000 are the default
-    side = "below" if largest < prw_pictures.LARGEST_ANGLE else "not below"
-    assert f"{largest:.4f} rad, {side} {prw_pictures.LARGEST_ANGLE}." in printed
-
-
-def test_prw_refuses_sizes_without_a_subspace(capsys) -> None:
-    for flags in (["--dimension", "1"], ["--points", "0"]):
-        with pytest.raises(SystemExit):
-            prw_pictures.main(flags)
-        assert "must be at least 2 and --points at least 1" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------- pieces
@@ -400,9 +379,9 @@ def test_rates_are_the_published_ones_at_the_published_batch() -> None:
 
 
 def test_stiefel_optimizer_without_constraint_is_torchs_own(tmp_path) -> None:
-    flags = ["--smoke", "--output", str(tmp_path), "--lr", "0.01", "--constraint", "none"]
+    flags = ["--smoke", "--output", str(tmp_path), "--lr", "0.01"]
     for name in ("sgd", "stiefel-sgd", "adam", "stiefel-adam"):
-        orthogonal_vit.main([*flags, "--optimizer", name])
+        orthogonal_vit.main([*flags, "--methods", f"{name}:none"])
     states = checkpoints(tmp_path)
     end = "-at-rate-0.01-seed-0.pt"
     for name in ("SGD", "Adam"):

@@ -1,4 +1,4 @@
-"""Copying, pixel-by-pixel digits, leading eigenvalues and the convergence study, at small sizes."""
+"""Copying, pixel-by-pixel digits and the convergence study, at small sizes."""
 
 from __future__ import annotations
 
@@ -256,18 +256,7 @@ def test_missing_mnist_says_what_to_put_where(tmp_path) -> None:
         pixel_mnist.main(["--data", "mnist", "--data-dir", str(tmp_path)])
 
 
-# ---- leading eigenvalues and convergence ----
-
-
-def test_leading_eigenvalues_smoke(tmp_path, capsys) -> None:
-    eigenvalues = importlib.import_module("benchmarks.papers.kong.leading_eigenvalues")
-    flags = ["--smoke", "--threads", "1", "--rates", "0.1", "0.2"]
-    eigenvalues.main([*flags, "--output", str(tmp_path)])
-    assert (tmp_path / "table.md").read_text().removeprefix("## ") in capsys.readouterr().out
-    results = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert len(results) == 4
-    assert all(max(result["orthonormality_error"]) < 1e-8 for result in results)
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+# ---- convergence ----
 
 
 def test_the_slope_of_a_power_is_its_exponent() -> None:

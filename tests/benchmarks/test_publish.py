@@ -60,16 +60,16 @@ def test_rows_are_measurements(source: str, key: str, table: str) -> None:
         assert any(fitting), f"{row} is not under {key} in {source}"
 
 
-TABLE = "<!-- figures: benchmarks/results/leading_eigenvalues.json -->\n\n{}"
-ROW = "| n = 2000, m = 50 | isometric | 0.4  | {} |\n"
+TABLE = "<!-- figures: benchmarks/results/eigen_methods.json 1000 x 10, methods -->\n\n{}"
+ROW = "| StiefelSGD | 0.65 0.85 | 5/5 | {} |\n"
 
 
 def test_publishing_replaces_figures_and_nothing_else() -> None:
-    header = "| Size | Flows | Rate | Iterations |\n|---|---|---:|---|\n"
+    header = "| Method | Setting | Arrived | Products with A |\n|---|---|---:|---|\n"
     stale = "before\n\n" + TABLE.format(header + ROW.format("1")) + "\nafter"
     fresh = publish.published(stale)
     (*_, row) = publish.rows_of(fresh)
-    assert row[:3] == ["n = 2000, m = 50", "isometric", "0.4"]
+    assert row[:3] == ["StiefelSGD", "0.65 0.85", "5/5"]
     assert re.fullmatch(r"\d+ \(\d+ - \d+\)", row[3])
     assert fresh.startswith("before\n\n")
     assert fresh.endswith("\nafter")
@@ -79,9 +79,9 @@ def test_publishing_replaces_figures_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("| Size | Pace |\n|---|---|\n| n = 2000, m = 50 | 1 |\n", "columns must be among"),
-        ("| Size | Rate |\n|---|---|\n| n = 9 | 1 |\n", "a row must begin like one"),
-        ("| Size | Iterations |\n|---|---|\n| n = 2000, m = 50 | 1 |\n", "a row must begin like"),
+        ("| Method | Pace |\n|---|---|\n| StiefelSGD | 1 |\n", "columns must be among"),
+        ("| Method | Arrived |\n|---|---|\n| Newton | 1 |\n", "a row must begin like one"),
+        ("| Arrived | Setting |\n|---|---|\n| 5/5 | 1 |\n", "a row must begin like"),
     ],
 )
 def test_publishing_refuses_what_the_file_does_not_hold(table: str, message: str) -> None:

@@ -4,11 +4,10 @@ Maximise tr(X'AX) over St(n, m), A = (Xi + Xi')/2/sqrt(n) with Gaussian Xi, in f
 6 of Kong, Wang & Tao (ICLR 2023). The maximum is the sum of the m largest eigenvalues. A method has
 arrived when its relative gap is 1e-8 with |X'X - I| below that too.
 
-Everybody is tuned on the same grid of rates and momenta, plain and Nesterov's (printed first): all
-settings run on the first draw, the best four within `CLOSE` of the fewest iterations run on all
-draws, and the lowest median counts. A larger size tries what came within `KEPT` of the fewest at
-the smallest. Then all methods run on all draws, in turns, in one thread; medians count. Seconds are
-those of the processor. Groups of methods:
+Everybody is tuned on the same grid of learning rates and momenta, plain and Nesterov's: all
+settings run on the first draw, the best four within `CLOSE` of the fewest iterations on all draws,
+and the lowest median counts. A larger size tries what came within `KEPT` of the fewest before.
+Then all methods run on all draws, in turns; medians count. Groups of methods:
 
     published    the published algorithms at the published rates, ours beside them        (table 5)
     methods      every optimizer here, geoopt, pogo-torch, pymanopt; scipy's lobpcg and eigsh, made
@@ -28,6 +27,7 @@ those of the processor. Groups of methods:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -69,12 +69,15 @@ VARIANT_SIZE = (300, 5)
 INNER_SIZE = (100, 10)
 SMALL = ("variants", "weighted", "retractions")  # the first two at rate 0.1, momentum 0.9
 ONCE = (*SMALL, "published", "inner", "scaling")  # not for every size
-DRAWS, REPEATS = 5, 3
 CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
 MOST = Limit(3000, 15.0)
 COUNTED = Limit(6000)  # where only products count: nobody is stopped by the clock
 
+PICTURES = {
+    "methods": ("", figures.eigen_methods),
+    "scaling": ("_scaling", figures.eigen_methods_scaling),
+}
 Draw = tuple[Problem, Problem]  # as it is, and in the basis of the eigenvectors
 
 
@@ -136,13 +139,9 @@ def name(options: Options) -> str:
 
 
 def compete(
-    methods: Sequence[Method],
-    settings: dict[str, Options],
-    draws: Sequence[Draw],
-    label: str,
-    repeats: int,
-    limit: Limit,
-) -> dict[str, list[Run]]:
+    methods: Sequence[Method], settings: dict[str, Options], draws: Sequence[Draw], label: str,
+    repeats: int, limit: Limit,
+) -> dict[str, list[Run]]:  # fmt: skip
     """Run all methods on every draw, in an order that rotates; the fastest repeat counts."""
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     for number, (problem, _) in enumerate(tqdm(draws, desc=f"{label}: draws")):
@@ -159,15 +158,16 @@ def compete(
 
 
 def count(
-    methods: Sequence[Method], settings: dict[str, Options], draws: Sequence[Draw], label: str
+    methods: Sequence[Method], settings: dict[str, Options], draws: Sequence[Draw]
 ) -> dict[str, list[Run]]:
     """Run all methods on every draw, in the cheaper basis where iterations are the same there."""
-    runs: dict[str, list[Run]] = {method.name: [] for method in methods}
-    for draw in tqdm(draws, desc=f"{label}: draws"):
-        for method in methods:
-            problem = draw[0 if method.elementwise else 1]
-            runs[method.name].append(method.run(problem, settings[method.name], COUNTED))
-    return runs
+    return {
+        method.name: [
+            method.run(draw[0 if method.elementwise else 1], settings[method.name], COUNTED)
+            for draw in draws
+        ]
+        for method in methods
+    }
 
 
 def table(
@@ -228,7 +228,7 @@ def solve_group(
             write_json(folder, content)
     settings = {method.name: tuned[method.name][0] for method in methods}
     if group == "published":
-        runs = count(methods, settings, draws, label)
+        runs = count(methods, settings, draws)
     else:
         limit = COUNTED if group == "variants" else MOST
         runs = compete(methods, settings, draws, label, content["settings"]["repeats"], limit)
@@ -239,16 +239,6 @@ def solve_group(
     content["results"][label] = record(settings, tried, runs)
 
 
-def draw(group: str, path: Path) -> None:
-    """The picture of a group from the file of results, where it has one."""
-    if group == "methods":
-        figures.eigen_methods(path.with_suffix(".png"))
-    elif group == "scaling":
-        figures.eigen_methods_scaling(path.with_name(f"{path.stem}_scaling.png"))
-    elif group == "inner":
-        figures.eigen_methods_inner(path.with_name(f"{path.stem}_inner.png"))
-
-
 def size(text: str) -> tuple[int, int]:
     n, m = (int(part) for part in text.split(","))
     return n, m
@@ -257,19 +247,40 @@ def size(text: str) -> tuple[int, int]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = (*GROUPS, "weighted", "inner", "scaling")
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--sizes",
-        type=size,
-        nargs="+",
-        default=SIZES,
-        help=f"n,m ...; by default of {', '.join(SMALL)} {VARIANT_SIZE}, of inner {INNER_SIZE}",
-    )
+    other = f"n,m ...; by default of {', '.join(SMALL)} {VARIANT_SIZE}, of inner {INNER_SIZE}"
+    parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help=other)
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
-    parser.add_argument("--draws", type=int, default=DRAWS)
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="the fastest counts")
+    parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     parser.add_argument("--again", action="store_true", help="also what has been done; same rates")
     parser.add_argument("--output", type=Path, default=RESULTS / "eigen_methods.json")
     return parser.parse_args(argv)
+
+
+def run_group(
+    group: str, rows: int, columns: int, content: dict[str, Any], arguments: argparse.Namespace
+) -> None:
+    """Measure one group at one size, and draw it where it has a picture."""
+    path, numbers = arguments.output, range(arguments.draws)
+    label = group if group == "scaling" else f"{rows} x {columns}, {group}"
+    content["machine"] = machine()
+    if group == "scaling":
+        found = content["results"][label] = scaling()
+        for entries in found.values():
+            print({name: round(entry["exponent"], 2) for name, entry in entries.items()})
+    elif group == "inner":
+        problems = [draw_problem(rows, columns, number)[0] for number in numbers]
+        found = content["results"][label] = inner_iterations(problems)
+        content["tables"][label] = inner_table(found)
+        print(f"\n{label}\n{content['tables'][label]}\n", flush=True)
+    else:
+        weighted = group == "weighted"
+        draws = [draw_problem(rows, columns, number, weighted=weighted) for number in numbers]
+        solve_group(group, rows, columns, draws, content, path)
+    write_json(path, content)
+    if group in PICTURES:
+        end, draw = PICTURES[group]
+        draw(path.with_name(f"{path.stem}{end}.png"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -278,7 +289,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if os.environ.get("OMP_NUM_THREADS") != "1":
         raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
     torch.set_num_threads(1)
-    print(f"rates {sorted(SGD_RATES)}, of Adams {sorted(ADAM_RATES)}; momenta {sorted(MOMENTA)}")
     path = arguments.output
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for key in ("tuned", "tables", "results"):
@@ -289,35 +299,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "momenta": MOMENTA, "betas_2": [0.999, 0.99], "limit": [MOST.iterations, MOST.seconds],
         "counted": COUNTED.iterations,
     }  # fmt: skip
-    for n, m in arguments.sizes:
-        for group in arguments.groups:
-            small = group in SMALL and arguments.sizes is SIZES
-            rows, columns = VARIANT_SIZE if small else (n, m)
-            if group == "inner" and arguments.sizes is SIZES:
-                rows, columns = INNER_SIZE
-            label = group if group == "scaling" else f"{rows} x {columns}, {group}"
-            if group in ONCE and (n, m) != arguments.sizes[0]:
-                continue
-            if label in content["results"] and not arguments.again:
-                continue
-            content["machine"] = machine()
-            if group == "scaling":
-                found = content["results"][label] = scaling()
-                for entries in found.values():
-                    print({name: round(entry["exponent"], 2) for name, entry in entries.items()})
-            elif group == "inner":
-                draws = [draw_problem(rows, columns, k)[0] for k in range(arguments.draws)]
-                found = content["results"][label] = inner_iterations(draws)
-                content["tables"][label] = inner_table(found)
-                print(f"\n{label}\n{content['tables'][label]}\n", flush=True)
-            else:
-                draws = [
-                    draw_problem(rows, columns, number, weighted=group == "weighted")
-                    for number in range(arguments.draws)
-                ]
-                solve_group(group, rows, columns, draws, content, path)
-            write_json(path, content)
-            draw(group, path)
+    own = dict.fromkeys(SMALL, VARIANT_SIZE) | {"inner": INNER_SIZE}
+    for chosen, group in itertools.product(arguments.sizes, arguments.groups):
+        rows, columns = own.get(group, chosen) if arguments.sizes is SIZES else chosen
+        label = group if group == "scaling" else f"{rows} x {columns}, {group}"
+        again = group in ONCE and chosen != arguments.sizes[0]
+        if not again and (label not in content["results"] or arguments.again):
+            run_group(group, rows, columns, content, arguments)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from benchmarks.common.programs import Help, add_flags, announce, finish_flags, 
 from benchmarks.common.training import Trainer, finished_run, train_one
 from benchmarks.papers.kong.vit_methods import (
     OPTIMIZERS,
-    PLACES,
     Method,
     build_optimizer,
     parse_method,
@@ -219,8 +218,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     form = "OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]"
     add("--methods", nargs="+", metavar=form, help="runs to compare")
     add("--table", action="store_true", help="all 16 of the paper, beside its results; resumes")
-    add("--optimizer", choices=OPTIMIZERS, help="one method instead of --methods")
-    add("--constraint", choices=PLACES, help="of queries and keys, with --optimizer")
     add("--lr", type=float, help="of all methods; by default as published, SGD's times batch / 128")
     add("--penalty", type=float, default=1e-6, help="weight of a soft constraint")
     add("--epochs", type=int, default=25, help="passes over the training images")
@@ -234,13 +231,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--heads", type=int, default=4, help="attention heads of WIDTH / HEADS rows")
     add("--feed-forward", type=int, default=64, help="hidden width of the feed-forward part")
     add("--patch", type=int, default=4, help="side of a patch in pixels")
-    add(
-        "--scale",
-        type=factor,
-        default=1.0,
-        metavar="C",
-        help="singular values of constrained weights; learned: 1, and a learned factor a layer",
-    )
+    scale = "singular values of constrained weights; learned: 1, and a learned factor a layer"
+    add("--scale", type=factor, default=1.0, metavar="C", help=scale)
     add("--bfloat16", action="store_true", help="products in half precision")
     add_flags(parser, Path("runs/orthogonal_vit/demo"), seeds=2)
     parser.set_defaults(threads=0)
@@ -254,8 +246,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     options = parser.parse_args(argv)
     options.resume |= options.table
     names = options.methods or usual
-    if options.optimizer or options.constraint:
-        names = [f"{options.optimizer or 'stiefel-adam'}:{options.constraint or ''}"]
     try:
         methods = [parse_method(name, options.lr, options.batch_size) for name in names]
     except ValueError as error:

@@ -245,19 +245,12 @@ def table(found: dict[str, Any], eight: bool = False) -> str:
 
 def other_table(found: dict[str, Any]) -> str:
     """Other starts, our whole call, and other implementations."""
-    header = ["Method", "Pairs", "Failed", "Gap %", "Largest", "CPU s"]
-    rows = [
-        [
-            method,
-            str(row["pairs"]),
-            str(row["failed"]),
-            percent(row["mean_gap_percent"]),
-            percent(row["largest_gap_percent"]),
-            f"{row['median_processor_seconds']:.2f}",
-        ]
-        for method, row in found["methods"].items()
-        if not method.startswith((*RULES, SEARCH)) or "authors" in method
-    ]
+    header, rows = ["Method", "Pairs", "Failed", "Gap %", "Largest", "CPU s"], []
+    for method, row in found["methods"].items():
+        if not method.startswith((*RULES, SEARCH)) or "authors" in method:
+            gaps = [percent(row[key]) for key in ("mean_gap_percent", "largest_gap_percent")]
+            seconds = f"{row['median_processor_seconds']:.2f}"
+            rows.append([method, str(row["pairs"]), str(row["failed"]), *gaps, seconds])
     return markdown_table(header, rows)
 
 
@@ -275,34 +268,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="only the first pairs of each set")
     parser.add_argument("--authors", type=Path, help="a checkout of the code of Lin et al. (2020)")
     parser.add_argument("--authors-every", type=int, default=3, help="of so many pairs, one")
-    parser.add_argument(
-        "--store",
-        type=Path,
-        default=Path("runs") / "prw" / "pairs.json",
-        help="where pairs that are done are kept",
-    )
+    parser.add_argument("--store", type=Path, default=Path("runs") / "prw" / "pairs.json")
     parser.add_argument("--output", type=Path, default=RESULTS / "prw.json")
     return parser.parse_args(argv)
 
 
 def fill(store: Store, sets: dict[str, list[Pair]], arguments: argparse.Namespace) -> None:
     """Do what is missing: references of all pairs, rates, contests, the authors' code."""
+    limit, folder = arguments.limit, arguments.authors
     for dataset, pairs in sets.items():
-        wanted = [
-            pair
-            for number, pair in enumerate(pairs)
-            if arguments.limit is None
-            or number < arguments.limit
-            or pair.name in TUNING_PAIRS[dataset]
+        tuning = [
+            pair for pair in pairs[len(pairs[:limit]) :] if pair.name in TUNING_PAIRS[dataset]
         ]
-        found = store.get("reference", dataset)
-        for pair in tqdm([p for p in wanted if p.name not in found], desc=f"{dataset}: reference"):
-            found[pair.name] = reference(pair)
-            store.save()
+        each(store, "reference", dataset, [*pairs[:limit], *tuning], reference)
         tune(pairs, dataset, store)
         pace(pairs, dataset, store)
     for dataset, pairs in sets.items():
-        chosen, tuned = pairs[: arguments.limit], store.get("tuned", dataset)
+        chosen, tuned = pairs[:limit], store.get("tuned", dataset)
         iterations = store.get("iterations", dataset)
         found = store.get("contest", dataset)
         for pair in tqdm(chosen, desc=f"{dataset}: contest"):
@@ -312,21 +294,22 @@ def fill(store: Store, sets: dict[str, list[Pair]], arguments: argparse.Namespac
             if missing:
                 known |= {name: asdict(job()) for name, job in missing.items()}
                 store.save()
-        found = store.get("pot", dataset)
-        for pair in tqdm([p for p in chosen if p.name not in found], desc=f"{dataset}: POT"):
-            found[pair.name] = contest_of_pot(pair, dataset, tuned)
-            store.save()
-    for dataset, pairs in sets.items():
-        chosen, tuned = (
-            pairs[: arguments.limit : arguments.authors_every],
-            store.get("tuned", dataset),
+        each(store, "pot", dataset, chosen, partial(contest_of_pot, dataset=dataset, tuned=tuned))
+    for dataset, pairs in sets.items() if folder is not None else ():
+        work = partial(
+            contest_of_authors, dataset=dataset, tuned=store.get("tuned", dataset), folder=folder
         )
-        found = store.get("authors", dataset)
-        if arguments.authors is None:
-            continue
-        for pair in tqdm([p for p in chosen if p.name not in found], desc=f"{dataset}: authors"):
-            found[pair.name] = contest_of_authors(pair, dataset, tuned, arguments.authors)
-            store.save()
+        each(store, "authors", dataset, pairs[: limit : arguments.authors_every], work)
+
+
+def each(
+    store: Store, kind: str, dataset: str, pairs: Sequence[Pair], work: Callable[[Pair], Any]
+) -> None:
+    """Do the pairs that the store does not have, one after the other."""
+    found = store.get(kind, dataset)
+    for pair in tqdm([p for p in pairs if p.name not in found], desc=f"{dataset}: {kind}"):
+        found[pair.name] = work(pair)
+        store.save()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

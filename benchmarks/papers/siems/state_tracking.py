@@ -40,7 +40,7 @@ TESTED = 64  # sequences
 OPEN = 2.0  # strengths start near 2 sigmoid(2) = 1.76, so that little of the state is lost
 # Heads, head_dim and noise: 120 elements need more room, and bear less noise, than 24.
 SIZES = {"parity": (2, 4, 1.0), "S3": (2, 4, 1.0), "S4": (8, 4, 1.0), "S5": (4, 8, 0.3)}
-SETTINGS = ["layers", "width", "length", "epochs", "every", "batch_size", "lr", "writes"]
+SETTINGS = ["layers", "width", "length", "epochs", "every", "batch_size", "lr"]
 SMOKE = {"length": 4, "iterations": 4, "every": 2, "batch_size": 8, "tasks": ["parity", "S3"]}
 Batch = tuple[Tensor, Tensor]
 
@@ -70,12 +70,7 @@ class Tracker(nn.Module):
     def __init__(self, task: str, factors: int, options: Namespace) -> None:
         super().__init__()
         elements, width = len(multiplication_table(THINGS[task])), options.width
-        heads, size, self.noise = (
-            default if given is None else given
-            for default, given in zip(
-                SIZES[task], (options.heads, options.head_dim, options.noise), strict=True
-            )
-        )
+        heads, size, self.noise = SIZES[task]
         self.embedding = nn.Embedding(elements, width)
         self.layers = nn.ModuleList(
             DeltaProduct(width, heads, factors, head_dim=size, chunk_size=max(2, 8 // factors))
@@ -87,8 +82,7 @@ class Tracker(nn.Module):
         self.answer = nn.Linear(width, elements)
         for layer in self.layers:
             nn.init.constant_(layer.b_proj.bias, OPEN)
-            if not options.writes:
-                layer.v_proj.weight.requires_grad_(False).zero_()
+            layer.v_proj.weight.requires_grad_(False).zero_()
         # Where training stands: in the checkpoint, as it decides how training goes on.
         self.register_buffer("length", torch.tensor(min(2, options.length)))
         self.register_buffer("solved", torch.tensor(0))
@@ -189,13 +183,7 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
     )
     runs = [run for group in records.values() for run in group]
     programs.write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
-    draw_accuracies(options, records)
-
-
-def draw_accuracies(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
-    """A map of the accuracies, tasks by factors, with the theory's number framed."""
     programs.require("matplotlib")
-    runs = [run for group in records.values() for run in group]
     lengths = (options.length, LONGER * options.length)
     theory = {task: THEORY[task] for task in options.tasks}
     path = options.output / "accuracy.png"
@@ -211,20 +199,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
         help="groups whose products are to be followed")  # fmt: skip
     add("--factors", nargs="+", type=int, default=[1, 2], help="n_h, Householder factors a token")
     add("--layers", type=int, default=1, help="DeltaProduct layers")
-    add("--heads", type=int, help="independent states; by default 2, S4 8, S5 4")
-    add("--head-dim", type=int, help="side of a state; by default 4, for S5 8")
     add("--width", type=int, default=64, help="of the embedding")
     add("--length", type=int, default=32, help="longest sequences in training")
     add("--iterations", type=int, default=500, help="training steps at most")
     add("--every", type=int, default=25, help="steps between two tests and checkpoints")
     add("--batch-size", type=int, default=128, help="sequences, if short; at length 32 a quarter")
     add("--lr", type=float, default=1e-2, help="of Adam")
-    add(
-        "--noise",
-        type=float,
-        help="deviation of the noise on what is read; by default 1, for S5 0.3",
-    )
-    add("--writes", action="store_true", help="also let tokens write to the state")
     programs.add_flags(parser, Path("runs/state_tracking"), seeds=1)
     options = programs.parsed(parser, argv, SMOKE)
     if options.length < 1 or options.iterations < options.every or min(options.factors) < 1:
