@@ -103,7 +103,7 @@ def with_radius(
     growth, rate, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     least, most = math.inf, -math.inf
     if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
-        least, most = map(float, torch.aminmax(growth))
+        least, most = _range_of(growth)
     if least == most:
         number = min(float(most * kept + (lr * lr * n - (1 - kept))), largest)
         growth, rate = torch.full_like(growth, number), lr / math.sqrt(1 + number)
@@ -112,6 +112,14 @@ def with_radius(
         rate = lr * torch.rsqrt(1 + growth)
     new_X, new, length = rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
     return new_X, {**new, GROWTH: growth}, length
+
+
+def _range_of(numbers: Tensor) -> tuple[float, float]:
+    """Return the least and the largest of some numbers; a single one is cheaper to read."""
+    if numbers.numel() == 1:
+        return (numbers.item(),) * 2
+    least, most = torch.aminmax(numbers)
+    return least.item(), most.item()
 
 
 def adaptive_sgd(
@@ -158,7 +166,8 @@ def adaptive_sgd(
         slopes = slopes + sums.add(_inner(push, push, U))
     b, s = slopes.unsafe_chunk(2, dim=-1)
     mu, new = _friction(b, -s, state, momentum, X.size(-1))
-    eta = lr * new[FACTOR] * new[UNIT]
+    unit = new[FACTOR] * new[UNIT]
+    eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
     new_Z = torch.addcmul(torque, mu, Z)
     ahead = torch.addcmul(torque, mu, new_Z) if nesterov else new_Z
     if U is None:

@@ -268,8 +268,11 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else bits stay, also of X C
 
     def write() -> None:
-        for name, tensor in new.items():
-            _write(batch.state[name], tensor, state[name], index, ok)
+        if new and index is None and ok is None:
+            torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
+        else:
+            for name, tensor in new.items():
+                _write(batch.state[name], tensor, state[name], index, ok)
         if is_moving:
             moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, moved_X, chosen, stored)
@@ -331,12 +334,11 @@ def _write(
     target: Tensor, value: Tensor, earlier: Tensor, index: Tensor | None, ok: Tensor | None
 ) -> None:
     """Write new state where matrices move; ``index`` says of which rows ``earlier`` is."""
-    if index is not None:
-        target[index] = value if ok is None else torch.where(ok, value, earlier)
-    elif ok is None:
+    value = value if ok is None else torch.where(ok, value, earlier)
+    if index is None:
         target.copy_(value)
     else:
-        target.copy_(torch.where(ok, value, earlier))
+        target[index] = value
 
 
 # ---- before the rule -----------------------------------------------------------------------------

@@ -378,7 +378,7 @@ def test_a_bad_range_of_a_fused_weight_is_that_of_its_parameter(
 
 @pytest.mark.parametrize("choice", ["skip", "raise"])
 @pytest.mark.parametrize(
-    ("name", "at"), [("sgd", 0), ("sgd", 2), ("adam", 1), ("rgd", 1), ("cayley-sgd", 2)]
+    ("name", "at"), [("sgd", 0), ("sgd", 2), ("rgd", 1), ("cayley-sgd", 2), ("cayley-adam", 1)]
 )
 def test_an_overflow_of_a_step_restarts_its_matrix_and_no_other(
     name: str, at: int, choice: str
