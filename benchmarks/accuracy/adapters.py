@@ -255,7 +255,7 @@ def steps_of(text: str) -> int:
 
 
 def dimension(trained: Iterable[Tensor]) -> tuple[int, int]:
-    """Numbers that are trained, and how many of them are free."""
+    """Numbers that are trained, and the dimension of the set that they are in."""
     stored = free = 0
     for parameter in trained:
         stored += parameter.numel()
@@ -399,11 +399,11 @@ def merge(path: Path) -> None:
     for text in TEXTS:
         rows, rates = rows_of(text, lines)
         if len(rows) > 1:
-            header = ["adapter", "trained, of which free", "rate", "seeds", f"perplexity, {text}"]
-            header += ["perplexity, English", "s a step"]
+            header = ["adapter", "trained, dimension", "learning rate", "seeds"]
+            header += [f"perplexity, {text}", "perplexity, English", "s a step"]
             tables[text] = harness.markdown_table(header, rows)
         if rates:
-            header = ["adapter", "rates tried", "perplexity, validation, seed 100", "lowest"]
+            header = ["adapter", "learning rates", "perplexity, validation, seed 100", "lowest"]
             tables[f"{text}, rates"] = harness.markdown_table(header, rates)
     angles = [line for line in lines if "angle" in line]
     if angles:
