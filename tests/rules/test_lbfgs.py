@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import in_turn
 from reference_lbfgs import LBFGSReference
 from torch import Tensor, nn
 
@@ -149,9 +150,10 @@ READINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.complex64, torch.complex128], ids=str
+    ("name", "dtype"),
+    in_turn(READINGS, [torch.float32, torch.complex128, torch.float64, torch.complex64])
+    + in_turn(READINGS, [torch.complex64, torch.float64, torch.complex128, torch.float32]),
 )
-@pytest.mark.parametrize("name", READINGS)
 def test_a_matrix_is_found_to_all_digits(name: str, dtype: torch.dtype) -> None:
     """The one from which a weighted distance is measured, beside a plain parameter."""
     shape, manifold = READINGS[name]

@@ -238,9 +238,7 @@ def test_a_weight_that_is_meant_to_be_off_is_silent(rule: str) -> None:
 
 def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
-    monkeypatch.setattr(
-        "stiefel_opt.watching._warn_if_far", lambda *seen: bool(looks.append(seen))
-    )
+    monkeypatch.setattr("stiefel_opt.watching._warn_if_far", lambda *seen: bool(looks.append(seen)))
     model = so.constrain(nn.Linear(4, 4))
     optimizer = so.StiefelSGD(model.parameters(), lr=0.1)
     for _ in range(200):

@@ -42,7 +42,7 @@ SHAPES = [(4, 4), (8, 8), (8, 64), (64, 64), (96, 32), (192, 64), (300, 200)]
 def test_initialisations_are_silent(name: str) -> None:
     torch.manual_seed(0)
     for shape in SHAPES:
-        for _ in range(20 if shape[0] < 100 else 3):
+        for _ in range(10 if shape[0] < 100 else 3):
             layer = nn.Linear(shape[1], shape[0])
             FRESH[name](layer.weight.data)
             assert not told(lambda: so.constrain(layer)), shape  # noqa: B023
