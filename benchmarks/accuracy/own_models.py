@@ -166,7 +166,7 @@ def decisions(best: str) -> str:
         ["the same, tuned", "no"],
         ["a GRU or an LSTM", "no: gates must saturate"],
         ["a convolution network", "if it must be Lipschitz; otherwise no gain"],
-        ["attention, little data", "level once tuned, at more learning rates"],
+        ["attention, little data", "if you cannot tune the learning rate"],
         ["attention, longer training", "no gain, but small logits"],
         ["a pretrained model", "no: constrain new adapters"],
     ]
