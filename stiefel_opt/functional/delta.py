@@ -100,20 +100,23 @@ def delta_product(
 
         # The factors write u = fresh - seen @ S; (I + tril(diag(b) KK', -1)) u = diag(b) (V - K S).
         both = torch.cat([value, read_key], dim=-1) * strength
-        solved = torch.linalg.solve_triangular(
-            strength * overlap, both, upper=False, unitriangular=True
-        )
+        system = strength * overlap
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
         fresh, seen = solved.split([value.size(-1), size], dim=-1)
 
-        # S <- turn S + push, chunk after chunk.
-        identity = torch.eye(size, dtype=key.dtype, device=key.device)
-        turn, push = last * identity - written_key.mT @ seen, written_key.mT @ fresh
-        states = [state]
-        for one_turn, one_push in zip(turn.unbind(-3), push.unbind(-3), strict=True):
-            states.append(one_push + one_turn @ states[-1])
-        before = torch.stack(states[:-1], dim=-3)
+        turn = last * torch.eye(size, dtype=key.dtype, device=key.device)
+        turn = turn - written_key.mT @ seen
+        before, state = _states(state, turn, written_key.mT @ fresh)
         outputs = query @ before + attention @ (fresh - seen @ before)
-        return outputs.flatten(-3, -2)[..., :length, :].to(result_dtype), states[-1]
+        return outputs.flatten(-3, -2)[..., :length, :].to(result_dtype), state
+
+
+def _states(state: Tensor, turns: Tensor, pushes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return S before each chunk, and the last S, for S <- turn S + push."""
+    states = [state]
+    for turn, push in zip(turns.unbind(-3), pushes.unbind(-3), strict=True):
+        states.append(push + turn @ states[-1])
+    return torch.stack(states[:-1], dim=-3), states[-1]
 
 
 def _in_chunks(tensor: Tensor, dim: int, chunks: int, size: int) -> Tensor:

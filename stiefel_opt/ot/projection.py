@@ -129,16 +129,7 @@ def projection_robust_wasserstein(
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
     k = check_integer("k", k, 1, clouds.dimension)
-    if reg is not None:
-        check_range("reg", reg, 0.0, open_low=True)
-    check_integer("max_iter", max_iter, 0)
-    check_range("tol", tol, 0.0)
-    check_integer("restarts", restarts, 1)
-    if sinkhorn_iterations is not None:
-        check_integer("sinkhorn_iterations", sinkhorn_iterations, 1)
-    check_flag("progress", progress)
-    if optimizer is not None and not callable(optimizer):
-        raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
+    _check_options(reg, max_iter, tol, restarts, sinkhorn_iterations, progress, optimizer)
     with torch.inference_mode(mode=False):  # optimizers read version counters
         starts = _starting_points(clouds, k, restarts, init, seed)
         spread = clouds.mean_distance(starts[0])
@@ -165,6 +156,27 @@ def projection_robust_wasserstein(
             stacklevel=users_level(),
         )
     return result
+
+
+def _check_options(
+    reg: object,
+    max_iter: object,
+    tol: object,
+    restarts: object,
+    sinkhorn_iterations: object,
+    progress: object,
+    optimizer: object,
+) -> None:
+    if reg is not None:
+        check_range("reg", reg, 0.0, open_low=True)
+    check_integer("max_iter", max_iter, 0)
+    check_range("tol", tol, 0.0)
+    check_integer("restarts", restarts, 1)
+    if sinkhorn_iterations is not None:
+        check_integer("sinkhorn_iterations", sinkhorn_iterations, 1)
+    check_flag("progress", progress)
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
 
 
 def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
