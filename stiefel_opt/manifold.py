@@ -283,6 +283,6 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
         return manifold
     shape = "" if parameter is None else f" of shape {tuple(parameter.shape)}"
     called = f"{name or 'parameter' + shape}.manifold"
-    found = f"{type(manifold).__module__}.{type(manifold).__qualname__}"
+    given = f"{type(manifold).__module__}.{type(manifold).__qualname__}"
     remedy = "convert the model with so.from_geoopt, or delete the attribute"
-    raise TypeError(fail(called, "be a so.Stiefel", found, remedy))
+    raise TypeError(fail(called, "be a so.Stiefel", given, remedy))

@@ -199,10 +199,10 @@ def _of_square(
     square, second, scale, limit, step, _ = _spectra(compute(), None, lr, reader)
     is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is kept instead
     length = Length(largest_eigenvalue(square) if is_large else square, scale, limit)
-    found = roots(
+    root = roots(
         square, limit, scale=scale, overwrite=is_large, square=second, reads=reader.is_exact
     )
-    return found.difference, step, length
+    return root.difference, step, length
 
 
 def _spectra(

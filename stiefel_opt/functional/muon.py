@@ -119,15 +119,15 @@ def spectral_direction(
     if _is_empty(point):
         return torch.zeros_like(point)
     reads = reader_for(point).is_exact
-    found = _solve(point, grad, *accuracy, sums, reads)
-    if found.along is None:
-        direction = product(point, found.within)
+    solved = _solve(point, grad, *accuracy, sums, reads)
+    if solved.along is None:
+        direction = product(point, solved.within)
     else:
-        dtype = _tall_dtype(point, found, reads)
-        direction = product(*_same(point, found.within, dtype))
-        direction = add_product_(direction, *_same(found.moving, found.along, dtype))
+        dtype = _tall_dtype(point, solved, reads)
+        direction = product(*_same(point, solved.within, dtype))
+        direction = add_product_(direction, *_same(solved.moving, solved.along, dtype))
         direction = direction.to(point.dtype)
-    return torch.where(found.sound, direction, 0.0)
+    return torch.where(solved.sound, direction, 0.0)
 
 
 @torch.no_grad()
@@ -228,25 +228,25 @@ def muon(
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
     reads = (reader or reader_for(X)).is_exact
-    found = _solve(X, M, *accuracy, sums, reads)
-    new = {} if B is None else {AMBIENT: torch.where(found.finite, buffer, B)}
-    step, limit = _step_of(lr, found.length)
-    length = Length(found.length * (step * step), 1.0, limit)
+    solved = _solve(X, M, *accuracy, sums, reads)
+    new = {} if B is None else {AMBIENT: torch.where(solved.finite, buffer, B)}
+    step, limit = _step_of(lr, solved.length)
+    length = Length(solved.length * (step * step), 1.0, limit)
     difference = roots(length.squares, limit, reads=reads).difference
     step = -step if maximize else step
-    if found.along is None:
-        return _turned(X, found, step, difference, limit), new, length
+    if solved.along is None:
+        return _turned(X, solved, step, difference, limit), new, length
     # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
-    moved = found.correction - found.within * step
+    moved = solved.correction - solved.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
-    within = torch.where(found.sound, within, found.correction)
-    M = torch.where(found.sound, found.moving, 0.0)  # 0 along whatever is not finite
-    along = found.along * -step
+    within = torch.where(solved.sound, within, solved.correction)
+    M = torch.where(solved.sound, solved.moving, 0.0)  # 0 along whatever is not finite
+    along = solved.along * -step
     along = along.baddbmm(along, difference)
-    dtype = _tall_dtype(X, found, reads)
+    dtype = _tall_dtype(X, solved, reads)
     (tall, within), (M, along) = _same(X, within, dtype), _same(M, along, dtype)
     new_X = add_product_(add_product(tall, tall, within), M, along).to(X.dtype)
-    if reads and _is_rough(X, found, step):
+    if reads and _is_rough(X, solved, step):
         (own,) = sums((new_X, new_X))
         half = add_to_diagonal_(
             own.mul_(-0.5), 0.5
@@ -255,18 +255,20 @@ def muon(
     return new_X, new, length
 
 
-def _turned(X: Tensor, found: _Found, step: Scalar, difference: Tensor, limit: float) -> Tensor:
+def _turned(
+    X: Tensor, solved: _Direction, step: Scalar, difference: Tensor, limit: float
+) -> Tensor:
     """Return X (I - eta P) (I + difference) of a square matrix X."""
-    turn = found.within * -step
+    turn = solved.within * -step
     if limit > _STEEP:  # X P stands for X c P, which leaves eta of what X is off by
         turn = turn.baddbmm(turn, difference)
     else:  # turn and difference commute
         turn = symmetric_product(turn, difference, turn.clone(), beta=1.0, sign=-1)
-    within = torch.where(found.sound, turn.add_(difference), 0.0)
+    within = torch.where(solved.sound, turn.add_(difference), 0.0)
     return add_product(X, *_same(X, within, X.dtype))
 
 
-class _Found(NamedTuple):
+class _Direction(NamedTuple):
     """D = X within + M along, in m x m matrices, and what goes with it.
 
     Attributes:
@@ -309,7 +311,7 @@ def _solve(
     smoothing: float,
     sums: Sums,
     reads: bool,
-) -> _Found:
+) -> _Direction:
     """Find the direction, in small matrices."""
     if sums.are_square(point):
         # nothing else is lost
@@ -345,7 +347,7 @@ def _solve(
     within = torch.where(sound, within, 0.0)
     gain = (parts.noise / (_NOISE * torch.finfo(own.dtype).eps) * square_norm(along)).sqrt() / m
     finite = parts.noise.isfinite()
-    return _Found(within, along, moving, parts.correction, length, finite, sound, gain)
+    return _Direction(within, along, moving, parts.correction, length, finite, sound, gain)
 
 
 def _completed(turn: Tensor, root: Tensor) -> Tensor:
@@ -357,7 +359,7 @@ def _completed(turn: Tensor, root: Tensor) -> Tensor:
 
 def _solve_square(
     point: Tensor, moving: Tensor, tolerance: float, smoothing: float, reads: bool
-) -> _Found:
+) -> _Direction:
     """Find P with D = X P: the polar factor of K."""
     inner = gram(point, moving)
     largest = inner.abs().amax(dim=(-2, -1), keepdim=True)
@@ -373,7 +375,7 @@ def _solve_square(
     polar, square = _polar_factor(inner, tolerance, smoothing, reads)
     zero, polar, square = torch.zeros_like(polar), polar * share, square * share.square()
     sound = sound & (trace > 0)
-    return _Found(polar, None, moving, zero, square, finite, sound, torch.ones_like(trace))
+    return _Direction(polar, None, moving, zero, square, finite, sound, torch.ones_like(trace))
 
 
 def _polar_factor(
@@ -544,18 +546,18 @@ def _check(point: Tensor, grad: Tensor, sums: Sums) -> None:
         raise TypeError(fail("grad", kind, grad.dtype))
 
 
-def _tall_dtype(point: Tensor, found: _Found, reads: bool) -> torch.dtype:
+def _tall_dtype(point: Tensor, solved: _Direction, reads: bool) -> torch.dtype:
     """Return the dtype of the last tall products: more digits than the point has, if they count."""
-    is_ill = reads and bool((found.gain > _ILL).any())
-    return found.within.dtype if is_ill else torch.promote_types(point.dtype, torch.float32)
+    is_ill = reads and bool((solved.gain > _ILL).any())
+    return solved.within.dtype if is_ill else torch.promote_types(point.dtype, torch.float32)
 
 
-def _is_rough(point: Tensor, found: _Found, step: Scalar) -> bool:
+def _is_rough(point: Tensor, solved: _Direction, step: Scalar) -> bool:
     """Say whether rounding in Q, eps |M|^2 |R^(-1)|^2 in D'D, shows in X'X of the new point.
 
     Where that cannot be read the next step takes it out.
     """
-    noise = torch.finfo(found.length.dtype).eps * (found.gain * (step * point.size(-1))).square()
+    noise = torch.finfo(solved.length.dtype).eps * (solved.gain * (step * point.size(-1))).square()
     return bool((noise > torch.finfo(point.dtype).eps).any())
 
 

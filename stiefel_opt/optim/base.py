@@ -352,8 +352,8 @@ class StiefelOptimizer(Optimizer, ABC):
                     if not self.state[parameter]:  # torch's SGD has none without momentum
                         del self.state[parameter]
             if index is not None and index.weight_groups:
-                found = self._move_all(group, index, group["lr"])
-                skipped[group["nonfinite"] == "raise"].extend(found)
+                staying = self._move_all(group, index, group["lr"])
+                skipped[group["nonfinite"] == "raise"].extend(staying)
         if any(skipped):  # last: it may be an error
             self._tell(*skipped)
 
@@ -441,8 +441,8 @@ class StiefelOptimizer(Optimizer, ABC):
         for group, index in zip(self.param_groups, self._indices, strict=True):
             lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
             if index is not None:
-                found = self._move_all(group, index, lr)
-                skipped[group["nonfinite"] == "raise"].extend(found)
+                staying = self._move_all(group, index, lr)
+                skipped[group["nonfinite"] == "raise"].extend(staying)
         self._tell(*skipped)
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Weight]) -> None:

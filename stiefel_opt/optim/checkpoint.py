@@ -43,25 +43,25 @@ def check_state_dict(state_dict: object) -> None:
     """Raise unless this has the parts of a state_dict."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(fail("state_dict", "be a dict", type(state_dict).__name__))
-    found = sorted(map(str, state_dict))
-    if not {"state", "param_groups"} <= set(found):
+    keys = sorted(map(str, state_dict))
+    if not {"state", "param_groups"} <= set(keys):
         remedy = "pass what optimizer.state_dict() returned"
         condition = "have the keys ['param_groups', 'state']"
-        raise ValueError(fail("state_dict", condition, found[:8], remedy))
+        raise ValueError(fail("state_dict", condition, keys[:8], remedy))
 
 
 def take_marks(saved_groups: list[Group], rule: str) -> bool:
     """Take the marks out of saved groups; return whether an optimizer of torch has saved them."""
     of_torch = all("stiefel" not in saved for saved in saved_groups)
     for saved in saved_groups:
-        number, found = saved.pop(_FORMAT, FORMAT), saved.pop(_RULE, rule)
+        number, other = saved.pop(_FORMAT, FORMAT), saved.pop(_RULE, rule)
         if not isinstance(number, int) or number > FORMAT:
             condition = f"be at most {FORMAT}"
             remedy = "a newer stiefel_opt has written it: update the package"
             raise ValueError(fail("format of the state_dict", condition, number, remedy))
-        if found != rule:
-            remedy = f"load it into {found}, or load the weights only and let {rule} start anew"
-            raise ValueError(fail("state_dict", f"be one of {rule}", f"one of {found}", remedy))
+        if other != rule:
+            remedy = f"load it into {other}, or load the weights only and let {rule} start anew"
+            raise ValueError(fail("state_dict", f"be one of {rule}", f"one of {other}", remedy))
     return of_torch
 
 
@@ -177,11 +177,11 @@ def _check_least(called: str, value: Tensor, least: float) -> None:
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
     """Take the readings out of ``saved_groups``; raise where one differs from that of today."""
-    own, found = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
-    if own != found:
+    own, given = ([len(group["params"]) for group in each] for each in (groups, saved_groups))
+    if own != given:
         remedy = "build it as it was saved, from model.parameters() or from so.param_groups(model)"
         wanted = f"have {len(own)} groups of {own} parameters"
-        raise ValueError(fail("state_dict", wanted, f"{len(found)} of {found}", remedy))
+        raise ValueError(fail("state_dict", wanted, f"{len(given)} of {given}", remedy))
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         names = group.get("param_names")
         pairs = zip(group["params"], _saved_readings(saved), strict=False)

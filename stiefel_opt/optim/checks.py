@@ -104,13 +104,13 @@ def label(name: str | None, index: int, group_number: int) -> str:
 
 def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     """Return the label of each of some parameters of ``groups``, after one walk through them."""
-    wanted, found = {id(parameter) for parameter in parameters}, {}
+    wanted, labels = {id(parameter) for parameter in parameters}, {}
     for number, group in enumerate(groups):
         names = group.get("param_names")
         for index, other in enumerate(group["params"]):
             if id(other) in wanted:
-                found[id(other)] = label(names[index] if names else None, index, number)
-    return [found[id(parameter)] for parameter in parameters]
+                labels[id(other)] = label(names[index] if names else None, index, number)
+    return [labels[id(parameter)] for parameter in parameters]
 
 
 def name_of(parameter: Tensor, groups: list[Group]) -> str:
@@ -249,42 +249,42 @@ def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Raise for a value that cannot be projected."""
     for parameter in parameters:
         if not bool(torch.isfinite(local_part(parameter)).all()):
-            found = f"NaN or inf in a tensor of shape {tuple(parameter.shape)}"
+            given = f"NaN or inf in a tensor of shape {tuple(parameter.shape)}"
             remedy = "initialise it, or load a good checkpoint"
-            raise ValueError(fail(name_of(parameter, groups), "be finite", found, remedy))
+            raise ValueError(fail(name_of(parameter, groups), "be finite", given, remedy))
 
 
 def refuse_gradient(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a gradient of another shape, which torch would broadcast, or another dtype."""
     grad: Tensor = parameter.grad  # type: ignore[assignment]
     condition = f"have shape {tuple(parameter.shape)} and dtype {parameter.dtype}"
-    found = f"shape {tuple(grad.shape)} and dtype {grad.dtype}"
+    given = f"shape {tuple(grad.shape)} and dtype {grad.dtype}"
     remedy = "set it to None and run backward again"
     if grad.dtype != parameter.dtype:  # torch makes none of another dtype unless it is told to
         remedy += " with no other grad_dtype"
-    raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, found, remedy))
+    raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, given, remedy))
 
 
 def refuse_nonfinite(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a gradient that is not finite or safe."""
     condition = f"be finite and shorter than {LARGEST_SAFE[parameter.dtype]:.0e}"
-    found = f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}"
+    given = f"NaN, inf or more in a tensor of shape {tuple(parameter.shape)}"
     remedy = "look for its cause, or choose nonfinite='skip'"
-    raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, found, remedy))
+    raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, given, remedy))
 
 
 def refuse_overflow(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a step that left floating point although its gradient was safe."""
-    found = f"an overflow in a tensor of shape {tuple(parameter.shape)}"
+    given = f"an overflow in a tensor of shape {tuple(parameter.shape)}"
     remedy = "lower lr or momentum; its point stays as it was, and its momentum starts again"
-    raise ValueError(fail(f"step of {name_of(parameter, groups)}", "be finite", found, remedy))
+    raise ValueError(fail(f"step of {name_of(parameter, groups)}", "be finite", given, remedy))
 
 
 def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:
     """Raise for a sparse gradient."""
-    found = f"one of shape {tuple(parameter.shape)} that is sparse"
+    given = f"one of shape {tuple(parameter.shape)} that is sparse"
     remedy = "use sparse=False in the layer that produces it"
-    raise TypeError(fail(f"grad of {name_of(parameter, groups)}", "be dense", found, remedy))
+    raise TypeError(fail(f"grad of {name_of(parameter, groups)}", "be dense", given, remedy))
 
 
 def refuse_other_precision(

@@ -124,11 +124,11 @@ class _Point:
 
     def matrices(self, stack: _Stack, tensors: Sequence[Tensor]) -> Tensor:
         """Return the matrices of a stack in tensors like the parameters, ``(k, n, m)``."""
-        found = []
+        matrices = []
         for place, index, own in stack.places:
             part = own.matrices(self._part(tensors, place, index))
-            found.append(part.reshape(-1, *part.shape[-2:]))
-        return torch.cat(found)
+            matrices.append(part.reshape(-1, *part.shape[-2:]))
+        return torch.cat(matrices)
 
     def write(self, stack: _Stack, tensors: Sequence[Tensor], matrices: Tensor) -> None:
         """Write the matrices of a stack into tensors like the parameters."""
@@ -153,9 +153,9 @@ class _Point:
         """Return to which parameter each place of a stack belongs."""
         return [self.parameters[place] for place, _, _ in stack.places]
 
-    def pick(self, stack: _Stack, names: list[str], found: Tensor) -> list[str]:
-        """Return the names of the places some of whose matrices are marked in ``found``."""
-        marks = found.split_with_sizes(self.counts(stack))
+    def pick(self, stack: _Stack, names: list[str], marked: Tensor) -> list[str]:
+        """Return the names of the places some of whose matrices are ``marked``."""
+        marks = marked.split_with_sizes(self.counts(stack))
         return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
 
     def refer_here(self) -> None:
@@ -417,13 +417,13 @@ class _Run:
             if slope >= 0 or slope > -tolerance:
                 return
             self.line = _Line(self._point, direction)
-            found = self._move(self.line, direction, loss, gradient, slope, is_last)
-            if found is None:
+            reached = self._move(self.line, direction, loss, gradient, slope, is_last)
+            if reached is None:
                 if self._is_over(self.line, loss, slope):
                     return
                 self._memory.forget()
                 continue
-            change, (loss, gradient) = loss - found[0], found
+            change, (loss, gradient) = loss - reached[0], reached
             if (
                 is_last
                 or self._evaluations >= group["max_eval"]
@@ -492,8 +492,8 @@ class _Run:
         t = min(t, line.longest())
         if self._group["line_search_fn"] is None:
             line.go(t)
-            found = (loss, gradient) if is_last else self._evaluate()[1:]
-            if not _is_finite(*found):
+            reached = (loss, gradient) if is_last else self._evaluate()[1:]
+            if not _is_finite(*reached):
                 line.stay()
                 self.is_finite = False
                 return None
@@ -515,21 +515,21 @@ class _Run:
                 return None
             if line.t != t:
                 line.go(t)
-            found = new_loss, line.carried_(brought.clone())
+            reached = new_loss, line.carried_(brought.clone())
         self._memory.note(t * direction, gradient)
         for vectors in self._memory.tensors():
             line.carried_(vectors)
-        return found
+        return reached
 
     def _trial(
         self, line: _Line, t: float, loss: float, gradient: Tensor, slope: Tensor
     ) -> tuple[float, Tensor]:
         """Return the loss at t, and the gradient there brought back to the start."""
         line.go(t)
-        _, found, there = self._evaluate()
-        if not _is_finite(found, there):  # uphill, so that the search turns back
+        _, new_loss, there = self._evaluate()
+        if not _is_finite(new_loss, there):  # uphill, so that the search turns back
             return loss - float(slope) * t, -gradient
-        return found, line.brought_back_(there)
+        return new_loss, line.brought_back_(there)
 
     def _is_over(self, line: _Line, loss: float, slope: Tensor) -> bool:
         """Say whether a line search without success is the end, and why."""
@@ -865,7 +865,7 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
     numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in group["params"])
     for name in ("d", "prev_flat_grad", "steps", "last_step"):
         if name in saved and saved[name] is not None and saved[name].shape[-1] != numel:
-            found = f"{saved[name].shape[-1]} of {name}"
+            given = f"{saved[name].shape[-1]} of {name}"
             remedy = "load the weights only and let it start anew"
-            raise ValueError(fail("state_dict", f"have {numel} entries", found, remedy))
+            raise ValueError(fail("state_dict", f"have {numel} entries", given, remedy))
     return loaded
