@@ -114,7 +114,7 @@ def with_determinant(point: Tensor, sign: int) -> Tensor:
 
 
 def householder_vectors(point: Tensor) -> Tensor:
-    r"""Return vectors with ``tcwy(vectors) == point``, by elimination of one column after another.
+    r"""Vectors of the reflections with ``tcwy(vectors) == point``, by elimination of columns.
 
     For the current column q the vector is q - e_1 at length 1; its first entry is
     :math:`-|q_{2:}|^2 / (1 + q_1)` for positive q_1, where the difference would cancel.
