@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.integrate import solve_ivp
-from torch import Tensor
 from tqdm import tqdm
 
 import stiefel_opt as so
@@ -118,13 +117,6 @@ def exact_end(problem: Problem, a: float, kappa: float) -> Matrix:
     return np.stack([point, point @ end[2 * n * m :].reshape(m, m) + normal])
 
 
-def set_velocity(optimizer: so.StiefelSGD, skew: Tensor, normal: Tensor) -> None:
-    """Give the only parameter of ``optimizer`` the momenta Z and U."""
-    (group,) = optimizer.param_groups
-    (parameter,) = group["params"]
-    optimizer.set_velocity(parameter, skew, normal)
-
-
 def optimizer_end(problem: Problem, a: float, form: str, steps: int) -> Matrix:
     """Position and velocity after ``steps`` steps of StiefelSGD over the same time."""
     h = DURATION / steps
@@ -133,7 +125,7 @@ def optimizer_end(problem: Problem, a: float, form: str, steps: int) -> Matrix:
     parameter = so.ManifoldParameter(torch.from_numpy(problem.point.copy()))
     optimizer = so.StiefelSGD([parameter], lr=c * h, momentum=mu, metric=a, **FORMS[form])
     skew, normal = torch.from_numpy(problem.skew), torch.from_numpy(problem.normal)
-    set_velocity(optimizer, skew / c, normal / c)
+    optimizer.set_velocity(parameter, skew / c, normal / c)
     for _ in range(steps):
         point = parameter.detach().numpy()
         parameter.grad = torch.from_numpy(problem.gradient(point))

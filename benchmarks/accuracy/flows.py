@@ -1,14 +1,11 @@
 """Isometric and published flows side by side: order, error constant, and what blows up when.
 
 **Order.** The optimizer and `scipy.integrate.solve_ivp` start from the same point with the same
-nonzero velocity; see `flow_order.py`. Each form is compared with its own dynamics (kappa = 2a - 1,
-the geodesics of the metric, and (3a - 2)/2), the published one with those of the metric too.
-Printed are order and error constant (error at T over h) of position and velocity, once driven
-(friction and gradient of order one) and once coasting (little friction, no gradient).
+nonzero velocity; see `flow_order.py`. Printed are order and error constant (error at T over h) of
+position and velocity, once driven and once coasting (little friction, no gradient).
 
 **Blow-up.** 2,000 steps of random gradients of Frobenius norm 1, every seventh of norm 1000, at
-learning rates up to 100: the largest |U| and the largest |X'X - I| on the way. The isometric flows
-keep |U| below max|g|/(1 - mu) by construction.
+learning rates up to 100: the largest |U| and the largest |X'X - I| on the way.
 
     python -m benchmarks.accuracy.flows  # about three minutes; JSON and PNG in benchmarks/results
 """
@@ -112,17 +109,19 @@ def report_orders(orders: list[Order]) -> str:
 
 def report_blow_up(runs: list[BlowUp]) -> str:
     rows = [
-        [
-            f"Stiefel{run.optimizer}, {run.form}",
-            f"{run.lr:.3g}",
-            f"{run.largest_momentum:.3g}",
-            f"{run.largest_error:.1e}",
-            "-" if run.broke_at is None else str(run.broke_at),
-        ]
+        [f"Stiefel{run.optimizer}, {run.form}", f"{run.lr:.3g}", f"{run.largest_momentum:.3g}",
+         f"{run.largest_error:.1e}", "-" if run.broke_at is None else str(run.broke_at)]
         for run in runs
-    ]
+    ]  # fmt: skip
     header = ("optimizer", "lr", "norm of U", "max abs(X'X - I)", "not finite at step")
     return markdown_table(header, rows)
+
+
+def described(curve: Order) -> dict[str, Any]:
+    """A curve with its order and its error constant, of position and velocity."""
+    errors = curve.position_error, curve.velocity_error
+    order, constant = map(curve.order, errors), map(curve.constant, errors)
+    return {**asdict(curve), "order": list(order), "constant": list(constant)}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -147,17 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     content = {
         "machine": machine(),
         "settings": [asdict(setting) for setting in SETTINGS],
-        "orders": [
-            {
-                **asdict(curve),
-                "order": [curve.order(curve.position_error), curve.order(curve.velocity_error)],
-                "constant": [
-                    curve.constant(curve.position_error),
-                    curve.constant(curve.velocity_error),
-                ],
-            }
-            for curve in orders
-        ],
+        "orders": [described(curve) for curve in orders],
         "blow_up": [asdict(run) for run in runs],
         "blow_up_steps": arguments.steps,
         "momentum_bound": {kind: momentum_bound(kind) for kind in ("SGD", "Adam")},

@@ -11,10 +11,11 @@ alone, of steps taken apart from the trainings, methods in turn. A stopped run g
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import runpy
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,23 +25,13 @@ from benchmarks.common.harness import RESULTS, machine, markdown_table, write_js
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "manifold_muon.py"
 
 
-def load_example() -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("images", nargs="*", help="a file of CIFAR images; default: digits")
     parser.add_argument("--rounds", type=int, default=5, help="of the timing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    example = load_example()
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
     data = example.load(*arguments.images)
     name = "manifold_muon" if arguments.images else "manifold_muon_digits"
     file = RESULTS / f"{name}.json"
@@ -68,17 +59,10 @@ def main() -> None:
     rows = []
     for method, (rate, found) in best.items():
         losses, right, low, high, _ = zip(*found, strict=True)
-        rows.append(
-            [
-                method,
-                f"{rate:g}",
-                f"{statistics.mean(losses):.4f}",
-                f"{(max(losses) - min(losses)) / 2:.4f}",
-                f"{100 * statistics.mean(right):.1f}",
-                f"{min(low):.3f} to {max(high):.3f}",
-                f"{statistics.median(milliseconds[method]):.1f}",
-            ]
-        )
+        row = [method, f"{rate:g}", f"{statistics.mean(losses):.4f}"]
+        row += [f"{(max(losses) - min(losses)) / 2:.4f}", f"{100 * statistics.mean(right):.1f}"]
+        row.append(f"{min(low):.3f} to {max(high):.3f}")
+        rows.append([*row, f"{statistics.median(milliseconds[method]):.1f}"])
     header = ["", "rate", "training loss", "+-", "test (%)", "singular values", "ms a step"]
     table = markdown_table(header, rows)
     content |= {"machine": machine(), "ms": milliseconds, "tables": [table]}

@@ -10,10 +10,9 @@ groups say how:
 - *attention*: the matrices of attention orthonormal by spectral steps, those of the MLPs by Muon.
 - *all*: all hidden matrices orthonormal.
 
-Of each the rate of the hidden matrices comes from a grid, by the loss on held-out text with the
-first seed; the others run at rate 3e-3. More seeds, where asked for, at the best rate. Time is that
-of the processor, of a few steps taken apart from the trainings, methods in turn. Ends in a table,
-`figures.py` draws the curves; a stopped run goes on where it was.
+The learning rate of the hidden matrices comes from a grid, by the loss on held-out text with the
+first seed; the others have 3e-3. Time is that of the processor, of a few steps taken apart from the
+trainings, methods in turn. A stopped run goes on where it was.
 
     python -m benchmarks.accuracy.muon_transformer --seeds 3  # about half an hour on one core
     python -m benchmarks.accuracy.muon_transformer --quick    # two steps of each, no file

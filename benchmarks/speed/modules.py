@@ -11,8 +11,7 @@ over tokens and factors under autograd, in its cheapest form, two matrix-vector 
 Beside each time: the largest difference from the loop in float64, relative to its largest output.
 
     python -m benchmarks.speed.modules  # a few minutes
-    python -m benchmarks.speed.modules --rows delta --rounds 5 \\
-        --add  # keeps the other rows of the file
+    python -m benchmarks.speed.modules --rows delta --add  # keeps the other rows of the file
 """
 
 from __future__ import annotations

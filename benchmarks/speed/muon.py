@@ -16,7 +16,6 @@ of spectral norm 1, its value over the optimum; and the residual |X'D + D'X|_F /
 is that of the processor on one thread; rivals take turns, and ratios are of the same round.
 
     python -m benchmarks.speed.muon                 # six shapes, some minutes on one core
-    python -m benchmarks.speed.muon --quick         # two shapes, a minute or two
 """
 
 from __future__ import annotations

@@ -292,10 +292,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def ratio_table(found: Iterable[Ratio]) -> str:
-    lines = [
-        [what, *("" if value is None else f"{value:.2f}" for value in (measured, most))]
-        for what, measured, most in found
-    ]
+    lines = [[row[0], *("" if v is None else f"{v:.2f}" for v in row[1:])] for row in found]
     header = ["ratio of times, forward and backward", "measured", "if products were all"]
     return harness.markdown_table(header, lines)
 

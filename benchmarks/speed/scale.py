@@ -1,8 +1,6 @@
 """Large and many: the time of a step as counts and sizes grow.
 
     python -m benchmarks.speed.scale  # everything; some minutes on two cores
-    python -m benchmarks.speed.scale --families tall
-    python -m benchmarks.speed.scale --smoke  # the smallest sizes, nothing written
 
 Four families grow to 20,000 matrices of 16 x 16, as separate parameters and as one batch, to one of
 200,000 x 64, and to one of 8192 x 2048. Each is timed at three sizes, whole steps in float32 with

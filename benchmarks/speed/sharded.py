@@ -6,10 +6,8 @@
 Every collective of a step passes through a counter, so the payloads are those of the step and not
 an estimate. Bytes on the wire are for a ring: an all-reduce of b bytes sends 2 (p - 1) / p b from
 each of p processes, a gather of b bytes in all (p - 1) / p b. The error beside each row is the
-distance of the new points from the manifold; "off" that from the points of one process, here in
-float32, where Adam divides entries that are all rounding by their own size (the tests compare in
-float64). "moved B" is what a process hands to redistributions, for which DTensor gathers on gloo;
-by all-to-all, as on accelerators, (p - 1) / p of it is sent.
+distance of the new points from the manifold; "off" that from the points of one process, in float32.
+"moved B" is what a process hands to redistributions, for which DTensor gathers on gloo.
 """
 
 from __future__ import annotations

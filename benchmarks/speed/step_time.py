@@ -5,19 +5,15 @@ contestant gets its parameters as a model would hold them: what are separate par
 separate parameters there. Rivals get the shape that suits them best (POGO: a leading batch
 dimension and wide matrices; geoopt: tall ones; heads as a batch). The floor below everybody is
 six bare products of the same shape (one ``torch.bmm`` over all matrices, into a buffer kept from
-before), because six tall products are what the fused step costs on paper; for separate
-parameters the same six products one matrix at a time are printed too.
+before), what the fused step costs on paper; for separate parameters also one matrix at a time.
 
 **What a step is here.** The gradient G is Gaussian and changes its sign after every step, outside
-the timed region: so momentum and step keep their size for as long as one cares to time, and the
-point neither converges (a constant G would be solved after a while, and steps become trivial) nor
-drifts. With momentum mu the velocity settles at |G|/(1 + mu); G and lr are scaled so that the
-largest singular value of one step is `STEP_SIZE` = 0.1, a rotation by 0.1 rad, as in the lively
-phase of a training. For the Adams the sign pattern gives a direction of (1 - b1)/(1 + b1) times
-the sign matrix of G, and lr is scaled likewise.
+the timed region: momentum and step keep their size, and the point neither converges nor drifts.
+With momentum mu the velocity settles at |G|/(1 + mu); G and lr are scaled so that the largest
+singular value of one step is `STEP_SIZE` = 0.1, a rotation by 0.1 rad. For the Adams the direction
+is (1 - b1)/(1 + b1) times the sign matrix of G, and lr is scaled likewise.
 
     python -m benchmarks.speed.step_time                     # everything, about ten minutes
-    python -m benchmarks.speed.step_time --rows latency-128x2 --rounds 21 --threads 1
 
 Every contestant's orthonormality error (max |X'X - I|, evaluated in float64 after the timing) and
 the peak temporary memory of one of its steps stand beside its time.

@@ -18,7 +18,7 @@ from benchmarks.papers.siems import state_tracking
 PICTURES = {
     state_tracking: ["accuracy.png"],
     translation: ["curves.png"],
-    video: ["curves.png", "strip.png"],
+    video: ["curves.png"],
 }
 pytestmark = pytest.mark.usefixtures("example")
 PROGRAMS = pytest.mark.parametrize("program", PICTURES, ids=lambda program: program.__name__)

@@ -38,7 +38,7 @@ def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
         folder=tmp_path / "rows", data_dir=None, pieces=2, bits=4, seeds=[0], no_rotation=False
     )
     options.rows, options.rates, options.steps = ["StiefelAdam"], [0.1], 3
-    options.tokens, options.tuning_steps, options.progress, options.curves = 8, 2, False, True
+    options.tokens, options.tuning_steps, options.progress = 8, 2, False
     options.repeats = 2
     bench.Bench(options).run()
     row = options.folder / "StiefelAdam-rate-0.1-seed-0.json"

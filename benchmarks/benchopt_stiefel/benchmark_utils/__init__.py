@@ -37,10 +37,8 @@ class Problem:
         if self.scaled:
             points = [point.clone().requires_grad_() for point in self.constrained]
             gradients = torch.autograd.grad(self.loss(points, self.plain, None), points)
-            scale, loss = (
-                1 / max(float(torch.linalg.matrix_norm(g, 2)) for g in gradients),
-                self.loss,
-            )
+            largest = max(float(torch.linalg.matrix_norm(g, 2)) for g in gradients)
+            scale, loss = 1 / largest, self.loss
             self.loss = lambda *arguments: scale * loss(*arguments)
             self.minimum = None if self.minimum is None else scale * self.minimum
 

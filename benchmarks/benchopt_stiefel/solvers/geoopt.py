@@ -6,12 +6,8 @@ class Solver(OneRun):
     """Retractions, with the momentum projected; one second moment a matrix in its Adam."""
 
     name = "geoopt"
-    parameters = {
-        "method": ["SGD", "Adam"],
-        "metric": ["euclidean"],
-        "nesterov": [False],
-        "rate": FIRST,
-    }
+    parameters = {"method": ["SGD", "Adam"], "metric": ["euclidean"]}
+    parameters |= {"nesterov": [False], "rate": FIRST}
     requirements = ["pip::geoopt"]
 
     def skip(self, problem):  # noqa: ARG002

@@ -29,12 +29,9 @@ class Solver(OneRun):
     name = "stiefel-opt"
     parameters = {
         "method": ["StiefelSGD", "StiefelAdam", "ProjectedRGD", "CayleySGD", "CayleyAdam"],
-        "metric": ["canonical"],
-        "transport": ["isometric"],
-        "nesterov": [False],
-        "restart": [False],
-        "rate": FIRST,
-    }
+        "metric": ["canonical"], "transport": ["isometric"], "nesterov": [False],
+        "restart": [False], "rate": FIRST,
+    }  # fmt: skip
     requirements = ["pip::stiefel-opt"]
 
     def run(self, _):

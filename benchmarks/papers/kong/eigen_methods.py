@@ -10,10 +10,8 @@ and the lowest median counts. A larger size tries what came within `KEPT` of the
 Then all methods run on all draws, in turns; medians count. Groups of methods:
 
     published    the published algorithms at the published rates, ours beside them        (table 5)
-    methods      every optimizer here, geoopt, pogo-torch, pymanopt; scipy's lobpcg and eigsh, made
-                 for this problem, as the limit                                        (figure 3)
-    variants     metrics, transports, maps, published flows, at the published rate (figure 4), and
-                 friction 3/t (appendix F)
+    methods      every optimizer here, geoopt, pogo-torch, pymanopt, lobpcg and eigsh  (figure 3)
+    variants     metrics, transports, maps, published flows (figure 4), friction 3/t (appendix F)
     weighted     the same on tr(X'AXN), N = diag(1/m ... 1), where the metrics differ
     retractions  Cayley SGD with other retractions, its momentum made tangent or not   (figure 6)
     inner        iterations of the Cayley map and of the inverse root, QR now and then (figure 5)
@@ -21,7 +19,6 @@ Then all methods run on all draws, in turns; medians count. Groups of methods:
 
     export OMP_NUM_THREADS=1
     python -m benchmarks.papers.kong.eigen_methods  # about an hour; resumes by group
-    python -m benchmarks.papers.kong.eigen_methods --sizes 1000,10 --groups methods --again
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 Transformer, constraints, rates: Kong, Wang & Tao (ICLR 2023), section 3.2, table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
 together do. One optimizer moves all weights as SGD or Adam. Presets other than "paper" have our
-own rules in its rows. ``--table`` takes every flag and preset, and repeats no finished run.
+own rules in its rows. ``--table`` resumes.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -11,8 +11,8 @@ DIR holds mnist_features.npz (digit_0 ... digit_9: points x 128) and shakespeare
 play NAME_x: words x 200 and NAME_w: their weights). The reference of a pair is the best of ten
 starts of our own solver at relative gradient 1e-6; gaps are (reference - objective) / reference of
 the entropic objective under a converged plan. From one random start every rule gets the same number
-of iterations, and then as many as fit into the same processor time. Everything runs in one thread,
-and times are those of the processor, which a busy machine stretches less than those of the clock.
+of iterations, and then as many as fit into the same processor time. Times are those of
+the processor, in one thread.
 """
 
 from __future__ import annotations

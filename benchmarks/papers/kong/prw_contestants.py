@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -129,24 +130,20 @@ TUNING_PAIRS = {
 
 def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]], Any]:
     """The optimizer of our own solver, with a fixed rate."""
-    if rule == "RGAS":
-        return lambda params: so.ot.RGAS(params, lr=lr)
-    if rule == "RAGAS":
-        return lambda params: so.ot.RAGAS(params, lr=lr, beta=BETA[dataset])
-    if rule == "CayleySGD":
-        return lambda params: so.CayleySGD(params, lr=lr, momentum=0.5)
-    if rule == "Momentumless":
-        return lambda params: so.ProjectedRGD(
-            params, lr=lr, metric="canonical", retraction="cayley"
-        )
-    if rule == "CayleySGD as released":  # its momentum stays zero
-        return lambda params: so.CayleySGD(params, lr=lr, momentum=0.0)
-    if rule == "Algorithm 1":
-        return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5, transport="published")
-    if rule in ("StiefelAdam", "Algorithm 2"):
-        transport = "published" if rule == "Algorithm 2" else "isometric"
-        return lambda params: so.StiefelAdam(params, lr=lr, transport=transport, radius=1.0)
-    return lambda params: so.StiefelSGD(params, lr=lr, momentum=0.5)
+    released = {"momentum": 0.0}  # it stays zero there
+    rules: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "RGAS": (so.ot.RGAS, {}),
+        "RAGAS": (so.ot.RAGAS, {"beta": BETA[dataset]}),
+        "CayleySGD": (so.CayleySGD, {"momentum": 0.5}),
+        "CayleySGD as released": (so.CayleySGD, released),
+        "Momentumless": (so.ProjectedRGD, {"metric": "canonical", "retraction": "cayley"}),
+        "StiefelSGD": (so.StiefelSGD, {"momentum": 0.5}),
+        "Algorithm 1": (so.StiefelSGD, {"momentum": 0.5, "transport": "published"}),
+        "StiefelAdam": (so.StiefelAdam, {"radius": 1.0}),
+        "Algorithm 2": (so.StiefelAdam, {"radius": 1.0, "transport": "published"}),
+    }
+    build, options = rules[rule]
+    return partial(build, lr=lr, **options)
 
 
 # ---- running ----

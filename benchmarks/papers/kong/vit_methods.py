@@ -1,15 +1,10 @@
 """The methods of the orthogonal vision transformer, with their published settings and results.
 
 Settings: Kong, Wang & Tao (ICLR 2023), table 4; results: their table 1, mean and deviation of five
-runs. ``algorithm-1`` and ``algorithm-2`` are the published rules, ``stiefel-sgd`` and
-``stiefel-adam`` the package's, by other flows. Projected Stiefel SGD and Adam are ``CayleySGD``,
-which keeps the momentum that the released implementation loses (``released-cayley-sgd`` loses it,
-too), and ``CayleyAdam``; Momentumless, the method of
-Wen & Yin, is ``ProjectedRGD`` with the canonical metric and the Cayley map, and momentum for the
-plain weights only; Regularizer is X <- X - w X (X'X - I) before the step, the form of their code.
-Not in the paper: ``penalty-sgd`` and ``penalty-adam``, the penalty as a term of the loss, which
-Adam rescales, and ``rgd``, ``ProjectedRGD`` with momentum. They take the settings of their
-neighbours.
+runs. Algorithms 1 and 2 are the published rules, ``stiefel-sgd`` and ``stiefel-adam`` ours.
+``released-cayley-sgd`` loses its momentum, as the released code does; Momentumless is the method of
+Wen & Yin, with momentum for the plain weights only; Regularizer is X <- X - w X (X'X - I) before
+the step, as in their code. Not in the paper: the penalty as a term of the loss, and ``rgd``.
 """
 
 import json
@@ -78,11 +73,8 @@ OPTIMIZERS = {
     "adamw": Settings("AdamW", torch.optim.AdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
 }
 # Whose results in the paper are those of which of our rules.
-ROWS = {
-    "algorithm-1": "stiefel-sgd",
-    "algorithm-2": "stiefel-adam",
-    "released-cayley-sgd": "cayley-sgd",
-}
+ROWS = {"algorithm-1": "stiefel-sgd", "algorithm-2": "stiefel-adam"}
+ROWS |= {"released-cayley-sgd": "cayley-sgd"}
 # Test error in per cent on CIFAR-10 and CIFAR-100, as published.
 PUBLISHED: dict[str, list[str]] = json.loads(
     Path(__file__).with_name("published.json").read_text(encoding="utf-8")

@@ -65,15 +65,9 @@ class SequenceModel(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-        options: Namespace,
-        *,
-        deviation: float,
+        self, name: str, inputs: int, outputs: int, options: Namespace, *, deviation: float,
         last: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         cell, hidden, self.last = CELLS[name], options.hidden, last
         self.recurrent: nn.Module

@@ -6,14 +6,11 @@ bounded variance, v_k = v_(k-1) - k^-0.5 (noisy gradient) from fixed nonzero vec
     min over k < K of E |grad_v f(H(v_1) ... H(v_L))|^2 = o(K^(-0.5 + eps)) for any eps > 0,
 
 on O(N) with any L, and by T-CWY on St(N, M). Here f(X) = |AX - B|^2 / 2 with Gaussian A and B (a
-weighted Procrustes problem, which has saddle points), the noise is Gaussian, added to the gradient
-with respect to X, and the expectation is a mean over runs that differ in the noise alone. The slope
-of the running minimum is fitted on the last two decades of K in logarithms; its interval comes from
-200 resamplings of the runs. A slope of at most -0.5 is what the theorem says.
+weighted Procrustes problem), the noise is Gaussian, and the expectation is a mean over runs. The
+slope of the running minimum is fitted on the last two decades of K in logarithms, with an interval
+from 200 resamplings of the runs.
 
     python -m benchmarks.papers.likhosherstov.convergence  # a minute; JSON and PNG in results
-    python -m benchmarks.papers.likhosherstov.convergence --steps 100000 --runs 64
-    python -m benchmarks.papers.likhosherstov.convergence --smoke  # seconds
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The copying task: repeat ten digits after a long pause. Who remembers?
 
     python -m benchmarks.papers.likhosherstov.copying  # T = 30, three cells, two minutes
-    python -m benchmarks.papers.likhosherstov.copying --length 200 --hidden 128 --cells all --resume
     python -m benchmarks.papers.likhosherstov.copying --preset paper --device cuda \\
         --resume  # T = 1000
     python -m benchmarks.papers.likhosherstov.copying --preset paper --batch-size 32 \\
@@ -9,8 +8,8 @@
 
 A sequence is ten digits of {1 ... 8}, T zeros, a 9 and nine zeros; the answer is T + 10 zeros and
 the ten digits. Without memory the cross entropy cannot fall below 10 log 8 / (T + 20). Task:
-Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C (N = 190, T = 1000, 2000). They do
-not give rates and steps; those of the preset are of the code that they run.
+Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C; rates and steps of the preset are
+of the code that they run.
 """
 
 import math

@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import json
 import random
 import re
 import unicodedata
@@ -14,34 +15,14 @@ Pair = tuple[list[str], list[str]]  # words of source and target
 PAD, START, END, UNKNOWN = range(4)
 SPECIAL = ["<pad>", "<start>", "<end>", "<unknown>"]
 
-# Person, and which form of the English and of the Spanish verb it takes.
-SUBJECTS = [("i", "yo", 0, 0), ("you", "tu", 0, 1), ("he", "el", 1, 2), ("she", "ella", 1, 2)]
-SUBJECTS += [("we", "nosotros", 0, 3), ("they", "ellos", 0, 4)]
-VERBS = [
-    (("see", "sees"), ("veo", "ves", "ve", "vemos", "ven")),
-    (("have", "has"), ("tengo", "tienes", "tiene", "tenemos", "tienen")),
-    (("want", "wants"), ("quiero", "quieres", "quiere", "queremos", "quieren")),
-    (("buy", "buys"), ("compro", "compras", "compra", "compramos", "compran")),
-    (("paint", "paints"), ("pinto", "pintas", "pinta", "pintamos", "pintan")),
-    (("sell", "sells"), ("vendo", "vendes", "vende", "vendemos", "venden")),
-]
-ARTICLES = [("the", ("el", "la")), ("a", ("un", "una")), ("this", ("este", "esta"))]
-NOUNS = [("house", "casa", 1), ("table", "mesa", 1), ("door", "puerta", 1), ("flower", "flor", 1)]
-NOUNS += [("boat", "barco", 0), ("book", "libro", 0), ("hat", "sombrero", 0), ("car", "coche", 0)]
-ADJECTIVES = [
-    ("red", ("rojo", "roja")),
-    ("new", ("nuevo", "nueva")),
-    ("dark", ("oscuro", "oscura")),
-]
-ADJECTIVES += [("green", ("verde", "verde")), ("small", ("pequeno", "pequena"))]
-TIMES = [("", ""), ("today", "hoy"), ("now", "ahora"), ("here", "aqui"), ("again", "otra vez")]
+# Subjects, and which form of the English and of the Spanish verb they take; nouns and their gender.
+WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 
 
 def generated_pairs(count: int, seed: int = 0) -> list[Pair]:
     """Distinct phrases whose translation needs agreement, conjugation and another order."""
-    everything = itertools.product(
-        SUBJECTS, (False, True), VERBS, ARTICLES, NOUNS, ADJECTIVES, TIMES
-    )
+    subjects, verbs, *others = WORDS.values()
+    everything = itertools.product(subjects, (False, True), verbs, *others)
     pairs = []
     for (he, el, english, spanish), negated, verb, article, noun, adjective, time in everything:
         gender = noun[2]

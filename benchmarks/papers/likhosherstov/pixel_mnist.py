@@ -3,16 +3,12 @@
     python -m benchmarks.papers.likhosherstov.pixel_mnist  # 64 steps, no files
     python -m benchmarks.papers.likhosherstov.pixel_mnist --data mnist --data-dir DIR \\
         --side 14 --resume  # 196 steps
-    python -m benchmarks.papers.likhosherstov.pixel_mnist --data mnist --data-dir DIR \\
-        --side 14 --permuted --resume
     python -m benchmarks.papers.likhosherstov.pixel_mnist --preset paper --data-dir DIR \\
         --device cuda  # 784 steps
 
-DIR holds mnist.npz, see `common/images.py`. ``--side`` averages squares of
-pixels; ``--permuted`` shuffles the order of the pixels, the same for all images, so that what
-belongs together is far apart. Task: Likhosherstov et al. (AISTATS 2021), section 4.1 and appendix C
-(784 steps, Helfrich's start). They give neither units nor rates nor epochs; those of the preset are
-of the code that they run.
+DIR holds mnist.npz, see `common/images.py`. ``--side`` averages squares of pixels; ``--permuted``
+shuffles their order, the same for all images. Task: Likhosherstov et al. (AISTATS 2021), section
+4.1 and appendix C (784 steps, Helfrich's start); the rest is from the code that they run.
 """
 
 import statistics

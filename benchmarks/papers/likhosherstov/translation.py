@@ -1,18 +1,15 @@
 """Translation by an attention seq2seq model: orthogonal recurrences beside RNN, GRU and LSTM.
 
     python -m benchmarks.papers.likhosherstov.translation  # generated phrases, minutes
-    python -m benchmarks.papers.likhosherstov.translation --pairs eng_spa.tsv.gz --limit 20000 \\
-        --resume
     python -m benchmarks.papers.likhosherstov.translation --preset paper \\
         --pairs eng_spa.tsv.gz --device cuda --resume
 
-Pairs are lines source<TAB>target; sentences are split into training and test by their source, so
-that no source of the test was seen. Two recurrences: one reads the source; the other writes the
-target, starts from the last state of the first, and at each word attends to all of its states: by
-default with the score of Luong et al. (2015) after the recurrence and gradients clipped at 1, in
-the preset with the paper's additive score before it and no clipping, of which the paper says
-nothing. Perplexity is that of a target word, end included and padding not: 2^loss, as in the
-table of the paper. After Likhosherstov et al. (AISTATS 2021), section 4.2, appendix D and table 3.
+Pairs are lines source<TAB>target, split by source into training and test. One recurrence reads the
+source; another writes the target and attends to all states of the first: by default with the score
+of Luong et al. (2015) after the recurrence and gradients clipped at 1, in the preset with the
+paper's additive score before it and no clipping, of which the paper says nothing. Perplexity is
+that of a target word, end included: 2^loss, as in the table of the paper. After
+Likhosherstov et al. (AISTATS 2021), section 4.2, appendix D and table 3.
 """
 
 import itertools

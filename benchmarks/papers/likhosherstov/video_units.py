@@ -1,8 +1,7 @@
-"""What `video.py` needs: moving digits, KTH, the network, memory of a step, strip of frames."""
+"""What `video.py` needs: moving digits, KTH, the network, and the memory of a step."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.images import load_images
-from benchmarks.common.programs import figures, require
 from benchmarks.common.training import Trainer
 from stiefel_opt.nn import ConvNERU
 
 HELD_OUT = {"valid": 24, "test": 64}  # clips
-SHOWN = 8  # frames in the strip, the last ones
 ACTIONS = ["walking", "jogging", "running", "boxing", "handwaving", "handclapping"]
 PERSONS = {"train": range(1, 13), "valid": range(13, 17), "test": range(17, 26)}  # of KTH
 
@@ -245,23 +242,3 @@ def tensors(state: Any) -> list[Tensor]:
         return [state]
     inner = state.values() if isinstance(state, dict) else state
     return [t for part in inner for t in tensors(part)] if isinstance(state, dict | list) else []
-
-
-def plot_strip(path: Path, rows: Mapping[str, Tensor]) -> None:
-    """The last frames of one clip, a row for each name."""
-    require("matplotlib").use("Agg")
-    from matplotlib import pyplot
-
-    length = min(map(len, rows.values()))
-    shown = range(length)[-SHOWN:]
-    size = (1.1 * len(shown) + 1.2, 1.15 * len(rows))
-    figure, axes = pyplot.subplots(len(rows), len(shown), figsize=size, squeeze=False)
-    for line, (title, frames) in zip(axes, rows.items(), strict=True):
-        for axis, place in zip(line, shown, strict=True):
-            axis.imshow(frames[place].numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set(xticks=[], yticks=[])
-        line[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=8)
-    for axis, place in zip(axes[0], shown, strict=True):
-        axis.set_title(f"frame {place + 2}", fontsize=8)
-    figure.subplots_adjust(0.18, 0.01, 0.99, 0.95, 0.05, 0.05)
-    figures.save(figure, path)

@@ -3,7 +3,6 @@
     python -m benchmarks.papers.siems.state_tracking  # parity and S3, minutes
     python -m benchmarks.papers.siems.state_tracking --tasks all --factors 1 2 3 4 5 --seeds 5 \\
         --iterations 3000 --resume
-    python -m benchmarks.papers.siems.state_tracking --tasks S4 --factors 1 --layers 2
 
 A sequence names random elements of a group, and after each the answer is the product of all so
 far. Elements of S3, S4 and S5 are permutations of 3, 4 and 5 things; parity is S2. `DeltaProduct`
