@@ -47,8 +47,8 @@ documentation says so, and a step takes at most a tenth longer
 (:mod:`benchmarks.speed.step_options`). The figures for one rate for all are shown beside it.
 
 **Left out**, for want of time: fine-tuning a pretrained transformer, rotations of a language model,
-networks that take longer than seconds; long runs of the five costly problems and, so far, of five
-others, long runs at a constant rate, and the problems without noise with five seeds.
+networks that take longer than seconds; long runs of the five costly problems and, so far, of one
+other, long runs at a constant rate, and the problems without noise with five seeds.
 """
 
 from __future__ import annotations
