@@ -399,11 +399,10 @@ def _on_manifold(
 
 def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
     """Say whether a momentum is off its tangent space by more than rounding: of another point."""
-    tall = list(state.values()) if fixed else []
-    if not tall:
+    if not fixed:
         return False
-    squares = [torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True).square() for t in tall]
-    size = sums.add(torch.stack(squares).sum(dim=0)).sqrt()
+    lengths = [torch.linalg.vector_norm(state[name], dim=(-2, -1), keepdim=True) for name in fixed]
+    size = sums.add(torch.stack(lengths).square().sum(dim=0)).sqrt()
     eps = torch.finfo(size.dtype).eps
     changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
     return any(bool(change.any()) for change in changes)

@@ -574,7 +574,10 @@ WRONG_INPUT = [
     ({"nonlinearity": "sin"}, "`nonlinearity` must be one of"),
     ({"inputs": torch.zeros(0, 2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
     ({"inputs": torch.zeros(2, 3)}, r"`inputs` must have shape \(T, batch, N\) with T > 0"),
-    ({"start": torch.zeros(3)}, r"`start` must have shape \(2, 3\), got shape \(3,\)"),
+    (
+        {"start": torch.zeros(3)},
+        r"`start` must have shape \(2, 3\) for inputs of",
+    ),
     ({"inputs": torch.zeros(4, 2, 3, dtype=torch.complex64), "nonlinearity": "relu"}, "one of"),
     ({"transition": torch.eye(4)}, r"`transition` must have shape \(3, 3\) for inputs of sha"),
     (

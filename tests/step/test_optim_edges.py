@@ -55,7 +55,7 @@ def test_a_loaded_momentum_is_made_tangent(name: str, shape: tuple[int, int]) ->
     for key, tensor in saved["state"][0].items():
         if key != "step":
             noise = torch.randn_like(tensor)
-            tensor.add_(noise.abs() if "sq" in key else noise)
+            tensor.add_(noise if "momentum" in key else noise.abs())
     opt.load_state_dict(saved)
     for step in range(24):
         go_on(opt, weight, 3 + step, 4 + step)
@@ -229,3 +229,20 @@ def test_a_first_step_in_inference_mode_is_a_step(name: str) -> None:
         assert not any(t.is_inference() for t in opt.state[p].values())
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(net, opt, 4, 5)
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    *((name, {}) for name in OPTIMIZERS),
+    ("sgd-adaptive", {"transport": "isometric"}),
+])  # fmt: skip
+def test_a_momentum_of_another_point_is_made_tangent(name: str, options: dict[str, Any]) -> None:
+    """Another orthonormal matrix is written: the momentum follows, however small it is."""
+    weight = so.ManifoldParameter(so.random_point(20, 5))
+    opt = optimizer(name, [weight], **options)
+    for step in range(8):
+        if step == 3:
+            with torch.no_grad():
+                weight.copy_(torch.eye(20, 5).flip(0))  # orthonormal to the last bit
+        weight.grad = 1e-3 * grads(weight, step)
+        opt.step()
+        assert so.orthonormality_error(weight) < 2e-6, step
