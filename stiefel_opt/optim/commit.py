@@ -111,7 +111,7 @@ class Batch:
         self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
-        self._rows = None if self.blocks[0].reading.transposed else (-1, *shape)
+        self._rows = None if self.blocks[0].reading.transposed else shape
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
         self._in_parts = any(block.narrow is not None for block in self.blocks)
@@ -126,7 +126,7 @@ class Batch:
             if self._rows is None:
                 joined = joined.reshape(len(parts), *self._part_shape)
                 return as_batch(first.matrices(joined, stacked=True))
-            joined = joined.reshape(self._rows)
+            joined = joined.reshape(len(parts) * self.each, *self._rows)
             return joined.mT if first.wide else joined
         if (view := self._views.get(tensor.stride())) is not None:
             return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
@@ -399,9 +399,10 @@ def _on_manifold(
 
 def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
     """Say whether a momentum is off its tangent space by more than rounding: of another point."""
-    if not fixed:
+    matrices = [t for t in state.values() if t.shape[-2:] != (1, 1)]  # not numbers beside them
+    if not (fixed and matrices):
         return False
-    lengths = [torch.linalg.vector_norm(state[name], dim=(-2, -1), keepdim=True) for name in fixed]
+    lengths = [torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True) for t in matrices]
     size = sums.add(torch.stack(lengths).square().sum(dim=0)).sqrt()
     eps = torch.finfo(size.dtype).eps
     changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
