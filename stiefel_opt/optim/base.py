@@ -592,9 +592,12 @@ class StiefelOptimizer(Optimizer, ABC):
         and head dimensions of the reading in front. U is zero for square matrices. For a reading
         with several ranges of rows each of the two is a tuple, one tensor for each range. Before
         the first step both are zero. A sharded parameter is gathered: every process must call.
+
+        Raises:
+            ValueError: for a rule of one's own that keeps its momentum otherwise.
         """
         group, manifold = group_of(parameter, self.param_groups)
-        self.declared_for(group)
+        self._check_velocity(self.declared_for(group))
         state = self.state.get(parameter, {})
         return velocity_of(parameter, manifold, state, self._known, self._velocity_in)
 
@@ -611,8 +614,16 @@ class StiefelOptimizer(Optimizer, ABC):
         """
         group, manifold = group_of(parameter, self.param_groups)
         declared, called = self.declared_for(group), partial(name_of, parameter, self.param_groups)
+        self._check_velocity(declared)
         rules = self.state, declared, self._known, self._state_of_velocity
         set_velocity_(parameter, manifold, called, *rules, skew, normal)
+
+    def _check_velocity(self, declared: tuple[State, ...]) -> None:
+        """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
+        names = [kind.name for kind in declared if kind.shape != "1"]
+        if names and not set(names) & set(self._velocity_names):
+            condition = "keep its momentum as Z and U"
+            raise ValueError(fail(self.rule, condition, ", ".join(names), "read optimizer.state"))
 
     def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""

@@ -414,6 +414,11 @@ def test_state_may_have_any_name(name: str, shape: str) -> None:
     for weight in weights:
         assert so.orthonormality_error(weight) < 1e-12
         torch.testing.assert_close(opt.state[weight][name], expected[weight])
+    if shape != "1":  # a matrix that may be a momentum: neither read as zero nor set in silence
+        with pytest.raises(ValueError, match=f"must keep its momentum as Z and U, got {name}"):
+            opt.velocity(weights[0])
+        with pytest.raises(ValueError, match="must keep its momentum as Z and U"):
+            opt.set_velocity(weights[0], torch.zeros(4, 4), torch.zeros(16, 4))
 
 
 def test_two_rules_may_declare_one_name_differently() -> None:
