@@ -110,7 +110,7 @@ def groups_of(rates: Sequence[float], points: Rows, plain: Rows) -> list[dict[st
 
 
 def one(cls: Any, tag: Callable[[Tensor], Tensor], **options: Any) -> Build:
-    """One optimizer of all parameters, of which the orthonormal ones become what ``tag`` returns.
+    """One optimizer of all parameters; ``tag`` turns each orthonormal one into its parameter.
 
     It is given the learning rate, since not all have a default.
     """
@@ -572,7 +572,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def content_of(store: Store) -> dict[str, Any]:
-    """Return what the file of results holds, of runs of which all seeds are there."""
+    """Return the runs in the file of results that have all their seeds."""
     whole = {k: v for k, v in store.items() if {*CHOOSING, *SEEDS} <= {*v["seeds"]}}
     runs: dict[str, dict[str, Any]] = {}
     for key, found in whole.items():

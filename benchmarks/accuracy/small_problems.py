@@ -1,4 +1,4 @@
-"""Small problems with orthonormal matrices, of which many copies run at once.
+"""Small problems with orthonormal matrices, many copies at once.
 
 A copy has its own start, batches and learning rate, and all copies of a problem are one batch:
 parameters are ``(k, n, m)`` with n >= m, losses ``(k,)``. So a grid of learning rates and seeds
@@ -482,7 +482,7 @@ class Dictionary(Solve):
 
 
 class Completion(Solve):
-    """A 60 x 40 matrix of rank 4 of which half the entries are known; its columns' space."""
+    """The column space of a 60 x 40 matrix of rank 4; half its entries are known."""
 
     n, m = 60, 4
 

@@ -198,7 +198,7 @@ class Runs:
         return statistics.fmean(self.done[method, setting, seed]["error"] for seed in seeds)
 
     def tried(self, method: str, seeds: Sequence[int]) -> list[Setting]:
-        """Settings of which all these seeds are there, the best one first."""
+        """Settings with all these seeds, the best one first."""
         known = {setting for name, setting, _ in self.done if name == method}
         has = [s for s in known if all((method, s, seed) in self.done for seed in seeds)]
         return sorted(has, key=lambda setting: (self.mean(method, setting, seeds), setting))

@@ -51,7 +51,7 @@ from stiefel_opt.functional.momentum import (
     normal_force,
     skew_force,
 )
-from stiefel_opt.linalg import LOCAL_SUMS, Sums, add_product, product
+from stiefel_opt.linalg import LOCAL_SUMS, Sums, add_product, inner_product, product
 
 # Names of state: r^2 - 1; w, c over its first value, and that value.
 GROWTH: Final = "radius_growth"
@@ -161,9 +161,9 @@ def adaptive_sgd(
     (S,) = sums((X, G))
     torque = skew_force(S, a, force)  # -f
     push = torque if U is None else normal_force(X, S * force, G, force)  # -g
-    slopes = (1 - a) * _inner(torque, torque, Z)
+    slopes = (1 - a) * _slopes(torque, Z)
     if U is not None:
-        slopes = slopes + sums.add(_inner(push, push, U))
+        slopes = slopes + sums.add(_slopes(push, U))
     b, s = slopes.unsafe_chunk(2, dim=-1)
     mu, new = _friction(b, -s, state, momentum, X.size(-1))
     unit = new[FACTOR] * new[UNIT]
@@ -207,7 +207,6 @@ def _friction(
     return mu, {SLOPE: slope, FACTOR: factor, UNIT: unit}
 
 
-def _inner(left: Tensor, *others: Tensor) -> Tensor:
-    """Return the real part of tr A'B for each of several B, ``(k, 1, number of them)``."""
-    products = [(left.conj() * other).real.sum(dim=(-2, -1)) for other in others]
-    return torch.stack(products, dim=-1).unsqueeze(-2)
+def _slopes(force: Tensor, velocity: Tensor) -> Tensor:
+    """Return <F, F> and <F, v> of each matrix, ``(k, 1, 2)``."""
+    return torch.cat([inner_product(force, force), inner_product(force, velocity)], dim=-1)

@@ -22,7 +22,7 @@ from stiefel_opt._checks import CONSTRAINABLE
 from stiefel_opt.device import Lagged, Now, Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import Sums, largest_stretch
+from stiefel_opt.linalg import Sums, largest_stretch, square_norm
 from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
 from stiefel_opt.optim.state import working_dtype
 
@@ -402,8 +402,8 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
     matrices = [t for t in state.values() if t.shape[-2:] != (1, 1)]  # not numbers beside them
     if not (fixed and matrices):
         return False
-    lengths = [torch.linalg.vector_norm(t, dim=(-2, -1), keepdim=True) for t in matrices]
-    size = sums.add(torch.stack(lengths).square().sum(dim=0)).sqrt()
+    squares = torch.stack([square_norm(t) for t in matrices])
+    size = sums.add(squares.sum(dim=0)).sqrt()
     eps = torch.finfo(size.dtype).eps
     changes = [(state[name] - tensor).abs() > 1e3 * eps * size for name, tensor in fixed.items()]
     return any(bool(change.any()) for change in changes)

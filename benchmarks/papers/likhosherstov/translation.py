@@ -7,7 +7,7 @@
 Pairs are lines source<TAB>target, split by source into training and test. One recurrence reads the
 source; another writes the target and attends to all states of the first: by default with the score
 of Luong et al. (2015) after the recurrence and gradients clipped at 1, in the preset with the
-paper's additive score before it and no clipping, of which the paper says nothing. Perplexity is
+paper's additive score before it and no clipping; the paper does not mention any. Perplexity is
 that of a target word, end included: 2^loss, as in the table of the paper. After
 Likhosherstov et al. (AISTATS 2021), section 4.2, appendix D and table 3.
 """
