@@ -10,6 +10,8 @@ CWY how far the outputs are from a float64 loop with the transition formed.
 over tokens and factors under autograd, in its cheapest form, two matrix-vector products a factor.
 Beside each time: the largest difference from the loop in float64, relative to its largest output.
 
+**Factors a token**: the same with 1, 2, 4 and 8 factors, times and flops over those of one factor.
+
     python -m benchmarks.speed.modules  # a few minutes
     python -m benchmarks.speed.modules --rows delta --add  # keeps the other rows of the file
 """
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import harness
 from stiefel_opt.functional import delta_product
@@ -134,25 +137,37 @@ def delta_loop(queries: Tensor, keys: Tensor, values: Tensor, strengths: Tensor)
     return torch.stack(outputs, dim=-2)
 
 
-def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Time the chunk-wise form and the loop, gradients with respect to everything."""
+def delta_inputs(batch: int, factors: int, device: torch.device) -> list[Tensor]:
+    """Queries, keys, values and strengths of all tokens, drawn with one seed."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(batch, TOKENS, *shape, generator=generator).to(device)
 
-    inputs = [random(SIZE), normalize(random(FACTORS, SIZE), dim=-1), random(FACTORS, SIZE)]
-    inputs = [part.requires_grad_() for part in (*inputs, 2 * torch.sigmoid(random(FACTORS)))]
-    weights = random(SIZE)
-    functions: dict[str, Callable[..., Tensor]] = {
-        LOOP: delta_loop,
-        CHUNKS: lambda *given: delta_product(*given)[0],
-    }
+    inputs = [random(SIZE), normalize(random(factors, SIZE), dim=-1), random(factors, SIZE)]
+    return [part.requires_grad_() for part in (*inputs, 2 * torch.sigmoid(random(factors)))]
 
-    def call(function: Callable[..., Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad((function(*inputs) * weights).sum(), inputs)
 
-    contestants = [harness.Contestant(name, call(function)) for name, function in functions.items()]
+def chunks(*inputs: Tensor) -> Tensor:
+    """The outputs of `delta_product`."""
+    return delta_product(*inputs)[0]
+
+
+def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:
+    """Forward and backward, with a loss that looks at every output."""
+    weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+    weights = weights.to(inputs[0].device)
+    return lambda: torch.autograd.grad((function(*inputs) * weights).sum(), inputs)
+
+
+def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time the chunk-wise form and the loop, gradients with respect to everything."""
+    inputs = delta_inputs(batch, FACTORS, device)
+    functions: dict[str, Callable[..., Tensor]] = {LOOP: delta_loop, CHUNKS: chunks}
+    contestants = [
+        harness.Contestant(name, gradients(function, inputs))
+        for name, function in functions.items()
+    ]
     timings = harness.interleave(contestants, rounds=rounds, device=device)
     with torch.no_grad():
         exact = delta_loop(*(part.double() for part in inputs))
@@ -176,8 +191,38 @@ def measure_delta(batch: int, rounds: int, device: torch.device) -> dict[str, An
     return {"contestants": found, "table": harness.markdown_table(header, lines)}
 
 
+def measure_factors(batch: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time the chunk-wise form with more and more factors a token."""
+    inputs = {factors: delta_inputs(batch, factors, device) for factors in (1, 2, 4, 8)}
+    calls = {str(factors): gradients(chunks, given) for factors, given in inputs.items()}
+    contestants = [harness.Contestant(name, call) for name, call in calls.items()]
+    timings = harness.interleave(contestants, rounds=rounds, device=device)
+    found, lines = {}, []
+    for factors, given in inputs.items():
+        name = str(factors)
+        with FlopCounterMode(display=False) as counter:
+            calls[name]()
+        with torch.no_grad():
+            exact = delta_loop(*(part.double() for part in given))
+            error = float((chunks(*given) - exact).abs().max() / exact.abs().max())
+        row = found[name] = timings.summary(name)
+        row |= {"flops": counter.get_total_flops(), "error": error}
+        row["flops_ratio"] = row["flops"] / found["1"]["flops"]
+        row["ratio"], row["ratio_quartiles"] = 1.0, (1.0, 1.0)
+        if factors > 1:
+            row["ratio"] = timings.ratio(name, "1")
+            row["ratio_quartiles"] = timings.ratio_quartiles(name, "1")
+        line = [name, f"{row['median_ms']:.1f}", f"{row['ratio']:.2f}"]
+        line += ["{:.2f} - {:.2f}".format(*row["ratio_quartiles"])]
+        lines.append([*line, f"{row['flops_ratio']:.2f}", f"{error:.0e}"])
+    header = (f"factors; T = {TOKENS}, d = {SIZE}, batch {batch}", "ms", "time over one factor's")
+    header = (*header, "quartiles", "flops over one factor's", "error")
+    return {"contestants": found, "table": harness.markdown_table(header, lines)}
+
+
 ROWS: dict[str, tuple[Callable[[int, int, torch.device], dict[str, Any]], int]] = {
     "delta": (measure_delta, 1),
+    "factors": (measure_factors, 1),
     "rnn-batch-16": (measure_rnn, 16),
 }
 

@@ -206,10 +206,10 @@ def test_cited_places_are_about_what_is_said() -> None:
         assert not (wrong := fault(*citation)), f"{path}: {wrong}"
 
 
-def rows(first: str) -> Iterator[list[str]]:
+def rows(first: str, page: str = TABLE) -> Iterator[list[str]]:
     """The cells of every row of the tables whose header begins with ``first``."""
     table = ""
-    for line in TABLE.splitlines():
+    for line in page.splitlines():
         if not line.startswith("|"):
             table = ""
         elif not table:
@@ -250,6 +250,17 @@ def test_the_verdict_stands_before_what_needs_width() -> None:
         assert len(claim) < 140, row
         assert len(ours) < 320, row
         assert len(more) < 90, row
+
+
+def test_what_is_missing_has_a_price() -> None:
+    """Every claim that is seen in part or not tried, and no reproduced one."""
+    protocol = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    priced = {name for cell, *_ in rows("Rows", protocol) for name in numbered(cell)}
+    verdicts = {row: verdict for row, _, verdict, *_ in rows("Row")}
+    assert priced <= verdicts.keys()
+    for row, verdict in verdicts.items():
+        assert (row in priced) >= (verdict in ("partly", "not tried")), row
+        assert (row in priced) <= (verdict != "reproduced"), row
 
 
 def test_every_row_has_a_command_that_exists() -> None:
