@@ -419,7 +419,8 @@ def param_groups(
 
     Args:
         model: The model.
-        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``. Default: none.
+        stiefel: Options of the constrained groups, such as ``{"lr": 1e-2}``. Default: none. The
+            optimizer refuses a misspelled option; other keys that it does not know stay there.
         plain: Options of the plain group. Default: none.
         names: Give ``(name, parameter)`` pairs, as ``model.named_parameters()`` does. Default: no.
         common: Options of all groups; ``stiefel`` and ``plain`` override them.

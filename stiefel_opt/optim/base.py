@@ -44,6 +44,7 @@ from stiefel_opt.optim.checks import (
     check_common_options,
     check_finite,
     check_new_group,
+    check_option_names,
     check_rows_may_be_shared,
     described,
     listed,
@@ -289,6 +290,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
         if not isinstance(param_group, dict):
             raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
+        check_option_names(param_group, self.defaults, type(self).__name__)
         group = {**self.defaults, **param_group}
         group["stiefel"] = as_plain_data(group["stiefel"])
         group["params"] = listed(group["params"])

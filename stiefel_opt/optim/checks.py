@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
@@ -201,6 +202,28 @@ def check_iterations(group: Group) -> None:
 
 
 # ---- parameters and gradients --------------------------------------------------------------------
+
+
+def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
+    """Raise for a key of a group that is almost the name of an option, such as "weightdecay".
+
+    Other unknown keys pass, as in torch: schedulers and users add "initial_lr", "name".
+    """
+    spelled = {_letters(name): name for name in known} | {"learningrate": "lr"}
+    for name in group:
+        if name == "params" or any(f"_{option}_" in f"_{name}_" for option in known):
+            continue  # an option, or made of one: "max_momentum" of a scheduler
+        letters = _letters(str(name))
+        near = difflib.get_close_matches(letters, spelled, 1, 0.8 if len(letters) > 3 else 1.0)
+        if near:
+            listed = ", ".join(sorted(known))
+            remedy = f"did you mean {spelled[near[0]]}? The options are: {listed}"
+            wanted = f"be an option of {rule}"
+            raise TypeError(fail(str(name), wanted, repr(group[name]), remedy))
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def check_new_group(group: Group, groups: list[Group]) -> None:

@@ -50,6 +50,7 @@ from stiefel_opt.linalg import own_gram
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import (
     as_plain_data,
+    check_option_names,
     listed,
     name_of,
     names_of,
@@ -632,6 +633,7 @@ class StiefelLBFGS(LBFGS):
         numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
         super().__init__([group], *numbers, line_search_fn)
         self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
+        check_option_names(group, self.defaults, type(self).__name__)
         _check_group(self.param_groups[0])
 
     @override

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from cases import in_turn, pairwise
-from contract import OPTIMIZERS, assert_same, backward, model, optimizer, snapshot
+from contract import OPTIMIZERS, RULES, assert_same, backward, model, optimizer, snapshot
 from torch import nn
 
 import stiefel_opt as so
@@ -139,6 +139,50 @@ def test_options_are_checked_for_the_optimizer_and_for_late_groups(rule, options
     backward(net, 0)
     opt.step()
     assert_refused(opt, net, {"params": [p], **options}, error, message)
+
+
+MISSPELLED = {
+    "weightdecay": "weight_decay",
+    "weight-decay": "weight_decay",
+    "LR": "lr",
+    "learning_rate": "lr",
+    "non_finite": "nonfinite",
+    "Maximise": "maximize",
+    "maximise": "maximize",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("key", "option"), MISSPELLED.items())
+def test_a_misspelled_option_of_a_group_is_refused(name, key, option):
+    net = nn.Sequential(so.constrain(nn.Linear(8, 8)))
+    message = rf"`{key}` must be an option of \w+, got 3; did you mean {option}\? The options are: "
+    with pytest.raises(TypeError, match=message):
+        optimizer(name, so.param_groups(net, stiefel={key: 3}))
+    opt = optimizer(name, net.parameters())
+    group = {"params": [so.ManifoldParameter(torch.eye(3, 2))], key: 3}
+    assert_refused(opt, net, group, TypeError, message)
+
+
+def test_the_options_of_lbfgs_are_spelled_alike():
+    group = {"params": [so.ManifoldParameter(torch.eye(3, 2))], "historysize": 3}
+    with pytest.raises(TypeError, match=r"did you mean history_size\?"):
+        so.StiefelLBFGS([group])
+
+
+# Keys of schedules, of torch's other optimizers, of timm and of users.
+FOREIGN = "initial_lr min_lr max_lr swa_lr lr_scale lr_mult base_momentum max_momentum name "
+FOREIGN += "group_name layer_decay wd weight_decouple rho centered alpha lambd use_muon fixed_decay"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_other_keys_of_a_group_pass(name):
+    keys = dict.fromkeys(FOREIGN.split(), 1)
+    groups = so.param_groups(so.constrain(nn.Linear(8, 8)), **keys)
+    opt = optimizer(name, groups)
+    assert all(keys.items() <= group.items() for group in opt.param_groups)
+    again = type(opt)(opt.param_groups)  # all options, and what torch adds
+    assert [*again.param_groups[0]] == [*opt.param_groups[0]]
 
 
 # ---- parameters ----------------------------------------------------------------------------------
