@@ -109,12 +109,11 @@ def eigenvalues(n: int, m: int, seed: int) -> Problem:
 
 
 def weighted(n: int, m: int, seed: int) -> Problem:
-    """Components of data, weighted: the loss tells the columns apart."""
+    """Components weighted by rank, of a covariance of condition 1e4."""
     generator = torch.Generator().manual_seed(seed)
-    a = torch.randn(n, n, generator=generator, dtype=torch.float64)
-    a = a @ a.T / n
-    values = torch.linalg.eigvalsh(a).flip(0)
-    a, values = a / values[0], values / values[0]
+    values = torch.logspace(0, -4, n, dtype=torch.float64)
+    vectors = so.random_point(n, n, generator=generator, dtype=torch.float64)
+    a = vectors * values @ vectors.T
     weights = torch.arange(m, 0, -1, dtype=torch.float64) / m
     best = -float((values[:m] * weights).sum())
     start = so.random_point(n, m, generator=generator, dtype=torch.float64)
