@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 
 import stiefel_opt as so
+from benchmarks.accuracy import why_tables
 from benchmarks.accuracy.why import accuracy, images
 from benchmarks.common import harness, publish
 
 LEARNING_RATES = (3e-3, 1e-2, 3e-2, 1e-1)
+LAYER = "so.constrain, StiefelAdamW"
 FILE = harness.RESULTS / "own_models.json"
 ROOT_OF_TWO = 2**0.5  # what ReLU takes of the length of a random vector
 
@@ -147,21 +149,27 @@ def cell(source: str, table: str, column: str, *row: str) -> str:
 
 
 def share(shown: str) -> str:
-    """The mean of "92.8 (86.3 to 95.8)", with its unit."""
-    return f"{shown.split(' ')[0]} %"
+    """The mean of "92.8 (86.3 to 95.8)"."""
+    return shown.split(" ")[0]
+
+
+def right(source: str, table: str, column: str, *methods: str) -> list[str]:
+    """What a table of errors in per cent leaves for each method, with the digits of its cell."""
+    errors = (cell(source, table, column, method) for method in methods)
+    return [f"{100 - float(error):.{len(error.partition('.')[2])}f}" for error in errors]
 
 
 def decisions(best: str) -> str:
-    """Should I constrain it? Answers, with what was measured here and elsewhere."""
+    """Should I constrain it? Answers, with what is right in per cent, or what else was measured."""
     own = {(row[0], row[1]): share(row[3]) for row in publish.rows_of(best)[1:]}
-    right, rates = "% right there (seeds)", "rates with 80 % right"
-    tagged, free = "Tagged StiefelAdam", "free, same start"
+    known, enough = "% right there (seeds)", "learning rates with 80 % right"
+    tagged, cwy, free = (why_tables.METHODS[name] for name in ("tagged", "cwy", "free"))
     layer = ("torch_orthogonal", "summary")
-    vit = ("vit_long", "0", "Test error %")
     answers = [
         ["principal components, alignment, transport", "yes: the problem asks for it"],
         ["torch's orthogonal parametrization", "yes: replace it"],
-        ["a recurrent network with a long memory", "yes, with modReLU"],
+        ["a recurrent network, memory over 100 steps", "yes, with modReLU"],
+        ["the same, over 300 steps", 'yes; `so.orthogonal` with `map="cwy"` is ahead'],
         ["a deep network without normalisation", "yes, if you cannot tune the learning rate"],
         ["the same, tuned", "no"],
         ["a GRU or an LSTM", "no: gates must saturate"],
@@ -173,43 +181,42 @@ def decisions(best: str) -> str:
     gru, cnn = (own[name, METHODS[2]] for name in ("GRU", "CNN"))
     # The unconstrained weights from an orthogonal initialisation: only the constraint differs.
     plain_gru, plain_cnn = (own[name, METHODS[1]] for name in ("GRU", "CNN"))
+    small, here = (cell(*layer, c, "2048 x 16") for c in ("torch, its default", LAYER))
+    trained, alone = (cell("why", "deep", enough, name, "50") for name in (tagged, free))
+    recalled = "[digits recalled](why.md#memory)"
+    longer = share(cell("why", "copying", known, cwy, "300"))
     measured = [
         ["-", "-", "[small problems](measured.md#packages-side-by-side)"],
         [
-            cell(*layer, "so.constrain, StiefelAdamW", "2048 x 16") + " ms",
-            cell(*layer, "torch, its default", "2048 x 16") + " ms",
-            "[a step of 2048 x 16](doors.md#in-place-of-torch-s-parametrization)",
+            "-",
+            "-",
+            f"[{here} ms a step, not {small} ms](doors.md#in-place-of-torch-s-parametrization)",
+        ],
+        [*(share(cell("why", "copying", known, name, "100")) for name in (tagged, free)), recalled],
+        [
+            f"{share(cell('why', 'copying', known, tagged, '300'))}, CWY {longer}",
+            share(cell("why", "copying", known, free, "300")),
+            recalled,
+        ],
+        ["-", "-", f"[{trained} of 9 learning rates work, not {alone} of 9](why.md#depth)"],
+        [
+            *(share(cell("why", "deep", known, name, "50")) for name in (tagged, free)),
+            "[50 layers](why.md#depth)",
+        ],
+        [gru, plain_gru, "[digits, pixel by pixel](measured.md#a-gru-and-a-cnn)"],
+        [cnn, plain_cnn, "[digits](measured.md#a-gru-and-a-cnn)"],
+        [
+            *right("vit_digits", "ten seeds", "test error, %", "StiefelAdamW", "AdamW"),
+            "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)",
         ],
         [
-            share(cell("why", "copying", right, tagged, "100")),
-            share(cell("why", "copying", right, free, "100")),
-            "[digits recalled after 100 steps](why.md#memory)",
-        ],
-        [
-            cell("why", "deep", rates, tagged, "50") + " of 9",
-            cell("why", "deep", rates, free, "50") + " of 9",
-            "[learning rates that train 50 layers](why.md#depth)",
-        ],
-        [
-            share(cell("why", "deep", right, tagged, "50")),
-            share(cell("why", "deep", right, free, "50")),
-            "[accuracy of 50 layers](why.md#depth)",
-        ],
-        [gru, plain_gru, "[accuracy](measured.md#a-gru-and-a-cnn)"],
-        [cnn, plain_cnn, "[accuracy](measured.md#a-gru-and-a-cnn)"],
-        [
-            cell("vit_digits", "ten seeds", "test error, %", "StiefelAdamW") + " %",
-            cell("vit_digits", "ten seeds", "test error, %", "AdamW") + " %",
-            "[error on 1,200 digits](measured.md#a-vision-transformer-of-few-digits)",
-        ],
-        [
-            cell(*vit, "StiefelAdam within heads") + " %",
-            cell(*vit, "AdamW") + " %",
-            "[error on CIFAR-10](measured.md#orthogonal-vision-transformer)",
+            *right("vit_long", "0", "Test error %", "StiefelAdam within heads", "AdamW"),
+            "[CIFAR-10](measured.md#orthogonal-vision-transformer)",
         ],
         ["-", "-", "[fine-tuning](recipes.md#fine-tune-a-trained-model)"],
     ]
-    header = ["You have", "Constrain it?", "constrained", "unconstrained", "measured"]
+    shares = ["% right, constrained", "% right, unconstrained"]
+    header = ["You have", "Constrain it?", *shares, "Measured"]
     rows = [answer + cells for answer, cells in zip(answers, measured, strict=True)]
     return harness.markdown_table(header, rows)
 

@@ -8,13 +8,13 @@ from typing import Any
 from benchmarks.common import harness
 
 METHODS = {
-    "tagged": "Tagged StiefelAdam",
+    "tagged": "constrained, StiefelAdam",
     "cwy": "CWY",
-    "free": "free, same start",
-    "clipped": "free, same start, clipped",
+    "free": "unconstrained, same initialisation",
+    "clipped": "unconstrained, same initialisation, clipped",
     "lstm": "LSTM",
-    "gaussian": "free, Gaussian start",
-    "default": "free, torch's start",
+    "gaussian": "unconstrained, Gaussian initialisation",
+    "default": "unconstrained, torch's initialisation",
 }
 SIZES = {"copying": "T", "deep": "layers", "attention": "blocks", "queries": "blocks"}
 Run = dict[str, Any]
@@ -89,14 +89,15 @@ def tables(values: dict[str, Any], rates: list[float]) -> dict[str, str]:
             spread = f"{means[best]:.1f} ({min(shares[best]):.1f} to {max(shares[best]):.1f})"
             enough = str(sum(mean >= 80 for mean in means))
             short.append([title, size, str(len(shares[0])), f"{rates[best]:g}", spread, enough])
-        header = ["share right, %, at rate", unit, *(f"{rate:g}" for rate in rates)]
+        header = ["% right at learning rate", unit, *(f"{rate:g}" for rate in rates)]
         written[f"{picture}, by rate"] = harness.markdown_table(header, rows)
-        header = ["method", unit, "seeds", "best rate", "% right there (seeds)"]
-        written[picture] = harness.markdown_table([*header, "rates with 80 % right"], short)
+        header = ["method", unit, "seeds", "best learning rate", "% right there (seeds)"]
+        header.append("learning rates with 80 % right")
+        written[picture] = harness.markdown_table(header, short)
     rows = []
     for size, title, kept in each(values, "deep"):
-        places = [("start", "start", 0)]
-        places += [(f"rate {rates[place]:g}", "end", place) for place in range(3, 8)]
+        places = [("initialisation", "start", 0)]
+        places += [(f"learning rate {rates[place]:g}", "end", place) for place in range(3, 8)]
         for label, when, place in places:
             row = [title, size, label]
             for word in ("smallest", "median", "largest"):
@@ -127,7 +128,7 @@ def tables(values: dict[str, Any], rates: list[float]) -> dict[str, str]:
         header = [
             "method",
             "seeds",
-            "rate",
+            "learning rate",
             "% right",
             "loss",
             "largest logit",

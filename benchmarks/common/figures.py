@@ -50,7 +50,7 @@ class Panel(NamedTuple):
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
     """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
-    plain = name.removeprefix("Tagged ").partition(", lr ")[0]
+    plain = name.removeprefix("Tagged ").removeprefix("constrained, ").partition(", lr ")[0]
     for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker

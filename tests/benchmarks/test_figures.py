@@ -18,7 +18,7 @@ SAME = [  # one method under two names
     {"ProjectedRGD", "ProjectedRGD, cayley"},
     {"RGD-C-C", "RGD-C-C (ours)"},
     {"CayleyAdam", "Cayley Adam"},
-    {"Free control", "free, same start"},
+    {"Free control", "unconstrained, same initialisation"},
     {"HR", "sequential HR"},
     {"EXPRNN", "exponential"},
     {"SCORNN", "Cayley by solve"},

@@ -87,7 +87,7 @@ def test_only_whole_seeds_count(why: ModuleType) -> None:
 
     runs = [run(seed, rate) for seed, rate in itertools.product(range(3), why.RATES)][:-1]
     values = why.why_tables.collect(runs, why.RATES)
-    assert values == {"copying": {"9": {"free, same start": {"right": [[50.0, 50.0]] * 9}}}}
+    assert values == {"copying": {"9": {"unconstrained, same initialisation": {"right": [[50.0, 50.0]] * 9}}}}
 
 
 def test_the_sentences_of_the_page_hold(why: ModuleType) -> None:
