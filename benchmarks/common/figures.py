@@ -50,7 +50,7 @@ class Panel(NamedTuple):
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
     """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
-    plain = name.removeprefix("Tagged ").removeprefix("constrained, ").partition(", lr ")[0]
+    plain = name.removeprefix("constrained, ").partition(", lr ")[0]
     for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker
@@ -193,7 +193,7 @@ def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 CASES = {
-    "as it is": "the model as it is", "both": "no warm-up, four times the rates",
+    "as it is": "the model as it is", "both": "no warm-up, four times the learning rates",
     "learned factor": "learned singular value a layer",
 }  # fmt: skip
 METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
@@ -617,8 +617,11 @@ def over_rates(axis: Any, rates: list[float], methods: Mapping[str, Any], key: s
     axis.grid(alpha=0.3)
 
 
+ASIDE = ("LSTM", "unconstrained, same initialisation, clipped", "CWY")
+
+
 def why(path: Path) -> None:
-    """What a free weight of the same start does: all three in one picture, and each by itself."""
+    """What the constraint changes: all three tasks in one picture, and each by itself."""
     found = read(path, "why")
     answers, images = "digits right (%)", "test images right (%)"
     share, part = (-3, 103), (60, 101)
@@ -650,7 +653,10 @@ def why(path: Path) -> None:
         figure, axes = start(len(panels), (3.3 * len(panels), 3.4))
         lines = {}
         for axis, (title, label, kind, size, key, limits) in zip(axes[0], panels, strict=True):
-            over_rates(axis, found["setting"]["rates"], found["values"][kind][size], key)
+            methods = found["values"][kind][size]
+            if name == "why":  # the first picture of a reader: as few lines as make the point
+                methods = {m: kept for m, kept in methods.items() if m not in ASIDE}
+            over_rates(axis, found["setting"]["rates"], methods, key)
             swept = "learning rate of q and k" if kind == "queries" else "learning rate"
             axis.set(xlabel=swept, ylabel=label, ylim=limits)
             if key == "largest logit":

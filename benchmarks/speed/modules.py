@@ -2,9 +2,9 @@
 
 **OrthogonalRNN** at N = 512 and 784 steps (an image of 28 x 28, pixel by pixel): forward and
 backward of the whole module, the map to the orthogonal matrix included, against the same loop with
-a free weight, ``h = tanh(x + h @ W.T)`` under autograd with the input products done at once, and
-against ``torch.nn.RNN``. Beside each time: max |Q'Q - I| of the transition, in float64, and for
-CWY how far the outputs are from a float64 loop with the transition formed.
+an unconstrained weight, ``h = tanh(x + h @ W.T)`` under autograd with the input products done at
+once, and against ``torch.nn.RNN``. Beside each time: max |Q'Q - I| of the transition, in float64,
+and for CWY how far the outputs are from a float64 loop with the transition formed.
 
 **delta_product** at T = 2048, d = 64 and two factors a token: forward and backward against the loop
 over tokens and factors under autograd, in its cheapest form, two matrix-vector products a factor.
@@ -33,20 +33,20 @@ from stiefel_opt.functional import delta_product
 from stiefel_opt.nn import OrthogonalRNN
 
 HIDDEN, STEPS = 512, 784
-FREE, TORCH = "free weight, loop", "free weight, nn.RNN"
+FREE, TORCH = "unconstrained weight, loop", "unconstrained weight, nn.RNN"
 TRANSITIONS: dict[str, dict[str, Any]] = {
     "tagged": {"transition": "tagged"},
     "CWY, L = N": {"transition": "cwy"},
     "CWY, L = 128": {"transition": "cwy", "reflections": 128},
     "exponential": {"transition": "matrix_exp"},
-    "free weight, ours": {"transition": None},
+    "unconstrained weight, ours": {"transition": None},
 }
 TOKENS, SIZE, FACTORS = 2048, 64, 2
 LOOP, CHUNKS = "loop", "chunk-wise"
 
 
 class FreeLoop(nn.Module):
-    """The loop that OrthogonalRNN is measured against: nothing but a free weight."""
+    """The loop that OrthogonalRNN is measured against: nothing but an unconstrained weight."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def measure_rnn(batch: int, rounds: int, device: torch.device) -> dict[str, Any]
         line.append("{:.2f} - {:.2f}".format(*row["ratio_quartiles"]))
         errors = (row.get(key) for key in ("orthonormality_error", "output_error"))
         lines.append([*line, *("-" if error is None else f"{error:.0e}" for error in errors)])
-    header = (f"N = {HIDDEN}, {STEPS} steps, batch {batch}", "ms", "over the free loop")
+    header = (f"N = {HIDDEN}, {STEPS} steps, batch {batch}", "ms", "over the unconstrained loop")
     header = (*header, "quartiles", "|Q'Q - I|", "error of outputs")
     return {"contestants": found, "table": harness.markdown_table(header, lines)}
 

@@ -18,7 +18,7 @@ SAME = [  # one method under two names
     {"ProjectedRGD", "ProjectedRGD, cayley"},
     {"RGD-C-C", "RGD-C-C (ours)"},
     {"CayleyAdam", "Cayley Adam"},
-    {"Free control", "unconstrained, same initialisation"},
+    {"unconstrained", "unconstrained, same initialisation"},
     {"HR", "sequential HR"},
     {"EXPRNN", "exponential"},
     {"SCORNN", "Cayley by solve"},
@@ -37,7 +37,7 @@ def test_no_two_methods_look_alike() -> None:
 
 
 def test_what_stands_around_a_name_does_not_change_its_colour() -> None:
-    for name in ("StiefelAdam", "Tagged StiefelAdam", "StiefelAdam across heads"):
+    for name in ("StiefelAdam", "constrained, StiefelAdam", "StiefelAdam across heads"):
         assert figures.style(name, 3)["color"] == figures.RED
 
 

@@ -88,7 +88,7 @@ def test_smoke_writes_table_results_and_plot(name, tmp_path, capsys) -> None:
 
 def test_cells_are_called_as_in_the_tables() -> None:
     names = ["T-CWY", "StiefelAdam", "exprnn", "LSTM", "lstm"]
-    assert cells.parse_cells(names) == ["T-CWY", "Tagged StiefelAdam", "EXPRNN", "LSTM"]
+    assert cells.parse_cells(names) == ["T-CWY", "constrained, StiefelAdam", "EXPRNN", "LSTM"]
     assert len(cells.parse_cells(["all"])) == len(cells.CELLS)
     with pytest.raises(SystemExit, match=r"--cells must be of CWY, T-CWY, .*, got gru"):
         cells.parse_cells(["gru"])

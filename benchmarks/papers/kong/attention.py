@@ -29,7 +29,7 @@ METHODS = {  # and the published rate
 CASES = {  # by what rates are multiplied, and flags
     "as it is": (1, ""),
     "no warm-up": (1, "--warmup 0"),
-    "four times the rates": (4, ""),
+    "four times the learning rates": (4, ""),
     "both": (4, "--warmup 0"),
     "12 layers of 64": (1, "--layers 12 --width 64 --heads 2 --feed-forward 64"),
     "bfloat16": (1, "--bfloat16"),

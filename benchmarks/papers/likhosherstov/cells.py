@@ -44,16 +44,17 @@ CELLS = {
     "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
     "adam": Cell(
-        "Tagged StiefelAdam", "tagged", rule=partial(so.StiefelAdam, radius=1.0), rate=10.0
+        "constrained, StiefelAdam", "tagged", rule=partial(so.StiefelAdam, radius=1.0), rate=10.0
     ),
-    "rgd": Cell("Tagged ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
-    "free": Cell("Free control", FREE),  # the cell of CWY, and its start, for comparison
+    "rgd": Cell("constrained, ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
+    "free": Cell("unconstrained", FREE),  # the cell of CWY, and its initialisation
     "lstm": Cell("LSTM"),
 }
 PAPER_CELLS = ["cwy", "expm", "dtriv-inf", "cayley", "lstm"]  # figures 1 and 4
 TITLES = {cell.title: name for name, cell in CELLS.items()}
 NAMES = {
-    title.removeprefix("Tagged ").removesuffix(" control"): name for title, name in TITLES.items()
+    title.removeprefix("constrained, ").replace("unconstrained", "Free"): name
+    for title, name in TITLES.items()
 }  # on command lines
 
 

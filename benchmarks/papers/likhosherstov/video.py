@@ -52,14 +52,14 @@ METHODS = {
     "RGD-C-QR": descent("canonical", "qr"),
     "RGD-E-QR": descent("euclidean", "qr"),
     "Cayley Adam": video_units.Method("tagged", so.CayleyAdam),
-    "Glorot start": video_units.Method(start="glorot"),
-    "Orthogonal start": video_units.Method(start="orthogonal"),
+    "Glorot initialisation": video_units.Method(start="glorot"),
+    "Orthogonal initialisation": video_units.Method(start="orthogonal"),
     "Zero kernel": video_units.Method(start="zero"),
     "ConvLSTM": video_units.Method(start="lstm"),
 }
 # Millions of parameters in the paper's table 4, whose layers are not all given.
 PUBLISHED = {"ConvLSTM": "3.26", "Zero kernel": "-", "StiefelAdam": "-", "StiefelSGD": "-"}
-DEFAULT = ["T-CWY", "StiefelAdam", "Orthogonal start", "Zero kernel", "ConvLSTM"]
+DEFAULT = ["T-CWY", "StiefelAdam", "Orthogonal initialisation", "Zero kernel", "ConvLSTM"]
 DESCENT = ("StiefelSGD", "RGD-C-C", "RGD-E-C", "RGD-C-QR", "RGD-E-QR")  # take --sgd-lr
 SETTINGS = ["data", "side", "channels", "frames", "batch_size", "epochs", "steps", "lr", "sgd_lr"]
 SETTINGS += ["action", "first_stride", "summed", "clip"]
