@@ -180,16 +180,18 @@ PUBLISHED = {"transport": "published"}
 PROJECTED = {"transport": "projected"}
 
 READING_CASES = [
-    OptimizerCase("sgd", "sgd"),
+    *(
+        OptimizerCase(name, name)
+        for name, rule in TABLE.items()
+        if rule.reference is not None and not rule.variant
+    ),
     OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
     OptimizerCase("sgd-projected", "sgd", {"metric": 0.3, **PROJECTED}),
     OptimizerCase("sgd-adaptive", "sgd", {"adaptive": True, "metric": 0.3}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-projected", "adam", PROJECTED),
-    OptimizerCase("rgd", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
-    OptimizerCase("cayley-sgd", "cayley-sgd"),
-    OptimizerCase("cayley-adam", "cayley-adam"),
+    OptimizerCase("rgd-qr", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
 ]
 
 VARIANTS = [

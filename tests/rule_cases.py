@@ -1,7 +1,12 @@
-"""The table of pure rules that the tests walk through, and the state to start them from."""
+"""The pure rules that the tests walk through, and the state to start them from.
+
+Every row of `optimizers.TABLE` that is no variant is here with the state that its class declares;
+what stands below are further options.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,8 +14,11 @@ from typing import Any
 
 import torch
 from cases import METRICS, ROTATIONS, TRANSPORTS, mixed
+from optimizers import RULES as NAMES
+from optimizers import TABLE
 from torch import Tensor
 
+import stiefel_opt as so
 from stiefel_opt import functional
 from stiefel_opt.geometry import RETRACTIONS, random_point
 
@@ -21,6 +29,7 @@ SQUARES = ("exp_avg_sq_skew", "exp_avg_sq_normal")
 SUMS = {
     "sgd": 2,
     "adam": 3,
+    "with_radius": 3,
     "descend": 3,
     "cayley_sgd": 3,
     "cayley_adam": 4,
@@ -40,15 +49,19 @@ class RuleCase:
     keeps: tuple[str, ...] = ()
 
     @property
-    def most_sums(self) -> int:
-        return SUMS[self.rule.__name__]
+    def function(self) -> str:
+        return getattr(self.rule, "func", self.rule).__name__
+
+    @property
+    def most_sums(self) -> float:
+        return SUMS.get(self.function, math.inf)
 
     @property
     def name(self) -> str:
         shown = (f"{key}={value}" for key, value in self.options.items() if key != "step")
         kept = ["unevaluated"] if DEFERRED[0] in self.keeps else []
         kept += ["amsgrad"] if any(name.startswith("max_") for name in self.keeps) else []
-        return ",".join([self.rule.__name__, *kept, *shown])
+        return ",".join([self.function, *kept, *shown])
 
     def __call__(self, *arguments: Any, **more: Any) -> Any:
         return self.rule(*arguments, **{**self.options, **more})
@@ -58,6 +71,32 @@ class RuleCase:
     ) -> dict[str, Tensor]:
         """The state after a few steps, drawn by chance, or that before the first."""
         return state_at(point, self.keeps, generator, zero=zero)
+
+
+DECLARED: dict[str, so.optim.State] = {}  # by name, of every rule of the table
+
+
+def declared_case(name: str) -> RuleCase:
+    """The rule of a row of the table of optimizers, with its options and its state."""
+    row = TABLE[name]
+    optimizer = row.optimizer([so.ManifoldParameter(torch.eye(3, 2))], **row.options)
+    (group,) = optimizer.param_groups
+    rule, declared = optimizer.rule_for(group), optimizer.state_for(group)
+    DECLARED.update({kind.name: kind for kind in declared})
+    names = tuple(kind.name for kind in declared)
+    function = partial(rule.func, *rule.args) if rule.args else rule.func
+    return RuleCase(function, {**FIRST, **rule.keywords}, names)
+
+
+def drawn(kind: so.optim.State, point: Tensor, make: Callable[..., Tensor]) -> Tensor:
+    """A value of a state by its declaration, of the size that a few steps make."""
+    k, n, m = point.shape
+    value = make(*{"nm": (k, n, m), "mm": (k, m, m), "1": (k, 1, 1)}[kind.shape]) / 4
+    if kind.symmetry == "normal":
+        value = value - point @ (point.mH @ value)
+    if kind.least >= 0:
+        value = kind.least + value.square() + 0.01
+    return kind.part_of(value)
 
 
 def state_at(
@@ -89,8 +128,10 @@ def state_at(
         "max_" + SQUARES[1]: squares[1] * 1.5,
         "exp_avg_sq_norm": squares[0].new_full((k, 1, 1), 50 * least),
         "max_exp_avg_sq_norm": squares[0].new_full((k, 1, 1), 60 * least),
-        "momentum_ambient": make(k, n, m) * (not zero),
     }
+    for name in set(names) - found.keys():
+        value = drawn(DECLARED[name], point, make)
+        found[name] = DECLARED[name].fill_(value) if zero else value
     tall_only = () if n > m else (NORMAL, *DEFERRED, SQUARES[1], "max_" + SQUARES[1])
     return {name: found[name].clone() for name in names if name not in tall_only}
 
@@ -168,7 +209,6 @@ CAYLEY = [
 ]
 MUON = [
     RuleCase(functional.muon),
-    RuleCase(functional.muon, {}, AMBIENT),
     RuleCase(functional.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
     RuleCase(functional.muon, {"maximize": True, "tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
 ]
@@ -189,7 +229,7 @@ PUBLISHED = [
         for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
     ),
 ]
-RULES = [*SGD, *ADAMS, *DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
+RULES = [*map(declared_case, NAMES), *SGD, *ADAMS, *DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
 
 
 def problem(

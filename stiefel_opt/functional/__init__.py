@@ -11,6 +11,7 @@ from stiefel_opt.functional.descent import retract as retract
 from stiefel_opt.functional.flows import Length as Length
 from stiefel_opt.functional.flows import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import adam as adam
+from stiefel_opt.functional.momentum import bias_correction as bias_correction
 from stiefel_opt.functional.momentum import evaluated as evaluated
 from stiefel_opt.functional.momentum import sgd as sgd
 from stiefel_opt.functional.muon import muon as muon

@@ -152,8 +152,8 @@ class GroupIndex:
             state: StateDict = optimizer.state[parameter]
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, layouts[key], len(together))
-            read, write = optimizer._velocity_in, optimizer._state_of_velocity
-            known, names = optimizer._known, optimizer._velocity_names
+            read, write = optimizer.velocity_in, optimizer.state_of_velocity
+            known, names = optimizer._known, optimizer.velocity_names
             keep_velocity(weight, self.declared, known, names, read, write)
             complete_state(state, self.declared, parameter, manifold, called, known, layouts[key])
             together.append(weight)
@@ -187,11 +187,14 @@ class StiefelOptimizer(Optimizer, ABC):
         rule: The name under which a checkpoint is saved. Default: that of the class.
         sums_over_rows: Whether the rule forms products over rows by ``sums`` alone, so that
             rows may be shared by several processes. Default: False, and such weights are refused.
+        velocity_names: The state from which :meth:`velocity` is read. A rule that keeps its
+            momentum otherwise than as ``momentum_skew`` and ``momentum_normal`` names it here, and
+            overrides :meth:`velocity_in` and :meth:`state_of_velocity`.
     """
 
     rule: str = ""
     sums_over_rows: bool = False
-    _velocity_names: tuple[str, ...] = (SKEW, NORMAL)  # of state that keeps a momentum
+    velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
     # Options that are newer than some checkpoints, as these were meant.
@@ -249,7 +252,7 @@ class StiefelOptimizer(Optimizer, ABC):
         normal = tuple(kind.name for kind in self.state_for(group) if kind.symmetry == "normal")
         return partial(corrected, normal=normal)
 
-    def _velocity_in(
+    def velocity_in(
         self,
         X: Tensor,  # noqa: ARG002
         state: Tensors,
@@ -257,7 +260,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Return Z and U of the momentum X Z + U at X; None for what there is not."""
         return state.get(SKEW), state.get(NORMAL)
 
-    def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:  # noqa: ARG002
+    def state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:  # noqa: ARG002
         """Return the state that keeps a momentum X Z + U."""
         return {SKEW: Z, NORMAL: U}
 
@@ -601,7 +604,7 @@ class StiefelOptimizer(Optimizer, ABC):
         group, manifold = group_of(parameter, self.param_groups)
         self._check_velocity(self.declared_for(group))
         state = self.state.get(parameter, {})
-        return velocity_of(parameter, manifold, state, self._known, self._velocity_in)
+        return velocity_of(parameter, manifold, state, self._known, self.velocity_in)
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
@@ -617,13 +620,13 @@ class StiefelOptimizer(Optimizer, ABC):
         group, manifold = group_of(parameter, self.param_groups)
         declared, called = self.declared_for(group), partial(name_of, parameter, self.param_groups)
         self._check_velocity(declared)
-        rules = self.state, declared, self._known, self._state_of_velocity
+        rules = self.state, declared, self._known, self.state_of_velocity
         set_velocity_(parameter, manifold, called, *rules, skew, normal)
 
     def _check_velocity(self, declared: tuple[State, ...]) -> None:
         """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
         names = [kind.name for kind in declared if kind.shape != "1"]
-        if names and not set(names) & set(self._velocity_names):
+        if names and not set(names) & set(self.velocity_names):
             condition = "keep its momentum as Z and U"
             raise ValueError(fail(self.rule, condition, ", ".join(names), "read optimizer.state"))
 

@@ -29,7 +29,10 @@ _NO_OPTIONS: Final = ("self", "params", "__class__")
 
 
 class SGDLike(StiefelOptimizer):
-    """Plain tensors move by ``torch.optim.SGD``: momentum, dampening, weight decay, Nesterov."""
+    """Base of optimizers whose plain tensors move by ``torch.optim.SGD``, by its options.
+
+    Checkpoints of ``torch.optim.SGD`` can be loaded; the momentum of constrained tensors starts.
+    """
 
     sums_over_rows = True
     _sparse_allowed = True
@@ -50,7 +53,11 @@ class SGDLike(StiefelOptimizer):
             raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
 
     def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
-        """Return a rule with the options of SGD and those of these names."""
+        """Return ``rule`` with ``momentum``, ``nesterov``, ``force`` and more options bound.
+
+        ``force`` is the factor of the gradient: the sign of ``maximize``, and the dampening;
+        ``names`` are those of the further options.
+        """
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
         sign = -1.0 if group["maximize"] else 1.0
         if group["dampening"] == 0 or group["momentum"] == 0:
@@ -82,7 +89,11 @@ def _damped(
 
 
 class AdamLike(StiefelOptimizer):
-    """Plain tensors move by ``torch.optim.Adam``, or AdamW with ``decoupled_weight_decay``."""
+    """Base of optimizers whose plain tensors move by ``torch.optim.Adam``, by its options.
+
+    ``decoupled_weight_decay=True`` is AdamW. Checkpoints of both can be loaded; the momentum of
+    constrained tensors starts.
+    """
 
     sums_over_rows = True
     _torch_rule = TorchRule(
@@ -107,7 +118,11 @@ class AdamLike(StiefelOptimizer):
             raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
 
     def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
-        """Return a rule with the options of Adam and those of these names."""
+        """Return ``rule`` with ``betas``, ``eps``, ``force`` and more options bound.
+
+        ``force`` is the factor of the gradient: -1 if ``maximize``; ``names`` are those of the
+        further options.
+        """
         options = {name: group[name] for name in ("betas", "eps", *names)}
         return partial(rule, force=-1.0 if group["maximize"] else 1.0, **options)
 

@@ -66,7 +66,7 @@ class StiefelMuon(MuonLike):
     """
 
     rule = "StiefelMuon"
-    _velocity_names = (AMBIENT,)
+    velocity_names = (AMBIENT,)
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class StiefelMuon(MuonLike):
         return partial(muon, **options)
 
     @override
-    def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
         if (B := state.get(AMBIENT)) is None:  # -(X Z + U)
             return None, None
         inner = X.mH @ B
         return (inner.mH - inner) / 2, X @ inner - B
 
     @override
-    def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
+    def state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
         return {AMBIENT: -(X @ Z + U)}

@@ -120,7 +120,7 @@ class StiefelSGD(SGDLike):
     """
 
     rule = "StiefelSGD"
-    _velocity_names = (SKEW, NORMAL, BASE, SHIFT, FACTOR)
+    velocity_names = (SKEW, NORMAL, BASE, SHIFT, FACTOR)
     _before: ClassVar = {"adaptive": False}
 
     def __init__(
@@ -177,11 +177,11 @@ class StiefelSGD(SGDLike):
         return corrected_deferred
 
     @override
-    def _velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
         return evaluated(X, state)
 
     @override
-    def _state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
+    def state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
         identity = torch.eye(Z.size(-1), dtype=Z.dtype, device=Z.device).expand_as(Z)
         return {SKEW: Z, NORMAL: U, BASE: U, SHIFT: torch.zeros_like(Z), FACTOR: identity}
 

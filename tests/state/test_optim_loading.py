@@ -222,15 +222,13 @@ def test_state_below_its_declared_least_is_refused(name):
 
 @every_optimizer
 def test_every_rule_takes_its_own_state_and_no_other(name):
-    rule = OPTIMIZERS[name][0]
     for other in RULES:
-        saved = trained(other, 1)[1].state_dict()
-        opt = trained(name, 1)[1]
-        if OPTIMIZERS[other][0].rule == rule.rule:
-            opt.load_state_dict(saved)
+        saver, opt = trained(other, 1)[1], trained(name, 1)[1]
+        if saver.rule == opt.rule:
+            opt.load_state_dict(saver.state_dict())
             continue
-        with pytest.raises(ValueError, match=f"must be one of {rule.rule}, got one of"):
-            opt.load_state_dict(saved)
+        with pytest.raises(ValueError, match=f"must be one of {opt.rule}, got one of {saver.rule}"):
+            opt.load_state_dict(saver.state_dict())
 
 
 @pytest.mark.parametrize(
