@@ -193,7 +193,13 @@ def main() -> None:
         spread = f" +- {(max(losses) - min(losses)) / 2:.3f}" if len(losses) > 1 else ""
         loss = f"{statistics.mean(losses):.3f}{spread}"
         table.append([method, f"{rates[method]:g}", loss, f"{times[0]:.1f}", f"{times[1]:.1f}"])
-    header = ["hidden matrices", "rate", "held-out loss", "optimizer, ms a step", "all, ms a step"]
+    header = [
+        "hidden matrices",
+        "learning rate",
+        "held-out loss",
+        "optimizer, ms a step",
+        "all, ms a step",
+    ]
     tables = [markdown_table(header, table)]
     content |= {"rates": rates, "machine": machine(), "tables": tables}
     write_json(FILE, content)

@@ -487,7 +487,7 @@ def merge(options: argparse.Namespace) -> None:
     training = {(run["method"], run["rate"], run["seed"]): run for run in whole}
     fixed = {name: rows for name, rows in found if "method" not in rows[0]}
     full, first = fixed["full precision"][0]["held_out"], fixed["Hadamard"][0]
-    header = ["W16A4, activations rounded", "seeds", "rate"]
+    header = ["W16A4, activations rounded", "seeds", "learning rate"]
     for name in full:
         header += [f"perplexity, {name}", f"gap closed %, {name}", f"KL, {name}"]
     header += ["1000 x loss at the end", "processor s a step", "optimizer %", "max abs(R'R - I)"]
