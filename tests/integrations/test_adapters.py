@@ -675,4 +675,4 @@ def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for section in page.split("\n## ")
     ]
     ran = [exec(section, {"__name__": "docs"}) for section in sections if section]
-    assert len(ran) == 2
+    assert len(ran) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,8 @@ def test_the_page_of_the_trainer_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    space: dict[str, Any] = {"__name__": "docs"}  # the second block goes on where the first ends
     for block in blocks:
-        exec(block, {"__name__": "docs"})
+        exec(block, space)
     assert len(blocks) == 2
     assert "orthonormality_error/transformer.h.0.attn.c_attn.weight" in capsys.readouterr().out
