@@ -12,10 +12,10 @@ from typing_extensions import override
 from stiefel_opt._checks import check_flag, check_module, check_range, fail
 from stiefel_opt.constraints import project_, readings
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, widened
+from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel
 
-_CORRECTIONS: Final = 4  # Newton-Schulz steps, each of which squares the error
+_CORRECTIONS: Final = 4  # Newton-Schulz steps
 
 
 class ProjectedAverage(swa_utils.AveragedModel):
@@ -92,6 +92,5 @@ def _correct(parameter: Tensor, reading: Stiefel) -> None:
         error = float(gram_error(point).amax())
         if not orthonormality_tolerance(parameter.dtype, point.size(-2)) < error < 1:
             continue
-        for _ in range(_CORRECTIONS):
-            point = 1.5 * point - 0.5 * point @ (point.mH @ point)
-        part.copy_(reading.stored(reading.scale * point, part.shape, index))
+        point = reading.scale * newton_schulz(point, _CORRECTIONS)
+        part.copy_(reading.stored(point, part.shape, index))

@@ -120,7 +120,7 @@ def constrain(
             own_flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
         known = 1.0 if isinstance(scale, str) else scale
         reading = Stiefel(own_heads, rows, own_flatten, transposed, known)  # type: ignore[arg-type]
-        _check_value(parameter, reading, each, whole=project or scale == "keep")
+        check_value(parameter, reading, each, whole=project or scale == "keep")
         if scale == "keep":
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
         elif scale == "rms":
@@ -152,7 +152,9 @@ def _names(module: nn.Module, name: object) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def _check_value(parameter: nn.Parameter, reading: Stiefel, name: str, *, whole: bool) -> None:
+def check_value(
+    parameter: nn.Parameter, reading: Stiefel, name: str, *, whole: bool = True
+) -> None:
     """Raise for what cannot be constrained so, before anything has changed."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)

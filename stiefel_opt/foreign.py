@@ -78,10 +78,16 @@ _look_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _keeps_tags(optimizer: Optimizer) -> bool:
     """Say whether an optimizer is of this package, derived from one, or wraps one."""
-    inner: list[Any] = [optimizer]
+    return any(map(is_own, (optimizer, *inner_optimizers(optimizer))))
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one wraps, each by itself or in a list or dictionary."""
+    held: list[Any] = []
     for value in vars(optimizer).values():
-        inner += value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(each, Optimizer) and is_own(each) for each in inner)
+        values = value.values() if isinstance(value, dict) else value
+        held += values if isinstance(value, (dict, list, tuple)) else (value,)
+    return [each for each in held if isinstance(each, Optimizer)]
 
 
 def is_own(thing: object) -> bool:

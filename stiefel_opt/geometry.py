@@ -80,9 +80,14 @@ def polar_factor(matrices: Tensor) -> Tensor:
     if matrices.size(-2) < matrices.size(-1):
         raise ValueError(fail("matrices", "be tall", matrices))
     left, _, right = torch.linalg.svd(widened(matrices), full_matrices=False)
-    point: Tensor = left @ right
-    point = 1.5 * point - 0.5 * point @ (point.mH @ point)
-    return point.to(matrices.dtype)
+    return newton_schulz(left @ right).to(matrices.dtype)
+
+
+def newton_schulz(point: Tensor, steps: int = 1) -> Tensor:
+    """Return ``point``, near the manifold, on it: each Newton-Schulz step squares the error."""
+    for _ in range(steps):
+        point = 1.5 * point - 0.5 * point @ (point.mH @ point)
+    return point
 
 
 def random_point(

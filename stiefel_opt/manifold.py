@@ -276,6 +276,19 @@ def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
     return None if values[0] == 1 else values[0]  # one head is none
 
 
+def reading_by(key: Any, parameter: Tensor) -> Stiefel | None:
+    """Return how a parameter is read by the key ``stiefel`` of its group; None: by its tag."""
+    if isinstance(key, Stiefel):
+        return key
+    if isinstance(key, Mapping):
+        return Stiefel.from_dict(key)
+    if not (key is None or isinstance(key, bool)):
+        raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(key)))
+    if key is False:
+        return None
+    return manifold_of(parameter) or (Stiefel() if key else None)
+
+
 def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
     """Return the tag of ``parameter``, or None; raise if its ``.manifold`` is another's."""
     manifold = getattr(parameter, "manifold", None)

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
 from stiefel_opt.device import exact_products, reader_for
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.foreign import is_own, trust
+from stiefel_opt.foreign import inner_optimizers, is_own, trust
 from stiefel_opt.geometry import project_tangent, widened
 from stiefel_opt.linalg import add_to_diagonal_, infinity_norm, largest_bound, own_gram, skew
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.manifold import Stiefel, reading_by
 from stiefel_opt.points import nearest
 from stiefel_opt.roots import roots
 
@@ -99,7 +99,7 @@ def _refuse(optimizer: Optimizer) -> None:
         raise TypeError(fail("optimizer", "be of another package", name, remedy))
     kinds = [kind.__name__.replace("_", "") for kind in type(optimizer).__mro__]
     has_second_weights = any(map(_SECOND_WEIGHTS.search, kinds))
-    for value in () if has_second_weights else _inner(optimizer):
+    for value in () if has_second_weights else inner_optimizers(optimizer):
         given = f"{name} around {type(value).__name__}"
         remedy = "call so.on_manifold(optimizer) first, or leave the wrapper out"
         raise TypeError(fail("optimizer", "step the weights itself", given, remedy))
@@ -118,15 +118,6 @@ def _refuse(optimizer: Optimizer) -> None:
         raise TypeError(fail("optimizer", "run the step hooks of torch", name, remedy))
 
 
-def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers that one holds, alone or in a list or dictionary."""
-    for value in vars(optimizer).values():
-        listed = value.values() if isinstance(value, dict) else value
-        for each in listed if isinstance(value, (dict, list, tuple)) else (value,):
-            if isinstance(each, Optimizer):
-                yield each
-
-
 # ---- which weights -----------------------------------------------------------------------------
 
 
@@ -139,34 +130,17 @@ class _Weight(NamedTuple):
         """Return what an error calls it."""
         return self.name or f"parameter of shape {tuple(self.parameter.shape)}"
 
-    def is_like(self, other: _Weight) -> bool:
-        """Say whether ``other`` is the same parameter, read alike."""
-        return self.parameter is other.parameter and self.reading == other.reading
-
 
 def _constrained(optimizer: Optimizer) -> list[_Weight]:
     """Return the constrained parameters of all groups."""
-    found = []
+    weights = []
     for group in optimizer.param_groups:
-        names = group.get("param_names", ())
-        names = names or [""] * len(group["params"])
+        names = group.get("param_names") or [""] * len(group["params"])
         for parameter, name in zip(group["params"], names, strict=True):
-            reading = _reading(parameter, group.get("stiefel"))
+            reading = reading_by(group.get("stiefel"), parameter)
             if reading is not None:
-                found.append(_Weight(parameter, reading, name))
-    return found
-
-
-def _reading(parameter: Tensor, wanted: Any) -> Stiefel | None:
-    """Return how a parameter is read: by the key ``stiefel`` of its group, else by its tag."""
-    if isinstance(wanted, Stiefel):
-        return wanted
-    if isinstance(wanted, dict):
-        return Stiefel.from_dict(wanted)
-    if not (wanted is None or isinstance(wanted, bool)):
-        raise TypeError(fail("stiefel", "be None, True, False or a Stiefel", repr(wanted)))
-    tagged = manifold_of(parameter)
-    return tagged if wanted is None else (tagged or Stiefel()) if wanted else None
+                weights.append(_Weight(parameter, reading, name))
+    return weights
 
 
 class _Block:
@@ -178,9 +152,6 @@ class _Block:
         value = parameter.detach()
         part = reading.parts(value)[index]
         self._stored, self._shape = part.shape, reading.matrices(part, index).shape
-        matrices = self.read(value)
-        storages = (tensor.untyped_storage().data_ptr() for tensor in (matrices, value))
-        self._view = matrices if len(set(storages)) == 1 else None  # where strides allow
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the matrices ``(k, n, m)`` of a tensor like the parameter."""
@@ -194,14 +165,10 @@ class _Block:
 
     def point(self) -> Tensor:
         """Return the matrices of the parameter, perhaps a view."""
-        return self.read(self.parameter.detach()) if self._view is None else self._view
+        return self.read(self.parameter.detach())
 
-    def write(self, matrices: Tensor, tensor: Tensor | None = None) -> None:
-        """Write matrices into a tensor like the parameter. Default: the parameter."""
-        if tensor is None and self._view is not None:
-            self._view.copy_(matrices)
-            return
-        tensor = self.parameter.detach() if tensor is None else tensor
+    def write(self, matrices: Tensor, tensor: Tensor) -> None:
+        """Write matrices into a tensor like the parameter."""
         self.reading.parts(tensor)[self.index].copy_(self.stored(matrices))
 
 
@@ -230,7 +197,7 @@ class _Stack:
     def write(self, matrices: Tensor) -> None:
         """Write a batch into the parameters."""
         for block, piece in self.pieces(matrices):
-            block.write(piece)
+            block.write(piece, block.parameter.detach())
 
 
 def _stacks(weights: list[_Weight]) -> list[_Stack]:
@@ -309,7 +276,7 @@ class _Keeper:
             point = nearest(weight.parameter, weight.reading, weight.called())
             if point is not None:
                 weight.parameter.copy_(point)
-        if changed or not _are_alike(weights, self._weights):
+        if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
             self._stacks, self._weights = _stacks(weights), weights
         self._points = [stack.points() for stack in self._stacks]
 
@@ -373,8 +340,8 @@ def _is_within_step(optimizer: Optimizer) -> bool:
     return count > 1
 
 
-def _are_alike(weights: list[_Weight], others: list[_Weight]) -> bool:
-    return len(weights) == len(others) and all(map(_Weight.is_like, weights, others))
+def _key(weight: _Weight) -> tuple[int, Stiefel]:
+    return id(weight.parameter), weight.reading
 
 
 def _version_of(parameter: Tensor) -> tuple[int, int]:

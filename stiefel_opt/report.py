@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -130,6 +130,15 @@ class Line:
     factor: float | None = None
 
 
+_COLUMNS: Final = {  # title: attribute of a line, and its form
+    "moved": ("moved", "{:.0%}"),
+    "skipped steps": ("skipped", "{}"),
+    "last step": ("angle", "{:.1e} rad"),
+    "radius": ("radius", "{:.3g}"),
+    "factor": ("factor", "{:.3g}"),
+}
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """Result of :func:`report`; printing it shows a table.
@@ -146,22 +155,12 @@ class Report:
     def __str__(self) -> str:
         if not self.lines:
             return "no constrained parameters"
-        moved, angles = ([line.moved for line in self.lines], [line.angle for line in self.lines])
-        columns = {
-            "moved": ["-" if share is None else f"{share:.0%}" for share in moved],
-            "skipped steps": [
-                "-" if line.skipped is None else str(line.skipped) for line in self.lines
-            ],
-            "last step": ["-" if angle is None else f"{angle:.1e} rad" for angle in angles],
-        }
-        for name in ("radius", "factor"):
+        columns = {}
+        for title, (name, form) in _COLUMNS.items():
             values = [getattr(line, name) for line in self.lines]
-            if any(value is not None for value in values):
-                columns[name] = ["-" if value is None else f"{value:.3g}" for value in values]
-        if all(share is None for share in moved):
-            del columns["moved"]
-        if not self.with_steps:
-            del columns["skipped steps"], columns["last step"]
+            is_known = any(value is not None for value in values)
+            if is_known or (self.with_steps and name in ("skipped", "angle")):
+                columns[title] = ["-" if value is None else form.format(value) for value in values]
         rows = [("parameter", "shape", "reading", *columns, "error")]
         for line, *extra in zip(self.lines, *columns.values(), strict=True):
             error = "meta" if line.error is None else f"{line.error:.1e}"

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
-import torch
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_dtype, check_module, fail
-from stiefel_opt.constraints import apply_readings
+from stiefel_opt._checks import check_choice, check_module, fail
+from stiefel_opt.constraints import apply_readings, check_value
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
 from stiefel_opt.points import kept_scale
@@ -172,7 +171,7 @@ def constrain_attention(
             owner = path.rpartition(".")[0] if name == BESIDE_WEIGHT else path
             called = f"{owner}.{name}" if owner else name
             parameter = model.get_parameter(called)
-            _check(parameter, reading, called)
+            check_value(parameter, reading, called)
             own = kept_scale(parameter, reading, called) if scale == "keep" else scale
             readings[called] = replace(reading, scale=own)
             kinds[called] = type(model.get_submodule(path)).__name__
@@ -388,14 +387,6 @@ def _reading(weight: _Weight, heads: dict[str, int], which: str) -> Stiefel:
     if len(counts) == len(weight.sizes) and len(set(counts)) == 1:  # equal blocks, no row is plain
         return Stiefel(heads=sum(counts), transposed=weight.transposed)
     return Stiefel(tuple(counts), tuple(ranges), transposed=weight.transposed)
-
-
-def _check(parameter: nn.Parameter, reading: Stiefel, name: str) -> None:
-    """Raise for what :func:`constrain` would refuse, before anything has changed."""
-    reading.check(parameter.shape, name)
-    check_dtype(name, parameter.dtype)
-    if not (parameter.is_meta or bool(torch.isfinite(parameter).all())):
-        raise ValueError(fail(name, "be finite to be projected", "NaN or inf", "initialise it"))
 
 
 def _below(path: str, ancestor: str) -> bool:

@@ -25,7 +25,7 @@ from stiefel_opt.device import readable
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.functional.published import ROTATIONS
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.manifold import Stiefel, manifold_of, reading_by
 from stiefel_opt.optim.commit import LARGEST_SAFE
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.torch_rules import Group
@@ -40,16 +40,7 @@ RADII: Final = ("virtual", "angle")
 
 def reading(parameter: Tensor, group: Group) -> Stiefel | None:
     """Return how a group reads a parameter: the group's key if it has one, else the tag."""
-    key = group["stiefel"]
-    if key is None:
-        return manifold_of(parameter)
-    if key is False:
-        return None
-    if key is True:
-        return manifold_of(parameter) or Stiefel()
-    if isinstance(key, Stiefel):  # put there by hand
-        return key
-    return Stiefel.from_dict(key)
+    return reading_by(group["stiefel"], parameter)
 
 
 def as_plain_data(stiefel: Any) -> Any:

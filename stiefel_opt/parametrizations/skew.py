@@ -12,7 +12,13 @@ from typing_extensions import Self, override
 from stiefel_opt._checks import check_count, fail
 from stiefel_opt.device import is_compiling
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
+from stiefel_opt.geometry import (
+    gram_error,
+    newton_schulz,
+    orthonormality_tolerance,
+    polar_factor,
+    widened,
+)
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs, logarithm, with_determinant
@@ -141,8 +147,7 @@ class Trivialization(_Based):
     @torch.no_grad()
     def rebase(self, tangent: Tensor) -> None:
         """Move X0 to the point of the free tensor ``tangent`` and set that to zero, in place."""
-        point = self._unrounded(tangent)
-        self._set_buffer("base", 1.5 * point - 0.5 * point @ (point.mH @ point))
+        self._set_buffer("base", newton_schulz(self._unrounded(tangent)))
         tangent.zero_()
 
     def _count(self, tangent: Tensor) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import fail
-from stiefel_opt.geometry import gram_error
+from stiefel_opt.geometry import gram_error, newton_schulz
 from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.hadamard_matrices import largest_hadamard
 
 ONLINE = ("R3", "R4")  # fixed rotations: of queries and keys, of the inputs of down_proj
 FORMAT = 1
 LARGEST_ERROR = 1e-3  # of R'R: more is no rounding
-POLISHING = 3  # Newton-Schulz steps, each of which squares the error
+POLISHING = 3  # Newton-Schulz steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,4 @@ def check_fixed_heads(decoder: Decoder) -> None:
 
 def polished(rotation: Tensor) -> Tensor:
     """Return the nearest orthogonal matrix, in float64."""
-    point = rotation.detach().double()
-    for _ in range(POLISHING):
-        point = 1.5 * point - 0.5 * point @ (point.mT @ point)
-    return point
+    return newton_schulz(rotation.detach().double(), POLISHING)
