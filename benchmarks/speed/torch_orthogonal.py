@@ -252,7 +252,8 @@ def number(value: float) -> str:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """One row for each shape, as a first table wants it."""
     header = ["ms of forward, backward and step", "torch, its default", "torch cayley", "geotorch"]
-    header += [OURS, TAG, "checkpoint: torch", "tag", "off: torch", "tag"]
+    header += [OURS, TAG, "file, torch", "file, so.constrain"]
+    header += ["error, torch", "error, so.constrain"]
     lines = []
     for row in rows:
         found, square = row["results"], row["shape"][-1] == row["shape"][-2]

@@ -46,7 +46,10 @@ def test_it_says_what_the_demo_printed() -> None:
     path = ROOT / "benchmarks" / "results" / "demo.json"
     measured = json.loads(path.read_text(encoding="utf-8"))
     text = " ".join(README.split())
-    assert demo.sentence(measured["errors"]) in text
+    for method, rows in measured["errors"].items():
+        cells = [method, *(f"{statistics.fmean(row):.1f}" for row in rows)]
+        assert f"| {' | '.join(cells)} |" in text
+    assert f"| {' | '.join(f'{rate:g}' for rate in demo.RATES)} |" in text
     ratio = statistics.median(demo.faster(measured["seconds"]))
     assert f"{ratio:.1f} times faster than torch's parametrization" in text
     tuned = json.loads((path.parent / "vit_digits.json").read_text(encoding="utf-8"))["methods"]
