@@ -33,6 +33,32 @@ MapT = TypeVar("MapT", bound=Callable[..., Any])
 is_compiling: Final = torch.compiler.is_compiling
 
 
+def untraced(function: MapT) -> MapT:
+    """Decorator: a function that returns None, and does nothing while code is traced."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any) -> None:
+        if not is_compiling():
+            function(*arguments)
+
+    return cast("MapT", wrapped)
+
+
+def remembered(size: int) -> Callable[[MapT], MapT]:
+    """Decorator: remember the last ``size`` results, but not while code is traced."""
+
+    def decorate(function: MapT) -> MapT:
+        cached = functools.lru_cache(maxsize=size)(function)
+
+        @functools.wraps(function)
+        def wrapped(*arguments: Any) -> Any:
+            return function(*arguments) if is_compiling() else cached(*arguments)
+
+        return cast("MapT", wrapped)
+
+    return decorate
+
+
 def is_cpu(tensor: Tensor) -> bool:
     """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
     return _is_on_cpu(tensor)
@@ -172,7 +198,9 @@ def exact_products(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     hold to 1e-3 only. The precision belongs to the process: steps of several threads share one
     suspension, and the last of them ends it.
     """
-    if not _SUSPENSION.active and all(backend.fp32_precision in _EXACT for backend in _BACKENDS):
+    first, second = _BACKENDS
+    exact = first.fp32_precision in _EXACT and second.fp32_precision in _EXACT
+    if exact and not _SUSPENSION.active:
         return no_autocast(tensor)
     return _suspended(tensor)
 

@@ -178,6 +178,13 @@ def subtract_(pending: Tensor, tensor: Tensor, factor: float | Tensor) -> Tensor
     return pending.sub_(tensor, alpha=factor)
 
 
+def onto_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
+    """Return base + factor tensor, in the memory of ``tensor``."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(base, tensor, factor, out=tensor)
+    return torch.add(base, tensor, alpha=factor, out=tensor)
+
+
 def turn_and_move(
     tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
 ) -> Tensor:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stiefel_opt._checks import users_level
-from stiefel_opt.device import is_compiling, lives_on, may_wait_for, no_autocast
+from stiefel_opt.device import is_compiling, lives_on, may_wait_for, no_autocast, untraced
 from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -98,15 +98,14 @@ class _Watched(dict[str, Any]):
     @override
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if (self.unread or not torch.is_grad_enabled()) and not is_compiling():
-            self.look(name, value, sys._getframe(1))
+        if self.unread or not torch.is_grad_enabled():
+            self.look(name, value)
         return value
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        reading = self.__dict__.get("records", {}).get(name)  # no records yet in a pickle
-        if reading is None or is_compiling():
+        if (reading := self._reading_of(name)) is None:
             return
         self.looks.pop(name, None)
         if isinstance(value, ManifoldParameter):
@@ -120,7 +119,7 @@ class _Watched(dict[str, Any]):
     @override
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        if not (self.silent or is_compiling()) and name in self.records:
+        if not self.silent and self._reading_of(name) is not None:
             warnings.warn(
                 f"`{name}` is constrained, and is no parameter any more: what computes it now (a "
                 "parametrization, pruning) would not keep it orthonormal; undo that, or call "
@@ -136,7 +135,12 @@ class _Watched(dict[str, Any]):
             self.arm()
         return super().items()
 
-    def look(self, name: str, value: Any, frame: FrameType | None) -> None:
+    def _reading_of(self, name: str) -> Stiefel | None:
+        """Return the recorded reading, also before a pickle is complete; None in traced code."""
+        return None if is_compiling() else self.__dict__.get("records", {}).get(name)
+
+    @untraced
+    def look(self, name: str, value: Any) -> None:
         """Warn of a value off the manifold, or of a package that quantises it."""
         if name not in self.records or not isinstance(value, ManifoldParameter):
             return
@@ -145,7 +149,7 @@ class _Watched(dict[str, Any]):
         looks = self.looks.setdefault(name, _Looks())
         if not (name in self.unread or looks.is_due(value)):
             return
-        called = False
+        called, frame = False, cast("FrameType | None", sys._getframe(1))
         while frame is not None and not called:
             if frame.f_globals.get("__name__", "").startswith("torch.ao.nn."):
                 looks.is_over = True
@@ -247,10 +251,11 @@ def watch(module: nn.Module) -> None:
         }
 
 
+@untraced
 def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
     """Hook before a forward pass, or after loading: warn of a recorded parameter without tag."""
     parameters = module._parameters
-    if is_compiling() or not isinstance(parameters, _Watched):
+    if not isinstance(parameters, _Watched):
         return
     for name, reading in parameters.records.items():
         if not isinstance(parameters.get(name), nn.Parameter):

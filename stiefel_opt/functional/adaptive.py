@@ -149,8 +149,8 @@ def adaptive_sgd(
         force: Sign of the gradient: 1, or -1 to maximise.
         nesterov: X moves along mu Z - f and mu U - g.
 
-    Note: 7 products of n x m by m x m, and one more sum over rows. A constant factor on the loss
-        changes nothing.
+    Note: 7 products of n x m by m x m, 8 if "projected", and one more sum over rows. A constant
+        factor on the loss changes nothing.
     Reference: Dai & Yuan, A Nonlinear Conjugate Gradient Method with a Strong Global Convergence
         Property (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
     """

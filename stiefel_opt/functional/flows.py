@@ -133,13 +133,21 @@ def corrected(
 class Moves(NamedTuple):
     """Turn and move in m x m matrices, for a direction V with W = V'V."""
 
-    within: Tensor  # D R - I: X + X within + eta V R is the new point, and what is added is small
-    inverse_root: Tensor  # R
     rotation: Tensor  # D - I
+    shortening: Tensor  # R - I
     companion: Tensor | None  # R (I + R)^(-1), if asked for
     excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
     step: Scalar  # eta, shortened where it saturates
     length: Length
+
+    @property
+    def inverse_root(self) -> Tensor:
+        """R."""
+        return plus_identity(self.shortening)
+
+    def within(self, R: Tensor) -> Tensor:
+        """Return D R - I: X + X (D R - I) + eta V R is the new point; what is added is small."""
+        return torch.baddbmm(self.shortening, self.rotation, R)
 
 
 def moves_of(
@@ -162,11 +170,9 @@ def moves_of(
     both = roots(squares, limit, scale=scale, companions=companions, square=second, reads=reads)
     of_turn, of_move = both.difference.unsafe_chunk(2)
     rotation = polar_rotation(skew, of_turn, turn_step)
-    inverse_root = plus_identity(of_move)
-    within = torch.baddbmm(of_move, rotation, inverse_root)  # D R - I, without forming D
     excess = (squares[count:], scale) if scale == 1.0 else (gram_normal, scale)
     length = Length(squares, scale, limit, inner)
-    return Moves(within, inverse_root, rotation, both.companion, excess, step, length)
+    return Moves(rotation, of_move, both.companion, excess, step, length)
 
 
 def rotation_of_square(

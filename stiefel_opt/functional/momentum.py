@@ -62,6 +62,7 @@ from stiefel_opt.functional.flows import (
     corrected,
     coupling,
     half_error_,
+    metric_parameter,
     moves_of,
     rotation_of_square,
     turned_square,
@@ -73,6 +74,7 @@ from stiefel_opt.linalg import (
     absolute_square,
     add_product,
     add_product_,
+    onto_,
     product,
     subtract_,
     turn_and_move,
@@ -122,10 +124,10 @@ def sgd(
         sums: Products of tall matrices summed over the rows, some of which may be elsewhere.
         reader: Who may read a number of this step. Default: whoever can.
 
-    Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 8 and 7.
+    Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 7 and 8.
     Reference: after Kong et al., Algorithm 1, with other maps and the geometry corrected.
     """
-    reader, a, Z = reader or reader_for(X), float(METRICS.get(metric, metric)), state.get(SKEW)  # type: ignore[arg-type]
+    reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
     torque = skew_force(S, a, force)
     new_Z = torque if Z is None else torch.add(torque, Z, alpha=momentum)
@@ -133,7 +135,7 @@ def sgd(
     carry = None if Z is None else transport
     if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return _turn_square(X, ahead, new_Z, lr, carry, reader)
-    S = S if isinstance(force, float) and force == 1.0 else S * force
+    S = _times(S, force)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if BASE in state:
         return _deferred(X, G, S, state, ahead, new_Z, lr, momentum, mu, force, sums, reader)
@@ -141,9 +143,11 @@ def sgd(
     if Z is None:
         (W,) = sums((force_normal, force_normal))
         moves = moves_of(ahead, W, lr, reader, S)
-        new_X = turn_and_move(X, moves.within, force_normal, moves.inverse_root, moves.step)
+        R = moves.inverse_root
+        new_X = turn_and_move(X, moves.within(R), force_normal, R, moves.step)
         return new_X, {}, moves.length
-    U = _times(state[NORMAL], momentum, mu).add_(force_normal)
+    U = state[NORMAL]
+    U = (U * momentum if mu is None else product(U, mu)).add_(force_normal)
     V = force_normal.add_(U, alpha=momentum) if nesterov else U.clone()
     return advance(X, V, U, ahead, new_Z, lr, transport, S, sums, reader)
 
@@ -175,17 +179,18 @@ def adam(
         eps: Added to the denominator; with 0, 0/0 counts as 0.
         force: Sign of the gradient: 1, or -1 to maximise.
 
-    Note: 10 products of n x m by m x m, 8 if "projected", one more off the canonical metric.
+    Note: 9 products of n x m by m x m, 8 if "projected", one more off the canonical metric.
     Reference: after Kong et al., Algorithm 2, with other maps, the geometry corrected, and both
         moments corrected for their initialisation at zero.
     """
-    reader, a = reader or reader_for(X), float(METRICS.get(metric, metric))  # type: ignore[arg-type]
+    reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
     push = None  # -g
     if NORMAL in state:
-        push = subtract_(product(X, S * force), G, force)
+        push = normal_force(X, _times(S, force), G, force)
     torque = skew_force(S, a, force)
-    gained = lr * gain(betas, step, torque.real.dtype)
+    gamma = gain(betas, step, torque.real.dtype)
+    gained = lr * gamma
     new = moments(state, "skew", torque, betas)
     most = largest_quotient(betas, step, torque.real.dtype)
     ahead = partial(precondition, new, "skew", step, betas, eps, most)
@@ -195,7 +200,7 @@ def adam(
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     if mu is None and reader.is_exact and _may_fuse(push, state, step, eps):
-        of_normal, V = _fused_moments(state, push, float(step), betas, eps)
+        of_normal, V = _fused_moments(state, push, float(step), betas, eps, float(gamma))
         V = _cut_off_(V, most)
     else:
         of_normal = moments(state, "normal", push, betas, mu)
@@ -238,16 +243,18 @@ def _deferred(
     new_B = subtract_(pending, G, force)
     (W,) = sums((new_B, new_B))  # 4
     moves = moves_of(ahead, W, lr, reader, S)
-    R = moves.inverse_root
+    R, step, length = moves.inverse_root, moves.step, moves.length
+    within = moves.within(R)
     if L is None:
         new = carried_skew(new_Z, moves.rotation, "projected")
-        new[SHIFT] = torch.bmm(R, W) * moves.step
+        new[SHIFT] = torch.bmm(R, W) * step
     else:
         excess, scale = moves.excess
-        new = {SKEW: new_Z, SHIFT: W * moves.step}
+        new = {SKEW: new_Z, SHIFT: W * step}
         new[FACTOR] = torch.baddbmm(R, excess, R, alpha=scale)  # R^(-1) = (I + eta^2 W) R
-    new_X = turn_and_move(X, moves.within, new_B, R, moves.step)  # 5, 6
-    return new_X, new | {BASE: new_B}, moves.length
+    del moves  # frees memory before a tall product
+    new_X = turn_and_move(X, within, new_B, R, step)  # 5, 6
+    return new_X, new | {BASE: new_B}, length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -290,30 +297,33 @@ def advance(
     sums: Sums,
     reader: Reader,
 ) -> Move:
-    r"""Turn along ``ahead`` and move along V; carry Z and U, which is written to.
+    r"""Turn along ``ahead`` and move along V; carry Z and U. Both U and V are written to.
 
-    With C = V'U and P = I - X_new X_new' the transport of U is
+    With C = V'U the transport of U, for which X_new'U = eta R C, is
 
-        isometric: T U = U + eta^2 V R (I + R)^(-1) C - eta X_new C,     projected: P U
+        isometric: U - eta (X D + X_new) R (I + R)^(-1) C,     projected: U - eta X_new R C
 
-    and X_new'U = eta R C. If V is not normal to X, as it may be if projected, its part along X is
-    taken out of the turn, which saves a product.
+    where the first is the rotation of X D into X_new that changes nothing normal to both. If
+    projected V need not be normal to X: its part along X is taken out of the turn.
     """
-    isometric = transport == "isometric"
-    W, C, *overlap = sums((V, V), (V, U), *([] if isometric else [(X, V)]))
-    for inner in overlap:
-        W = torch.baddbmm(W, inner.mH, inner, alpha=-1.0)
-    moves = moves_of(ahead, W, lr, reader, S, companion=isometric)
-    R, step = moves.inverse_root, moves.step
-    for inner in overlap:
-        moves = moves._replace(within=moves.within - torch.bmm(inner, R) * step)
-    if moves.companion is not None:
-        add_product_(U, V, torch.bmm(moves.companion, C), alpha=step * step)
+    if transport == "isometric":
+        W, C = sums((V, V), (V, U))
+        moves = moves_of(ahead, W, lr, reader, S, companion=True)
+        step, turned = moves.step, add_product(X, X, moves.rotation)  # X D
+        moved = onto_(V, turned, step)
+        new_X = add_product(moved, moved, moves.shortening)
+        C, base = torch.bmm(moves.companion, C), turned.add_(new_X)  # type: ignore[arg-type]
+        new = {SKEW: new_Z}
     else:
-        C = torch.bmm(R, C)
-    new_X = turn_and_move(X, moves.within, V, R, step)
-    new = {SKEW: new_Z} if isometric else carried_skew(new_Z, moves.rotation, transport)
-    new[NORMAL] = add_product_(U, new_X, C, alpha=-step)
+        W, C, overlap = sums((V, V), (V, U), (X, V))
+        W = torch.baddbmm(W, overlap.mH, overlap, alpha=-1.0)
+        moves = moves_of(ahead, W, lr, reader, S)
+        step, R = moves.step, moves.inverse_root
+        within = moves.within(R) - torch.bmm(overlap, R) * step
+        new_X = turn_and_move(X, within, V, R, step)
+        C, base = torch.bmm(R, C), new_X
+        new = carried_skew(new_Z, moves.rotation, transport)
+    new[NORMAL] = add_product_(U, base, C, alpha=-step)
     return new_X, new, moves.length
 
 
@@ -350,7 +360,7 @@ def skew_force(S: Tensor, a: float, force: Scalar) -> Tensor:
     # in the memory order of S, which is also the faster one
     difference = torch.sub(S.mH, S, out=torch.empty_like(S))
     factor = force / (2 * (1 - a))
-    return difference if isinstance(factor, float) and factor == 1.0 else difference.mul_(factor)
+    return difference if _is_one(factor) else difference.mul_(factor)
 
 
 def normal_force(X: Tensor, S: Tensor, G: Tensor, force: Scalar) -> Tensor:
@@ -358,9 +368,13 @@ def normal_force(X: Tensor, S: Tensor, G: Tensor, force: Scalar) -> Tensor:
     return subtract_(product(X, S), G, force)
 
 
-def _times(U: Tensor, momentum: float, mu: Tensor | None) -> Tensor:
-    """Return U times the momentum, a number or a rotation times it."""
-    return U * momentum if mu is None else product(U, mu)
+def _times(S: Tensor, force: Scalar) -> Tensor:
+    """Return force S; S itself where that is the same."""
+    return S if _is_one(force) else S * force
+
+
+def _is_one(number: Scalar) -> bool:
+    return not isinstance(number, Tensor) and number == 1.0
 
 
 # ---- moments -------------------------------------------------------------------------------------
@@ -378,11 +392,8 @@ def moments(
     The part of the velocity is "skew" or "normal"; ``mu`` is b1 times a rotation.
     """
     first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
-    weight = 1 - betas[1]
-    if value.is_complex():
-        square = torch.mul(second, betas[1]).add_(absolute_square(value), alpha=weight)
-    else:
-        square = torch.mul(second, betas[1]).addcmul_(value, value, value=weight)
+    square = absolute_square(value)
+    torch.lerp(second, square, 1 - betas[1], out=square)
     if mu is None:
         mean = torch.lerp(first, value, 1 - betas[0])
     else:
@@ -485,7 +496,12 @@ def _may_fuse(value: Tensor, state: Mapping[str, Tensor], step: Scalar, eps: flo
 
 
 def _fused_moments(
-    state: Mapping[str, Tensor], value: Tensor, step: float, betas: tuple[float, float], eps: float
+    state: Mapping[str, Tensor],
+    value: Tensor,
+    step: float,
+    betas: tuple[float, float],
+    eps: float,
+    gamma: float,
 ) -> tuple[Tensors, Tensor]:
     """Return new moments of the normal part, and their quotient as :func:`precondition` does.
 
@@ -504,7 +520,7 @@ def _fused_moments(
         [second],
         largest,
         [torch.scalar_tensor(step, dtype=torch.float32, device=first.device)],
-        lr=-1.0 / float(gain(betas, step, first.dtype)),
+        lr=-1.0 / gamma,
         beta1=betas[0],
         beta2=betas[1],
         weight_decay=0.0,

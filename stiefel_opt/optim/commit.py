@@ -251,18 +251,20 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     """Correct the batch, run its rule, judge what it returned, and write it."""
     batch, chosen = task.batch, task.chosen
     stored = batch.read(task.tensors, chosen)
-    grad = batch.read(task.grads, chosen).to(stored.dtype)
+    grad = batch.read(task.grads, chosen)
+    if grad.dtype != stored.dtype:
+        grad = grad.to(stored.dtype)
     unsafe: list[int] = []
-    ok, length = task.ok, math.inf
+    ok, size = task.ok, math.inf
     if task.nonfinite == "skip" and task.reads:
-        ok, length, unsafe = _judge(grad, task)
+        ok, size, unsafe = _judge(grad, task)
         if len(unsafe) == len(task.places):
             return Verdict(unsafe)
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
-    new_X, new, moved, overflowed = _moved(stored, grad, state, ok, length, task, rule, correct)
+    new_X, new, moved, overflowed = _moved(stored, grad, state, ok, size, task, rule, correct)
     if isinstance(task.lr, Tensor):
         new_X = torch.where(task.lr == 0, stored, new_X)
     is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else bits stay, also of X C
@@ -276,11 +278,12 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         if is_moving:
             moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, moved_X, chosen, stored)
-        task.done.update(place for place in task.places if place not in unsafe)
+        task.done.update(task.places)
+        task.done.difference_update(unsafe)
 
     complete(write)
-    kept = moved._replace(inner=None) if isinstance(moved, Length) else moved
-    batch.last = LastStep(task.places, kept, ok)
+    length = Length(*moved[:3]) if isinstance(moved, Length) else moved  # inner may be large
+    batch.last = LastStep(task.places, length, ok)
     return Verdict(unsafe, overflowed)
 
 

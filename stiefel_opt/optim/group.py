@@ -12,6 +12,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,7 @@ from stiefel_opt.optim.commit import (
     Correction,
     Rule,
     Task,
+    complete,
     take_step,
 )
 from stiefel_opt.optim.sharding import Shards
@@ -423,28 +425,29 @@ class WeightGroup:
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
         gained, new_skipped = 1.0 if self._ok is None else self._ok, None
-        if len(moved) == len(self.weights):
-            places: Any = slice(None)
-            new_steps = self.steps + gained
-        else:
+        places: Any = slice(None)
+        new_steps: Tensor | float
+        if len(moved) < len(self.weights):
             places, new_steps = sorted(moved), self.steps.clone()
             new_steps[places] += gained if self._ok is None else self._ok[places]
+        elif isinstance(self._numbers, list) and len(self._numbers) == 1:
+            new_steps = self._numbers[0]
+        else:
+            new_steps = self.steps + gained
         if self._ok is not None or self.unsafe:
             new_skipped = self.skipped.clone()
             if self._ok is not None:
                 new_skipped[places] += ~self._ok[places]
             new_skipped[self.unsafe] += 1
         written = values if is_written else []
-        try:
-            self._write(written, new_steps, new_skipped)
-        except BaseException:
-            self._write(written, new_steps, new_skipped)
-            raise
+        complete(partial(self._write, written, new_steps, new_skipped))
         if is_written:
             self._remember_what_was_written(moved)
         self._grads = []
 
-    def _write(self, values: list[Tensor], new_steps: Tensor, new_skipped: Tensor | None) -> None:
+    def _write(
+        self, values: list[Tensor], new_steps: Tensor | float, new_skipped: Tensor | None
+    ) -> None:
         """Write ``values``, if there are any, into their parameters; can be repeated."""
         for whole, members in self.masters if values else ():
             if members[0].shards is None:
@@ -453,7 +456,10 @@ class WeightGroup:
             for weight, value in zip(self.weights, values, strict=False):
                 if weight.shards is not None and weight.place not in self._staying:
                     weight.shards.write(weight.parameter, value)
-        self.steps.copy_(new_steps)
+        if isinstance(new_steps, float):
+            self.steps.fill_(new_steps)
+        else:
+            self.steps.copy_(new_steps)
         if new_skipped is not None:
             self.skipped.copy_(new_skipped)
 

@@ -221,7 +221,7 @@ class StiefelAdam(AdamLike):
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
-        Ten products of n x m by m x m a step, batched over equal matrices, and no factorisation;
+        Nine products of n x m by m x m a step, batched over equal matrices, and no factorisation;
         state is two tensors like the parameter and two of m x m, with ``amsgrad`` three each.
 
     Reference:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from stiefel_opt._checks import check_count, fail
-from stiefel_opt.device import is_compiling
+from stiefel_opt.device import untraced
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
 from stiefel_opt.geometry import (
     gram_error,
@@ -134,8 +134,7 @@ class Trivialization(_Based):
     @override
     def point(self, *free: Tensor) -> Tensor:
         (tangent,) = free
-        learning = self.training and torch.is_grad_enabled() and not is_compiling()
-        if self.every is not None and learning:
+        if self.every is not None and self.training and torch.is_grad_enabled():
             self._count(tangent)
         return super().point(tangent)
 
@@ -150,6 +149,7 @@ class Trivialization(_Based):
         self._set_buffer("base", newton_schulz(self._unrounded(tangent)))
         tangent.zero_()
 
+    @untraced
     def _count(self, tangent: Tensor) -> None:
         """Notice that P has changed since the last forward, and move X0 when it is time.
 
