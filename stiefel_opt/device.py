@@ -34,29 +34,13 @@ is_compiling: Final = torch.compiler.is_compiling
 
 
 def untraced(function: MapT) -> MapT:
-    """Decorator: a function that returns None, and does nothing while code is traced."""
+    """Decorator: a function that does nothing while code is traced, and then returns None."""
 
     @functools.wraps(function)
-    def wrapped(*arguments: Any) -> None:
-        if not is_compiling():
-            function(*arguments)
+    def wrapped(*arguments: Any) -> Any:
+        return None if is_compiling() else function(*arguments)
 
     return cast("MapT", wrapped)
-
-
-def remembered(size: int) -> Callable[[MapT], MapT]:
-    """Decorator: remember the last ``size`` results, but not while code is traced."""
-
-    def decorate(function: MapT) -> MapT:
-        cached = functools.lru_cache(maxsize=size)(function)
-
-        @functools.wraps(function)
-        def wrapped(*arguments: Any) -> Any:
-            return function(*arguments) if is_compiling() else cached(*arguments)
-
-        return cast("MapT", wrapped)
-
-    return decorate
 
 
 def is_cpu(tensor: Tensor) -> bool:

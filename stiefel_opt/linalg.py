@@ -185,6 +185,12 @@ def onto_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
     return torch.add(base, tensor, alpha=factor, out=tensor)
 
 
+def composed(rotation: Tensor, shortening: Tensor) -> tuple[Tensor, Tensor]:
+    """Return D R - I and R, for D - I and R - I."""
+    root = plus_identity(shortening)
+    return torch.baddbmm(shortening, rotation, root), root
+
+
 def turn_and_move(
     tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
 ) -> Tensor:

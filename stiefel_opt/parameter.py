@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.device import is_compiling
+from stiefel_opt.device import untraced
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -83,10 +83,7 @@ class ManifoldParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Return a plain tensor; inside ``nn.Parameter(self)``, which requires it, our type."""
         plain = super().detach()
-        if is_compiling():
-            return plain
-        in_constructor = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        return type(self)(plain, self.manifold) if in_constructor else plain
+        return type(self)(plain, self.manifold) if _is_in_constructor() else plain
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -103,6 +100,12 @@ class _Tagged(ManifoldParameter):
 
     ``type(parameter)(value)``, as torch and accelerate make parameters, knows no reading yet.
     """
+
+
+@untraced
+def _is_in_constructor() -> bool:
+    """Say whether ``nn.Parameter`` asks for the value of the parameter that it is given."""
+    return sys._getframe(3).f_code is nn.Parameter.__new__.__code__  # past detach and a decorator
 
 
 def _rebuild(

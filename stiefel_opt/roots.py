@@ -5,6 +5,7 @@ The cost is known beforehand from a bound on E, without a factorisation or a hos
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import remembered
+from stiefel_opt.device import is_compiling
 from stiefel_opt.linalg import (
     FEW,
     MEDIUM,
@@ -149,13 +150,14 @@ class _Plan(NamedTuple):
 def _plan(limit: float, matrix: Tensor) -> _Plan:
     """Return the plan for a bound rounded up to one of four numbers an octave."""
     size, dtype, least = matrix.size(-1), matrix.dtype, 1 + (matrix.numel() <= FEW)
+    make = _plan_for.__wrapped__ if is_compiling() else _plan_for
     if not 0.0 < limit < math.inf:  # the result is I, or not finite
-        return _plan_for(0.0, dtype, size, least)
+        return make(0.0, dtype, size, least)
     mantissa, exponent = math.frexp(limit)
-    return _plan_for(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size, least)
+    return make(math.ldexp(math.ceil(8.0 * mantissa) / 8.0, exponent), dtype, size, least)
 
 
-@remembered(1024)
+@functools.lru_cache(maxsize=1024)
 def _plan_for(limit: float, dtype: torch.dtype, size: int, least: int) -> _Plan:
     centre, radius = 1.0 + limit / 2.0, limit / (2.0 + limit)
     # A product of m x m matrices rounds by about sqrt(m) eps; stay an order below.

@@ -25,7 +25,6 @@ from stiefel_opt.linalg import (
     largest_bound,
     largest_eigenvalue,
     own_gram,
-    plus_identity,
     polar_rotation,
     symmetric_product,
 )
@@ -139,15 +138,6 @@ class Moves(NamedTuple):
     excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
     step: Scalar  # eta, shortened where it saturates
     length: Length
-
-    @property
-    def inverse_root(self) -> Tensor:
-        """R."""
-        return plus_identity(self.shortening)
-
-    def within(self, R: Tensor) -> Tensor:
-        """Return D R - I: X + X (D R - I) + eta V R is the new point; what is added is small."""
-        return torch.baddbmm(self.shortening, self.rotation, R)
 
 
 def moves_of(

@@ -74,6 +74,7 @@ from stiefel_opt.linalg import (
     absolute_square,
     add_product,
     add_product_,
+    composed,
     onto_,
     product,
     subtract_,
@@ -143,8 +144,8 @@ def sgd(
     if Z is None:
         (W,) = sums((force_normal, force_normal))
         moves = moves_of(ahead, W, lr, reader, S)
-        R = moves.inverse_root
-        new_X = turn_and_move(X, moves.within(R), force_normal, R, moves.step)
+        within, R = composed(moves.rotation, moves.shortening)
+        new_X = turn_and_move(X, within, force_normal, R, moves.step)
         return new_X, {}, moves.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(force_normal)
@@ -243,8 +244,8 @@ def _deferred(
     new_B = subtract_(pending, G, force)
     (W,) = sums((new_B, new_B))  # 4
     moves = moves_of(ahead, W, lr, reader, S)
-    R, step, length = moves.inverse_root, moves.step, moves.length
-    within = moves.within(R)
+    step, length = moves.step, moves.length
+    within, R = composed(moves.rotation, moves.shortening)
     if L is None:
         new = carried_skew(new_Z, moves.rotation, "projected")
         new[SHIFT] = torch.bmm(R, W) * step
@@ -318,8 +319,9 @@ def advance(
         W, C, overlap = sums((V, V), (V, U), (X, V))
         W = torch.baddbmm(W, overlap.mH, overlap, alpha=-1.0)
         moves = moves_of(ahead, W, lr, reader, S)
-        step, R = moves.step, moves.inverse_root
-        within = moves.within(R) - torch.bmm(overlap, R) * step
+        step = moves.step
+        within, R = composed(moves.rotation, moves.shortening)
+        within -= torch.bmm(overlap, R) * step
         new_X = turn_and_move(X, within, V, R, step)
         C, base = torch.bmm(R, C), new_X
         new = carried_skew(new_Z, moves.rotation, transport)
