@@ -37,7 +37,7 @@ from benchmarks.papers.kong.prw_contestants import ITERATIONS, RATES, Pair, fact
 
 TITLES = {"mnist": "digits", "shakespeare": "eight plays"}
 SEARCH = "line search"
-# Their published learning rates are those of which rule of table 3; Adam has none there.
+# Rules of table 3 with their published learning rates; Adam has none there.
 PUBLISHED = {
     "StiefelSGD": "StiefelSGD",
     "Algorithm 1": "StiefelSGD",
