@@ -62,6 +62,17 @@ def check_range(
         raise ValueError(fail(name, f"be in {interval}", value))
 
 
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return ``value``, an integer in [low, high], or raise."""
+    interval = f"of at least {low}" if high is None else f"in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(fail(name, f"be an integer {interval}", repr(value)))
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise ValueError(fail(name, f"be {interval.removeprefix('of ')}", value))
+    return number
+
+
 def check_count(name: str, value: object, *, or_none: bool = False) -> None:
     """Raise unless ``value`` is a positive integer, or None where that is allowed."""
     if not (or_none and value is None) and (type(value) is not int or value < 1):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stiefel_opt._checks import check_module, fail
+from stiefel_opt._checks import check_integer, check_module, fail
 from stiefel_opt.report import constrained, orthonormality_error
 
 TAG = "orthonormality_error"
@@ -73,16 +73,15 @@ def log_orthonormality(
     Returns: A handle; its ``remove()`` ends the logging.
     Raises:
         ValueError: if the model has no such weight, or for every < 1.
-        TypeError: for arguments that are no optimizer, module or writer.
+        TypeError: for arguments that are no optimizer, module, writer or integer.
     Note: A step that is logged costs what :func:`orthonormality_errors` costs, and waits once for
         the device. Copies and checkpoints of the optimizer do not log.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(fail("optimizer", "be a torch.optim.Optimizer", type(optimizer).__name__))
     check_module("model", model)
-    for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
-        if type(value) is not int or value < least:
-            raise ValueError(fail(name, f"be an integer of at least {least}", repr(value)))
+    check_integer("every", every, 1)
+    check_integer("first_step", first_step, 0)
     if next(constrained(model), None) is None:
         remedy = "call so.constrain or so.orthogonal first"
         kind = f"a {type(model).__name__} of none"

@@ -17,6 +17,7 @@ from stiefel_opt._checks import (
     check_choice,
     check_dtype,
     check_flag,
+    check_integer,
     check_range,
     fail,
     users_level,
@@ -184,11 +185,7 @@ def check_adaptive(group: Group) -> None:
 
 def check_iterations(group: Group) -> None:
     """Raise unless ``steps`` and ``exact`` of a Cayley map make sense."""
-    steps = group["steps"]
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(fail("steps", "be an integer", repr(steps)))
-    if steps < 0:
-        raise ValueError(fail("steps", "be at least 0", steps))
+    check_integer("steps", group["steps"], 0)
     check_flag("exact", group["exact"])
 
 

@@ -105,16 +105,6 @@ def read_projection(name: str, projection: Any, dimension: int, k: int | None = 
     return point
 
 
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """Return ``value``, an integer in [low, high], or raise."""
-    interval = f"at least {low}" if high is None else f"in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(fail(name, f"be an integer {interval}", repr(value)))
-    if value < low or (high is not None and value > high):
-        raise ValueError(fail(name, f"be {interval}", value))
-    return int(value)
-
-
 def _read_array(name: str, values: Any, dims: int) -> Tensor:
     """Return ``values`` as a float64 tensor of ``dims`` dimensions; raise unless finite."""
     if isinstance(values, np.ndarray):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_integer, fail
 from stiefel_opt._optional import imported
-from stiefel_opt.ot.clouds import check_integer, read_clouds, read_projection
+from stiefel_opt.ot.clouds import read_clouds, read_projection
 
 
 def projected_wasserstein(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import check_count, fail
+from stiefel_opt._checks import check_count, check_integer, fail
 from stiefel_opt.device import untraced
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
 from stiefel_opt.geometry import (
@@ -209,10 +209,7 @@ class ScaledCayley(Parametrization):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(manifold=manifold, generator=generator)
-        if negative is not None and (type(negative) is not int or negative < 0):
-            condition = "be a non-negative integer or None"
-            raise ValueError(fail("negative", condition, repr(negative)))
-        self.negative = negative
+        self.negative = None if negative is None else check_integer("negative", negative, 0)
 
     @override
     def check(self, n: int, m: int, dtype: torch.dtype) -> None:

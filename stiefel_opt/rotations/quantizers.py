@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from stiefel_opt._checks import check_flag, fail
+from stiefel_opt._checks import check_flag, check_integer, fail
 from stiefel_opt.rotations.attention import add_turn, remove_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
@@ -62,14 +62,6 @@ def _grid(x: Tensor, bits: int, symmetric: bool) -> tuple[Tensor | float, Tensor
     return low, (high - low) / (2**bits - 1)
 
 
-def check_bits(name: str, bits: object) -> None:
-    """Raise unless ``bits`` is None or an integer from 2 to 16."""
-    if bits is not None and type(bits) is not int:
-        raise TypeError(fail(name, "be an integer from 2 to 16, or None", repr(bits)))
-    if bits is not None and not 2 <= bits <= 16:
-        raise ValueError(fail(name, "be from 2 to 16, or None", bits))
-
-
 @contextlib.contextmanager
 def quantized(
     model: nn.Module,
@@ -109,7 +101,8 @@ def quantizers_of(
 ) -> Quantizers:
     """Check everything that :class:`Quantizers` takes, and make them."""
     for bits in ("activation_bits", "kv_bits", "weight_bits"):
-        check_bits(bits, options[bits])
+        if options[bits] is not None:
+            check_integer(bits, options[bits], 2, 16)
     check_flag("symmetric", options["symmetric"])
     if rotations is not None:
         check_prepared(decoder)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_integer, fail
 from stiefel_opt.geometry import random_point
 from stiefel_opt.rotations.decoder import read_decoder
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
@@ -32,13 +32,13 @@ def hadamard(
             inputs of ``down_proj``, without which 4 bits are out of reach.
 
     Raises:
-        ValueError: for another family, an unknown name, a seed that is no integer of at least 0,
-            and R3 where no Hadamard matrix is as large as a head.
+        ValueError: for another family, an unknown name, a seed below 0, and R3 where no Hadamard
+            matrix is as large as a head.
+        TypeError: for a seed that is no integer.
     Reference: Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
     """
     decoder = read_decoder(model)
-    if type(seed) is not int or seed < 0:
-        raise ValueError(fail("seed", "be an integer of at least 0", repr(seed)))
+    check_integer("seed", seed, 0)
     unknown = [name for name in online if name not in ONLINE]
     if isinstance(online, str) or unknown:
         raise ValueError(fail("online", f"be a tuple of {list(ONLINE)}", repr(online)))

@@ -722,7 +722,7 @@ WRONG = [
         "`weight` must have values",
     ),
     (lambda: Trivialization(every=0), ValueError, "`every` must be a positive integer or None"),
-    (lambda: ScaledCayley(-1), ValueError, "`negative` must be a non-negative integer or None"),
+    (lambda: ScaledCayley(-1), ValueError, "`negative` must be at least 0, got -1"),
     (
         lambda: so.orthogonal(nn.Linear(4, 4), map="cayley", negative=5),
         ValueError,

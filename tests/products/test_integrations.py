@@ -467,8 +467,8 @@ def test_nothing_is_logged_of_a_model_without_values():
         ({"model": []}, TypeError, "`model` must be a torch.nn.Module, got list"),
         ({"model": nn.Linear(2, 2)}, ValueError, "`model` must have an orthonormal weight, got a"),
         ({"writer": 3}, TypeError, r"`writer` must have a method add_scalar \(.* got int"),
-        ({"every": 0}, ValueError, "`every` must be an integer of at least 1, got 0"),
-        ({"first_step": -1}, ValueError, "`first_step` must be an integer of at least 0, got -1"),
+        ({"every": 0}, ValueError, "`every` must be at least 1, got 0"),
+        ({"first_step": -1}, ValueError, "`first_step` must be at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_logged_is_an_error(change, error, message):

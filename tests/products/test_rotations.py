@@ -575,9 +575,9 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"activation_bits": 1}, ValueError, "`activation_bits` must be from 2 to 16"),
-        ({"weight_bits": 17}, ValueError, "`weight_bits` must be from 2 to 16"),
-        ({"kv_bits": 4.0}, TypeError, "`kv_bits` must be an integer from 2 to 16"),
+        ({"activation_bits": 1}, ValueError, r"`activation_bits` must be in \[2, 16\], got 1"),
+        ({"weight_bits": 17}, ValueError, r"`weight_bits` must be in \[2, 16\], got 17"),
+        ({"kv_bits": 4.0}, TypeError, r"`kv_bits` must be an integer in \[2, 16\], got 4.0"),
         ({"activation_bits": None}, ValueError, "`activation_bits` must be given"),
         ({"symmetric": 1}, TypeError, "`symmetric` must be True or False"),
         ({"loss": "mse"}, ValueError, "`loss` must be one of"),

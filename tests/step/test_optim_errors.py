@@ -78,8 +78,8 @@ RETRACTIONS = [
 ]
 ITERATIONS = [
     ({"steps": -1}, ValueError, "`steps` must be at least 0, got -1"),
-    ({"steps": 2.0}, TypeError, "`steps` must be an integer, got 2.0"),
-    ({"steps": True}, TypeError, "`steps` must be an integer, got True"),
+    ({"steps": 2.0}, TypeError, "`steps` must be an integer of at least 0, got 2.0"),
+    ({"steps": True}, TypeError, "`steps` must be an integer of at least 0, got True"),
     ({"exact": 1}, TypeError, "`exact` must be True or False, got 1"),
 ]
 SGD_ONLY = [
