@@ -1,4 +1,4 @@
-"""Adapters of peft whose orthogonal factors are kept exactly so, and back to plain peft."""
+"""Adapters of peft with exactly orthogonal factors, and the way back to plain peft."""
 
 from __future__ import annotations
 
@@ -180,11 +180,6 @@ def export_adapters(
 # ---- what is there -----------------------------------------------------------------------------
 
 
-def _is_loaded() -> bool:
-    """Say whether a model can have parts of peft at all."""
-    return sys.modules.get("peft") is not None
-
-
 def _peft_parts() -> Any:
     return importlib.import_module("stiefel_opt.integrations.peft_parts")
 
@@ -196,7 +191,7 @@ def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, s
         remedy = "" if known else "make the model with peft.get_peft_model"
         listed = f"be one of {known}" if known else "be an adapter of peft"
         raise ValueError(fail("adapter", listed, repr(adapter), remedy))
-    if not _is_loaded():
+    if "peft" not in sys.modules:  # nothing of the model can be of peft
         return
     parts = _peft_parts()
     for path, layer in model.named_modules():
@@ -308,9 +303,9 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
     off = float(torch.linalg.matrix_norm(given - blocks, 2).amax())
     if off > tolerance:
         condition = f"be rotations up to {tolerance:g}"
-        found = f"blocks that peft's series leaves off by {off:.1g}"
+        given_blocks = f"blocks that peft's series leaves off by {off:.1g}"
         remedy = "pass a larger tolerance: the function changes by as much; or another adapter="
-        raise ValueError(fail(name, condition, found, remedy))
+        raise ValueError(fail(name, condition, given_blocks, remedy))
 
     def change() -> list[tuple[str, str, str, str]]:
         rotation.__class__ = _peft_parts().ExactRotation
@@ -328,7 +323,7 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
     for tensor in (left, middle, right):
         _check(name, tensor)
     rank, width = middle.size(0), min(left.size(0), right.size(1))
-    if rank == 0:  # all of them were cut
+    if rank == 0:  # all of them were pruned
         return None
     if rank > width:
         condition = f"have a rank of at most {width}, the smaller width of its layer"
@@ -352,8 +347,8 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
 def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r"""Factor :math:`P \Lambda Q` anew, with orthonormal P and Q.
 
-    Triplets whose value is zero, initially or because AdaLoRA has cut them, keep their places, with
-    directions that complete the others.
+    Triplets whose value is zero, initially or because AdaLoRA has pruned them, keep their places,
+    with directions that complete the others.
     """
     live, idle = middle.nonzero()[:, 0], (middle == 0).nonzero()[:, 0]
     left_basis, left_part = torch.linalg.qr(left[:, live])
@@ -380,13 +375,13 @@ def _completed(columns: Tensor, count: int) -> Tensor:
 
 def _convert_torch(model: nn.Module) -> list[tuple[str, str, str, str]]:
     """Tag the weights of torch's own parametrization; remember how each was computed."""
-    found = [
+    weights = [
         (path, owner, leaf, (computed.orthogonal_map.name, hasattr(computed, "base")))
         for path, owner, leaf, computed in _from_torch(model)
     ]
     from_torch_orthogonal(model)
     lines = []
-    for path, owner, leaf, known in found:
+    for path, owner, leaf, known in weights:
         owner.__dict__.setdefault(FROM_TORCH, {})[leaf] = known
         name = f"{path}.{leaf}" if path else leaf
         done = "a parameter; torch's parametrization is gone"
@@ -421,9 +416,9 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
         off = float(torch.linalg.matrix_norm(again.double() - exact, 2).amax())
     if not off <= tolerance + 8 * torch.finfo(blocks.dtype).eps:
         condition = "have a Cayley transform in its dtype, which peft's numbers are"
-        found = f"a block that turns by an angle too near to pi, or reflects: {off:.1g} off"
+        given = f"a block that turns by an angle too near to pi, or reflects: {off:.1g} off"
         remedy = "pass a larger tolerance, or merge the constrained model"
-        raise ValueError(fail(name, condition, found, remedy))
+        raise ValueError(fail(name, condition, given, remedy))
 
     def change() -> list[tuple[str, str, str, str]]:
         release(rotation, "weight")

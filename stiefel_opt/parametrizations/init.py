@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_choice, check_count
 from stiefel_opt.functional.reflections import cwy_factors
+from stiefel_opt.geometry import newton_schulz
 
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 
@@ -312,8 +313,7 @@ def logarithm(point: Tensor) -> Tensor:
     result: Tensor = ((basis * (1j * turns).unsqueeze(-2)) @ basis.mH).real
     if bool(near.any()):
         columns = math.sqrt(2) * basis * (near & (angles > 0)).unsqueeze(-2)
-        pair = torch.cat([columns.real, columns.imag], dim=-1)
-        pair = 1.5 * pair - 0.5 * pair @ (pair.mT @ pair)
+        pair = newton_schulz(torch.cat([columns.real, columns.imag], dim=-1))
         left, right = pair.chunk(2, dim=-1)
         turned = left * angles.unsqueeze(-2) @ right.mT
         result = result + turned - turned.mT
