@@ -191,6 +191,7 @@ READING_CASES = [
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-projected", "adam", PROJECTED),
+    OptimizerCase("adam-nesterov", "adam", {"nesterov": True, "metric": 0.3}),
     OptimizerCase("rgd-qr", "rgd", {"momentum": 0.9, "metric": "euclidean", "retraction": "qr"}),
 ]
 
@@ -246,6 +247,14 @@ VARIANTS = [
             {"adaptive": True, "metric": metric, "transport": transport, "nesterov": nesterov},
         )
         for metric, transport, nesterov in pairwise(METRICS, TRANSPORTS, (False, True))
+    ),
+    *(
+        OptimizerCase(
+            f"adam-nesterov-{metric}-{transport}{'-amsgrad' * amsgrad}",
+            "adam",
+            {"nesterov": True, "metric": metric, "transport": transport, "amsgrad": amsgrad},
+        )
+        for metric, transport, amsgrad in pairwise(METRICS, TRANSPORTS, (False, True))
     ),
     OptimizerCase("sgd-adaptive-maximize", "sgd", {"adaptive": True, "maximize": True}),
     OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),

@@ -102,7 +102,7 @@ TABLE = {
     ),
     "adam-amsgrad": Rule(
         so.StiefelAdam,
-        {"amsgrad": True, "metric": 0.3},
+        {"amsgrad": True, "nesterov": True, "metric": 0.3},
         plain=torch.optim.Adam,
         plain_options={"amsgrad": True},
         own=FLOWS,

@@ -218,6 +218,7 @@ class AdamReference(StiefelReference):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         amsgrad: bool = False,
+        nesterov: bool = False,
         radius: str | float | None = None,
         decay: float = 0.0,
         **options,
@@ -228,20 +229,29 @@ class AdamReference(StiefelReference):
         self.betas = betas
         self.eps = eps
         self.amsgrad = amsgrad
+        self.nesterov = nesterov
         self.p, self.p_max = np.zeros(self.Z.shape), np.zeros(self.Z.shape)
         self.q, self.q_max = np.zeros(self.U.shape), np.zeros(self.U.shape)
 
-    def precondition(self, first: Matrix, second: Matrix, steps: int) -> Matrix:
-        """(M/c1) / (sqrt(v/c2) + eps) with the bias corrections of `steps`; zero before step 1."""
+    def precondition(
+        self, first: Matrix, second: Matrix, steps: int, *, ahead: bool = False
+    ) -> Matrix:
+        """(M/c1) / (sqrt(v/c2) + eps) with the bias corrections of `steps`; zero before step 1.
+
+        ``ahead``: M is one step ahead.
+        """
         if steps == 0:
             return np.zeros_like(first)
-        c1, c2 = 1 - self.betas[0] ** steps, 1 - self.betas[1] ** steps
+        c1, c2 = 1 - self.betas[0] ** (steps + ahead), 1 - self.betas[1] ** steps
         quotient = divide(first / c1, np.sqrt(second / c2) + self.eps)
         if self.transport == "published":
             return quotient
         # Cauchy and Schwarz: the mean of `steps` numbers beside their mean square
         terms = sum((self.betas[0] ** 2 / self.betas[1]) ** s for s in range(steps))
-        largest = (1 - self.betas[0]) * np.sqrt(terms / (1 - self.betas[1])) * np.sqrt(c2) / c1
+        largest = (1 - self.betas[0]) * np.sqrt(terms / (1 - self.betas[1]))
+        if ahead:
+            largest = self.betas[0] * largest + (1 - self.betas[0]) / np.sqrt(1 - self.betas[1])
+        largest *= np.sqrt(c2) / c1
         return quotient * divide(np.minimum(np.abs(quotient), largest), np.abs(quotient))
 
     def step(self, grad: Matrix) -> None:
@@ -266,9 +276,13 @@ class AdamReference(StiefelReference):
         self.p_max, self.q_max = np.maximum(self.p_max, self.p), np.maximum(self.q_max, self.q)
         p, q = (self.p_max, self.q_max) if self.amsgrad else (self.p, self.q)
 
-        direction = self.precondition(U, q, self.steps)
+        ahead_Z, ahead_U = Z, U
+        if self.nesterov:
+            ahead_Z, ahead_U = beta1 * Z - (1 - beta1) * f, beta1 * U - (1 - beta1) * g
+        turn = self.precondition(ahead_Z, p, self.steps, ahead=self.nesterov)
+        direction = self.precondition(ahead_U, q, self.steps, ahead=self.nesterov)
         V = direction - X @ (X.conj().T @ direction)
-        self.U, self.Z = self.move(X, U, self.precondition(Z, p, self.steps), V, Z)
+        self.U, self.Z = self.move(X, U, turn, V, Z)
 
 
 def momentum_dynamics(

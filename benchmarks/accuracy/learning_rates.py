@@ -221,6 +221,7 @@ METHODS: dict[str, Build] = {
     "so.orthogonal, Prodigy": parametrized("prodigyopt", "Prodigy", alone=True),
     "so.orthogonal, schedule-free AdamW": parametrized("schedulefree", "AdamWScheduleFree"),
     "StiefelAdam, angle": ours(so.StiefelAdam, radius="angle"),
+    "StiefelAdam, virtual radius, Nesterov": ours(so.StiefelAdam, radius="virtual", nesterov=True),
     "StiefelAdam, virtual radius, projected": ours(
         so.StiefelAdam, radius="virtual", transport="projected"
     ),
@@ -421,6 +422,8 @@ PAIRS = (
     ("StiefelAdam, virtual radius", "StiefelAdam"),
     ("StiefelAdam, angle", "StiefelAdam"),
     ("StiefelAdam, virtual radius, projected", "StiefelAdam, virtual radius"),
+    ("StiefelAdam, virtual radius, Nesterov", "StiefelAdam, virtual radius"),
+    ("StiefelAdam, virtual radius, Nesterov", "unconstrained, NAdam"),
     ("StiefelSGD, adaptive", "StiefelSGD"),
     ("StiefelSGD, adaptive, Nesterov", "StiefelSGD, Nesterov"),
     ("StiefelSGD, Nesterov", "StiefelSGD"),

@@ -1,4 +1,4 @@
-"""What the virtual radius and ``adaptive=True`` add to the time of a step: ratios within rounds.
+"""What options add to the time of a step: ratios within rounds.
 
     python -m benchmarks.speed.step_options --threads 1
 
@@ -40,6 +40,7 @@ ROWS = (
 )
 PAIRS = {  # the step with the option, and without
     "virtual radius": ("StiefelAdam", "StiefelAdam, radius 1"),
+    "Nesterov": ("StiefelAdam, Nesterov", "StiefelAdam"),
     "adaptive": ("StiefelSGD, adaptive", "StiefelSGD"),
     "adaptive, projected": ("StiefelSGD, adaptive, projected", "StiefelSGD, projected"),
 }
@@ -51,6 +52,7 @@ def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
     return {
         "StiefelAdam": adam,
         "StiefelAdam, radius 1": partial(adam, radius=1.0),
+        "StiefelAdam, Nesterov": partial(adam, nesterov=True),
         "StiefelSGD": sgd,
         "StiefelSGD, projected": partial(sgd, transport="projected"),
         "StiefelSGD, adaptive": adaptive,

@@ -37,7 +37,9 @@ No entry of a mean of several g can exceed what their mean square says of it (Ca
     |U| <= (1 - b1) sum b1^s |g_s| <= h sqrt(q),   h^2 = (1 - b1)^2 / (1 - b2) sum r^s,  r = b1^2/b2
 
 with s from 0 to t - 1. T turns U and leaves q as it is, so that an entry of U may stand over a q
-that has never seen it: both quotients are cut off at h, before the corrections c1 and c2.
+that has never seen it: both quotients are cut off at h, before the corrections c1 and c2. With
+Nesterov's momentum the quotients are those of b1 U - (1 - b1) g and b1 Z - (1 - b1) f, with the sum
+of their weights c1 = 1 - b1^(t+1) and the bound b1 h + (1 - b1) / sqrt(1 - b2).
 
 Rules are pure: tensors in, new tensors out. All batches are ``(k, n, m)`` with n >= m, or
 ``(k, m, m)``; for complex ones ' is the conjugate transpose.
@@ -163,6 +165,7 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     force: float = 1.0,
+    nesterov: bool = False,
     metric: str | float = "canonical",
     transport: str = "isometric",
     sums: Sums = LOCAL_SUMS,
@@ -179,6 +182,7 @@ def adam(
         betas: b1 and b2.
         eps: Added to the denominator; with 0, 0/0 counts as 0.
         force: Sign of the gradient: 1, or -1 to maximise.
+        nesterov: X moves along b1 Z - (1 - b1) f and b1 U - (1 - b1) g, divided as Z and U are.
 
     Note: 9 products of n x m by m x m, 8 if "projected", one more off the canonical metric.
     Reference: after Kong et al., Algorithm 2, with other maps, the geometry corrected, and both
@@ -190,23 +194,27 @@ def adam(
     if NORMAL in state:
         push = normal_force(X, _times(S, force), G, force)
     torque = skew_force(S, a, force)
-    gamma = gain(betas, step, torque.real.dtype)
+    gamma = gain(betas, step, torque.real.dtype, nesterov=nesterov)
     gained = lr * gamma
     new = moments(state, "skew", torque, betas)
     most = largest_quotient(betas, step, torque.real.dtype)
-    ahead = partial(precondition, new, "skew", step, betas, eps, most)
+    if nesterov:
+        most = betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5
+    latest = torque if nesterov else None
+    ahead = partial(precondition, new, "skew", step, betas, eps, most, latest)
     if push is None:
         turn = ahead if X.size(0) == 1 else cache(ahead)  # a single matrix may be large
         new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
-    if mu is None and reader.is_exact and _may_fuse(push, state, step, eps):
+    if mu is None and not nesterov and reader.is_exact and _may_fuse(push, state, step, eps):
         of_normal, V = _fused_moments(state, push, float(step), betas, eps, float(gamma))
         V = _cut_off_(V, most)
     else:
         of_normal = moments(state, "normal", push, betas, mu)
-        V = precondition(of_normal, "normal", step, betas, eps, most)
-    del push
+        latest = push if nesterov else None
+        V = precondition(of_normal, "normal", step, betas, eps, most, latest)
+    del push, latest
     U = of_normal.pop(NORMAL)
     if transport == "isometric":  # whose transport needs V itself
         (overlap,) = sums((X, V))
@@ -414,12 +422,16 @@ def precondition(
     betas: tuple[float, float],
     eps: float,
     most: Scalar = math.inf,
+    latest: Tensor | None = None,
 ) -> Tensor:
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
     The factor gamma of :func:`gain` is left to the learning rate. No entry of D exceeds ``most``.
+    ``latest``: -f of this step, with which Z is one step ahead.
     """
     first = state["momentum_" + part]
+    if latest is not None:
+        first = torch.lerp(first, latest, 1 - betas[0])
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     denominator = torch.sqrt(second)  # real
     denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
@@ -449,10 +461,12 @@ def largest_quotient(betas: tuple[float, float], step: Scalar, dtype: torch.dtyp
     return (terms / (1 - betas[1])) ** 0.5 * (1 - betas[0])
 
 
-def gain(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return gamma = sqrt(c2) / c1."""
-    first, second = (bias_correction(beta, step, dtype) for beta in betas)
-    return second**0.5 / first
+def gain(
+    betas: tuple[float, float], step: Scalar, dtype: torch.dtype, *, nesterov: bool = False
+) -> Scalar:
+    """Return gamma = sqrt(c2) / c1, with ``nesterov`` c1 of the next step."""
+    first = bias_correction(betas[0], step + 1 if nesterov else step, dtype)
+    return bias_correction(betas[1], step, dtype) ** 0.5 / first
 
 
 def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:

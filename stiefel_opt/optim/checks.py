@@ -168,6 +168,14 @@ def check_radius(group: Group) -> None:
         raise ValueError(fail("radius", wanted, repr(radius)))
 
 
+def check_nesterov(group: Group) -> None:
+    """Raise unless ``nesterov`` of Adam goes together with the transport."""
+    check_flag("nesterov", group["nesterov"])
+    if group["nesterov"] and group["transport"] == "published":
+        remedy = "choose 'isometric' or 'projected'"
+        raise ValueError(fail("transport", "not be 'published' if nesterov", "it", remedy))
+
+
 def check_adaptive(group: Group) -> None:
     """Raise unless ``adaptive`` goes together with the momentum and the transport."""
     check_flag("adaptive", group["adaptive"])

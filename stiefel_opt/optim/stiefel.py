@@ -29,6 +29,7 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import (
     check_adaptive,
     check_metric,
+    check_nesterov,
     check_radius,
     check_transport,
 )
@@ -208,6 +209,8 @@ class StiefelAdam(AdamLike):
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        nesterov: Nesterov's momentum for constrained parameters, as in ``torch.optim.NAdam`` with
+            constant betas; plain ones follow Adam. Not with published transport. Default: False.
         radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
             number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
             would, ``r^2 <- (1 - lr d)^2 r^2 + lr^2 n`` for matrices of n rows and the decoupled
@@ -230,7 +233,7 @@ class StiefelAdam(AdamLike):
     """
 
     rule = "StiefelAdam"
-    _before: ClassVar = {"radius": 1.0}
+    _before: ClassVar = {"radius": 1.0, "nesterov": False}
 
     def __init__(
         self,
@@ -250,6 +253,7 @@ class StiefelAdam(AdamLike):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        nesterov: bool = False,
         radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
@@ -262,6 +266,7 @@ class StiefelAdam(AdamLike):
         check_metric(group)
         check_transport(group)
         check_radius(group)
+        check_nesterov(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
@@ -273,7 +278,7 @@ class StiefelAdam(AdamLike):
         if group["transport"] == "published":
             rotation = group["rotation"] or "euler"
             return self.bound(group, partial(published_adam, rotation=rotation), "metric")
-        rule, radius = self.bound(group, adam, "metric", "transport"), _radius_of(group)
+        rule, radius = self.bound(group, adam, "nesterov", "metric", "transport"), _radius_of(group)
         if radius == 1:
             return rule
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
@@ -296,6 +301,7 @@ class StiefelAdamW(StiefelAdam):
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        nesterov: As in :class:`StiefelAdam`.
         radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` moves the
             virtual radius alone; the angle of its steps tends to sqrt(2 lr weight_decay).
 
@@ -323,6 +329,7 @@ class StiefelAdamW(StiefelAdam):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
+        nesterov: bool = False,
         radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,

@@ -18,6 +18,7 @@ import stiefel_opt as so
 RADII = ("virtual", "angle", 1.0, 2.5)
 RULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "radius": (so.StiefelAdam, {"lr": 0.1}),
+    "radius, Nesterov": (so.StiefelAdam, {"lr": 0.1, "nesterov": True}),
     "radius, decay": (so.StiefelAdamW, {"lr": 0.1, "weight_decay": 0.5}),
     "adaptive": (so.StiefelSGD, {"lr": 0.2, "adaptive": True, "transport": "projected"}),
     "adaptive, Nesterov": (so.StiefelSGD, {"lr": 0.2, "adaptive": True, "nesterov": True}),
@@ -338,6 +339,8 @@ def test_a_copy_of_an_optimizer_takes_the_same_steps(name: str) -> None:
         (so.StiefelAdam, {"radius": 0.0}, "radius"),
         (so.StiefelAdam, {"radius": -1}, "radius"),
         (so.StiefelAdam, {"radius": "virtual", "transport": "published"}, "as printed"),
+        (so.StiefelAdam, {"nesterov": True, "transport": "published"}, "if nesterov"),
+        (so.StiefelAdamW, {"nesterov": 1}, "nesterov"),
         (so.StiefelSGD, {"adaptive": 1}, "adaptive"),
         (so.StiefelSGD, {"adaptive": True, "momentum": 0.0}, "momentum"),
         (so.StiefelSGD, {"adaptive": True, "momentum": 1.0}, "momentum"),
