@@ -159,25 +159,25 @@ def adaptive_sgd(
         reader = _FarReader(reader)
     a, Z, U = metric_parameter(metric), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))
-    torque = skew_force(S, a, force)  # -f
-    push = torque if U is None else normal_force(X, S * force, G, force)  # -g
-    slopes = (1 - a) * _slopes(torque, Z)
+    minus_f = skew_force(S, a, force)  # -f
+    minus_g = minus_f if U is None else normal_force(X, S * force, G, force)  # -g
+    slopes = (1 - a) * _slopes(minus_f, Z)
     if U is not None:
-        slopes = slopes + sums.add(_slopes(push, U))
+        slopes = slopes + sums.add(_slopes(minus_g, U))
     b, s = slopes.unsafe_chunk(2, dim=-1)
     mu, new = _friction(b, -s, state, momentum, X.size(-1))
     unit = new[FACTOR] * new[UNIT]
     eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
-    new_Z = torch.addcmul(torque, mu, Z)
-    ahead = torch.addcmul(torque, mu, new_Z) if nesterov else new_Z
+    new_Z = torch.addcmul(minus_f, mu, Z)
+    direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z
     if U is None:
-        rotation, turned = rotation_of_square(lambda: ahead, eta, reader)
+        rotation, turned = rotation_of_square(lambda: direction, eta, reader)
         new |= carried_skew(new_Z, rotation, transport)
         return add_product(X, X, rotation), new, turned._replace(inner=S)
     turn = coupling(Z, 1.0, eta, a, reader)
-    new_U = torch.addcmul(push, mu, U if turn is None else product(U, turn))
-    V = torch.addcmul(push, mu, new_U) if nesterov else new_U.clone()
-    new_X, carried, length = advance(X, V, new_U, ahead, new_Z, eta, transport, S, sums, reader)
+    new_U = torch.addcmul(minus_g, mu, U if turn is None else product(U, turn))
+    V = torch.addcmul(minus_g, mu, new_U) if nesterov else new_U.clone()
+    new_X, carried, length = advance(X, V, new_U, direction, new_Z, eta, transport, S, sums, reader)
     return new_X, new | carried, length
 
 

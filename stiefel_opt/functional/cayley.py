@@ -82,13 +82,13 @@ def cayley_sgd(
     (S,) = sums((X, G))
     turn = skew_force(S, METRICS["euclidean"], force)
     new_T = torch.add(turn, state[SKEW], alpha=momentum)
-    ahead = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
+    turn_direction = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
     new_V = direction = None
     if V is not None:
-        push = normal_force(X, S * force, G, force)
-        new_V = torch.add(push, V, alpha=momentum)
-        direction = push.add_(new_V, alpha=momentum) if nesterov else new_V
-    new_X, length = _transform(X, ahead, direction, lr, 1.0, steps, exact, sums, reader)
+        minus_g = normal_force(X, S * force, G, force)
+        new_V = torch.add(minus_g, V, alpha=momentum)
+        direction = minus_g.add_(new_V, alpha=momentum) if nesterov else new_V
+    new_X, length = _transform(X, turn_direction, direction, lr, 1.0, steps, exact, sums, reader)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 

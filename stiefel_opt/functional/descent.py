@@ -103,15 +103,15 @@ def descend(
         new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
         return new_X, {}, length._replace(inner=S)
     new_T = torch.add(turn, T, alpha=momentum)
-    ahead = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
+    turn_direction = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
     new_V = direction = None
     if V is not None:
-        push = normal_force(X, inner, G, force)
-        new_V = torch.add(push, V, alpha=momentum)
-        direction = push.add_(new_V, alpha=momentum) if nesterov else new_V
+        minus_g = normal_force(X, inner, G, force)
+        new_V = torch.add(minus_g, V, alpha=momentum)
+        direction = minus_g.add_(new_V, alpha=momentum) if nesterov else new_V
         if retraction != "cayley":
-            direction = add_product(direction, X, ahead)
-    new_X, length = _retract(X, ahead, direction, lr, retraction, sums, reader)
+            direction = add_product(direction, X, turn_direction)
+    new_X, length = _retract(X, turn_direction, direction, lr, retraction, sums, reader)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 

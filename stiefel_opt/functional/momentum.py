@@ -132,27 +132,27 @@ def sgd(
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
-    torque = skew_force(S, a, force)
-    new_Z = torque if Z is None else torch.add(torque, Z, alpha=momentum)
-    ahead = torch.add(torque, new_Z, alpha=momentum) if nesterov else new_Z
+    minus_f = skew_force(S, a, force)
+    new_Z = minus_f if Z is None else torch.add(minus_f, Z, alpha=momentum)
+    direction = torch.add(minus_f, new_Z, alpha=momentum) if nesterov else new_Z
     carry = None if Z is None else transport
     if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return _turn_square(X, ahead, new_Z, lr, carry, reader)
+        return _turn_square(X, direction, new_Z, lr, carry, reader)
     S = _times(S, force)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if BASE in state:
-        return _deferred(X, G, S, state, ahead, new_Z, lr, momentum, mu, force, sums, reader)
-    force_normal = normal_force(X, S, G, force)  # -g
+        return _deferred(X, G, S, state, direction, new_Z, lr, momentum, mu, force, sums, reader)
+    minus_g = normal_force(X, S, G, force)
     if Z is None:
-        (W,) = sums((force_normal, force_normal))
-        moves = moves_of(ahead, W, lr, reader, S)
+        (W,) = sums((minus_g, minus_g))
+        moves = moves_of(direction, W, lr, reader, S)
         within, R = composed(moves.rotation, moves.shortening)
-        new_X = turn_and_move(X, within, force_normal, R, moves.step)
+        new_X = turn_and_move(X, within, minus_g, R, moves.step)
         return new_X, {}, moves.length
     U = state[NORMAL]
-    U = (U * momentum if mu is None else product(U, mu)).add_(force_normal)
-    V = force_normal.add_(U, alpha=momentum) if nesterov else U.clone()
-    return advance(X, V, U, ahead, new_Z, lr, transport, S, sums, reader)
+    U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
+    V = minus_g.add_(U, alpha=momentum) if nesterov else U.clone()
+    return advance(X, V, U, direction, new_Z, lr, transport, S, sums, reader)
 
 
 def adam(
@@ -190,37 +190,37 @@ def adam(
     """
     reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
-    push = None  # -g
+    minus_g = None
     if NORMAL in state:
-        push = normal_force(X, _times(S, force), G, force)
-    torque = skew_force(S, a, force)
-    gamma = gain(betas, step, torque.real.dtype, nesterov=nesterov)
+        minus_g = normal_force(X, _times(S, force), G, force)
+    minus_f = skew_force(S, a, force)
+    gamma = gain(betas, step, minus_f.real.dtype, nesterov=nesterov)
     gained = lr * gamma
-    new = moments(state, "skew", torque, betas)
-    most = largest_quotient(betas, step, torque.real.dtype)
+    new = moments(state, "skew", minus_f, betas)
+    most = largest_quotient(betas, step, minus_f.real.dtype)
     if nesterov:
         most = betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5
-    latest = torque if nesterov else None
-    ahead = partial(precondition, new, "skew", step, betas, eps, most, latest)
-    if push is None:
-        turn = ahead if X.size(0) == 1 else cache(ahead)  # a single matrix may be large
+    latest = minus_f if nesterov else None
+    direction = partial(precondition, new, "skew", step, betas, eps, most, latest)
+    if minus_g is None:
+        turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
         new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
-    if mu is None and not nesterov and reader.is_exact and _may_fuse(push, state, step, eps):
-        of_normal, V = _fused_moments(state, push, float(step), betas, eps, float(gamma))
+    if mu is None and not nesterov and reader.is_exact and _may_fuse(minus_g, state, step, eps):
+        of_normal, V = _fused_moments(state, minus_g, float(step), betas, eps, float(gamma))
         V = _cut_off_(V, most)
     else:
-        of_normal = moments(state, "normal", push, betas, mu)
-        latest = push if nesterov else None
+        of_normal = moments(state, "normal", minus_g, betas, mu)
+        latest = minus_g if nesterov else None
         V = precondition(of_normal, "normal", step, betas, eps, most, latest)
-    del push, latest
+    del minus_g, latest
     U = of_normal.pop(NORMAL)
     if transport == "isometric":  # whose transport needs V itself
         (overlap,) = sums((X, V))
         V = add_product_(V, X, overlap, alpha=-1.0)
     new_X, carried, length = advance(
-        X, V, U, ahead(), new[SKEW], gained, transport, None, sums, reader
+        X, V, U, direction(), new[SKEW], gained, transport, None, sums, reader
     )
     return new_X, new | of_normal | carried, length
 
@@ -233,7 +233,7 @@ def _deferred(
     G: Tensor,
     S: Tensor,
     state: Mapping[str, Tensor],
-    ahead: Tensor,
+    direction: Tensor,
     new_Z: Tensor,
     lr: Scalar,
     momentum: float,
@@ -251,7 +251,7 @@ def _deferred(
     pending = combine(earlier, X, torch.sub(S, N, alpha=momentum), beta=momentum)  # 3
     new_B = subtract_(pending, G, force)
     (W,) = sums((new_B, new_B))  # 4
-    moves = moves_of(ahead, W, lr, reader, S)
+    moves = moves_of(direction, W, lr, reader, S)
     step, length = moves.step, moves.length
     within, R = composed(moves.rotation, moves.shortening)
     if L is None:
@@ -298,7 +298,7 @@ def advance(
     X: Tensor,
     V: Tensor,
     U: Tensor,
-    ahead: Tensor,
+    direction: Tensor,
     new_Z: Tensor,
     lr: Scalar,
     transport: str,
@@ -306,7 +306,7 @@ def advance(
     sums: Sums,
     reader: Reader,
 ) -> Move:
-    r"""Turn along ``ahead`` and move along V; carry Z and U. Both U and V are written to.
+    r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
     With C = V'U the transport of U, for which X_new'U = eta R C, is
 
@@ -317,7 +317,7 @@ def advance(
     """
     if transport == "isometric":
         W, C = sums((V, V), (V, U))
-        moves = moves_of(ahead, W, lr, reader, S, companion=True)
+        moves = moves_of(direction, W, lr, reader, S, companion=True)
         step, turned = moves.step, add_product(X, X, moves.rotation)  # X D
         moved = onto_(V, turned, step)
         new_X = add_product(moved, moved, moves.shortening)
@@ -326,7 +326,7 @@ def advance(
     else:
         W, C, overlap = sums((V, V), (V, U), (X, V))
         W = torch.baddbmm(W, overlap.mH, overlap, alpha=-1.0)
-        moves = moves_of(ahead, W, lr, reader, S)
+        moves = moves_of(direction, W, lr, reader, S)
         step = moves.step
         within, R = composed(moves.rotation, moves.shortening)
         within -= torch.bmm(overlap, R) * step
@@ -339,14 +339,14 @@ def advance(
 
 def _turn_square(
     X: Tensor,
-    ahead: Tensor | Callable[[], Tensor],
+    direction: Tensor | Callable[[], Tensor],
     new_Z: Tensor,
     lr: Scalar,
     transport: str | None,
     reader: Reader,
 ) -> Move:
-    """X <- X rot(eta ``ahead``) for square matrices; ``transport`` None: there is no momentum."""
-    turn = (lambda: ahead) if isinstance(ahead, Tensor) else ahead
+    """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
+    turn = (lambda: direction) if isinstance(direction, Tensor) else direction
     if transport != "projected" and X.size(-1) < BLOCKED:
         new_X, length = turned_square(X, turn, lr, reader)
         new = {} if transport is None else {SKEW: new_Z}
@@ -427,7 +427,7 @@ def precondition(
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
     The factor gamma of :func:`gain` is left to the learning rate. No entry of D exceeds ``most``.
-    ``latest``: -f of this step, with which Z is one step ahead.
+    ``latest``: -f of this step, with which Z is one step direction.
     """
     first = state["momentum_" + part]
     if latest is not None:

@@ -123,15 +123,15 @@ def published_sgd(
     """
     a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))
-    torque = skew_force(S, a, force)
-    new_Z = torch.add(torque, Z, alpha=momentum)
-    ahead = torch.add(torque, new_Z, alpha=momentum) if nesterov else new_Z
+    minus_f = skew_force(S, a, force)
+    new_Z = torch.add(minus_f, Z, alpha=momentum)
+    direction = torch.add(minus_f, new_Z, alpha=momentum) if nesterov else new_Z
     if U is None:
-        return _turn_square(X, ahead, {SKEW: new_Z}, lr, rotation, sums)
-    pushed = product(U, _coupling(Z, momentum, lr, a)) - G * force
-    new_U = _normal_part(X, pushed, sums)
+        return _turn_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
+    moved = product(U, _coupling(Z, momentum, lr, a)) - G * force
+    new_U = _normal_part(X, moved, sums)
     V = _normal_part(X, new_U * momentum - G * force, sums) if nesterov else new_U
-    return _flow(X, V, new_U, ahead, {SKEW: new_Z}, lr, rotation, sums)
+    return _flow(X, V, new_U, direction, {SKEW: new_Z}, lr, rotation, sums)
 
 
 def published_adam(
@@ -166,15 +166,15 @@ def published_adam(
     beta1 = betas[0]
     (S,) = sums((X, G))
     new = moments(state, "skew", skew_force(S, a, force), betas)
-    ahead = _divided(new, "skew", step, betas, eps)
+    direction = _divided(new, "skew", step, betas, eps)
     if U is None:
-        return _turn_square(X, ahead, new, lr, rotation, sums)
-    push = _normal_part(X, G * force, sums).neg_()  # -g
-    new |= moments(state, "normal", push, betas)
-    pushed = product(U, _coupling(Z, beta1, lr, a)).add_(push, alpha=1 - beta1)
-    new[NORMAL] = new_U = _normal_part(X, pushed, sums)
+        return _turn_square(X, direction, new, lr, rotation, sums)
+    minus_g = _normal_part(X, G * force, sums).neg_()
+    new |= moments(state, "normal", minus_g, betas)
+    moved = product(U, _coupling(Z, beta1, lr, a)).add_(minus_g, alpha=1 - beta1)
+    new[NORMAL] = new_U = _normal_part(X, moved, sums)
     V = _normal_part(X, _divided(new, "normal", step, betas, eps), sums)
-    return _flow(X, V, new_U, ahead, new, lr, rotation, sums)
+    return _flow(X, V, new_U, direction, new, lr, rotation, sums)
 
 
 def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
@@ -215,17 +215,19 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
 
 
 def _turn_square(
-    X: Tensor, ahead: Tensor, new: Tensors, lr: Scalar, rotation: str, sums: Sums
+    X: Tensor, direction: Tensor, new: Tensors, lr: Scalar, rotation: str, sums: Sums
 ) -> Move:
-    """phi_1 along ``ahead``, made orthonormal."""
-    turned, _, length = _turned(X, ahead, lr, rotation)
+    """phi_1 along ``direction``, made orthonormal."""
+    turned, _, length = _turned(X, direction, lr, rotation)
     return polar_factor_by_sums(turned, sums), new, length
 
 
-def _turned(X: Tensor, ahead: Tensor, lr: Scalar, rotation: str) -> tuple[Tensor, Tensor, Length]:
-    """Return Xh of phi_1 along ``ahead``, what X was multiplied by, and the length; in float64."""
-    ahead = ahead.to(_wide(X.dtype))
-    turn = ahead * shortened(infinity_norm(ahead), lr, _DIGITS / torch.finfo(X.dtype).eps)
+def _turned(
+    X: Tensor, direction: Tensor, lr: Scalar, rotation: str
+) -> tuple[Tensor, Tensor, Length]:
+    """Return Xh of phi_1 along ``direction``, the factor of X, and the length; in float64."""
+    direction = direction.to(_wide(X.dtype))
+    turn = direction * shortened(infinity_norm(direction), lr, _DIGITS / torch.finfo(X.dtype).eps)
     rotated = ROTATIONS[rotation](turn)
     # the limit is not known, so that the new point is looked at
     return product(X, rotated.to(X.dtype)), rotated, Length(turn.mH @ turn, 1.0, math.inf)
@@ -235,14 +237,14 @@ def _flow(
     X: Tensor,
     V: Tensor,
     U: Tensor,
-    ahead: Tensor,
+    direction: Tensor,
     new: Tensors,
     lr: Scalar,
     rotation: str,
     sums: Sums,
 ) -> Move:
-    """phi_1 along ``ahead`` and phi_3 along V: Xd = Xh + eta V Xh'Xh, U <- U - eta Xh V'U."""
-    turned, rotated, length = _turned(X, ahead, lr, rotation)  # Xh
+    """phi_1 along ``direction`` and phi_3 along V: Xd = Xh + eta V Xh'Xh, U <- U - eta Xh V'U."""
+    turned, rotated, length = _turned(X, direction, lr, rotation)  # Xh
     limit = _DIGITS / torch.finfo(X.dtype).eps
     own, cross = sums((V, V), (V, U))
     own = own.to(rotated.dtype)

@@ -197,8 +197,8 @@ class StiefelOptimizer(Optimizer, ABC):
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
-    # Options that are newer than some checkpoints, as these were meant.
-    _before: ClassVar[Group] = {}
+    # What an option that is missing in an older checkpoint stands for.
+    _legacy_defaults: ClassVar[Group] = {}
     _known: ClassVar[dict[str, State]]  # every declaration of the class so far, by whatever options
 
     @override
@@ -360,7 +360,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 staying = self._move_all(group, index, group["lr"])
                 skipped[group["nonfinite"] == "raise"].extend(staying)
         if any(skipped):  # last: it may be an error
-            self._tell(*skipped)
+            self._report(*skipped)
 
     def _step_traced(self) -> None:
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
@@ -448,10 +448,10 @@ class StiefelOptimizer(Optimizer, ABC):
             if index is not None:
                 staying = self._move_all(group, index, lr)
                 skipped[group["nonfinite"] == "raise"].extend(staying)
-        self._tell(*skipped)
+        self._report(*skipped)
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Weight]) -> None:
-        """Raise for gradients and points that no step could use, and for overflows told late."""
+        """Raise for gradients and points that no step could use, and for earlier overflows."""
         reasons = (weights.unsafe, refuse_nonfinite), (weights.overflowed, refuse_overflow)
         for places, refuse in reasons if group["nonfinite"] == "raise" else ():
             if places:
@@ -472,7 +472,7 @@ class StiefelOptimizer(Optimizer, ABC):
             skipped += map(weights.parameters.__getitem__, places)
         return skipped
 
-    def _tell(self, skipped: list[Tensor], overflowed: list[Tensor]) -> None:
+    def _report(self, skipped: list[Tensor], overflowed: list[Tensor]) -> None:
         """Warn of skipped steps; raise for those of ``nonfinite="raise"``."""
         if skipped:
             warn_of_skipped(names_of(skipped, self.param_groups), skipped)
@@ -511,8 +511,8 @@ class StiefelOptimizer(Optimizer, ABC):
         if of_torch:
             check_plain_rule(state_dict["state"], saved_groups, self._torch_rule, self.rule)
         check_saved_readings(self.param_groups, saved_groups)
-        before = {} if of_torch else self._before  # a checkpoint of torch lacks our options
-        complete_options(saved_groups, self.param_groups, self.defaults, before)
+        legacy = {} if of_torch else self._legacy_defaults  # torch's lacks our options
+        complete_options(saved_groups, self.param_groups, self.defaults, legacy)
         final: dict[str, Any] = {}
 
         def examine(_: Optimizer, given: dict[str, Any]) -> None:  # as other hooks leave it
@@ -541,7 +541,7 @@ class StiefelOptimizer(Optimizer, ABC):
         for values in self.state.values():  # as torch: old checkpoints count in integers
             if "step" in values and not isinstance(values["step"], Tensor):
                 values["step"] = torch.tensor(float(values["step"]))
-        for name, value in self._before.items():
+        for name, value in self._legacy_defaults.items():
             self.defaults.setdefault(name, value)
         for group in self.param_groups:
             for name, value in self.defaults.items():

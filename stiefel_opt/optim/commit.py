@@ -1,9 +1,10 @@
 """The commit: correct a batch, run its rule, judge the result, write it. The same for every rule.
 
 A rule is pure: it reads a point, a gradient and a state, and returns new ones. What may go wrong
-is handled here. A matrix moves if its gradient is safe, so that its squares are finite, and if its
-new point is finite; otherwise its point and state stay. Where numbers may be read only the batch
-with an unsafe gradient has a mask; elsewhere every batch has. A write can be repeated: one that an
+is handled here. A gradient is safe if its squares are finite: the point and the state of a matrix
+with any other gradient stay. A matrix whose new point is not finite keeps its point, and the state
+that the step would have changed starts again. Where numbers may be read only the batch with an
+unsafe gradient has a mask; elsewhere every batch has. A write can be repeated: one that an
 exception interrupts is completed before the exception goes on.
 """
 
@@ -78,9 +79,9 @@ class Correction(Protocol):
     """The part of an optimizer that removes rounding from a batch."""
 
     def __call__(
-        self, X: Tensor, state: Mapping[str, Tensor], sums: Sums, own: Tensor | None = None, /
+        self, X: Tensor, state: Mapping[str, Tensor], sums: Sums, gram: Tensor | None = None, /
     ) -> tuple[Tensor, Tensors]:
-        """Return the corrected point, and the state that has changed; ``own`` is X'X if known."""
+        """Return the corrected point, and the state that has changed; ``gram`` is X'X."""
 
 
 class LastStep(NamedTuple):
@@ -88,7 +89,7 @@ class LastStep(NamedTuple):
 
     places: list[int]
     length: Length | Tensor | float
-    moved: Tensor | None
+    mask: Tensor | None
 
 
 class Batch:
@@ -185,13 +186,13 @@ class Batch:
         """Return the largest angle in radians of the last step, for each weight that moved."""
         if self.last is None:
             return {}
-        places, length, moved = self.last
+        places, length, mask = self.last
         count = len(places) * self.each
         if isinstance(length, Length):
             tangents = length.tangents(count)
         else:
             tangents = torch.as_tensor(length, dtype=torch.float64).expand(count, 1, 1).flatten()
-        tangents = tangents if moved is None else tangents.where(moved.flatten(), math.nan)
+        tangents = tangents if mask is None else tangents.where(mask.flatten(), math.nan)
         largest = tangents.view(len(places), self.each).amax(dim=1).atan().tolist()
         pairs = zip(places, largest, strict=True)
         return {place: angle for place, angle in pairs if math.isfinite(angle)}
@@ -212,7 +213,7 @@ class Task(NamedTuple):
         places: Their weights.
         tensors, grads: What moves, and its gradient, for each of these.
         lr, number: Learning rate for the tensors as they are scaled; the number of this step.
-        ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not known yet.
+        ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not judged yet.
         is_due: Whether rounding is removed in this step.
         is_changed: Whether somebody else has written to one of the tensors.
         nonfinite: The option of this name.
@@ -264,7 +265,7 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
-    new_X, new, moved, overflowed = _moved(stored, grad, state, ok, size, task, rule, correct)
+    new_X, new, length, overflowed = _new_point(stored, grad, state, ok, size, task, rule, correct)
     if isinstance(task.lr, Tensor):
         new_X = torch.where(task.lr == 0, stored, new_X)
     is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else bits stay, also of X C
@@ -276,52 +277,55 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
             for name, tensor in new.items():
                 _write(batch.state[name], tensor, state[name], index, ok)
         if is_moving:
-            moved_X = new_X if ok is None else torch.where(ok, new_X, stored)
-            batch.write(task.tensors, moved_X, chosen, stored)
+            point = new_X if ok is None else torch.where(ok, new_X, stored)
+            batch.write(task.tensors, point, chosen, stored)
         task.done.update(task.places)
         task.done.difference_update(unsafe)
 
     complete(write)
-    length = Length(*moved[:3]) if isinstance(moved, Length) else moved  # inner may be large
+    if isinstance(length, Length):
+        length = Length(*length[:3])  # inner may be large
     batch.last = LastStep(task.places, length, ok)
     return Verdict(unsafe, overflowed)
 
 
-def _moved(
+def _new_point(
     stored: Tensor,
     grad: Tensor,
     state: Tensors,
     ok: Tensor | None,
-    length: float,
+    gradient_length: float,
     task: Task,
     rule: Rule,
     correct: Correction,
 ) -> tuple[Tensor, Tensors, Length | Tensor | float, Tensor | None]:
     """Return the new point and state, the length of the step, and which matrices overflowed.
 
-    Those stay, and their state starts again.
+    Overflowed matrices keep their point, and the state that the step would have changed starts
+    again.
     """
     batch, sums, scale = task.batch, task.batch.sums, task.batch.scale
     reader = batch.now if task.reads else reader_for(stored, batch.lagged)
     reader.is_lost = False
     unscaled = stored if scale == 1.0 else stored / scale
     lr = task.lr if scale == 1.0 else task.lr / scale
-    known = math.inf if sums.row_sum is not None else length  # all processes must decide alike
-    X, fixed = _on_manifold(unscaled, state, grad, task, known, reader, correct)
+    if sums.row_sum is not None:  # all processes must decide alike
+        gradient_length = math.inf
+    X, fixed = _on_manifold(unscaled, state, grad, task, gradient_length, reader, correct)
     current = {**state, **fixed}
-    new_X, new, moved = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
+    new_X, new, length = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
     new = {**fixed, **new}
-    for _ in range(_corrections_after(moved, lr, known, reader)):
-        new_X, again = correct(new_X, {**state, **new}, sums)
-        new |= again
+    for _ in range(_corrections_after(length, lr, gradient_length, reader)):
+        new_X, corrected_state = correct(new_X, {**state, **new}, sums)
+        new |= corrected_state
     overflowed = None
-    if task.nonfinite != "ignore" and _may_have_overflowed(moved, reader):
+    if task.nonfinite != "ignore" and _may_have_overflowed(length, reader):
         overflowed = _overflowed(new_X, sums, ok)
         new_X = torch.where(overflowed, unscaled, new_X)
         for name, tensor in new.items():
             start = batch.declared[name].fill_(torch.empty_like(tensor))
             new[name] = torch.where(overflowed, start, tensor)
-    return new_X if scale == 1.0 else new_X * scale, new, moved, overflowed
+    return new_X if scale == 1.0 else new_X * scale, new, length, overflowed
 
 
 def complete(write: Callable[[], None]) -> None:
@@ -349,11 +353,11 @@ def _write(
 
 def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
     """Return which matrices have safe gradients, the length of those, and the other weights."""
-    length, most = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
-    if length <= most:  # False for NaN
+    length, limit = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
+    if length <= limit:  # False for NaN
         return task.ok, length, []
     lengths = torch.linalg.vector_norm(grad.reshape(len(task.places), -1), dim=1)
-    safe = lengths <= most
+    safe = lengths <= limit
     length = float(torch.linalg.vector_norm(lengths[safe]))
     unsafe = list(itertools.compress(task.places, (~safe).tolist()))
     return task.batch.of_each(safe), length, unsafe
@@ -380,11 +384,11 @@ def _on_manifold(
         return correct(point, state, sums) if is_due else (point, {})
     if looks and sums.row_sum is None:  # without a gradient no bit moves, not even by a correction
         is_due = (length if length < math.inf else float(torch.linalg.vector_norm(grad))) != 0.0
-    (own,) = sums((point, point))
-    error, tolerance = identity_error(own), orthonormality_tolerance(point.dtype, batch.row_count)
+    (gram,) = sums((point, point))
+    error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
     if worst <= 10 * tolerance:
-        new_point, fixed = correct(point, state, sums, own)
+        new_point, fixed = correct(point, state, sums, gram)
         if is_due or worst > tolerance or _is_stale(state, fixed, sums):
             return new_point, fixed
         return point, {}
@@ -415,14 +419,14 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
 # ---- behind it -----------------------------------------------------------------------------------
 
 
-def _may_have_overflowed(moved: Length | Tensor | float, reader: Reader) -> bool:
+def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> bool:
     """Say whether the new point has to be looked at: a bound on the step is not finite or unknown.
 
     On an accelerator the flows of this package saturate and are not looked at.
     """
-    if not isinstance(moved, Length):
+    if not isinstance(length, Length):
         return True
-    return reader.is_lost or (not moved.limit < math.inf)
+    return reader.is_lost or (not length.limit < math.inf)
 
 
 def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:

@@ -106,10 +106,10 @@ class Windows:
         return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
 
     def release(self) -> None:
-        """Give parameters that are not part of any stack any more state of their own."""
-        for (state, key), known in zip(self._slots, self._windows, strict=True):
+        """Give a copy of their state to parameters that have left the stack."""
+        for (state, key), window in zip(self._slots, self._windows, strict=True):
             is_ours = not key.startswith(ROWS) and key in state  # rows have no windows
-            if is_ours and state[key] is known():
+            if is_ours and state[key] is window():
                 state[key] = state[key].clone()
 
     def _addresses(self, windows: list[Tensor]) -> list[int]:
@@ -350,7 +350,7 @@ class WeightGroup:
             moved.update(range(len(self.weights)))  # also where this process has no matrices
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
-        self._tell_overflows(nonfinite)
+        self._report_overflows(nonfinite)
 
     def _task_for(
         self,
@@ -412,7 +412,7 @@ class WeightGroup:
         index = torch.tensor(places, device=overflowed.device)
         self._overflows.index_add_(0, index, overflowed.view(len(places), -1).sum(dim=1))
 
-    def _tell_overflows(self, nonfinite: str) -> None:
+    def _report_overflows(self, nonfinite: str) -> None:
         """Count overflows; of weights that processes share, for the next step to report."""
         if self._overflows is None:
             return
@@ -464,7 +464,7 @@ class WeightGroup:
             self.skipped.copy_(new_skipped)
 
     def _remember_what_was_written(self, moved: set[int]) -> None:
-        """Whatever a parameter is now is known to be on the manifold, if it has moved."""
+        """Note the versions of parameters that have moved: their values are on the manifold."""
         earlier, self._seen = self._seen, (self._versions(), list(self._now[1]))
         staying = self._staying
         if len(moved) < len(self.weights):

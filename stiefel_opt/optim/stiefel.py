@@ -122,7 +122,7 @@ class StiefelSGD(SGDLike):
 
     rule = "StiefelSGD"
     velocity_names = (SKEW, NORMAL, BASE, SHIFT, FACTOR)
-    _before: ClassVar = {"adaptive": False}
+    _legacy_defaults: ClassVar = {"adaptive": False}
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class StiefelAdam(AdamLike):
     """
 
     rule = "StiefelAdam"
-    _before: ClassVar = {"radius": 1.0, "nesterov": False}
+    _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False}
 
     def __init__(
         self,
