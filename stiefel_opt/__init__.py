@@ -44,7 +44,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> _Any:
-    """Import what needs more than the other rooms when it is asked for: of torch, or of peft."""
+    """Import ``rotations`` and ``StellaConfig`` at their first use: they need more packages."""
     if name == "rotations":
         return importlib.import_module("stiefel_opt.rotations")
     if name == "StellaConfig":

@@ -1,4 +1,4 @@
-"""Packages that this one does without until something is asked of them."""
+"""Optional packages, imported by the functions that need them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def imported(module: str, package: str, remedy: str) -> Any:
 
 
 class ProgressBar:
-    """tqdm's bar, or nothing unless it is ``shown``; ``silent`` needs tqdm and shows nothing."""
+    """A bar of tqdm if ``shown``; with ``silent`` tqdm is required but nothing appears."""
 
     def __init__(self, total: int, shown: bool, remedy: str, *, silent: bool = False) -> None:
         tqdm = imported("tqdm", "tqdm", remedy) if shown else None

@@ -138,7 +138,7 @@ class CaileySGD(SGDG):
 
 
 def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
-    """Raise unless parameters of ``dtype`` are moved in the one called ``name``."""
+    """Raise unless ``name`` is None or the dtype in which parameters of ``dtype`` are moved."""
     moving = torch.float32 if dtype in HALF else dtype
     if name is not None and getattr(torch, str(name), name) not in (moving, dtype):
         wanted = f"be None or {str(moving).removeprefix('torch.')!r} for parameters of {dtype}"
@@ -217,7 +217,7 @@ def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:
 
 
 def _split(group: Group, defaults: Group) -> list[Group]:
-    """Return a group as up to three: read as in the released code, by tags, and plain.
+    """Return up to three groups for one: read as in the released code, by tags, and plain.
 
     ``stiefel=True`` constrains matrices of few rows; parameters with a tag keep its reading, as in
     every optimizer here. ``stiefel=None`` constrains only those.

@@ -155,7 +155,7 @@ def _names(module: nn.Module, name: object) -> list[str]:
 def check_value(
     parameter: nn.Parameter, reading: Stiefel, name: str, *, whole: bool = True
 ) -> None:
-    """Raise for what cannot be constrained so, before anything has changed."""
+    """Raise if ``reading`` cannot constrain ``parameter``, or ``whole`` values be projected."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
     if not whole:
@@ -340,7 +340,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
 
 @torch.no_grad()
 def _distance(tensor: Tensor, point: Tensor) -> float:
-    """Return how far ``point`` is from ``tensor``, as a part of the length of that."""
+    """Return the distance from ``tensor`` to ``point`` over the norm of ``tensor``."""
     distance = torch.linalg.vector_norm(widened(point) - widened(tensor))
     return float(distance / torch.linalg.vector_norm(widened(tensor)))
 

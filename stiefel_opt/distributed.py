@@ -32,7 +32,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a DTensor, which its whole mesh must ask for; any other tensor as it is."""
+    """Return a DTensor gathered (every process must call); any other tensor as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -58,7 +58,7 @@ class RowSums:
         return packed
 
     def with_all_rows(self, function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
-        """Return our rows of ``function``, which does not mind their order, of all rows.
+        """Return our rows of ``function`` of all rows; it must not depend on their order.
 
         Every process holds all rows of all matrices meanwhile: for initial values, not for steps.
         """

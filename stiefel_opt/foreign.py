@@ -28,7 +28,7 @@ def note_tag() -> None:
 
 
 def note_module(module: nn.Module) -> None:
-    """Remember a module, weakly, below which tagged weights have their names."""
+    """Remember a module, weakly, for the names of tagged weights below it."""
     _modules[id(module)] = module
 
 
@@ -44,7 +44,7 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
 
 
 def _look_at(optimizer: Optimizer) -> None:
-    """Warn of tagged weights of a foreign optimizer; two numbers say if anything is new."""
+    """Warn of tagged weights of another package's optimizer, if tags or groups are new."""
     seen = _tags + len(optimizer.param_groups)  # both only grow
     if optimizer.__dict__.get(_LOOKED, -1) >= seen:
         return

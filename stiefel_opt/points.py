@@ -37,9 +37,9 @@ def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
 
 @torch.no_grad()
 def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
-    """Return a copy of ``tensor`` in which every matrix that is off became the nearest point.
+    """Return a copy of ``tensor`` with every matrix off the manifold replaced by the nearest point.
 
-    None if there is none. Matrices that are on the manifold up to rounding keep their bits.
+    None if all are on it up to rounding; those that are keep their bits.
 
     Raises:
         ValueError: for values that are not finite, naming ``name``.

@@ -58,7 +58,7 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
 def constrained(
     model: nn.Module, *, computed: bool = True
 ) -> Iterator[tuple[str, Tensor, Stiefel, str]]:
-    """Yield name, value, reading and map of every orthonormal weight of ``model``, the only walk.
+    """Yield name, value, reading and map of every orthonormal weight of ``model``.
 
     Tagged parameters come first, their map is ``""``; then, unless ``computed`` is False, what
     :func:`stiefel_opt.orthogonal` computes. The reading of a map is its attribute ``manifold``, and

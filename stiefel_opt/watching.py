@@ -1,4 +1,4 @@
-"""Warnings of a module with records: of replaced parameters, and of loaded or averaged values.
+"""Warnings of modules with constrained weights: of replaced, loaded or averaged parameters.
 
 The record on the module, a plain dict from parameter name to reading, is the source of truth; the
 tag on the parameter is what optimizers see.
@@ -73,7 +73,7 @@ def mark_maps(model: nn.Module) -> bool:
 
 
 class _Watched(dict[str, Any]):
-    """Dict of parameters of a module with records, which checks writes and reads.
+    """The parameters of a module with records: a dict that checks writes and reads.
 
     Assigning a parameter without a tag registers a forward pre-hook, which checks the tags once and
     is removed: TorchScript and fast paths see no hook in other forward passes.
@@ -163,12 +163,12 @@ class _Watched(dict[str, Any]):
             looks.note(value, _warn_if_far(value, name, self.kind))
 
     def arm(self) -> None:
-        """Let the next forward pass look for lost tags."""
+        """Let the next forward pass check for lost tags."""
         if _warn_if_lost not in self.hooks.values():
             self.hooks[RemovableHandle(self.hooks).id] = _warn_if_lost
 
     def disarm(self) -> None:
-        """Take the hook away."""
+        """Remove that hook."""
         for key in [key for key, hook in self.hooks.items() if hook is _warn_if_lost]:
             self.hooks.pop(key, None)
 
@@ -216,7 +216,7 @@ class _Looks:
 
 @torch.no_grad()
 def _warn_if_far(value: ManifoldParameter, name: str, kind: str) -> bool:
-    """Warn of a weight that is off the manifold; say whether looking again is no use."""
+    """Warn of a weight off the manifold; return whether it need not be checked again."""
     if getattr(value, "is_unconstrained", False):
         return True
     if value.is_meta or not may_wait_for(value):
@@ -235,7 +235,7 @@ def _warn_if_far(value: ManifoldParameter, name: str, kind: str) -> bool:
 
 
 def watch(module: nn.Module) -> None:
-    """See from now on that a recorded parameter, now tagged, is replaced."""
+    """Watch for recorded parameters, now tagged, that are replaced."""
     parameters = module._parameters
     if type(parameters) is dict:
         parameters = module.__dict__["_parameters"] = _Watched(module)

@@ -61,7 +61,7 @@ def rollout(
 def _check(
     inputs: Tensor, start: Tensor, left: Tensor, right: Tensor | None, threshold: Tensor | None
 ) -> None:
-    """Raise unless all fits the inputs."""
+    """Raise unless shapes and dtypes fit those of ``inputs``."""
     size, dtype = inputs.size(-1), inputs.dtype
     inner = size if right is None or left.ndim != 2 else left.size(-1)
     for name, tensor, shape, wanted in (

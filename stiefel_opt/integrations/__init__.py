@@ -1,4 +1,4 @@
-"""Into other people's training code: attention, adapters, migration, clipping, logging."""
+"""Functions for existing models and loops: attention, adapters, migration, clipping, logging."""
 
 from stiefel_opt.integrations.adapters import AdapterReport as AdapterReport
 from stiefel_opt.integrations.adapters import constrain_adapters as constrain_adapters

@@ -49,7 +49,7 @@ class AdapterReport:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of an adapter that can be changed: how, and what the report says of it then."""
+    """A part of an adapter: ``change`` changes it and returns its lines of the report."""
 
     adapter: str | None
     change: Callable[[], list[tuple[str, str, str, str]]]
@@ -185,7 +185,7 @@ def _peft_parts() -> Any:
 
 
 def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, str]]:
-    """Yield (path, layer of peft, adapter) of every adapter that is wanted."""
+    """Yield (path, layer of peft, adapter) of every selected adapter."""
     known = sorted({name for configs in _config_dicts(model) for name in configs})
     if adapter not in (None, *known):
         remedy = "" if known else "make the model with peft.get_peft_model"
@@ -210,7 +210,7 @@ def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, s
 
 
 def _holders(layer: Any) -> tuple[str, ...]:
-    """Return where a layer keeps the factors that are orthogonal, by adapter."""
+    """Return the attributes of a layer that hold its orthogonal factors, by adapter."""
     parts = _peft_parts()
     if isinstance(layer, parts.OFTLayer):
         return "oft_R", "oft_embedding_R"
@@ -244,7 +244,7 @@ def _config_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _kind(model: nn.Module) -> str:
-    """Return what a model is, with the adapters that it has."""
+    """Return the class of a model and the types of its adapters, for a message."""
     types = [config.peft_type for configs in _config_dicts(model) for config in configs.values()]
     kinds = sorted({str(getattr(each, "value", each)) for each in types})
     return type(model).__name__ + (f" with {', '.join(kinds)}" if kinds else " without adapters")
@@ -367,7 +367,7 @@ def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tens
 
 
 def _completed(columns: Tensor, count: int) -> Tensor:
-    """Keep the first columns, which are orthonormal, and make the others orthonormal to them."""
+    """Return ``columns`` with those after the first ``count`` made orthonormal to all before."""
     basis, triangle = torch.linalg.qr(columns)
     signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0).to(basis.dtype)
     return torch.cat([columns[:, :count], (basis * signs)[:, count:]], 1)
@@ -486,7 +486,7 @@ def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bo
 
 
 def _plain_config(config: Any) -> Any:
-    """Return a config with what plain peft needs to know."""
+    """Return the config for plain peft."""
     if config.peft_type == "OFT":
         config.use_cayley_neumann = False
     elif config.peft_type == "ADALORA":

@@ -78,7 +78,7 @@ class _Weight:
 
 
 class _UnreadableError(Exception):
-    """Says why a module that looks like attention cannot be read."""
+    """Why a module that looks like attention cannot be read."""
 
 
 @dataclass(frozen=True)

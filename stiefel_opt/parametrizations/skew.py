@@ -177,7 +177,7 @@ class Trivialization(_Based):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """A copy does not watch the P of the original."""
+        """Return the attributes of a copy, which does not watch the P of the original."""
         return self.__dict__ | {"_missed": self._has_changed(), "_seen": None}
 
 

@@ -1,4 +1,4 @@
-"""A place between the rotary embedding and the attention of transformers' models."""
+"""Functions of queries and keys, applied after the rotary embedding in transformers' models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def remove_turn(decoder: Decoder, turn: Turn) -> None:
 def _attend(
     base: str, module: nn.Module, query: Tensor, key: Tensor, *others: Any, **options: Any
 ) -> Any:
-    """The model's own attention, behind the turns of its module."""
+    """Apply the turns of a module, then the model's own attention."""
     for turn in module.__dict__.get(TURNS, ()):
         query, key = turn(query, key)
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -58,7 +58,7 @@ def _attend(
 
 
 def _eager(module: nn.Module) -> Callable[..., Any] | None:
-    """The attention that the family's own file falls back on."""
+    """Return the eager attention in the file of the module's class, if there is one."""
     for kind in type(module).__mro__:
         eager = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
         if eager is not None:

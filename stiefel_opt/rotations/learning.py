@@ -144,7 +144,7 @@ def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer
 
 
 def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:
-    """Trainable copies of the rotations, R1 first."""
+    """Return trainable copies of the rotations, R1 first."""
     copies = [
         matrix.detach().to(device, torch.float32, copy=True).contiguous()
         for matrix in (start.residual, *start.heads)
@@ -166,7 +166,7 @@ def _corrected_error(rotation: nn.Parameter) -> float:
 
 
 class _Objective:
-    """Loss of one batch of token ids; the mean over some without gradient."""
+    """Loss of one batch of token ids; ``mean`` is that of several, without gradient."""
 
     def __init__(
         self, decoder: Decoder, quantizers: Quantizers, loss: str, top_k: int | None
@@ -226,7 +226,7 @@ class _Objective:
 
 
 def _counted(values: Tensor, mask: Tensor | None) -> Tensor:
-    """One row for each token that the mask keeps."""
+    """Return one row for each token that the mask selects."""
     return values.flatten(0, 1) if mask is None else values[mask.bool()]
 
 
@@ -257,7 +257,7 @@ def _average(tensors: list[Tensor | None]) -> float:
 
 @torch.no_grad()
 def _share(rotations: list[nn.Parameter]) -> None:
-    """All processes begin where the first does."""
+    """Broadcast the rotations of the first process."""
     if _many():
         for rotation in rotations:
             dist.broadcast(rotation.data, 0)
@@ -265,7 +265,7 @@ def _share(rotations: list[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for the model's own parameters, and no dropout, meanwhile."""
+    """Context: the model's parameters get no gradients, and dropout is off."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = [module for module in model.modules() if module.training]
     model.requires_grad_(False)
@@ -367,7 +367,7 @@ class _Training:
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, str]:
-    """Class and options of an optimizer, as they are before its first step."""
+    """Return class and options of an optimizer before its first step."""
     options = {
         f"{name} of group {number}": str(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -378,7 +378,7 @@ def _options_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """A few letters that differ where one of the tensors does."""
+    """Return a short hash of the tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous()
@@ -388,7 +388,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def _digest_of_all(data: list[dict[str, Tensor]]) -> list[str]:
-    """Of the batches of each process."""
+    """Return the hash of the batches of each process."""
     mine = _digest(tensor for batch in data for tensor in batch.values())
     if not _many():
         return [mine]

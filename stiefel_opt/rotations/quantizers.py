@@ -72,7 +72,7 @@ def quantized(
     weight_bits: int | None = None,
     symmetric: bool = False,
 ) -> Iterator[nn.Module]:
-    """Let ``model`` run as if it were quantised, and as before at the end: nothing is changed.
+    """Context: ``model`` runs as if it were quantised. Nothing is changed.
 
     Rounded are, token by token, the inputs of every linear layer but the head's; with ``kv_bits``
     keys and values, head by head; with ``weight_bits`` the weights of these layers, on a symmetric
@@ -123,7 +123,7 @@ def check_prepared(decoder: Decoder) -> None:
 
 
 class Quantizers:
-    """Fake quantisers of a decoder with the options of :func:`quantized`, installed at will.
+    """Fake quantisers of a decoder with the options of :func:`quantized`.
 
     With ``recompute`` layers keep only their inputs for the backward pass.
     """
@@ -151,7 +151,7 @@ class Quantizers:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """In full precision meanwhile."""
+        """Context: nothing is rounded."""
         self.enabled = False
         try:
             yield
@@ -160,7 +160,7 @@ class Quantizers:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[Quantizers]:
-        """The hooks are there meanwhile."""
+        """Context: the hooks are installed."""
         with contextlib.ExitStack() as stack:
             for number, layer in enumerate(self.decoder.layers):
                 self._install(layer, self.heads[number], stack)
@@ -237,7 +237,7 @@ class Quantizers:
         symmetric: bool | None = None,
         outward: Rotation = None,
     ) -> None:
-        """Pass on the noise of rounding ``x``, with a gradient for what turns it only."""
+        """Pass the noise of rounding ``x`` to ``measure``, with a gradient for rotations only."""
         if self.measure is None or (not isinstance(rotation, Tensor) and outward is None):
             return  # fixed: nothing to learn
         with torch.enable_grad():
@@ -282,7 +282,7 @@ Rotation = Tensor | Callable[..., Tensor] | None  # a matrix for one piece of a 
 
 
 def wide(x: Tensor) -> Tensor:
-    """In at least float32."""
+    """Return ``x`` in float32 at least."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
@@ -306,7 +306,7 @@ WRAPPERS = "_stiefel_wrappers"  # of a module: what runs around its own forward,
 
 @contextlib.contextmanager
 def wrapped_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """``module`` runs ``wrapper(forward, ...)`` meanwhile; several may end in any order."""
+    """Context: ``module`` runs ``wrapper(forward, ...)``; several may end in any order."""
     if WRAPPERS not in module.__dict__:
         module.__dict__[WRAPPERS] = ([], module.__dict__.get("forward"))
     wrappers, own = module.__dict__[WRAPPERS]
