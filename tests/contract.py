@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,14 @@ def model(seed: int = 0) -> Model:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Model()
+
+
+def warnings_of(action: Callable[[], Any]) -> list[str]:
+    """The texts of the warnings of an action."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
 
 
 def optimizer(name: str, params: Any, **options: Any) -> Any:

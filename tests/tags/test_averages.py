@@ -1,25 +1,16 @@
-"""Averages of tagged weights: projected by `so.averaged`, told where others are used."""
+"""Averages of tagged weights: projected by `so.averaged`, with a warning for others."""
 
 import copy
 import pickle
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from contract import warnings_of
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
 import stiefel_opt as so
-
-
-def told(action: Callable[[], Any]) -> list[str]:
-    """The warnings of an action."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
 
 
 class Everything(nn.Module):
@@ -86,7 +77,7 @@ def test_the_average_is_the_projected_mean_of_every_reading(decay: float | None,
         assert getattr(p, "manifold", None) == getattr(model.get_parameter(name), "manifold", None)
     assert so.orthonormality_error(average) < 1e-12
     with torch.no_grad():
-        assert not told(lambda: average(torch.ones(2, 4, dtype=torch.float64)))
+        assert not warnings_of(lambda: average(torch.ones(2, 4, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
@@ -180,18 +171,18 @@ def test_another_average_is_told_once_where_it_is_used(
     x = torch.ones(2, 4)
     if seen_before:
         with torch.no_grad():
-            assert not told(lambda: mean(x))
+            assert not warnings_of(lambda: mean(x))
     for _ in range(3):
         train(model, optimizer)
-        assert not told(update)
+        assert not warnings_of(update)
     with torch.set_grad_enabled(with_grad and not seen_before):
-        texts = told(lambda: mean(x))
-        assert not told(lambda: mean(x))
+        texts = warnings_of(lambda: mean(x))
+        assert not warnings_of(lambda: mean(x))
     assert len(texts) == 7
     assert all("is off the manifold, |X'X - I| = " in text for text in texts)
     assert all("so.averaged(model)" in text for text in texts)
     with torch.no_grad():
-        assert not told(lambda: [model(x) for _ in range(20)])
+        assert not warnings_of(lambda: [model(x) for _ in range(20)])
 
 
 def test_an_average_that_was_projected_is_silent() -> None:
@@ -202,7 +193,7 @@ def test_an_average_that_was_projected_is_silent() -> None:
     update()
     so.project_(mean)
     with torch.no_grad():
-        assert not told(lambda: mean(torch.ones(2, 4)))
+        assert not warnings_of(lambda: mean(torch.ones(2, 4)))
 
 
 def test_an_average_that_is_written_back_into_the_model_is_told_in_its_next_evaluation() -> None:
@@ -214,12 +205,12 @@ def test_an_average_that_is_written_back_into_the_model_is_told_in_its_next_eval
         train(model, optimizer)
         update()
         with torch.no_grad():
-            assert not told(lambda: model(torch.ones(2, 4)))
+            assert not warnings_of(lambda: model(torch.ones(2, 4)))
     train(model, optimizer, 20)
     for p, q in zip(model.parameters(), mean.parameters(), strict=True):
         p.detach().copy_(q.detach())
     with torch.no_grad():
-        assert len(told(lambda: model(torch.ones(2, 4)))) == 7
+        assert len(warnings_of(lambda: model(torch.ones(2, 4)))) == 7
 
 
 @pytest.mark.parametrize("rule", ["penalty", "stiefel=False", "project=False"])
@@ -231,9 +222,9 @@ def test_a_weight_that_is_meant_to_be_off_is_silent(rule: str) -> None:
         so.orthonormality_penalty(model).backward()
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with torch.no_grad():
-        assert not told(lambda: model(torch.ones(2, 4)))
+        assert not warnings_of(lambda: model(torch.ones(2, 4)))
         if rule != "project=False":
-            assert not told(lambda: copy.deepcopy(model)(torch.ones(2, 4)))
+            assert not warnings_of(lambda: copy.deepcopy(model)(torch.ones(2, 4)))
 
 
 def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,15 @@
 """Several weights by one call: patterns, lists, functions; and blocks that would mix three."""
 
-import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from contract import warnings_of
 from torch import nn
 
 import stiefel_opt as so
 from stiefel_opt.parameter import project_untagged
-
-
-def told(action: Callable[[], Any]) -> list[str]:
-    """The warnings of an action."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
 
 
 def model() -> nn.Module:
@@ -93,17 +84,17 @@ def test_what_matches_nothing_or_too_much_changes_nothing(
 
 
 def test_heads_that_mix_queries_keys_and_values_are_told() -> None:
-    (text,) = told(lambda: so.constrain(nn.Linear(64, 192), heads=4))
+    (text,) = warnings_of(lambda: so.constrain(nn.Linear(64, 192), heads=4))
     assert "if it holds queries, keys and values, 4 blocks of 48 rows mix them" in text
     assert "pass heads=12 for the heads of all three, or rows=((0, 64), (64, 128)) as well" in text
     stored = nn.Linear(192, 64)  # as GPT-2 stores it
-    assert len(told(lambda: so.constrain(stored, heads=4, transposed=True))) == 1
+    assert len(warnings_of(lambda: so.constrain(stored, heads=4, transposed=True))) == 1
     silent: list[dict[str, Any]] = [{"heads": 12}, {"heads": 4, "rows": ((0, 64), (64, 128))}, {}]
     silent += [{"heads": 1}, {"heads": 3}, {"heads": 4, "rows": (0, 192)}]
     for options in silent:
-        assert not told(lambda: so.constrain(nn.Linear(64, 192), **options))  # noqa: B023
-    assert not told(lambda: so.constrain(nn.Linear(64, 128), heads=4))
-    assert not told(lambda: so.constrain(nn.MultiheadAttention(8, 4), "in_proj_weight"))
+        assert not warnings_of(lambda: so.constrain(nn.Linear(64, 192), **options))  # noqa: B023
+    assert not warnings_of(lambda: so.constrain(nn.Linear(64, 128), heads=4))
+    assert not warnings_of(lambda: so.constrain(nn.MultiheadAttention(8, 4), "in_proj_weight"))
 
 
 # ---- groups of untagged weights ----------------------------------------------------------------

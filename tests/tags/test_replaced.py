@@ -1,23 +1,12 @@
-"""What is put into a constrained module keeps its own reading; what is loaded is told truly."""
-
-import warnings
-from collections.abc import Callable
-from typing import Any
+"""A weight put into a constrained module keeps its own reading; loading warns where it must."""
 
 import pytest
 import torch
+from contract import warnings_of
 from torch import nn
 
 import stiefel_opt as so
 from stiefel_opt import Stiefel
-
-
-def told(action: Callable[[], Any]) -> list[str]:
-    """The warnings of an action."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
 
 
 def test_a_parameter_with_a_reading_of_its_own_keeps_it() -> None:
@@ -53,7 +42,7 @@ def test_a_functional_call_leaves_both_models_as_they_were(raises: bool) -> None
         with pytest.raises(RuntimeError):
             call()
     else:
-        assert not told(call)
+        assert not warnings_of(call)
     for layer, heads in ((one, 4), (other, None)):
         assert layer.weight.manifold == Stiefel(heads=heads)
         so.retag(layer)
@@ -64,16 +53,16 @@ def test_parameters_of_a_functional_call_are_no_loss_and_hide_none() -> None:
     layer = so.constrain(nn.Linear(8, 4))
     values = {name: nn.Parameter(value.clone()) for name, value in layer.named_parameters()}
     x = torch.ones(1, 8)
-    assert not told(lambda: torch.func.functional_call(layer, values, (x,)))
+    assert not warnings_of(lambda: torch.func.functional_call(layer, values, (x,)))
     assert layer.weight.manifold == Stiefel()
-    assert not told(lambda: layer(x))
+    assert not warnings_of(lambda: layer(x))
     layer.weight = nn.Parameter(torch.randn(4, 8))
-    (text,) = told(lambda: layer(x))
+    (text,) = warnings_of(lambda: layer(x))
     assert "has lost its Stiefel tag" in text
-    assert not told(lambda: layer(x))
+    assert not warnings_of(lambda: layer(x))
     layer.weight = so.ManifoldParameter(torch.randn(4, 8))  # tagged again, and lost again
     layer.weight = nn.Parameter(torch.randn(4, 8))
-    (text,) = told(lambda: layer(x))
+    (text,) = warnings_of(lambda: layer(x))
     assert "has lost its Stiefel tag" in text
 
 
@@ -85,15 +74,15 @@ def test_a_kind_of_manifold_of_ones_own_is_refused() -> None:
 def test_loading_by_assignment_tells_the_truth() -> None:
     layer = so.constrain(nn.Linear(8, 4))
     state = {"weight": torch.randn(4, 8), "bias": torch.zeros(4)}
-    (text,) = told(lambda: layer.load_state_dict(state))
+    (text,) = warnings_of(lambda: layer.load_state_dict(state))
     assert "call so.project_(model), or the first step projects" in text
-    (text,) = told(lambda: layer.load_state_dict(state, assign=True))
+    (text,) = warnings_of(lambda: layer.load_state_dict(state, assign=True))
     assert "assign=True replaces the parameter: call so.retag, then so.project_(model)" in text
     so.project_(so.retag(layer))
     assert so.orthonormality_error(layer) < 1e-5
     state["weight"] = layer.weight  # a parameter stays itself
-    assert not told(lambda: layer.load_state_dict(state, assign=True))
-    assert not told(lambda: layer(torch.ones(1, 8)))
+    assert not warnings_of(lambda: layer.load_state_dict(state, assign=True))
+    assert not warnings_of(lambda: layer(torch.ones(1, 8)))
 
 
 # ---- modules that are made of a constrained one ------------------------------------------------
@@ -101,7 +90,7 @@ def test_loading_by_assignment_tells_the_truth() -> None:
 
 def test_quantising_is_told() -> None:
     model = nn.Sequential(so.constrain(nn.Linear(8, 4)), nn.ReLU(), nn.Linear(4, 2))
-    texts = told(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}))
+    texts = warnings_of(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}))
     (text,) = {text for text in texts if "constrained" in text}
     assert "`weight` of Linear is constrained, and is quantised" in text
 
@@ -109,7 +98,7 @@ def test_quantising_is_told() -> None:
 def test_fusing_with_a_norm_is_told() -> None:
     conv, norm = so.constrain(nn.Conv2d(3, 8, 3)).eval(), nn.BatchNorm2d(8).eval()
     fused = torch.nn.utils.fusion.fuse_conv_bn_eval(conv, norm)
-    (text,) = told(lambda: fused(torch.ones(1, 3, 4, 4)))
+    (text,) = warnings_of(lambda: fused(torch.ones(1, 3, 4, 4)))
     assert "`weight` of Conv2d has lost its Stiefel tag" in text
 
 
@@ -117,9 +106,9 @@ def test_an_adapter_that_is_merged_is_told_in_the_next_evaluation() -> None:
     """As peft does it: by `.data`, which counts no version."""
     model = so.constrain(nn.Linear(8, 8))
     with torch.no_grad():
-        assert not told(lambda: model(torch.ones(1, 8)))
+        assert not warnings_of(lambda: model(torch.ones(1, 8)))
     model.weight.data += torch.randn(8, 8)
     with torch.no_grad():
-        (text,) = told(lambda: [model(torch.ones(1, 8)) for _ in range(4)])
+        (text,) = warnings_of(lambda: [model(torch.ones(1, 8)) for _ in range(4)])
     assert "`weight` of Linear is off the manifold" in text
     assert "a merged adapter" in text

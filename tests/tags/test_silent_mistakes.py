@@ -1,13 +1,13 @@
-"""Mistakes that used to be silent are told once, by name and with a remedy."""
+"""Mistakes that used to be silent warn once, by name and with a remedy."""
 
 import copy
 import pickle
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from contract import warnings_of
 from torch import nn
 
 import stiefel_opt as so
@@ -27,14 +27,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> n
     return net
 
 
-def told(action: Callable[[], Any]) -> list[str]:
-    """The warnings of an action."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
-
-
 # ---- optimizers that know no constraint --------------------------------------------------------
 
 
@@ -45,7 +37,7 @@ def test_an_optimizer_of_torch_warns_once_at_its_first_step(rule: Any) -> None:
     net = model()
     so.constrain(net, "0.weight")
     optimizer = rule(net.parameters(), lr=1e-2)
-    (text,) = told(lambda: train(net, optimizer))
+    (text,) = warnings_of(lambda: train(net, optimizer))
     assert "`0.weight` would not stay orthonormal" in text
     assert f"{rule.__name__} knows no constraint" in text
     assert "so.StiefelAdamW" in text
@@ -69,13 +61,13 @@ def test_the_warning_points_to_the_step(scheduled: bool) -> None:
 def test_a_closure_a_group_added_late_and_a_late_constraint_are_seen() -> None:
     net = model()
     first, second = torch.optim.SGD(net[2].parameters(), 0.1), torch.optim.Adam(net.parameters())
-    assert not told(lambda: (train(net, first), train(net, second)))
+    assert not warnings_of(lambda: (train(net, first), train(net, second)))
     so.constrain(net[0])
-    assert not told(lambda: train(net, first))
-    assert len(told(lambda: train(net, second))) == 1
+    assert not warnings_of(lambda: train(net, first))
+    assert len(warnings_of(lambda: train(net, second))) == 1
     closed = torch.optim.LBFGS(net.parameters())
     loss = lambda: net(torch.ones(2, 8)).square().sum()  # noqa: E731
-    assert len(told(lambda: closed.step(loss))) == 1
+    assert len(warnings_of(lambda: closed.step(loss))) == 1
 
 
 @pytest.mark.parametrize("late", ["group", "thaw"])
@@ -84,11 +76,11 @@ def test_a_weight_that_an_optimizer_meets_late_is_seen(late: str) -> None:
     weights = (net if late == "thaw" else net[2]).parameters()
     optimizer = torch.optim.SGD(weights, 0.1)
     net[0].weight.requires_grad_(late != "thaw")
-    assert not told(lambda: train(net, optimizer))
+    assert not warnings_of(lambda: train(net, optimizer))
     net[0].weight.requires_grad_(True)
     if late == "group":
         optimizer.add_param_group({"params": list(net[0].parameters())})
-    (text,) = told(lambda: train(net, optimizer))
+    (text,) = warnings_of(lambda: train(net, optimizer))
     assert "`0.weight` would not stay orthonormal" in text
 
 
@@ -98,18 +90,18 @@ def test_a_compiled_step_is_seen() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     step = torch.compile(optimizer.step, backend="eager")
     train(net, torch.optim.SGD(net[2].parameters(), 0.1), 1)  # so that there are gradients
-    texts = told(lambda: (step(), step()))
+    texts = warnings_of(lambda: (step(), step()))
     assert sum("`0.weight` would not stay orthonormal" in text for text in texts) == 1
 
 
 def test_parameters_by_hand_and_copies_and_pickles_are_seen() -> None:
     weight = so.ManifoldParameter(torch.eye(3))
     weight.grad = torch.ones(3, 3)
-    (text,) = told(torch.optim.SGD([weight], 0.1).step)
+    (text,) = warnings_of(torch.optim.SGD([weight], 0.1).step)
     assert "A weight of shape (3, 3) would not" in text
     net = so.constrain(nn.Linear(8, 8))
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert len(told(lambda: train(twin, torch.optim.SGD(twin.parameters(), 0.1)))) == 1  # noqa: B023
+        assert len(warnings_of(lambda: train(twin, torch.optim.SGD(twin.parameters(), 0.1)))) == 1  # noqa: B023
 
 
 def own_rules() -> Iterator[Any]:
@@ -137,18 +129,18 @@ class Wrapper(torch.optim.Optimizer):
 @pytest.mark.parametrize("make", list(own_rules()))
 def test_own_optimizers_and_wrappers_of_them_are_silent(make: Any) -> None:
     net = so.constrain(nn.Linear(8, 8))
-    assert not told(lambda: train(net, make(net.parameters())))
+    assert not warnings_of(lambda: train(net, make(net.parameters())))
 
 
 def test_frozen_and_released_and_foreign_weights_are_silent() -> None:
     net = model()
     so.constrain(net[0])
     net[0].weight.requires_grad_(False)
-    assert not told(lambda: train(net, torch.optim.SGD(net.parameters(), 0.1)))
+    assert not warnings_of(lambda: train(net, torch.optim.SGD(net.parameters(), 0.1)))
     net[0].weight.requires_grad_(True)
-    assert not told(lambda: train(net, torch.optim.SGD(net[2].parameters(), 0.1)))
+    assert not warnings_of(lambda: train(net, torch.optim.SGD(net[2].parameters(), 0.1)))
     so.release(net[0])
-    assert not told(lambda: train(net, torch.optim.SGD(net.parameters(), 0.1)))
+    assert not warnings_of(lambda: train(net, torch.optim.SGD(net.parameters(), 0.1)))
 
 
 def test_an_optimizer_that_was_seen_is_not_looked_at_again(
@@ -173,12 +165,12 @@ def test_an_optimizer_that_was_seen_is_not_looked_at_again(
 
 def test_groups_of_a_model_without_constraint_warn() -> None:
     for action in (lambda: so.param_groups(model()), lambda: so.StiefelAdam(model().parameters())):
-        (text,) = told(action)
+        (text,) = warnings_of(action)
         assert "no parameter is constrained" in text
         assert "so.constrain(module, 'weight')" in text
     parametrized = so.orthogonal(nn.Linear(8, 8))
-    assert not told(lambda: so.StiefelAdam(so.param_groups(parametrized)))
-    assert not told(lambda: so.StiefelAdam(parametrized.parameters()))
+    assert not warnings_of(lambda: so.StiefelAdam(so.param_groups(parametrized)))
+    assert not warnings_of(lambda: so.StiefelAdam(parametrized.parameters()))
 
 
 @pytest.mark.parametrize("stepped", [False, True])

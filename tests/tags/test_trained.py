@@ -1,25 +1,16 @@
-"""Constraining trained weights is told, by how far they move; fresh ones are silent."""
+"""Constraining trained weights warns, by how far they move; fresh ones are silent."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from contract import warnings_of
 from torch import Tensor, nn
 from torch.nn import functional, init
 
 import stiefel_opt as so
-
-
-def told(action: Callable[[], Any]) -> list[str]:
-    """The warnings of an action."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
-
 
 FRESH: dict[str, Callable[[Tensor], Any]] = {
     "uniform": init.uniform_,
@@ -45,7 +36,7 @@ def test_initialisations_are_silent(name: str) -> None:
         for _ in range(10 if shape[0] < 100 else 3):
             layer = nn.Linear(shape[1], shape[0])
             FRESH[name](layer.weight.data)
-            assert not told(lambda: so.constrain(layer)), shape  # noqa: B023
+            assert not warnings_of(lambda: so.constrain(layer)), shape  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -68,7 +59,7 @@ def test_modules_of_torch_are_silent(make: Any) -> None:
     torch.manual_seed(0)
     for _ in range(5):
         module, name = make()
-        assert not told(lambda: so.constrain(module, name))  # noqa: B023
+        assert not warnings_of(lambda: so.constrain(module, name))  # noqa: B023
 
 
 def classifier(kind: str) -> nn.Module:
@@ -100,23 +91,23 @@ def trained(kind: str) -> nn.Module:
 def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, scale: Any) -> None:
     model = classifier(kind)
     model.load_state_dict(trained(kind).state_dict())
-    (text,) = told(lambda: so.constrain(model, name, scale=scale))
+    (text,) = warnings_of(lambda: so.constrain(model, name, scale=scale))
     (line,) = so.report(model).lines
     assert line.moved is not None
     assert f"`{name}` had been trained, by their singular values, and moved by up to " in text
     assert f"{line.moved:.0%} of their length" in text
     assert "Train it on before it is used, with scale='keep'" in text
-    assert not told(lambda: so.constrain(model, name, scale=scale))  # it is a point now
+    assert not warnings_of(lambda: so.constrain(model, name, scale=scale))  # it is a point now
 
 
 def test_several_trained_weights_are_told_once() -> None:
     model = classifier("dense")
     model.load_state_dict(trained("dense").state_dict())
-    (text,) = told(lambda: so.constrain(model, ["0.weight", "2.weight"]))
+    (text,) = warnings_of(lambda: so.constrain(model, ["0.weight", "2.weight"]))
     assert "`0.weight`" in text
     silent = classifier("dense")
     silent.load_state_dict(trained("dense").state_dict())
-    assert not told(lambda: so.constrain(silent, "0.weight", project=False))
+    assert not warnings_of(lambda: so.constrain(silent, "0.weight", project=False))
 
 
 def test_a_trained_orthonormal_weight_is_silent() -> None:
@@ -125,16 +116,16 @@ def test_a_trained_orthonormal_weight_is_silent() -> None:
     layer = nn.Linear(64, 32)
     with torch.no_grad():
         layer.weight.copy_(so.random_point(32, 64).bfloat16())
-    assert not told(lambda: so.constrain(layer))
+    assert not warnings_of(lambda: so.constrain(layer))
 
 
 def test_a_trained_attention_is_told_once() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
-    assert not told(lambda: so.constrain_attention(model))
+    assert not warnings_of(lambda: so.constrain_attention(model))
     for layer in model.layers:
         so.release(layer.self_attn, "in_proj_weight")
         with torch.no_grad():  # a direction that all inputs share, as training makes
             layer.self_attn.in_proj_weight += torch.outer(torch.randn(96), torch.randn(32)) / 4
-    (text,) = told(lambda: so.constrain_attention(model))
+    (text,) = warnings_of(lambda: so.constrain_attention(model))
     assert "`layers.0.self_attn.in_proj_weight` and 2 more had been trained" in text
