@@ -35,6 +35,9 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt", "pymanopt")
 
 
+Clock = Callable[[], float]
+
+
 def do_nothing() -> None:
     """Default for `Contestant.prepare`."""
 
@@ -96,37 +99,52 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def seconds_per_call(contestant: Contestant, repetitions: int, device: torch.device) -> float:
+def seconds_per_call(
+    contestant: Contestant, repetitions: int, device: torch.device, clock: Clock = time.perf_counter
+) -> float:
     """Mean seconds of one call; `prepare` runs before each call and is not counted."""
     total = 0.0
     for _ in range(repetitions):
         contestant.prepare()
         synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         contestant.call()
         synchronize(device)
-        total += time.perf_counter() - start
+        total += clock() - start
     return total / repetitions
 
 
-def calibrate(contestants: Sequence[Contestant], device: torch.device, seconds: float) -> None:
+def calibrate(
+    contestants: Sequence[Contestant],
+    device: torch.device,
+    seconds: float,
+    clock: Clock = time.perf_counter,
+) -> None:
     """Warm every contestant up and choose repetitions so that one timing lasts ``seconds``.
 
     A call that alone takes longer is repeated once per round, which keeps slow rivals affordable.
     """
     for contestant in contestants:
         seconds_per_call(contestant, 2, device)
-        once = seconds_per_call(contestant, 1, device)
+        once = seconds_per_call(contestant, 1, device, clock)
         if once < seconds:  # short enough for a second look, and for the caches to settle
-            once = min(once, seconds_per_call(contestant, 3, device))
+            once = min(once, seconds_per_call(contestant, 3, device, clock))
         contestant.repetitions = min(1000, max(1, math.ceil(seconds / once)))
 
 
 def interleave(
-    contestants: Sequence[Contestant], *, rounds: int, device: torch.device, seconds: float = 0.02
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    device: torch.device,
+    seconds: float = 0.02,
+    clock: Clock = time.perf_counter,
 ) -> Timings:
-    """Time all contestants in ``rounds`` interleaved rounds of rotating order, warmed up."""
-    calibrate(contestants, device, seconds)
+    """Time all contestants in ``rounds`` interleaved rounds of rotating order, warmed up.
+
+    With ``clock=time.process_time`` other work on the machine does not count.
+    """
+    calibrate(contestants, device, seconds, clock)
     timings = Timings({contestant.name: [] for contestant in contestants})
     collecting = gc.isenabled()
     gc.disable()
@@ -135,7 +153,7 @@ def interleave(
             gc.collect()
             shift = number % len(contestants)
             for contestant in (*contestants[shift:], *contestants[:shift]):
-                measured = seconds_per_call(contestant, contestant.repetitions, device)
+                measured = seconds_per_call(contestant, contestant.repetitions, device, clock)
                 timings.seconds[contestant.name].append(measured)
     finally:
         if collecting:

@@ -9,10 +9,8 @@ tenth.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ from torch import Tensor
 
 import stiefel_opt as so
 from benchmarks.common.harness import (
-    RESULTS,
     Timings,
+    flags,
     interleave,
     machine,
     markdown_table,
@@ -79,11 +77,7 @@ def ratio(timings: Timings, name: str, other: str) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=RESULTS / "step_options.json")
-    options = parser.parse_args(argv)
+    options = flags(__doc__, "step_options", rounds=21).parse_args(argv)
     torch.set_num_threads(options.threads)
     ratios: dict[str, dict[str, list[float]]] = {}
     rows = []

@@ -17,16 +17,12 @@ run.
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
-import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -38,10 +34,11 @@ from torch.nn.utils import parametrizations
 
 import stiefel_opt as so
 from benchmarks.common.harness import (
-    RESULTS,
+    Contestant,
+    flags,
+    interleave,
     machine,
     markdown_table,
-    version,
     write_json,
 )
 from stiefel_opt import compat
@@ -156,14 +153,6 @@ def flops_rate() -> float:
     return float(2 * 1024**3 / (time.process_time() - start))
 
 
-def seconds(training: Training, repetitions: int) -> float:
-    """Processor time of a step: what else runs on the machine does not count."""
-    start = time.process_time()
-    for _ in range(repetitions):
-        training.step()
-    return (time.process_time() - start) / repetitions
-
-
 def title_of(shape: tuple[int, ...], inputs: int) -> str:
     return " x ".join(map(str, shape)) + ("" if inputs == ROWS else f", {inputs} rows")
 
@@ -171,9 +160,8 @@ def title_of(shape: tuple[int, ...], inputs: int) -> str:
 def measure(shape: tuple[int, ...], inputs: int, rounds: int) -> dict[str, Any]:
     """Time all contestants at one shape."""
     results: dict[str, dict[str, Any]] = {}
-    timed: list[str] = []
+    timed: list[Contestant] = []
     trainings: dict[str, Training] = {}
-    repetitions: dict[str, int] = {}
     rate = flops_rate()
     for name, register in contestants().items():
         count = next((PRODUCTS[each] for each in PRODUCTS if name.startswith(each)), 0)
@@ -195,21 +183,13 @@ def measure(shape: tuple[int, ...], inputs: int, rounds: int) -> dict[str, Any]:
         if first > SLOW:
             results[name] |= {"ms": 1e3 * first, "note": "one step"}
         else:
-            timed.append(name)
-            repetitions[name] = max(1, min(50, math.ceil(0.05 / max(seconds(training, 1), 1e-4))))
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for number_of_round in range(rounds):
-        shift = number_of_round % len(timed)
-        for name in (*timed[shift:], *timed[:shift]):
-            times[name].append(seconds(trainings[name], repetitions[name]))
-    for name in timed:
-        quartiles = statistics.quantiles(times[name], n=4)
-        ratios = [mine / tag for mine, tag in zip(times[name], times[TAG], strict=True)]
-        results[name] |= {
-            "ms": 1e3 * statistics.median(times[name]),
-            "quartiles_ms": [1e3 * quartiles[0], 1e3 * quartiles[2]],
-            "to_tag": statistics.median(ratios),
-        }
+            timed.append(Contestant(name, training.step))
+    clock = time.process_time  # what else runs on the machine does not count
+    timings = interleave(timed, rounds=rounds, device=CPU, seconds=0.05, clock=clock)
+    for name in timings.seconds:
+        found = timings.summary(name)
+        results[name] |= {"ms": found["median_ms"], "quartiles_ms": found["quartiles_ms"]}
+        results[name]["to_tag"] = timings.ratio(name, TAG)
     for name, training in trainings.items():
         results[name]["error"] = training.error()
         if "to_tag" not in results[name]:
@@ -267,17 +247,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = flags(__doc__, "torch_orthogonal", rounds=5)
     parser.add_argument("--add", action="store_true", help="only the shapes that the file misses")
-    parser.add_argument("--output", type=Path, default=RESULTS / "torch_orthogonal.json")
     arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="geotorch")
-    about = machine(CPU)
-    about["versions"]["geotorch"] = version("geotorch")
+    about = machine(CPU, packages=("geotorch",))
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
     rows: list[dict[str, Any]] = []
     tables: dict[str, str] = {}
