@@ -121,6 +121,16 @@ def test_links_lead_somewhere() -> None:
         assert not missing, page
 
 
+def test_no_line_of_a_formula_begins_like_an_item_of_a_list() -> None:
+    """Markdown would end the paragraph there and show the formula as text."""
+    aside = re.compile(r"^```.*?^```|\$\$.*?\$\$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+    for page, text in PAGES.items():
+        for paragraph in aside.sub("", text).split("\n\n"):
+            formulas = re.findall(r"\$[^$]+\$", paragraph)
+            broken = [formula for formula in formulas if re.search(r"\n\s*[-+*] ", formula)]
+            assert not broken, page
+
+
 def test_the_layout_names_every_room() -> None:
     drawn = set(re.findall(r"^[├└]── ([\w.]+)", PAGES["contributing.md"], re.MULTILINE))
     package = Path(stiefel_opt.__file__).parent
