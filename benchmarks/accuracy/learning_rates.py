@@ -565,7 +565,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("loss over the least of any rate and method")
+    axes[0].set_ylabel("loss, in multiples of the lowest")
     axes[0].legend()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
