@@ -44,7 +44,7 @@ or over all without.
 chosen rates, the geometric mean over the runs of a problem is at most 1.02 (level or better) on
 four fifths of the problems, no run of any problem is worse by more than a tenth except where the
 documentation says so, and a step takes at most a tenth longer
-(:mod:`benchmarks.speed.step_options`). The figures for one rate for all are shown beside it.
+(:mod:`benchmarks.speed.step_options`). Beside it stands one learning rate for all.
 
 **Left out**, for want of time: fine-tuning a pretrained transformer, rotations of a language model,
 networks that take longer than seconds; long runs of the five costly problems and, so far, of one
@@ -484,13 +484,13 @@ def ratios_table(store: Store, new: str, old: str) -> str:
         [problem, f"{ratio:.2f}", f"{single[problem]:.2f}", str(counts[problem])]
         for problem, ratio in best.items()
     ]
-    return markdown_table(["problem", "tuned", "one rate for all", "runs"], rows)
+    return markdown_table(["problem", "tuned", "one learning rate for all", "runs"], rows)
 
 
 def methods_header() -> list[str]:
     header = ["score over that of the default"]
     for family in FAMILIES.values():
-        header += [family, "one rate for all", "runs"]
+        header += [family, "one learning rate for all", "runs"]
     return [*header, "never arrived"]
 
 
