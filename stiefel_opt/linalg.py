@@ -64,6 +64,11 @@ def inner_product(left: Tensor, right: Tensor) -> Tensor:
     return (left.conj() * right).real.sum(dim=(-2, -1), keepdim=True)
 
 
+def are_finite(matrices: Tensor) -> Tensor:
+    """Say of each matrix whether all of it is finite, shape ``(...)``."""
+    return matrices.isfinite().all(dim=-1).all(dim=-1)
+
+
 def gram(left: Tensor, right: Tensor) -> Tensor:
     """Return left' right, small, for two tall batches ``(k, n, m)``."""
     rows = right.size(-2)

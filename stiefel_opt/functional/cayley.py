@@ -31,6 +31,7 @@ from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortene
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
+    accumulated,
     bias_correction,
     normal_force,
     skew_force,
@@ -38,11 +39,12 @@ from stiefel_opt.functional.momentum import (
 from stiefel_opt.linalg import (
     LOCAL_SUMS,
     Sums,
-    absolute_square,
     add_product_,
     add_to_diagonal_,
     cayley,
     product,
+    square_norm,
+    trace_of,
 )
 from stiefel_opt.roots import roots
 
@@ -81,14 +83,12 @@ def cayley_sgd(
     reader, V = reader or reader_for(X), state.get(NORMAL)
     (S,) = sums((X, G))
     turn = skew_force(S, METRICS["euclidean"], force)
-    new_T = torch.add(turn, state[SKEW], alpha=momentum)
-    turn_direction = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
+    new_T, turn = accumulated(turn, state[SKEW], momentum, nesterov=nesterov)
     new_V = direction = None
     if V is not None:
         minus_g = normal_force(X, S * force, G, force)
-        new_V = torch.add(minus_g, V, alpha=momentum)
-        direction = minus_g.add_(new_V, alpha=momentum) if nesterov else new_V
-    new_X, length = _transform(X, turn_direction, direction, lr, 1.0, steps, exact, sums, reader)
+        new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
+    new_X, length = _transform(X, turn, direction, lr, 1.0, steps, exact, sums, reader)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 
@@ -123,7 +123,7 @@ def cayley_adam(
     Reference: Li, Li & Todorovic (2020), Algorithm 2.
     """
     reader, V, (beta1, beta2) = reader or reader_for(X), state.get(NORMAL), betas
-    size = sums.add(absolute_square(G).sum(dim=(-2, -1), keepdim=True))
+    size = sums.add(square_norm(G))
     new = {SQUARE: torch.add(state[SQUARE] * beta2, size, alpha=1 - beta2)}
     if MAX_SQUARE in state:
         new[MAX_SQUARE] = torch.maximum(state[MAX_SQUARE], new[SQUARE])
@@ -152,11 +152,11 @@ def _transform(
     reader: Reader,
 ) -> tuple[Tensor, Length]:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
-    size = absolute_square(T).sum(dim=(-2, -1), keepdim=True)
+    size = square_norm(T)
     own = None
     if V is not None:
         (own,) = sums((V, V))
-        size = size + 2 * own.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[..., None, None]
+        size = size + 2 * trace_of(own)
     norm = size.sqrt() / divisor
     # from both sides: a schedule that is run past its end has learning rates below 0
     alpha = shortened(norm + _TINY, lr, 1.0)

@@ -40,7 +40,7 @@ from stiefel_opt.functional.flows import (
     cut,
     metric_parameter,
 )
-from stiefel_opt.functional.momentum import NORMAL, SKEW, normal_force, skew_force
+from stiefel_opt.functional.momentum import NORMAL, SKEW, accumulated, normal_force, skew_force
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.linalg import (
     LOCAL_SUMS,
@@ -102,16 +102,14 @@ def descend(
             direction = normal_force(X, inside, G, force)
         new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
         return new_X, {}, length._replace(inner=S)
-    new_T = torch.add(turn, T, alpha=momentum)
-    turn_direction = torch.add(turn, new_T, alpha=momentum) if nesterov else new_T
+    new_T, turn = accumulated(turn, T, momentum, nesterov=nesterov)
     new_V = direction = None
     if V is not None:
         minus_g = normal_force(X, inner, G, force)
-        new_V = torch.add(minus_g, V, alpha=momentum)
-        direction = minus_g.add_(new_V, alpha=momentum) if nesterov else new_V
+        new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
         if retraction != "cayley":
-            direction = add_product(direction, X, turn_direction)
-    new_X, length = _retract(X, turn_direction, direction, lr, retraction, sums, reader)
+            direction = add_product(direction, X, turn)
+    new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 

@@ -21,6 +21,7 @@ from stiefel_opt.linalg import (
     Sums,
     add_product,
     add_to_diagonal_,
+    are_finite,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
@@ -68,7 +69,7 @@ class Length(NamedTuple):
     def tangents(self, count: int) -> Tensor:
         """Return the length of each of ``count`` steps, NaN where it is not finite."""
         squares = self.squares.reshape(-1, count, *self.squares.shape[1:]).sum(dim=0) * self.scale
-        finite = squares.isfinite().all(dim=-1).all(dim=-1)
+        finite = are_finite(squares)
         squares = torch.where(finite[:, None, None], squares, 0.0)
         length = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
         return torch.where(finite, length, math.nan)
@@ -249,7 +250,7 @@ def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
     bound = largest_bound(matrices)
     if not bound < math.inf:
         reader.is_lost = True
-        sound = matrices[matrices.isfinite().all(dim=-1).all(dim=-1)]
+        sound = matrices[are_finite(matrices)]
         bound = largest_bound(sound) if sound.numel() else 0.0
     return bound
 

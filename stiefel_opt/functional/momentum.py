@@ -133,8 +133,7 @@ def sgd(
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
     minus_f = skew_force(S, a, force)
-    new_Z = minus_f if Z is None else torch.add(minus_f, Z, alpha=momentum)
-    direction = torch.add(minus_f, new_Z, alpha=momentum) if nesterov else new_Z
+    new_Z, direction = accumulated(minus_f, Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return _turn_square(X, direction, new_Z, lr, carry, reader)
@@ -381,6 +380,14 @@ def normal_force(X: Tensor, S: Tensor, G: Tensor, force: Scalar) -> Tensor:
 def _times(S: Tensor, force: Scalar) -> Tensor:
     """Return force S; S itself where that is the same."""
     return S if _is_one(force) else S * force
+
+
+def accumulated(
+    value: Tensor, earlier: Tensor | None, momentum: float, *, nesterov: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
+    new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
+    return new, torch.add(value, new, alpha=momentum) if nesterov else new
 
 
 def _is_one(number: Scalar) -> bool:

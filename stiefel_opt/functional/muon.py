@@ -40,7 +40,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import Reader, finest_dtype, reader_for
-from stiefel_opt.functional.flows import Length, Move, Scalar
+from stiefel_opt.functional.flows import Length, Move, Scalar, half_error_
 from stiefel_opt.linalg import (
     BLOCKED,
     LOCAL_SUMS,
@@ -248,10 +248,7 @@ def muon(
     new_X = add_product_(add_product(tall, tall, within), M, along).to(X.dtype)
     if reads and _is_rough(X, solved, step):
         (own,) = sums((new_X, new_X))
-        half = add_to_diagonal_(
-            own.mul_(-0.5), 0.5
-        )  # H of X'X = I - 2H; its inverse root is I + H + 3/2 H^2
-        new_X = add_product(new_X, new_X, torch.baddbmm(half, half, half, alpha=1.5))
+        new_X = add_product(new_X, new_X, _correction_of(own))
     return new_X, new, length
 
 
@@ -502,12 +499,17 @@ def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
         lower = triangles.tril(-1)
         point_own = lower + lower.mH + torch.diag_embed(diagonal.squeeze(-1))
         own = triangles.triu() + triangles.triu(1).mH
-    half = add_to_diagonal_(point_own.mul_(-0.5), 0.5)  # (I - X'X) / 2
-    correction = torch.baddbmm(half, half, half, alpha=1.5)  # Q may be far smaller than |M|^2
+    correction = _correction_of(point_own)  # exactly: Q may be far smaller than |M|^2
     inner = inner.baddbmm(correction, inner)
     square = sym(own - own_gram(inner))
     noise = trace_of(own) * (_NOISE * torch.finfo(own.dtype).eps)
     return _Parts(inner, skew(inner), square, correction, noise)
+
+
+def _correction_of(own: Tensor) -> Tensor:
+    """Return (X'X)^(-1/2) - I = H + 3/2 H^2 for X'X = I - 2H near I, in whose memory H is."""
+    half = half_error_(own)
+    return torch.baddbmm(half, half, half, alpha=1.5)
 
 
 def _is_empty(point: Tensor) -> bool:

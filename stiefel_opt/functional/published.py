@@ -67,6 +67,7 @@ from stiefel_opt.functional.flows import (
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
+    accumulated,
     gain,
     moments,
     precondition,
@@ -77,6 +78,7 @@ from stiefel_opt.linalg import (
     Sums,
     add_product,
     add_to_diagonal_,
+    are_finite,
     cayley,
     exponential,
     identity_for,
@@ -123,9 +125,7 @@ def published_sgd(
     """
     a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))
-    minus_f = skew_force(S, a, force)
-    new_Z = torch.add(minus_f, Z, alpha=momentum)
-    direction = torch.add(minus_f, new_Z, alpha=momentum) if nesterov else new_Z
+    new_Z, direction = accumulated(skew_force(S, a, force), Z, momentum, nesterov=nesterov)
     if U is None:
         return _turn_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
     moved = product(U, _coupling(Z, momentum, lr, a)) - G * force
@@ -258,7 +258,7 @@ def _flow(
     carried = add_product(U, turned, -(cross * step).to(X.dtype))
     (overlap,) = sums((new_X, carried))
     new_U = add_product(carried, new_X, overlap, alpha=-1.0)
-    finite = overlap.isfinite().all(dim=-1).all(dim=-1)[:, None, None]
+    finite = are_finite(overlap)[:, None, None]
     squares = torch.cat([length.squares, own * (step * step)])
     new_X = torch.where(finite, new_X, torch.nan)
     return new_X, new | {NORMAL: new_U}, length._replace(squares=squares)

@@ -23,7 +23,7 @@ from stiefel_opt._checks import CONSTRAINABLE
 from stiefel_opt.device import Lagged, Now, Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import Sums, largest_stretch, square_norm
+from stiefel_opt.linalg import Sums, are_finite, largest_stretch, square_norm
 from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
 from stiefel_opt.optim.state import working_dtype
 
@@ -394,7 +394,7 @@ def _on_manifold(
         return point, {}
     off = ~(error <= 10 * tolerance)
     if sums.row_sum is None:  # X'X may overflow where X does not
-        off &= point.isfinite().all(dim=-1).all(dim=-1)
+        off &= are_finite(point)
     point = point.clone()
     project = polar_factor
     if sums.row_sum is not None:

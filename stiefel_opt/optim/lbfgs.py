@@ -46,7 +46,7 @@ from stiefel_opt.geometry import (
     polar_factor,
     riemannian_gradient,
 )
-from stiefel_opt.linalg import own_gram
+from stiefel_opt.linalg import are_finite, own_gram
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import (
     as_plain_data,
@@ -800,7 +800,7 @@ def _settle(point: _Point, group: Group) -> None:
     off: list[str] = []
     for stack in point.stacks:
         matrices, names = point.points(stack), names_of(point.owners(stack), [group])
-        finite = matrices.isfinite().all(dim=-1).all(dim=-1)
+        finite = are_finite(matrices)
         if not bool(finite.all()):
             called = ", ".join(point.pick(stack, names, ~finite))
             remedy = "initialise it, or load a good checkpoint"
