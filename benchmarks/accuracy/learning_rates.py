@@ -47,8 +47,12 @@ documentation says so, and a step takes at most a tenth longer
 (:mod:`benchmarks.speed.step_options`). Beside it stands one learning rate for all.
 
 **Left out**, for want of time: fine-tuning a pretrained transformer, rotations of a language model,
-networks that take longer than seconds; long runs of the five costly problems and, so far, of one
-other, long runs at a constant rate, and the problems without noise with five seeds.
+networks that take longer than seconds; long runs of the five costly problems, of copying without
+the radius at a falling rate, and of all methods but three.
+
+**Tried outside the package**, by the same rules: the adaptive rule of StiefelSGD with forces that
+Adam's second moments divide; a factor on Adam's step that follows the cosine between gradient and
+momentum; a virtual radius in StiefelSGD and StiefelMuon. ``docs/choosing.md`` has the results.
 """
 
 from __future__ import annotations
@@ -438,17 +442,17 @@ PAIRS = (
     ("StiefelSGD, adaptive", "POGO, SGD"),
 )
 DEFAULT = "StiefelAdam, virtual radius"
-FAMILIES = {"short": "trained short", "long": "trained long", "": "without noise"}
+FAMILIES = {  # which runs, as length and schedule
+    "trained short": (("short", "constant"), ("short", "decay")),
+    "long, falling rate": (("long", "decay"),),
+    "long, constant rate": (("long", "constant"),),
+    "without noise": (("", "constant"),),
+}
 
 
 def tables(store: Store) -> dict[str, str]:
-    """Return the tables in Markdown: each run by method, all methods, and the comparisons."""
+    """Return the tables in Markdown: all methods, and the comparisons."""
     methods = [method for method in METHODS if any(key[1] == method for key in store)]
-    runs = {name_of(key): key for key in store}
-    rows = [
-        [name, *(cell(store.get((key[0], method, key[2], key[3]))) for method in methods)]
-        for name, key in sorted(runs.items(), key=lambda item: not item[1][2])
-    ]
     pairs = [(new, old) for new, old in PAIRS if ratios(store, new, old)[0]]
     verdicts, by_pair = [], {}
     for new, old in pairs:
@@ -472,7 +476,6 @@ def tables(store: Store) -> dict[str, str]:
         "methods": markdown_table(methods_header(), [method_row(store, m) for m in methods]),
         "verdicts": markdown_table(header, verdicts),
         **by_pair,
-        "scores": markdown_table(["problem", *methods], rows),
     }
 
 
@@ -489,7 +492,7 @@ def ratios_table(store: Store, new: str, old: str) -> str:
 
 def methods_header() -> list[str]:
     header = ["score over that of the default"]
-    for family in FAMILIES.values():
+    for family in FAMILIES:
         header += [family, "one learning rate for all", "runs"]
     return [*header, "never arrived"]
 
@@ -498,8 +501,8 @@ def method_row(store: Store, method: str) -> list[str]:
     """Return geometric means, over runs that both have, of the score over that of `DEFAULT`."""
     at_best, at_one = ratios(store, method, DEFAULT)
     row = [method]
-    for length in FAMILIES:
-        keys = [key for key in at_best if key[2] == length]
+    for wanted in FAMILIES.values():
+        keys = [key for key in at_best if key[2:] in wanted]
         for found in (at_best, at_one):
             mean = statistics.geometric_mean(found[key] for key in keys) if keys else 0.0
             row.append(f"{mean:.2f}" if keys else "-")
@@ -508,14 +511,6 @@ def method_row(store: Store, method: str) -> list[str]:
     twice = 2.0 * Solve.steps
     missed = sum(tuned(store[key]) >= twice for key in solved)
     return [*row, f"{missed} of {len(solved)}" if solved else "-"]
-
-
-def cell(found: dict[str, Any] | None) -> str:
-    """Return a score and the rate that was chosen."""
-    if found is None:
-        return ""
-    chosen = means(found, CHOOSING)
-    return f"{tuned(found):.3g} ({found['rates'][chosen.index(min(chosen))]:g})"
 
 
 # ---- the figure --------------------------------------------------------------------------------
@@ -527,8 +522,10 @@ SHOWN = {
 }
 
 
-def curves(content: dict[str, Any], length: str) -> tuple[int, dict[str, list[float]]]:
+def curves(content: dict[str, Any], part: str) -> tuple[int, dict[str, list[float]]]:
     """Return, of each method in `SHOWN`, the loss by rate over the least one of the run.
+
+    ``part``: what the names of the runs contain.
 
     Geometric means over the networks that all of them have run; their number comes first.
     """
@@ -536,7 +533,7 @@ def curves(content: dict[str, Any], length: str) -> tuple[int, dict[str, list[fl
     names = [
         name
         for name in runs[0]
-        if f", {length}," in name and all(name in own for own in runs)
+        if part in name and all(name in own for own in runs)
         and not name.startswith(WITHOUT_PLAIN)
     ]  # fmt: skip
     found: dict[str, list[float]] = {}
@@ -548,13 +545,17 @@ def curves(content: dict[str, Any], length: str) -> tuple[int, dict[str, list[fl
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Loss over learning rate: trained short, and ten times as long."""
+    """Loss over learning rate: trained short, and ten times as long in two ways."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
-    titles = {"short": "trained for 50 steps", "long": "ten times as long"}
-    for axis, (length, title) in zip(axes, titles.items(), strict=True):
-        count, found = curves(content, length)
+    titles = {
+        ", short,": "trained for 50 steps",
+        ", long, decay": "ten times as long, falling rate",
+        ", long, constant": "ten times as long, constant rate",
+    }
+    figure, axes = pyplot.subplots(1, len(titles), figsize=(11, 3.4), layout="constrained")
+    for axis, (part, title) in zip(axes, titles.items(), strict=True):
+        count, found = curves(content, part)
         if count == 0:
             continue
         for method, values in found.items():
