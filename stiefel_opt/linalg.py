@@ -284,13 +284,13 @@ _IDENTITIES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def identity_for(matrix: Tensor) -> Tensor:
-    """Return I like the matrices of a batch, ``(m, m)``; a small one is kept for the next call."""
+    """Return I like the matrices of a batch, ``(m, m)``; small ones are stored and shared."""
     key = (matrix.size(-1), matrix.dtype, matrix.device)
     if key[0] > MEDIUM or is_compiling() or type(matrix) is not Tensor:
         return torch.eye(key[0], dtype=key[1], device=key[2])
     identity = _IDENTITIES.get(key)
     if identity is None:
-        with torch.inference_mode(mode=False):  # what is kept must serve everybody
+        with torch.inference_mode(mode=False):  # every caller shares it
             identity = torch.eye(key[0], dtype=key[1], device=key[2])
         # no fake tensor, and none that a transform made
         if type(identity) is Tensor and not torch._is_functional_tensor(identity):
@@ -314,8 +314,8 @@ def polar_rotation(matrix: Tensor, difference: Tensor, scale: float | Tensor = 1
 def exponential(step: Tensor) -> Tensor:
     """Return expm(K) for ``(k, m, m)``, orthogonal for skew K."""
     # For a single matrix torch 2.13 stops the series at an error near 1e-11 in float64.
-    alone = step.size(0) == 1 and step.dtype in (torch.float64, torch.complex128)
-    batch = step.expand(2, -1, -1) if alone else step
+    is_single = step.size(0) == 1 and step.dtype in (torch.float64, torch.complex128)
+    batch = step.expand(2, -1, -1) if is_single else step
     rotation: Tensor = torch.linalg.matrix_exp(batch)
     return rotation[: step.size(0)]
 

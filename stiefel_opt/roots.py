@@ -1,4 +1,4 @@
-"""Square roots of A = I + E by products alone: polynomials, sharpened by Newton-Schulz.
+"""Square roots of A = I + E by products only: polynomials, sharpened by Newton-Schulz.
 
 The cost is known beforehand from a bound on E, without a factorisation or a host sync.
 """
@@ -54,7 +54,7 @@ def roots(
 ) -> Roots:
     r"""Return :math:`S = (I + E)^{-1/2} - I` and its companion, E symmetric, 0 <= E <= limit.
 
-    S alone, without I: a rounded 1 on the diagonal would be off by as much in every step.
+    S without I: a rounded 1 on the diagonal would be off by as much in every step.
 
     Both are polynomials about the middle of the spectrum, power series economized by Chebyshev's
     polynomials, up to degree 3. Where that does not reach rounding the coupled
@@ -193,16 +193,16 @@ def _economized(series: Sequence[float], degree: int, radius: float) -> list[flo
     """Return the coefficients up to ``degree`` of a series on [-radius, radius], the next term
     replaced by what it leaves once its Chebyshev polynomial is dropped: an error 2^degree smaller.
     """
-    kept, following = list(series[: degree + 1]), series[degree + 1]
+    terms, following = list(series[: degree + 1]), series[degree + 1]
     square = radius * radius
     if degree == 1:  # x^2 = r^2/2 + T2 / 2
-        kept[0] += following * square / 2
+        terms[0] += following * square / 2
     elif degree == 2:  # x^3 = 3/4 r^2 x + T3 / 4
-        kept[1] += following * square * 3 / 4
+        terms[1] += following * square * 3 / 4
     else:  # x^4 = r^2 x^2 - r^4/8 + T4 / 8
-        kept[2] += following * square
-        kept[0] -= following * square * square / 8
-    return kept
+        terms[2] += following * square
+        terms[0] -= following * square * square / 8
+    return terms
 
 
 def _shifted(series: Sequence[float], centre: float, factor: float) -> list[float]:

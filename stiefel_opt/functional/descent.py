@@ -37,7 +37,7 @@ from stiefel_opt.functional.flows import (
     Move,
     Scalar,
     Tensors,
-    cut,
+    limited,
     metric_parameter,
 )
 from stiefel_opt.functional.momentum import NORMAL, SKEW, accumulated, normal_force, skew_force
@@ -180,12 +180,12 @@ def _retract(
     """Return R_X(step xi) and its length: T and, unless X is square, V or, not for Cayley, xi."""
     if direction is None:
         size = torch.bmm(turn.mH, turn)
-        step, limit = cut(step, size, _LONGEST, reader)
+        step, limit = limited(step, size, _LONGEST, reader)
         new_X = product(X, _turn(turn, size, step, limit, retraction))
         return new_X, _length(size, step, limit)
     (own,) = sums((direction, direction))
     size = torch.baddbmm(own, turn.mH, turn) if retraction == "cayley" else own
-    step, limit = cut(step, size, _LONGEST, reader)
+    step, limit = limited(step, size, _LONGEST, reader)
     if retraction == "cayley":
         new_X = move_along_cayley(X, turn, direction, own, step)
     else:

@@ -50,7 +50,7 @@ class Length(NamedTuple):
     """The length of a step: the largest singular value of its tangent vector, for each matrix.
 
     A rule returns what it has worked out anyway; the rest is computed when somebody asks. Of square
-    matrices with m > 64 a number is kept, a few per cent too low.
+    matrices with m > 64 a number is stored, a few per cent too low.
 
     Attributes:
         squares: ``(k, m, m)``, or two such batches one behind the other; their sum times ``scale``
@@ -172,7 +172,7 @@ def rotation_of_square(
     """Return D - I for square matrices, X D being the whole move, and the length of the step.
 
     For a square matrix every m x m is as large as the parameter: Z is computed by ``compute``, and
-    not kept while the roots are worked out.
+    freed before the roots are worked out.
     """
     difference, step, length = _of_square(compute, lr, reader)
     return polar_rotation(compute(), difference, step), length
@@ -194,7 +194,7 @@ def _of_square(
 ) -> tuple[Tensor, Scalar, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
     square, second, scale, limit, step, _ = _spectra(compute(), None, lr, reader)
-    is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is kept instead
+    is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is stored instead
     length = Length(largest_eigenvalue(square) if is_large else square, scale, limit)
     root = roots(
         square, limit, scale=scale, overwrite=is_large, square=second, reads=reader.is_exact
@@ -265,7 +265,7 @@ def coupling(
     return add_to_diagonal_(rotation, 1.0).mul_(momentum)
 
 
-def cut(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
+def limited(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple[Scalar, float]:
     """Return the step, shortened so that step^2 xi'xi is at most ``longest``^2, and a bound on it.
 
     Beyond ``longest`` a step gains nothing; ``size`` is xi'xi, ``(k, m, m)``.

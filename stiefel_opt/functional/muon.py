@@ -444,8 +444,8 @@ def _schedule(lower: float, tolerance: float) -> list[float]:
     """
     factors = []
     while 1.0 - lower > tolerance:
-        kept = max(lower, 1e-3)
-        factors.append(math.sqrt(3.0 / (1.0 + kept + kept * kept)))
+        least = max(lower, 1e-3)
+        factors.append(math.sqrt(3.0 / (1.0 + least + least * least)))
         end = factors[-1] * lower
         lower = end * (3.0 - end * end) / 2.0
     return factors

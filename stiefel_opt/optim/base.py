@@ -1,4 +1,4 @@
-"""The one base class, and the only step(): a gradient becomes a batch, passes a rule, is written.
+"""The one base class, and the only step(): a batch of gradients goes through a rule.
 
 A step gathers the gradients of every group and looks at them before anything changes. Plain
 parameters then follow the plain rule of the subclass, constrained ones its rule.
@@ -185,7 +185,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     Attributes:
         rule: The name under which a checkpoint is saved. Default: that of the class.
-        sums_over_rows: Whether the rule forms products over rows by ``sums`` alone, so that
+        sums_over_rows: Whether the rule forms products over rows only by ``sums``, so that
             rows may be shared by several processes. Default: False, and such weights are refused.
         velocity_names: The state from which :meth:`velocity` is read. A rule that keeps its
             momentum otherwise than as ``momentum_skew`` and ``momentum_normal`` names it here, and

@@ -28,7 +28,7 @@ from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 # accelerator launches cost more than memory.
 _BYTES_ON_CPU: Final = 2**21
 _BYTES_ELSEWHERE: Final = 2**28
-# Above this a stack is cut so that temporaries stay below one and a half times its parameters.
+# Above this a stack is divided so that temporaries stay below one and a half times its parameters.
 _BYTES_WITHOUT_CARE: Final = 2**20
 _TEMPORARIES: Final = 1.5
 # On a CPU, joining blocks of at least this size costs more than calling the rule for each.
@@ -91,7 +91,7 @@ class Block:
     weight: Weight
     index: int  # of the range
     reading: Stiefel  # of the range by itself
-    wide: bool  # its matrices are, which our shard of it does not tell
+    wide: bool  # whether its matrices are; the shape of our shard does not say it
     narrow: tuple[int, int, int] | None  # dimension, start and length; None: all of the parameter
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class Stack:
     """Blocks of one shape, dtype, device and reading, and their ``declared`` state.
 
     The state lies in tensors ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as the
-    matrices are stored. Each of ``cuts`` is a batch for a rule: its first block, the one behind its
-    last, and its share of the matrices of each.
+    matrices are stored. Each of ``pieces`` is a batch for a rule: its first block, the one behind
+    its last, and its share of the matrices of each.
     """
 
     def __init__(self, blocks: list[Block], declared: Sequence[State], *, on_cpu: bool) -> None:
@@ -151,7 +151,7 @@ class Stack:
         }
         self._whole: Tensors = {kind.name: self._stacked(kind) for kind in self.declared.values()}
         self.each = self.lead.numel()  # matrices of a block
-        self.cuts = self._cut(value)
+        self.pieces = self._divided(value)
 
     def release(self) -> None:
         """Leave the state to the batches that have views on it."""
@@ -185,8 +185,8 @@ class Stack:
             block.weight.state[key] = window
         return whole
 
-    def _cut(self, value: Tensor) -> list[tuple[int, int, slice]]:
-        """Cut the stack into batches: some whole blocks, or some matrices of a single one.
+    def _divided(self, value: Tensor) -> list[tuple[int, int, slice]]:
+        """Divide the stack into batches: some whole blocks, or some matrices of a single one.
 
         Returns: For each batch its first block, the one behind its last, and its share of each.
         """
@@ -198,8 +198,8 @@ class Stack:
             return []
         if count == 1:
             length = self._length(size, self.each)
-            cuts = range(0, self.each, length)
-            return [(0, 1, slice(low, min(low + length, self.each))) for low in cuts]
+            starts = range(0, self.each, length)
+            return [(0, 1, slice(low, min(low + length, self.each))) for low in starts]
         length = 1
         if not self.on_cpu or size < _BYTES_ALONE:
             length = self._length(count * size, count)
@@ -210,8 +210,8 @@ class Stack:
         pieces = -(-size // (_BYTES_ON_CPU if self.on_cpu else _BYTES_ELSEWHERE))
         if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
             is_square, joined = self.row_count == self.column_count, len(self.blocks) > 1
-            alone = 5 if is_square else 5 + 8 * self.column_count / self.row_count
-            temporaries = alone + (3 if is_square else 2) * joined
+            temporaries = 5 if is_square else 5 + 8 * self.column_count / self.row_count
+            temporaries += (3 if is_square else 2) * joined
             pieces = max(pieces, math.ceil(temporaries / _TEMPORARIES))
         return -(-count // min(pieces, count))
 

@@ -1,4 +1,4 @@
-"""What a state_dict must be to be loaded: told apart before anything has changed."""
+"""Checks of a state_dict, before anything has changed."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _saved_readings(saved: Group) -> list[Any]:
     """Take the readings out of a saved group, in the order of its ``params``.
 
     ``torch.distributed.checkpoint`` replaces numbers by names and may reorder ``params``, but not
-    what else is listed; a reading whose parameter cannot be told any more is not compared.
+    what else is listed; a reading whose parameter is not known any more is not compared.
     """
     readings: Any = saved.pop("readings", [])
     if not isinstance(readings, list | tuple):

@@ -279,7 +279,7 @@ def refuse_gradient(parameter: Tensor, groups: list[Group]) -> NoReturn:
     condition = f"have shape {tuple(parameter.shape)} and dtype {parameter.dtype}"
     given = f"shape {tuple(grad.shape)} and dtype {grad.dtype}"
     remedy = "set it to None and run backward again"
-    if grad.dtype != parameter.dtype:  # torch makes none of another dtype unless it is told to
+    if grad.dtype != parameter.dtype:  # torch makes one of another dtype only on request
         remedy += " with no other grad_dtype"
     raise ValueError(fail(f"grad of {name_of(parameter, groups)}", condition, given, remedy))
 

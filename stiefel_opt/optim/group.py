@@ -136,7 +136,7 @@ class WeightGroup:
         self.is_shared = not bool(all(weight.shards is None for weight in weights))
         values = [weight.moving() for weight in weights]
         stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
-        self.batches = [Batch(stack, *cut) for stack in stacks for cut in stack.cuts]
+        self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
         for stack in stacks:
             stack.release()
         self._rows = plain_rows_of(weights, values)

@@ -387,7 +387,7 @@ class _Run:
         self._memory = _Memory(self._state, group["history_size"])
         self._evaluations = 0
         self.line: _Line | None = None  # of the last iteration
-        self.failure = ""  # what is to be told
+        self.failure = ""  # text of a warning
         self.is_finite = True
 
     def run(self) -> Any:
@@ -558,7 +558,7 @@ def _is_finite(loss: float, gradient: Tensor) -> bool:
 
 
 class StiefelLBFGS(LBFGS):
-    r"""L-BFGS with a line search; plain parameters alone get ``torch.optim.LBFGS`` itself.
+    r"""L-BFGS with a line search; without constrained parameters ``torch.optim.LBFGS`` itself.
 
     .. math::
         X_+ = X(t),\quad X'(0) = d = -H\,\mathrm{grad} f(X),\quad
@@ -694,11 +694,11 @@ class StiefelLBFGS(LBFGS):
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
-        return {p: kept["skipped"] for p, kept in self.state.items() if "skipped" in kept}
+        return {p: state["skipped"] for p, state in self.state.items() if "skipped" in state}
 
     def angles_of(self) -> dict[Tensor, float]:
         """Return by how much, in radians, the last iteration has turned each parameter."""
-        return {p: kept["angle"] for p, kept in self.state.items() if "angle" in kept}
+        return {p: state["angle"] for p, state in self.state.items() if "angle" in state}
 
 
 # ---- what the class looks after ------------------------------------------------------------------
@@ -776,7 +776,7 @@ def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
     if run.failure:
         warnings.warn(run.failure, stacklevel=users_level())
     if not run.is_finite:
-        _tell_nonfinite(point, group)
+        _report_nonfinite(point, group)
     return returned
 
 
@@ -787,8 +787,8 @@ def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | N
         is_fit = not state
     else:
         is_fit = any(readings) or "readings" not in state
-    kept = [state[name].dtype for name in (*_PAIRS, *_LAST) if name in state]
-    if not is_fit or any(dtype != params[0].dtype.to_real() for dtype in kept):
+    dtypes = [state[name].dtype for name in (*_PAIRS, *_LAST) if name in state]
+    if not is_fit or any(dtype != params[0].dtype.to_real() for dtype in dtypes):
         for parameter in params:
             states.pop(parameter, None)
     if any(readings):
@@ -824,12 +824,12 @@ def _settle(point: _Point, group: Group) -> None:
         point.refer_here()
 
 
-def _tell_nonfinite(point: _Point, group: Group) -> None:
+def _report_nonfinite(point: _Point, group: Group) -> None:
     """Count the step as missed by those whose gradient was not finite; warn or raise."""
     bad = [p for p in point.parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
     for parameter in bad or point.parameters:
-        kept = point.states[parameter]
-        kept["skipped"] = kept.get("skipped", 0) + 1
+        state = point.states[parameter]
+        state["skipped"] = state.get("skipped", 0) + 1
     called = ", ".join(f"grad of {name}" for name in names_of(bad, [group])) or "loss"
     if group["nonfinite"] == "raise":
         remedy = "look for its cause; the parameters are where it was finite"

@@ -20,7 +20,7 @@ class Records:
 
     Attributes:
         readings: The reading by which state was made; None: that of a plain parameter.
-        reported: How many skipped steps a warning has told.
+        reported: How many skipped steps warnings have named.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Records:
     def drop_other(self, states: Any, parameter: Tensor, manifold: Stiefel | None) -> None:
         """Drop state that was made by another reading, or, for None, not as a plain parameter's.
 
-        Their names do not tell them apart: a rule may call both alike.
+        Their names do not distinguish them: a rule may call both alike.
         """
         if self.readings.setdefault(parameter, manifold) != manifold:
             states.pop(parameter, None)

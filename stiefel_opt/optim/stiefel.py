@@ -302,8 +302,8 @@ class StiefelAdamW(StiefelAdam):
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: As in :class:`StiefelAdam`.
-        radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` moves the
-            virtual radius alone; the angle of its steps tends to sqrt(2 lr weight_decay).
+        radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` acts only on
+            the virtual radius; the angle of its steps tends to sqrt(2 lr weight_decay).
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.

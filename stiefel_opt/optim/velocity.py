@@ -47,8 +47,8 @@ def velocity_of(
 ) -> tuple[Any, Any]:
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
     skews, normals = [], []
-    for _, _, point, kept in _ranges(parameter, manifold, state, known):
-        Z, U = read(point, kept)
+    for _, _, point, own_state in _ranges(parameter, manifold, state, known):
+        Z, U = read(point, own_state)
         none = torch.zeros_like(point)
         skews.append(none[..., : point.size(-1), :].clone() if Z is None else Z.clone())
         normals.append(none if U is None else U.clone())
@@ -83,13 +83,13 @@ def set_velocity_(
         _check("skew", new_skew, small)
         if point.size(-2) != point.size(-1):  # square matrices have no normal part
             _check("normal", new_normal, point.shape)
-    for (number, own, point, kept), (new_skew, new_normal) in zip(ranges, values, strict=True):
+    for (number, own, point, own_state), (new_skew, new_normal) in zip(ranges, values, strict=True):
         is_square = point.size(-2) == point.size(-1)
         U = torch.zeros_like(point) if is_square else new_normal
         U = U - point @ (point.mH @ U)
         written = write(point, skew_part(new_skew), U)
         for kind in declared:
-            if kind.name in kept and kind.name in written:
+            if kind.name in own_state and kind.name in written:
                 target, value = state[key_of(kind.name, number)], written[kind.name]
                 target.copy_(value if kind.is_small else own.stored(value, target.shape))
 
@@ -110,8 +110,8 @@ def keep_velocity(
     if {key.partition(".")[0] for key in state}.intersection(names) <= wanted:
         return
     shapes = [part.shape for part in weight.manifold.parts(weight.parameter)]
-    for number, own, point, kept in _ranges(weight.parameter, weight.manifold, state, known):
-        Z, U = read(point, kept)
+    for number, own, point, own_state in _ranges(weight.parameter, weight.manifold, state, known):
+        Z, U = read(point, own_state)
         if Z is None or U is None:
             continue
         written = write(point, Z, U)
