@@ -259,7 +259,54 @@ def not_finite():
     return model
 
 
+def projections(sizes: dict[str, int], **attributes):
+    """Attention with linear layers of these names and widths."""
+    layers = {name: nn.Linear(WIDTH, size) for name, size in sizes.items()}
+    return lambda: Holder(layers, **{"num_heads": HEADS, **attributes})
+
+
+def computed():
+    return so.orthogonal(nn.MultiheadAttention(WIDTH, HEADS), "in_proj_weight")
+
+
+WIDTHS = {"to_q": WIDTH, "to_k": WIDTH, "to_v": WIDTH}
 REFUSED = [
+    (
+        projections({"to_q": WIDTH, "to_k": WIDTH}),
+        {"which": "qkv"},
+        ValueError,
+        r"it has no linear layer for \['v'\]",
+    ),
+    (
+        projections(WIDTHS, num_key_value_heads=KEY_HEADS),
+        {},
+        ValueError,
+        "its keys have the width of 4 heads, but it states 2",
+    ),
+    (projections(WIDTHS, num_heads=5), {}, ValueError, "5 heads do not divide queries of 12"),
+    (
+        projections({**WIDTHS, "to_v": 13}),
+        {"which": "qkv"},
+        ValueError,
+        "4 heads do not divide values of 13",
+    ),
+    (
+        lambda: Holder({"qkv": nn.Linear(WIDTH, 35)}, num_heads=HEADS),
+        {},
+        ValueError,
+        "qkv has 35 outputs, not 3 equal parts",
+    ),
+    (
+        lambda: Holder(
+            {name: nn.Linear(WIDTH, size) for name, size in WIDTHS.items()}
+            | {"to_out": nn.Linear(18, WIDTH)},
+            num_heads=HEADS,
+        ),
+        {"which": "o"},
+        ValueError,
+        "4 heads do not divide the 18 inputs of to_out",
+    ),
+    (computed, {}, ValueError, "its in_proj_weight is computed by a parametrization"),
     (lambda: nn.Linear(3, 3), {}, ValueError, "`model` must contain an attention.*are: Linear"),
     (
         grouped_in_one_weight,
@@ -288,16 +335,16 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_constrained_is_refused_and_unchanged():
-    for make, arguments, error, message in REFUSED:
-        model = make()
-        before = copy.deepcopy(model.state_dict()) if model is not None else {}
-        with pytest.raises(error, match=message):
-            so.constrain_attention(model, **arguments)
-        for name, value in before.items():
-            assert torch.equal(model.state_dict()[name], value) or not value.isfinite().all()
-        if model is not None and type(model) is not MultiheadAttention:
-            assert not any(isinstance(p, so.ManifoldParameter) for p in model.parameters())
+@pytest.mark.parametrize(("make", "arguments", "error", "message"), REFUSED)
+def test_what_cannot_be_constrained_is_refused_and_unchanged(make, arguments, error, message):
+    model = make()
+    before = copy.deepcopy(model.state_dict()) if model is not None else {}
+    with pytest.raises(error, match=message):
+        so.constrain_attention(model, **arguments)
+    for name, value in before.items():
+        assert torch.equal(model.state_dict()[name], value) or not value.isfinite().all()
+    if model is not None and type(model) is not MultiheadAttention:
+        assert not any(isinstance(p, so.ManifoldParameter) for p in model.parameters())
 
 
 # ---- the projection of the joined heads --------------------------------------------------------
