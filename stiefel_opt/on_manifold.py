@@ -152,6 +152,9 @@ class _Block:
         value = parameter.detach()
         part = reading.parts(value)[index]
         self._stored, self._shape = part.shape, reading.matrices(part, index).shape
+        matrices = self.read(value)
+        storages = (tensor.untyped_storage().data_ptr() for tensor in (matrices, value))
+        self._view = matrices if len(set(storages)) == 1 else None  # where strides allow
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the matrices ``(k, n, m)`` of a tensor like the parameter."""
@@ -165,10 +168,14 @@ class _Block:
 
     def point(self) -> Tensor:
         """Return the matrices of the parameter, perhaps a view."""
-        return self.read(self.parameter.detach())
+        return self.read(self.parameter.detach()) if self._view is None else self._view
 
-    def write(self, matrices: Tensor, tensor: Tensor) -> None:
-        """Write matrices into a tensor like the parameter."""
+    def write(self, matrices: Tensor, tensor: Tensor | None = None) -> None:
+        """Write matrices into a tensor like the parameter. Default: the parameter."""
+        if tensor is None and self._view is not None:
+            self._view.copy_(matrices)
+            return
+        tensor = self.parameter.detach() if tensor is None else tensor
         self.reading.parts(tensor)[self.index].copy_(self.stored(matrices))
 
 
@@ -197,7 +204,7 @@ class _Stack:
     def write(self, matrices: Tensor) -> None:
         """Write a batch into the parameters."""
         for block, piece in self.pieces(matrices):
-            block.write(piece, block.parameter.detach())
+            block.write(piece)
 
 
 def _stacks(weights: list[_Weight]) -> list[_Stack]:
