@@ -48,11 +48,11 @@ documentation says so, and a step takes at most a tenth longer
 
 **Left out**, for want of time: fine-tuning a pretrained transformer, rotations of a language model,
 networks that take longer than seconds; long runs of the five costly problems, of copying without
-the radius at a falling rate, and of all methods but three.
+the radius at a falling rate, and of all methods but four.
 
 **Tried outside the package**, by the same rules: the adaptive rule of StiefelSGD with forces that
 Adam's second moments divide; a factor on Adam's step that follows the cosine between gradient and
-momentum; a virtual radius in StiefelSGD and StiefelMuon. ``docs/choosing.md`` has the results.
+momentum; a virtual radius in StiefelSGD. ``docs/choosing.md`` has the results.
 """
 
 from __future__ import annotations
