@@ -143,7 +143,8 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
         raise ValueError(fail(name, "be an unconstrained parameter", given, remedy))
     if owner is None or parameter is None:
         known = [known for known, _ in module.named_parameters(remove_duplicate=False)]
-        near = difflib.get_close_matches(name, known, n=3)
+        below = [each for each in known if each.startswith(f"{name}.")]  # a module was named
+        near = below[:1] or difflib.get_close_matches(name, known, n=3)
         shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         listed = f"{hint}its parameters are: {shown}" if known else "it has no parameters"

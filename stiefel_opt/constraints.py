@@ -6,6 +6,7 @@ The record on the module, see :mod:`stiefel_opt.watching`, restores the tag at a
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -134,7 +135,16 @@ def constrain(
 def _names(module: nn.Module, name: object) -> list[str]:
     """Return the names that a name, a pattern, a list of them or a function stands for."""
     known = dict(module.named_parameters(remove_duplicate=False))
+    if isinstance(name, Tensor):
+        own = next((each for each, parameter in known.items() if parameter is name), "weight")
+        given = f"a tensor of shape {tuple(name.shape)}"
+        raise TypeError(fail("name", "be the name of a parameter", given, f"pass {own!r}"))
     if callable(name):
+        try:
+            inspect.signature(name).bind("", None)
+        except TypeError:
+            wanted = "take the name and the parameter"
+            raise TypeError(fail("name", wanted, f"a function{inspect.signature(name)}")) from None
         chosen = [each for each, parameter in known.items() if name(each, parameter)]
     elif isinstance(name, str):
         if not set(name) & set("*?["):
@@ -193,9 +203,9 @@ def apply_readings(
     note_module(module)
     if trained:
         first, *others = trained
-        more = f" and {len(others)} more" if others else ""
+        more = f" and {len(others)} more seem" if others else " seems"
         warnings.warn(
-            f"`{first}`{more} had been trained, by their singular values, and moved by up to "
+            f"`{first}`{more} trained, judging by singular values, and moved by up to "
             f"{max(trained.values()):.0%} of their length to be orthonormal: what the model had "
             "learned there is lost. Train it on before it is used, with scale='keep' if the norm "
             "of these weights matters; or constrain a model that is not trained yet",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stiefel_opt._checks import check_flag, check_range, fail
 from stiefel_opt.geometry import project_tangent
@@ -34,7 +34,7 @@ def clip_grad_norm_(
     Returns: The norm before clipping, a 0-dim tensor.
     Raises:
         ValueError: for max_norm <= 0, or a norm that is not finite, if asked.
-        TypeError: for sparse gradients of constrained parameters.
+        TypeError: for a module, and for sparse gradients of constrained parameters.
     Note: Two products of n x m by m x m for each constrained parameter; no host sync. As in torch
         one gradient that is not finite spoils all of them, and ``nonfinite="skip"`` then saves the
         constrained parameters only: pass ``error_if_nonfinite=True``, or clip parameters apart.
@@ -42,6 +42,9 @@ def clip_grad_norm_(
     if not isinstance(max_norm, Tensor) and max_norm != math.inf:  # inf: the norm is wanted only
         check_range("max_norm", max_norm, 0.0, open_low=True)
     check_flag("error_if_nonfinite", error_if_nonfinite)
+    if isinstance(parameters, nn.Module):
+        given, remedy = type(parameters).__name__, "pass model.parameters()"
+        raise TypeError(fail("parameters", "be tensors", given, remedy))
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     active = [parameter for parameter in listed if parameter.grad is not None]
     if not active:

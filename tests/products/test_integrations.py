@@ -303,6 +303,8 @@ def test_bad_norms():
     assert not so.clip_grad_norm_(weight, 1.0).isfinite()
     with pytest.raises(ValueError, match=r"`max_norm` must be in \(0, inf\), got 0"):
         so.clip_grad_norm_(weight, 0)
+    with pytest.raises(TypeError, match=r"got Linear; pass model\.parameters"):
+        so.clip_grad_norm_(nn.Linear(2, 2), 1.0)
 
 
 # ---- logging -----------------------------------------------------------------------------------

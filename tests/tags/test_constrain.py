@@ -846,7 +846,10 @@ def test_report_is_a_table():
     assert 0 < float(cells[2][3].rstrip("%")) < 300
     assert float(cells[2][4]) < 1e-6
     assert cells[3][:3] == ["k.weight", "4 x 8", "1 x (4 x 8), rows, scale 0.5"]
-    assert cells[3][4:] == ["3.0e+00", "off: the next step or so.project_(model) projects"]
+    assert cells[3][4:] == [
+        "3.0e+00",
+        "off: so.project_(model), or the next step of our optimizers",
+    ]
     assert len(cells) == 4
     found = {line.name: line.error for line in so.report(model).lines}
     assert max(found.values()) == so.orthonormality_error(model)

@@ -66,6 +66,9 @@ def test_options_are_for_all(scale: Any) -> None:
         (lambda *_: False, ValueError, r"must match a parameter .*, got <lambda>; its parameters"),
         (["head.weight", "head.wait"], ValueError, r"did you mean head.weight"),
         ("*", ValueError, r"`gru.bias_ih_l0` must have at least 2 dimensions"),
+        ("head", ValueError, r"did you mean head.weight"),
+        (lambda _: True, TypeError, r"`name` must take the name and the parameter, got a function"),
+        (torch.eye(2), TypeError, r"be the name of a parameter, got a tensor of .*; pass 'weight'"),
         (3, TypeError, "`name` must be the name of a parameter, got 3"),
     ],
 )
