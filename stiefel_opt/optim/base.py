@@ -45,6 +45,7 @@ from stiefel_opt.optim.checks import (
     check_finite,
     check_new_group,
     check_option_names,
+    check_plain_rows_may_be_shared,
     check_rows_may_be_shared,
     described,
     listed,
@@ -148,6 +149,8 @@ class GroupIndex:
             called = partial(name_of, parameter, optimizer.param_groups)
             if not optimizer.sums_over_rows:
                 check_rows_may_be_shared(layouts[key], optimizer.rule, called)
+            if not optimizer.plain_is_elementwise:
+                check_plain_rows_may_be_shared(layouts[key], parameter, optimizer.rule, called)
             optimizer.records.drop_other(optimizer.state, parameter, manifold)
             state: StateDict = optimizer.state[parameter]
             together = weights.setdefault(parameter.device, [])
@@ -187,6 +190,10 @@ class StiefelOptimizer(Optimizer, ABC):
         rule: The name under which a checkpoint is saved. Default: that of the class.
         sums_over_rows: Whether the rule forms products over rows only by ``sums``, so that
             rows may be shared by several processes. Default: False, and such weights are refused.
+        plain_is_elementwise: Whether :meth:`update_plain` moves each entry by itself, so that plain
+            rows of a constrained weight may be shared by several processes, each of which passes
+            only its part. A class that overrides that method must say it again. Default: False,
+            and such weights are refused.
         velocity_names: The state from which :meth:`velocity` is read. A rule that keeps its
             momentum otherwise than as ``momentum_skew`` and ``momentum_normal`` names it here, and
             overrides :meth:`velocity_in` and :meth:`state_of_velocity`.
@@ -194,6 +201,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     rule: str = ""
     sums_over_rows: bool = False
+    plain_is_elementwise: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
@@ -205,6 +213,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._known = {}
+        if "update_plain" in vars(cls):  # what a class inherits was said of another function
+            cls.plain_is_elementwise = bool(vars(cls).get("plain_is_elementwise"))
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__

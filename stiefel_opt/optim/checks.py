@@ -253,6 +253,20 @@ def check_rows_may_be_shared(shards: Shards | None, rule: str, called: Callable[
     raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
 
 
+def check_plain_rows_may_be_shared(
+    shards: Shards | None, parameter: Tensor, rule: str, called: Callable[[], str]
+) -> None:
+    """Raise for plain rows on several processes, with a plain rule that may need all of them."""
+    if shards is None or all(placement.is_replicate() for placement in shards.working):
+        return
+    if not shards.manifold.plain_parts(torch.empty(parameter.shape, device="meta")):
+        return
+    wanted = f"not have its plain rows on several processes for {rule}, which may need all of them"
+    remedy = "replicate it, or make its plain rows a parameter of their own; an update_plain that "
+    remedy += "moves each entry by itself says plain_is_elementwise = True"
+    raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
+
+
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
     """Warn where matrices are optimized, none is tagged, and nobody said that this is intended."""
     parameters = [p for group in groups for p in group["params"]]

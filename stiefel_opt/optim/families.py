@@ -35,6 +35,7 @@ class SGDLike(StiefelOptimizer):
     """
 
     sums_over_rows = True
+    plain_is_elementwise = True
     _sparse_allowed = True
     _torch_rule = TorchRule(
         "torch.optim.SGD",
@@ -96,6 +97,7 @@ class AdamLike(StiefelOptimizer):
     """
 
     sums_over_rows = True
+    plain_is_elementwise = True
     _torch_rule = TorchRule(
         "torch.optim.Adam or AdamW",
         frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),

@@ -128,6 +128,7 @@ WEIGHTS: dict[str, tuple[tuple[int, ...], dict[str, Any] | None]] = {
     "tall heads": ((12, 2), {"heads": 3}),
     "a range of rows": ((9, 6), {"rows": (2, 6)}),
     "ranges with heads": ((14, 10), {"rows": ((0, 4), (6, 12)), "heads": (1, 2)}),
+    "batch with rows": ((4, 9, 5), {"rows": (2, 6)}),
     "convolution": ((4, 3, 3, 3), {"flatten": True}),
     "transposed": ((4, 12), {"transposed": True}),
     "scaled": ((8, 3), {"scale": 2.0}),
@@ -307,6 +308,7 @@ SHARED = {
     "transposed": ("transposed", 1),
     "heads": ("heads", 0),
     "ranges with heads": ("ranges with heads", 1),
+    "batch with rows": ("batch with rows", 0),
 }
 
 
@@ -321,7 +323,7 @@ def parts(name: str, dim: int) -> tuple[Any, Any, Callable[[Tensor], Any]]:
         return distribute_tensor(tensor.clone(), mesh, [Shard(dim)], src_data_rank=None)
 
     shard = nn.Parameter(share(whole.detach()))
-    shard.manifold = whole.manifold  # type: ignore[attr-defined]
+    shard.manifold = getattr(whole, "manifold", None)  # type: ignore[attr-defined]
     return whole, shard, share
 
 
@@ -362,9 +364,39 @@ def refuse_shared_rows() -> None:
     assert not torch.equal(other_shard.to_local(), before[1])
 
 
+class ByNorm(Lion):  # type: ignore[misc]
+    """Plain weights take steps of one length: for plain rows that needs all processes.
+
+    It is derived from a class with an elementwise plain rule, which vouches for that rule only.
+    """
+
+    def update_plain(self, group: Any, parameters: Any, grads: Any, states: Any) -> None:  # noqa: ARG002
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.sub_(grad * (group["lr"] / torch.linalg.vector_norm(grad)))
+
+
+def refuse_shared_plain_rows() -> None:
+    """Wherever a border runs; plain rows of one process and plain weights go the right length."""
+    for name, dim in (("ranges with heads", 0), ("ranges with heads", 1), ("batch with rows", 0)):
+        whole, shard, share = parts(name, dim)
+        plain, plain_shard, _ = parts("plain", 0)
+        opt = ByNorm([("mine", shard), ("other", plain_shard)], lr=LR)
+        shard.grad, plain_shard.grad = (share(grad_of(each, 0)) for each in (whole, plain))
+        before = shard.to_local().clone(), plain_shard.to_local().clone()
+        with pytest.raises(ValueError, match=r"`mine` must not have its plain rows .* for ByNorm"):
+            opt.step()
+        assert torch.equal(shard.to_local(), before[0])
+        assert torch.equal(plain_shard.to_local(), before[1])
+        shard.grad = None
+        opt.step()
+        grad = grad_of(plain, 0)
+        wanted = plain.detach() - LR * grad / grad.norm()
+        torch.testing.assert_close(plain_shard.detach().full_tensor(), wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no processes")
 def test_two_processes_that_share_rows_follow_one() -> None:
-    run(2, (follow_one_process,), (refuse_shared_rows,))
+    run(2, (follow_one_process,), (refuse_shared_rows,), (refuse_shared_plain_rows,))
 
 
 # ---- whatever it is called
