@@ -167,7 +167,7 @@ class Report:
             if not (line.tagged or line.map):
                 error += "  tag lost: so.retag(model)"
             elif line.off:
-                error += "  off: so.project_(model), or the next step of our optimizers"
+                error += "  off: so.project_(model), or the next Stiefel step"
             shape = " x ".join(map(str, line.shape))
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))

@@ -848,7 +848,7 @@ def test_report_is_a_table():
     assert cells[3][:3] == ["k.weight", "4 x 8", "1 x (4 x 8), rows, scale 0.5"]
     assert cells[3][4:] == [
         "3.0e+00",
-        "off: so.project_(model), or the next step of our optimizers",
+        "off: so.project_(model), or the next Stiefel step",
     ]
     assert len(cells) == 4
     found = {line.name: line.error for line in so.report(model).lines}

@@ -434,7 +434,7 @@ def test_the_report_flags_what_is_off() -> None:
     net = so.constrain(nn.Linear(8, 8))
     assert "off" not in str(so.report(net))
     nn.init.xavier_uniform_(net.weight)
-    assert "off: so.project_(model), or the next step of our optimizers" in str(so.report(net))
+    assert "off: so.project_(model), or the next Stiefel step" in str(so.report(net))
     assert "off" not in str(so.report(so.project_(net)))
 
 
