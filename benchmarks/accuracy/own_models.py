@@ -165,11 +165,12 @@ def decisions(best: str) -> str:
     known, enough = "% right there (seeds)", "learning rates with 80 % right"
     tagged, cwy, free = (why_tables.METHODS[name] for name in ("tagged", "cwy", "free"))
     layer = ("torch_orthogonal", "summary")
+    longer = share(cell("why", "copying", known, cwy, "300"))
     answers = [
         ["principal components, alignment, transport", "yes: the problem asks for it"],
         ["torch's orthogonal parametrization", "yes: replace it"],
         ["a recurrent network, memory over 100 steps", "yes, with modReLU"],
-        ["the same, over 300 steps", 'yes; `so.orthogonal` with `map="cwy"` is ahead'],
+        ["the same, over 300 steps", f'yes; `so.orthogonal` with `map="cwy"`: {longer}'],
         ["a deep network without normalisation", "yes, if you cannot tune the learning rate"],
         ["the same, tuned", "no"],
         ["a GRU or an LSTM", "no: gates must saturate"],
@@ -184,7 +185,6 @@ def decisions(best: str) -> str:
     small, here = (cell(*layer, c, "2048 x 16") for c in ("torch, its default", LAYER))
     trained, alone = (cell("why", "deep", enough, name, "50") for name in (tagged, free))
     recalled = "[digits recalled](why.md#memory)"
-    longer = share(cell("why", "copying", known, cwy, "300"))
     measured = [
         ["-", "-", "[small problems](measured.md#packages-side-by-side)"],
         [
@@ -194,11 +194,10 @@ def decisions(best: str) -> str:
         ],
         [*(share(cell("why", "copying", known, name, "100")) for name in (tagged, free)), recalled],
         [
-            f"{share(cell('why', 'copying', known, tagged, '300'))}, CWY {longer}",
-            share(cell("why", "copying", known, free, "300")),
+            *(share(cell("why", "copying", known, name, "300")) for name in (tagged, free)),
             recalled,
         ],
-        ["-", "-", f"[{trained} of 9 learning rates work, not {alone} of 9](why.md#depth)"],
+        ["-", "-", f"[80 % right at {trained} of 9 learning rates, not {alone}](why.md#depth)"],
         [
             *(share(cell("why", "deep", known, name, "50")) for name in (tagged, free)),
             "[50 layers](why.md#depth)",
