@@ -191,7 +191,7 @@ def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, s
         remedy = "" if known else "make the model with peft.get_peft_model"
         listed = f"be one of {known}" if known else "be an adapter of peft"
         raise ValueError(fail("adapter", listed, repr(adapter), remedy))
-    if "peft" not in sys.modules:  # nothing of the model can be of peft
+    if sys.modules.get("peft") is None:  # nothing of the model can be of peft
         return
     parts = _peft_parts()
     for path, layer in model.named_modules():
