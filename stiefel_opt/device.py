@@ -87,7 +87,10 @@ def readable(tensor: Tensor) -> Tensor | None:
 
 
 class Reader(ABC):
-    """Who may look at a number that decides how much work a step does."""
+    """Reads sizes of tensors, by which a step chooses how much work it does.
+
+    A rule asks, for instance, for a bound on its step before it plans an inverse root.
+    """
 
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
     is_blind: bool = False  # nothing is ever known, so that rounding is removed in every step

@@ -23,7 +23,8 @@ FLOWS = {"metric": -1.0, "transport": "published", "rotation": "cayley"}
 class Rule:
     """An optimizer with ``options``; a ``variant`` only has other options than a row above it.
 
-    ``plain`` is torch's optimizer that moves plain parameters alike, ``plain_options`` its options.
+    ``plain`` is torch's optimizer that moves plain parameters alike, ``plain_options`` its options;
+    for a rule that torch lacks it is a ``torch.optim.Optimizer`` of the tests, a few slow lines.
     ``reference`` is the slow loop in float64, if it has one, and ``own`` are options that torch
     does not have. In float64, ``rounding`` is the difference that other matrices in a batch may
     make, and ``unread`` that of a machine on which nothing is read.
@@ -40,7 +41,7 @@ class Rule:
     state: str = "momentum_skew"  # that every block has
     searches: bool = False  # for its direction, in every step: many calls, equal to a tolerance
     optimum_lr: float = 0.1  # at which it settles at an optimum
-    sums: int | None = None  # over rows in a usual step of a range of a sharded weight, if known
+    sums: int | None = None  # over shared rows in a step without corrections, at most; None: any
     published_lr: float = 0.03  # the published flows blow up where |g| lr passes about 0.02
 
     @property
@@ -50,6 +51,11 @@ class Rule:
     @property
     def unread(self) -> float:
         return 1e-2 if self.searches else 1e-10
+
+    @property
+    def of_torch(self) -> bool:
+        """Plain parameters follow torch, with its options, its kernels and its checkpoints."""
+        return str(self.plain.__module__).startswith("torch.optim")
 
     @property
     def adaptive(self) -> bool:
@@ -87,6 +93,7 @@ TABLE = {
         plain=torch.optim.Adam,
         own=FLOWS,
         variant=True,
+        sums=3,
         published_lr=0.01,
     ),
     "adam": Rule(
@@ -95,6 +102,7 @@ TABLE = {
         plain=torch.optim.Adam,
         reference=AdamReference,
         own=FLOWS,
+        sums=3,
         published_lr=0.01,
     ),
     "adamw": Rule(
@@ -115,6 +123,7 @@ TABLE = {
         plain_options=SGD,
         reference=DescentReference,
         own={"metric": -1.0, "retraction": "qr"},
+        sums=3,
         momentum=0.0,
     ),
     "cayley-sgd": Rule(
@@ -123,6 +132,7 @@ TABLE = {
         plain_options={**SGD, "nesterov": True},
         reference=CayleySGDReference,
         own={"steps": 7, "exact": True},
+        sums=3,
     ),
     "cayley-adam": Rule(
         so.CayleyAdam,
@@ -131,6 +141,7 @@ TABLE = {
         plain_options={"amsgrad": True},
         reference=CayleyAdamReference,
         own={"steps": 7, "exact": True},
+        sums=4,
         optimum_lr=0.5,
     ),
     "muon": Rule(  # its direction is compared with a slow optimum in rules/test_functional_muon.py
@@ -142,6 +153,7 @@ TABLE = {
         momentum=0.95,
         state="momentum_ambient",
         searches=True,
+        sums=2,  # the second for rounding in float64
         optimum_lr=0.15,
     ),
 }

@@ -182,7 +182,10 @@ def adaptive_sgd(
 
 
 class _FarReader(Reader):
-    """Lets steps grow eightfold from one to the next where only earlier ones are known."""
+    """Returns 16 times the number of an earlier step.
+
+    Adaptive steps change their length, so that a bound taken from the last one needs a margin.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

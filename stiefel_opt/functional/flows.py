@@ -56,9 +56,11 @@ class Length(NamedTuple):
         squares: ``(k, m, m)``, or two such batches one behind the other; their sum times ``scale``
             is xi'xi for the step xi.
         scale: A number, the square of the learning rate, or 1.
-        limit: A bound on each batch of ``squares`` times ``scale``, known without waiting for a
-            device; inf if there is none.
-        inner: X'G, whose size says how far a step amplifies rounding. None: not known.
+        limit: A number that no eigenvalue of a batch of ``squares`` times ``scale`` exceeds, known
+            without waiting for a device: above 1 rounding is removed after the step, at inf the new
+            point is checked for values that are not finite.
+        inner: X'G, times any factor that the rule puts on the learning rate: its size says how far
+            a step amplifies rounding. None: not known.
     """
 
     squares: Tensor
@@ -283,7 +285,10 @@ def limited(step: Scalar, size: Tensor, longest: float, reader: Reader) -> tuple
 
 
 class _PrefixedReader(Reader):
-    """Keeps the numbers of a second turn in a step apart from those of the first."""
+    """Puts a prefix before names, so that a second turn in a step has numbers of its own.
+
+    A lagged reader remembers one number for each name.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self.is_exact, self.is_blind, self._reader = reader.is_exact, reader.is_blind, reader

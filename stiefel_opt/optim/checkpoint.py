@@ -70,8 +70,9 @@ def check_plain_rule(
 ) -> None:
     """Raise unless a state_dict of torch belongs to the rule that plain parameters follow here."""
     if torch_rule is None:
+        given = "one of torch.optim, whose rules this class does not use for plain parameters"
         remedy = "load the weights only and start anew"
-        raise ValueError(fail("state_dict", f"be one of {rule}", "one of torch.optim", remedy))
+        raise ValueError(fail("state_dict", f"be one of {rule}", given, remedy))
     names = {name for values in state.values() for name in values}
     strange = sorted(names - torch_rule.state)
     for saved in saved_groups:

@@ -53,7 +53,8 @@ class Rule(Protocol):
         sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair; ``sums.add(a)`` adds
             ``(k, ., .)`` over processes. Rows may be on several processes: a rule forms every sum
             over rows by these.
-        reader: Who may read a number that decides how much work a step does.
+        reader: What reads the size of a tensor by which the rule chooses how much work it does: at
+            once on a CPU, that of an earlier step on an accelerator. Pass it on to ``retract``.
 
     Returns: The new points; the new state by name, where it has changed; and the length of the
         step, the largest singular value of its tangent vector: a number, ``(k, 1, 1)``, or a

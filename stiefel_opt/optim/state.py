@@ -41,9 +41,10 @@ class State:
         shape: "nm", like the tall matrix; "mm", or "1", one number.
         start: Its first value: a number, or "I" for the identity of "mm".
         dtype: None, that of the point, or "real".
-        symmetry: What holds for it: "skew", "symmetric", "normal" (X'U = 0), or None. A loaded
-            tensor is replaced by its skew or symmetric part. What is normal to the point has
-            rounding removed with it, and does not exist for square matrices.
+        symmetry: What holds for it: "skew", "symmetric", "normal", or None. A loaded tensor is
+            replaced by its skew or symmetric part. "normal" is X'U = 0, normal to the span of X: a
+            part of a tangent vector, and not of the normal space of the manifold. Such state has
+            rounding removed with X, and does not exist for square matrices.
         tall_only: It does not exist for square matrices.
         least: Its least value: a loaded tensor with an entry below is refused.
 

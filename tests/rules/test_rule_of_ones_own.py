@@ -241,6 +241,19 @@ def test_copies_continue_bit_for_bit(copied: Callable[[Any], Any]) -> None:
     assert_same_training((net, opt), (other, twin))
 
 
+def test_a_checkpoint_of_torch_is_refused_and_the_reason_said() -> None:
+    weight, plain = weight_of("tall"), weight_of("plain")
+    opt = lion([weight, plain])
+    weight.grad, plain.grad = grad_of(weight, 0), grad_of(plain, 0)
+    opt.step()
+    before = copy.deepcopy(opt.state_dict())
+    theirs = torch.optim.SGD([weight, plain], lr=0.1).state_dict()
+    reason = r"be one of StiefelLion, got one of torch\.optim, whose rules this class does not use"
+    with pytest.raises(ValueError, match=reason):
+        opt.load_state_dict(theirs)
+    assert_same(opt.state_dict(), before)
+
+
 def true_angle(before: Tensor, after: Tensor) -> float:
     """The largest angle between X v and its new place, of tall matrices ``(..., n, m)``."""
     chord = torch.linalg.matrix_norm(after - before, 2).max()

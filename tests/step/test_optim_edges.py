@@ -201,7 +201,7 @@ def test_a_schedule_that_falls_below_zero_stays_on_the_manifold(name: str, lr: f
 def test_state_that_stays_empty_is_not_kept(name: str) -> None:
     """As torch's SGD without momentum."""
     plain, theirs, row = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5)), TABLE[name]
-    none = {} if row.adaptive else {"momentum": 0.0, "nesterov": False}
+    none = {"momentum": 0.0, "nesterov": False} if row.of_torch and not row.adaptive else {}
     opt = optimizer(name, [plain], stiefel=False, **none)
     other = row.plain([theirs], lr=0.05, **{**row.plain_options, **none})
     for _ in range(2):
