@@ -30,13 +30,13 @@ POLICIES = {
 
 
 class Small(torch.nn.Module):
-    """Wide with heads, tall, a fused weight with plain rows, and a plain layer."""
+    """Wide with heads, tall, a fused weight, with plain rows or not, and a plain layer."""
 
-    def __init__(self):
+    def __init__(self, plain_rows=True):
         super().__init__()
         self.q = so.constrain(torch.nn.Linear(8, 6), heads=2)
         self.up = so.constrain(torch.nn.Linear(6, 10, bias=False), scale=2.0)
-        rows = {"rows": ((0, 4), (6, 12)), "heads": (1, 2)}
+        rows = {"rows": ((0, 4), (6, 12)), "heads": (1, 2)} if plain_rows else {}
         self.fused = so.constrain(torch.nn.Linear(10, 14, bias=False), **rows)
         self.out = torch.nn.Linear(14, 2)
 
@@ -50,7 +50,8 @@ def build(name, seed=0, dtype=torch.float64):
     What a shard of either kind does with every rule is in test_distributed_shards.py.
     """
     torch.manual_seed(seed)
-    return so.retag((model(seed) if name == RULES[0] else Small()).to(dtype))
+    shared = OPTIMIZERS[name][0].plain_is_elementwise
+    return so.retag((model(seed) if name == RULES[0] else Small(shared)).to(dtype))
 
 
 def long_side(parameter):
