@@ -168,7 +168,10 @@ def train(
 
 
 class Runs:
-    """Trainings, each a line of a file."""
+    """Trainings, each a line of a file.
+
+    A seed that is trained again beside others draws another dropout; its first result stays.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -176,7 +179,9 @@ class Runs:
         path.parent.mkdir(parents=True, exist_ok=True)
         for line in path.read_text().splitlines() if path.exists() else ():
             entry = json.loads(line)
-            self.done[entry["method"], Setting(*entry["setting"]), entry["seed"]] = entry
+            self.done.setdefault(
+                (entry["method"], Setting(*entry["setting"]), entry["seed"]), entry
+            )
 
     def run(self, method: str, settings: Sequence[Setting], seeds: Sequence[int]) -> None:
         """Train what is missing, at once where the dropout is one."""
@@ -189,9 +194,9 @@ class Runs:
             for setting, row in zip(own, rows, strict=True):
                 for seed, found in zip(seeds, row, strict=True):
                     entry = {"method": method, "setting": setting, "seed": seed, **found}
-                    self.done[method, setting, seed] = entry
-                    with self.path.open("a") as file:
-                        file.write(json.dumps(entry) + "\n")
+                    if self.done.setdefault((method, setting, seed), entry) is entry:
+                        with self.path.open("a") as file:
+                            file.write(json.dumps(entry) + "\n")
                 print(method, *setting, *(f"{found['error']:.2f}" for found in row), flush=True)
 
     def mean(self, method: str, setting: Setting, seeds: Sequence[int]) -> float:
@@ -202,6 +207,11 @@ class Runs:
         known = {setting for name, setting, _ in self.done if name == method}
         has = [s for s in known if all((method, s, seed) in self.done for seed in seeds)]
         return sorted(has, key=lambda setting: (self.mean(method, setting, seeds), setting))
+
+    def chosen(self, method: str) -> Setting:
+        """The best over all seeds of the choice, of the best with the first of them."""
+        few = self.tried(method, CHOOSING[:1])[:KEPT]
+        return min(few, key=lambda setting: self.mean(method, setting, CHOOSING))
 
 
 def everything(runs: Runs, wanted: Sequence[str]) -> None:
@@ -218,14 +228,15 @@ def everything(runs: Runs, wanted: Sequence[str]) -> None:
             runs.run(method, more, CHOOSING[:1])
             runs.run(method, runs.tried(method, CHOOSING[:1])[:KEPT], CHOOSING)
         for method in methods:
-            runs.run(method, runs.tried(method, CHOOSING)[:1], SEEDS)
+            runs.run(method, [runs.chosen(method)], SEEDS)
 
 
 def summary(runs: Runs) -> dict[str, dict[str, Any]]:
     """Return the chosen setting, the errors of the seeds, and the differences from AdamW."""
     found: dict[str, dict[str, Any]] = {}
     for method in METHODS:
-        for setting in runs.tried(method, CHOOSING)[:1]:
+        if runs.tried(method, SEEDS):
+            setting = runs.chosen(method)
             own = [runs.done[method, setting, seed] for seed in SEEDS]
             errors = [entry["error"] for entry in own]
             found[method] = {"setting": list(setting), "errors": errors}
