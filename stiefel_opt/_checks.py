@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 
@@ -130,7 +130,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:
     """Return the owner, the last part of ``name`` and the parameter itself."""
     if not isinstance(name, str):
-        raise TypeError(fail("name", "be the name of a parameter", repr(name)))
+        given, remedy = repr(name), ""
+        if isinstance(name, Tensor):
+            named = module.named_parameters(remove_duplicate=False)
+            own = next((each for each, parameter in named if parameter is name), "weight")
+            given, remedy = f"a tensor of shape {tuple(name.shape)}", f"pass {own!r}"
+        raise TypeError(fail("name", "be the name of a parameter", given, remedy))
     path, _, leaf = name.rpartition(".")
     owner = dict(module.named_modules(remove_duplicate=False)).get(path)
     parameter = None if owner is None else owner._parameters.get(leaf)

@@ -135,10 +135,6 @@ def constrain(
 def _names(module: nn.Module, name: object) -> list[str]:
     """Return the names that a name, a pattern, a list of them or a function stands for."""
     known = dict(module.named_parameters(remove_duplicate=False))
-    if isinstance(name, Tensor):
-        own = next((each for each, parameter in known.items() if parameter is name), "weight")
-        given = f"a tensor of shape {tuple(name.shape)}"
-        raise TypeError(fail("name", "be the name of a parameter", given, f"pass {own!r}"))
     if callable(name):
         try:
             inspect.signature(name).bind("", None)
@@ -150,7 +146,7 @@ def _names(module: nn.Module, name: object) -> list[str]:
         if not set(name) & set("*?["):
             return [name]  # find_parameter says what it cannot be
         chosen = [each for each in known if fnmatch.fnmatchcase(each, name)]
-    elif isinstance(name, Iterable):
+    elif isinstance(name, Iterable) and not isinstance(name, Tensor):
         chosen = [each for given in name for each in _names(module, given)]
     else:
         return [name]  # type: ignore[list-item]  # find_parameter refuses it

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import Reader, finest_dtype, reader_for
-from stiefel_opt.functional.flows import Length, Move, Scalar
+from stiefel_opt.functional.flows import Length, Move, Scalar, half_error_
 from stiefel_opt.linalg import (
     BLOCKED,
     LOCAL_SUMS,
@@ -508,7 +508,7 @@ def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
 
 def _correction_of(own: Tensor) -> Tensor:
     """Return (X'X)^(-1/2) - I = H + 3/2 H^2 for X'X = I - 2H near I, in whose memory H is."""
-    half = add_to_diagonal_(own.mul_(-0.5), 0.5)
+    half = half_error_(own)
     return torch.baddbmm(half, half, half, alpha=1.5)
 
 

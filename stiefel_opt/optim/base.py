@@ -191,8 +191,8 @@ class StiefelOptimizer(Optimizer, ABC):
         sums_over_rows: Whether the rule forms products over rows only by ``sums``, so that
             rows may be shared by several processes. Default: False, and such weights are refused.
         plain_is_elementwise: Whether :meth:`update_plain` moves each entry by itself, so that plain
-            rows of a constrained weight may be shared by several processes, each of which passes
-            only its part. A class that overrides that method must say it again. Default: False,
+            rows of a constrained weight may be shared by several processes: each passes only its
+            part. A class that overrides that method must say it again. Default: False,
             and such weights are refused.
         velocity_names: The state from which :meth:`velocity` is read. A rule that keeps its
             momentum otherwise than as ``momentum_skew`` and ``momentum_normal`` names it here, and

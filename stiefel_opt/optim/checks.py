@@ -212,8 +212,8 @@ def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
         letters = _letters(str(name))
         near = difflib.get_close_matches(letters, spelled, 1, 0.8 if len(letters) > 3 else 1.0)
         if near:
-            listed = ", ".join(sorted(known))
-            remedy = f"did you mean {spelled[near[0]]}? The options are: {listed}"
+            options = ", ".join(sorted(known))
+            remedy = f"did you mean {spelled[near[0]]}? The options are: {options}"
             wanted = f"be an option of {rule}"
             raise TypeError(fail(str(name), wanted, repr(group[name]), remedy))
 
