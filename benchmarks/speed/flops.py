@@ -7,9 +7,10 @@ rounding that our optimizers make once in eight steps. Rivals in the same run: g
 Euclidean metric) and pogo-torch.
 
 The published counts are those of Likhosherstov et al. (AISTATS 2021), Table 2, for gradient descent
-without momentum and for the forward pass of T-CWY and OWN. Our gradient descent solves smaller
-systems: its counts are those of another, cheaper algorithm. Times are medians over interleaved
-rounds, beside their ratio to the bare product n x m by m x m and the error max |X'X - I|.
+without momentum and for the forward pass of T-CWY and OWN. Steps called "as published" follow the
+formulas of that paper; our gradient descent solves smaller systems. Times are medians over
+interleaved rounds, beside their ratio to the bare product n x m by m x m and the error
+max |X'X - I|.
 
     python -m benchmarks.speed.flops                      # a few minutes
 """
@@ -127,6 +128,29 @@ MAPS: dict[str, tuple[Callable[[Tensor], Tensor], Published]] = {
 }
 
 
+def published_step(X: Tensor, G: Tensor, *, euclidean: bool, cayley: bool) -> Tensor:
+    """A step of descent by the formulas of section 2.2.2 and of appendix A, lemma 1."""
+    if not cayley:
+        tangent = G @ (X.mT @ X) - X @ (G.mT @ X)
+        if euclidean:
+            tangent = tangent - X @ (X.mT @ tangent) / 2
+        return torch.linalg.qr(X - STEP_SIZE * tangent).Q
+    left, right = [G, X], [X, -G]
+    if euclidean:
+        E = G.mT @ X - X.mT @ G
+        left, right = [*left, X @ E / 2], [*right, X]
+    B, C = STEP_SIZE * torch.cat(left, dim=1), torch.cat(right, dim=1)
+    inverse = torch.linalg.inv(torch.eye(B.shape[1], dtype=X.dtype) + C.mT @ B / 2)
+    return X - B @ (inverse @ (C.mT @ X))
+
+
+# Steps without an optimizer, by the names of their published counts.
+STEPS_AS_PUBLISHED = {
+    name: partial(published_step, euclidean=name[0] == "E", cayley=name[-1] == "C")
+    for name in COUNTS
+}
+
+
 def descent(**options: Any) -> Build:
     return partial(so.ProjectedRGD, lr=0.1, **options)
 
@@ -201,11 +225,18 @@ def measure(n: int, m: int, rounds: int, device: torch.device) -> list[dict[str,
         contestants.append(harness.Contestant(method.name, step, prepare))
     outcomes: dict[str, Tensor] = {}
 
-    def forward(name: str, free: Tensor) -> None:
-        outcomes[name] = MAPS[name][0](free)
+    def evaluate(name: str, function: Callable[[], Tensor]) -> None:
+        outcomes[name] = function()
 
-    for name in MAPS if m < n else ():  # both need fewer columns than rows
-        call = partial(forward, name, torch.randn(n, m))
+    (point,), _ = start(n, m, METHODS[0])
+    functions = {
+        f"RGD-{name}, as published": partial(step, point.detach(), point.grad)
+        for name, step in STEPS_AS_PUBLISHED.items()
+    }
+    if m < n:  # both maps need fewer columns than rows
+        functions |= {name: partial(f, torch.randn(n, m)) for name, (f, _) in MAPS.items()}
+    for name, function in functions.items():
+        call = partial(evaluate, name, function)
         flops[name] = count(call)
         contestants.append(harness.Contestant(name, call))
     tall, small = torch.randn(1, n, m), torch.randn(1, m, m)
@@ -218,6 +249,7 @@ def measure(n: int, m: int, rounds: int, device: torch.device) -> list[dict[str,
         for parameter in entries[method.name]
     }
     published = {method.name: method.published for method in methods}
+    published |= {f"RGD-{name}, as published": formula for name, formula in COUNTS.items()}
     published |= {name: formula for name, (_, formula) in MAPS.items()}
     rows = []
     for name, point in (points | outcomes).items():

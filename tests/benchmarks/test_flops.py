@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+import stiefel_opt as so
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the rivals, about torch
     pytest.importorskip("geoopt")
@@ -35,3 +37,18 @@ KNOWN = {
 def test_an_operation_of_known_cost_is_counted(name: str) -> None:
     call, expected = KNOWN[name]
     assert flops.count(call) == expected
+
+
+@pytest.mark.parametrize("name", flops.STEPS_AS_PUBLISHED)
+def test_a_published_step_is_that_of_the_package(name: str) -> None:
+    metric, retraction = name.split("-")
+    X = torch.linalg.qr(torch.randn(30, 6, dtype=torch.float64)).Q
+    G = torch.randn(30, 6, dtype=torch.float64)
+    weight = so.ManifoldParameter(X.clone())
+    weight.grad = G.clone()
+    options = {"C": "cayley", "QR": "qr"}[retraction], {"C": "canonical", "E": "euclidean"}[metric]
+    so.ProjectedRGD([weight], lr=flops.STEP_SIZE, retraction=options[0], metric=options[1]).step()
+    published = flops.STEPS_AS_PUBLISHED[name](X, G)
+    if retraction == "QR":  # its columns are unique up to their signs
+        published = published * (published * weight).sum(0).sign()
+    assert (published - weight).abs().max() < 1e-12
