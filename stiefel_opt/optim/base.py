@@ -650,4 +650,4 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n{described(self.param_groups)}"
+        return described(type(self).__name__, self.param_groups)

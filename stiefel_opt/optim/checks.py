@@ -75,15 +75,31 @@ def plain_numbers(group: Group) -> Group:
     }
 
 
-def described(groups: list[Group]) -> str:
-    """Return how many parameters and matrices are constrained."""
+def described(name: str, groups: list[Group]) -> str:
+    """Return an optimizer in words: its options, as torch prints them, and what is constrained."""
+    lines = [f"{name} ("]
+    for number, group in enumerate(groups):
+        shown = group | resolved(group)
+        options = [f"    {key}: {shown[key]}" for key in sorted(shown) if key != "params"]
+        lines += [f"Parameter Group {number}", *options, ""]
+    lines[-1] = ")"
     pairs = [(p, reading(p, group)) for group in groups for p in group["params"]]
     counts = [manifold.count(p.shape) for p, manifold in pairs if manifold is not None]
-    matrices = _counted(sum(counts), "matrix", "matrices")
-    return (
-        f"Constrained: {matrices} in {_counted(len(counts))}; "
-        f"weight decay does not touch them. Plain: {_counted(len(pairs) - len(counts))}."
+    return "\n".join(lines) + (
+        f"\nConstrained: {_counted(sum(counts), 'matrix', 'matrices')} in {_counted(len(counts))}."
+        f"\nUnconstrained: {_counted(len(pairs) - len(counts))}."
     )
+
+
+def resolved(group: Group) -> Group:
+    """Return what options mean that are None in a group; torch decides ``foreach``, ``fused``."""
+    published = group.get("transport") == "published"
+    meant = {
+        "radius": 1.0 if published else "virtual",
+        "rotation": "euler" if published else "polar",
+        "stiefel": "by tags",
+    }
+    return {name: value for name, value in meant.items() if group.get(name, value) is None}
 
 
 def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:
@@ -200,20 +216,35 @@ def check_iterations(group: Group) -> None:
 # ---- parameters and gradients --------------------------------------------------------------------
 
 
+# Other libraries' and papers' names of options, which no scheduler stores in a group.
+_SYNONYMS = {
+    "learningrate": "lr",
+    "stepsize": "lr",
+    "eta": "lr",
+    "epsilon": "eps",
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "l2": "weight_decay",
+    "beta": "momentum",
+}
+
+
 def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
-    """Raise for a key of a group that is almost the name of an option, such as "weightdecay".
+    """Raise for a key of a group that means an option, such as "weightdecay" or "epsilon".
 
     Other unknown keys pass, as in torch: schedulers and users add "initial_lr", "name".
     """
-    spelled = {_letters(name): name for name in known} | {"learningrate": "lr"}
+    spelled = {_letters(name): name for name in known}
+    synonyms = {word: option for word, option in _SYNONYMS.items() if option in known}
     for name in group:
         if name == "params" or any(f"_{option}_" in f"_{name}_" for option in known):
             continue  # an option, or made of one: "max_momentum" of a scheduler
         letters = _letters(str(name))
         near = difflib.get_close_matches(letters, spelled, 1, 0.8 if len(letters) > 3 else 1.0)
-        if near:
+        meant = spelled[near[0]] if near else synonyms.get(letters)
+        if meant:
             options = ", ".join(sorted(known))
-            remedy = f"did you mean {spelled[near[0]]}? The options are: {options}"
+            remedy = f"did you mean {meant}? The options are: {options}"
             wanted = f"be an option of {rule}"
             raise TypeError(fail(str(name), wanted, repr(group[name]), remedy))
 

@@ -51,6 +51,7 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import (
     as_plain_data,
     check_option_names,
+    described,
     listed,
     name_of,
     names_of,
@@ -635,6 +636,10 @@ class StiefelLBFGS(LBFGS):
         self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
         check_option_names(group, self.defaults, type(self).__name__)
         _check_group(self.param_groups[0])
+
+    @override
+    def __repr__(self) -> str:
+        return described(type(self).__name__, self.param_groups)
 
     @override
     def add_param_group(self, param_group: Group) -> None:

@@ -32,6 +32,7 @@ from stiefel_opt.optim.checks import (
     check_nesterov,
     check_radius,
     check_transport,
+    resolved,
 )
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
@@ -167,9 +168,9 @@ class StiefelSGD(SGDLike):
 
     @override
     def rule_for(self, group: Group) -> Rule:
+        group = group | resolved(group)
         if group["transport"] == "published":
-            rotation = group["rotation"] or "euler"
-            return self.bound(group, partial(published_sgd, rotation=rotation), "metric")
+            return self.bound(group, published_sgd, "metric", "rotation")
         rule = adaptive_sgd if group["adaptive"] else sgd
         return self.bound(group, rule, "metric", "transport")
 
@@ -270,27 +271,19 @@ class StiefelAdam(AdamLike):
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
-        growth = (_GROWTH,) if _radius_of(group) == "virtual" else ()
+        growth = (_GROWTH,) if (group | resolved(group))["radius"] == "virtual" else ()
         return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *growth)
 
     @override
     def rule_for(self, group: Group) -> Rule:
+        group = group | resolved(group)
         if group["transport"] == "published":
-            rotation = group["rotation"] or "euler"
-            return self.bound(group, partial(published_adam, rotation=rotation), "metric")
-        rule, radius = self.bound(group, adam, "nesterov", "metric", "transport"), _radius_of(group)
+            return self.bound(group, published_adam, "metric", "rotation")
+        rule, radius = self.bound(group, adam, "nesterov", "metric", "transport"), group["radius"]
         if radius == 1:
             return rule
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         return partial(with_radius, rule, radius, weight_decay=decay)
-
-
-def _radius_of(group: Group) -> str | float:
-    """Return the radius that a group means."""
-    radius: str | float | None = group["radius"]
-    if radius is None:
-        return 1.0 if group["transport"] == "published" else "virtual"
-    return radius
 
 
 class StiefelAdamW(StiefelAdam):

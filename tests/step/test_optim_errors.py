@@ -149,6 +149,9 @@ MISSPELLED = {
     "non_finite": "nonfinite",
     "Maximise": "maximize",
     "maximise": "maximize",
+    "step_size": "lr",
+    "wd": "weight_decay",
+    "l2": "weight_decay",
 }
 
 
@@ -164,6 +167,21 @@ def test_a_misspelled_option_of_a_group_is_refused(name, key, option):
     assert_refused(opt, net, group, TypeError, message)
 
 
+@pytest.mark.parametrize(
+    ("rule", "key", "option"),
+    [
+        (so.StiefelAdam, "epsilon", "eps"),
+        (so.StiefelSGD, "beta", "momentum"),
+        (so.StiefelSGD, "momentums", "momentum"),
+        (so.StiefelAdamW, "beta", "betas"),
+    ],
+)
+def test_a_synonym_of_an_option_is_refused(rule, key, option):
+    group = {"params": [so.ManifoldParameter(torch.eye(3, 2))], key: 0.1}
+    with pytest.raises(TypeError, match=rf"`{key}` must .* did you mean {option}\?"):
+        rule([group], lr=0.1)
+
+
 def test_the_options_of_lbfgs_are_spelled_alike():
     group = {"params": [so.ManifoldParameter(torch.eye(3, 2))], "historysize": 3}
     with pytest.raises(TypeError, match=r"did you mean history_size\?"):
@@ -172,7 +190,8 @@ def test_the_options_of_lbfgs_are_spelled_alike():
 
 # Keys of schedules, of torch's other optimizers, of timm and of users.
 FOREIGN = "initial_lr min_lr max_lr swa_lr lr_scale lr_mult base_momentum max_momentum name "
-FOREIGN += "group_name layer_decay wd weight_decouple rho centered alpha lambd use_muon fixed_decay"
+FOREIGN += "group_name layer_decay initial_wd weight_decouple rho centered alpha lambd use_muon "
+FOREIGN += "fixed_decay"
 
 
 @pytest.mark.parametrize("name", RULES)

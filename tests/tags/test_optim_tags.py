@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import stiefel_opt as so
+from stiefel_opt.optim.checks import resolved
 
 # ---- edits by the user ---------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ def test_the_key_overrides_tags(name, key, count, place):
         opt = optimizer(name, [tagged, plain], stiefel=key)
     else:
         opt = optimizer(name, [{"params": [tagged, plain], "stiefel": key}], stiefel=False)
-    tensors = "1 parameter;" if count == 1 else f"{min(count, 2)} parameters;"
+    tensors = "1 parameter." if count == 1 else f"{min(count, 2)} parameters."
     matrices = "1 matrix" if count == 1 else f"{count} matrices"
     assert f"Constrained: {matrices} in {tensors}" in repr(opt)
     stored = opt.param_groups[0]["stiefel"]
@@ -112,16 +113,51 @@ def test_the_key_overrides_tags(name, key, count, place):
 def test_true_reads_a_tagged_parameter_as_its_tag_says():
     tagged = so.ManifoldParameter(torch.eye(8, 4), so.Stiefel(heads=2))
     opt = so.StiefelSGD([tagged], stiefel=True)
-    assert "Constrained: 2 matrices in 1 parameter;" in repr(opt)
+    assert "Constrained: 2 matrices in 1 parameter." in repr(opt)
 
 
-def test_repr_counts_matrices_and_speaks_of_weight_decay():
+def test_repr_counts_matrices():
     net = model()
     text = repr(so.StiefelAdam(net.parameters(), weight_decay=0.1))
     # q and k: 2 heads each; up, turn, filter: 1 each; fused: 1 + 2
-    assert "Constrained: 10 matrices in 6 parameters; weight decay does not touch them." in text
-    assert "Plain: 7 parameters." in text
+    assert "Constrained: 10 matrices in 6 parameters.\nUnconstrained: 7 parameters." in text
     assert text.startswith("StiefelAdam (")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_repr_shows_options_as_torch_does(name):
+    opt = optimizer(name, so.param_groups(model(), names=True))
+    shown = repr(opt)
+    for group in opt.param_groups:
+        group |= resolved(group)
+    assert shown.startswith(torch.optim.Optimizer.__repr__(opt))
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.StiefelAdam, so.StiefelAdamW])
+@pytest.mark.parametrize("transport", ["isometric", "published"])
+def test_repr_shows_what_none_means(rule, transport):
+    p = so.ManifoldParameter(torch.eye(6, 3))
+    opt = rule([p], lr=0.1, transport=transport)
+    kept = dict(opt.param_groups[0])
+    meant = resolved(kept)
+    for name, value in meant.items():
+        assert kept[name] is None
+        assert f"    {name}: {value}\n" in repr(opt)
+    assert opt.param_groups[0] == kept
+    unknown = {name for name, value in kept.items() if value is None} - set(meant)
+    assert unknown == {"foreach", "fused"}  # torch decides
+    del meant["stiefel"]
+    if transport != "published":
+        del meant["rotation"]  # no choice there
+    given, ends = rule([p], lr=0.1, transport=transport, **meant), []
+    for each in (opt, given):  # the value in place of None takes the same steps
+        with torch.no_grad():
+            p.copy_(torch.eye(6, 3))
+        for seed in range(3):
+            p.grad = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed))
+            each.step()
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends)
 
 
 @on_machines(cpu="sgd", as_accelerator="cayley-adam")
