@@ -42,6 +42,7 @@ from stiefel_opt.optim.checkpoint import (
 from stiefel_opt.optim.checks import (
     as_plain_data,
     check_common_options,
+    check_family,
     check_finite,
     check_new_group,
     check_option_names,
@@ -212,6 +213,9 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
+        if family is not StiefelOptimizer:
+            check_family(cls, family)
         cls._known = {}
         if "update_plain" in vars(cls):  # what a class inherits was said of another function
             cls.plain_is_elementwise = bool(vars(cls).get("plain_is_elementwise"))

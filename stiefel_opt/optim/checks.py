@@ -298,6 +298,16 @@ def check_plain_rows_may_be_shared(
     raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
 
 
+def check_family(kind: type, family: type) -> None:
+    """Raise for a plain rule in front of that of a ``family``, which calls torch's instead."""
+    for each in kind.__mro__[: kind.__mro__.index(family)]:
+        for name in ("init_plain", "update_plain"):
+            if name in vars(each):
+                condition = f"leave plain tensors to torch's rule, as {family.__name__} does"
+                remedy = "derive it from so.optim.StiefelOptimizer for a plain rule of its own"
+                raise TypeError(fail(kind.__name__, condition, name, remedy))
+
+
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
     """Warn where matrices are optimized, none is tagged, and nobody said that this is intended."""
     parameters = [p for group in groups for p in group["params"]]

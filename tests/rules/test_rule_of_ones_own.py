@@ -545,6 +545,19 @@ def test_a_manifold_of_ones_own_is_refused_aloud() -> None:
         type("Oblique", (so.Stiefel,), {})
 
 
+@pytest.mark.parametrize("base", [so.optim.SGDLike, so.optim.AdamLike, so.StiefelMuon])
+@pytest.mark.parametrize("name", ["init_plain", "update_plain"])
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_plain_rule_that_would_be_ignored_is_refused(
+    base: Any, name: str, is_inherited: bool
+) -> None:
+    """Torch's own rules are called by the class itself; these methods would never be."""
+    ours = {name: lambda *_: None}
+    bases, body = ((type("Mixin", (), ours), base), {}) if is_inherited else ((base,), ours)
+    with pytest.raises(TypeError, match=f"`Mine` must .*, got {name}; derive .*StiefelOptimizer"):
+        type("Mine", bases, body)
+
+
 @pytest.mark.parametrize("name", ["step", "exp_avg", "momentum_buffer", "master", "a.b"])
 def test_names_that_are_taken_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="`name` must be a name of its own without a dot"):
