@@ -1,6 +1,6 @@
 """Orthonormal weights beside unconstrained ones: learning rates, the time of a step, components.
 
-    pip install "stiefel-opt[examples]"
+    pip install matplotlib scikit-learn tqdm
     python examples/demo.py         # two minutes on two cores, no download
 
 1. A vision transformer with orthonormal queries and keys in each head, trained by StiefelAdamW, and
@@ -30,7 +30,7 @@ try:
     from sklearn.datasets import load_digits
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"{error}; run: pip install 'stiefel-opt[examples]'")
+    sys.exit(f"{error}; run: pip install matplotlib scikit-learn tqdm")
 
 RATES = (0.001, 0.003, 0.01, 0.03)
 METHODS = {"AdamW": "#000000", "StiefelAdamW": "#D55E00"}

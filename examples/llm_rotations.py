@@ -31,7 +31,7 @@ def load(name: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise SystemExit(f"{error}; run: pip install 'stiefel-opt[llm]'") from None
+        raise SystemExit(f"{error}; run: pip install accelerate gguf tqdm transformers") from None
     options: dict[str, str] = {}
     if name is None:
         wheel = importlib.util.find_spec(WHEEL)

@@ -1,6 +1,6 @@
 """How far apart are two clouds of points whose difference hides in two of thirty directions?
 
-pip install "stiefel-opt[ot]"
+pip install pot
 python examples/transport_distance.py   # a few seconds on one core
 """
 

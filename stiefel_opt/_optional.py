@@ -8,19 +8,21 @@ from typing import Any
 from typing_extensions import Self
 
 
-def imported(module: str, package: str, remedy: str) -> Any:
-    """Return ``module`` of ``package``, or raise an ImportError that says what to do."""
+def imported(module: str, package: str, otherwise: str = "") -> Any:
+    """Return ``module`` of ``package``, or raise an ImportError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"{package} must be installed, got {error}; {remedy}") from error
+        name = module.partition(".")[0]
+        remedy = f"run: pip install {package}{otherwise}"
+        raise ImportError(f"{name} must be installed, got {error}; {remedy}") from error
 
 
 class ProgressBar:
     """A bar of tqdm if ``shown``; with ``silent`` tqdm is required but nothing appears."""
 
-    def __init__(self, total: int, shown: bool, remedy: str, *, silent: bool = False) -> None:
-        tqdm = imported("tqdm", "tqdm", remedy) if shown else None
+    def __init__(self, total: int, shown: bool, *, silent: bool = False) -> None:
+        tqdm = imported("tqdm", "tqdm", ", or pass progress=False") if shown else None
         self._bar = None if tqdm is None else tqdm.tqdm(total=total, unit="step", disable=silent)
 
     def __enter__(self) -> Self:

@@ -127,7 +127,7 @@ def crop_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 def auto_augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """AutoAugment's policy for CIFAR-10 (Cubuk et al., 2019), an image at a time; grey comes in."""
-    transforms = require("torchvision.transforms", "integrations")
+    transforms = require("torchvision.transforms")
     policy = transforms.AutoAugment(transforms.AutoAugmentPolicy.CIFAR10, fill=[128.0] * 3)
     with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))

@@ -17,14 +17,14 @@ from benchmarks.common.harness import machine, markdown_table, write_json, write
 History = Sequence[Mapping[str, float]]  # one entry an epoch
 
 
-def require(name: str, extra: str = "examples") -> Any:
+def require(name: str) -> Any:
     """Import an optional package, or say in one line how to get it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise SystemExit(
-            f"{name} must be installed, got {error}; run: pip install 'stiefel-opt[{extra}]'"
-        ) from error
+        package = name.partition(".")[0]
+        remedy = f"run: pip install {package}"
+        raise SystemExit(f"{name} must be installed, got {error}; {remedy}") from error
 
 
 # ---- flags ----

@@ -19,7 +19,7 @@ try:
     import pogo
     import pogo.base
 except ImportError as error:
-    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
+    raise SystemExit(f"{error}; run: pip install geoopt pogo-torch") from error
 
 MOMENTUM = 0.9
 BETAS = (0.9, 0.999)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,18 @@ from stiefel_opt._optional import imported
 from stiefel_opt.constraints import constrain
 from stiefel_opt.points import random_point
 
-_REMEDY = "run: pip install 'stiefel-opt[peft]'"
-_peft = imported("peft", "peft", _REMEDY)
-_oft = imported("peft.tuners.oft.layer", "peft", _REMEDY)
-_adalora = imported("peft.tuners.adalora.layer", "peft", _REMEDY)
-_lora = imported("peft.tuners.lora.model", "peft", _REMEDY)
-_tuners = imported("peft.tuners.tuners_utils", "peft", _REMEDY)
-_mapping = imported("peft.mapping", "peft", _REMEDY)
+_PEFT: Final = "'peft>=0.21'"
+_peft = imported("peft", _PEFT)
+_oft = imported("peft.tuners.oft.layer", _PEFT)
+_adalora = imported("peft.tuners.adalora.layer", _PEFT)
+_lora = imported("peft.tuners.lora.model", _PEFT)
+_tuners = imported("peft.tuners.tuners_utils", _PEFT)
+_mapping = imported("peft.mapping", _PEFT)
 
 if not hasattr(_tuners.BaseTuner, "_get_adapter_state_dict"):
-    raise ImportError(fail("peft", "be version 0.21 or newer", _peft.__version__, _REMEDY))
+    raise ImportError(
+        fail("peft", "be version 0.21 or newer", _peft.__version__, f"run: pip install {_PEFT}")
+    )
 
 STELLA = "STELLA"  # what adapter_config.json calls the type
 TunerLayer: Any = _tuners.BaseTunerLayer

@@ -27,7 +27,7 @@ def projected_wasserstein(
 
     Returns: The squared distance.
     Raises:
-        ImportError: without POT, which the extra ``ot`` installs.
+        ImportError: without POT; ``pip install pot``.
         RuntimeError: if ``max_iter`` is too small.
         ValueError, TypeError: for arrays that cannot be used, naming them.
 
@@ -36,7 +36,7 @@ def projected_wasserstein(
     clouds = read_clouds(x, y, a, b)
     point = read_projection("projection", projection, clouds.dimension).to(clouds.x.device)
     check_integer("max_iter", max_iter, 1)
-    transport = imported("ot", "POT", "run: pip install 'stiefel-opt[ot]'")
+    transport = imported("ot", "pot")
     cost = torch.cdist(clouds.x @ point, clouds.y @ point).square().cpu().numpy()
     weights = clouds.a.cpu().numpy(), clouds.b.cpu().numpy()
     with warnings.catch_warnings():  # what it warns of is an error here

@@ -139,8 +139,7 @@ def projection_robust_wasserstein(
             raise ValueError(fail("reg", wanted, reg, "leave it out for a default"))
         transport = EntropicTransport(clouds.a, clouds.b, reg)
         ascents = []
-        remedy = "run: pip install 'stiefel-opt[ot]'"
-        with ProgressBar(max_iter * restarts, progress, remedy) as bar:
+        with ProgressBar(max_iter * restarts, progress) as bar:
             for start in starts:
                 ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations)
                 ascent.run(optimizer, max_iter, bar.update)

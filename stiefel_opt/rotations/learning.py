@@ -127,8 +127,7 @@ def learn(
     options |= {"start": _digest([start.residual, *start.heads]), "batches": _digest_of_all(data)}
     path = None if checkpoint is None else Path(checkpoint)
     training = _Training(rotations, method, path, options)
-    remedy, silent = "run: pip install tqdm, or pass progress=False", _rank() != 0
-    bars = ProgressBar(total, progress, remedy, silent=silent)
+    bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
         matrices = training.run(_Objective(decoder, quantizers, loss, top_k), data, bar)
     return Rotations(matrices[0], matrices[1:], start.online, training.log)

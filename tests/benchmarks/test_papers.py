@@ -457,7 +457,7 @@ def test_a_row_has_mean_deviation_and_range_of_the_last_epochs() -> None:
 
 
 def test_missing_package_is_one_clear_error() -> None:
-    with pytest.raises(SystemExit, match=r"run: pip install 'stiefel-opt\[examples\]'"):
+    with pytest.raises(SystemExit, match=r"run: pip install stiefel_opt_has_no_such_extra"):
         programs.require("stiefel_opt_has_no_such_extra")
 
 

@@ -45,6 +45,7 @@ PAGES["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROCESSES = re.compile(r"\A<!-- torchrun: (\d+) -->\n")
 ELSEWHERE = re.compile(r"\A<!-- (?:torchrun|transformers): ")
+PROGRAMS, SUFFIXES = ("stiefel_opt", "examples", "benchmarks", "docs"), (".py", ".md", ".rst")
 EXAMPLE = re.compile(r".*\n=+\n\n\.\. code-block:: python\n\n((?:   .*\n)+)\n")
 FIGURES = re.compile(r"^<!-- (?:figures|values): .*\n+(?:^\|.*\n?)+", re.MULTILINE)
 
@@ -200,3 +201,11 @@ def test_the_pages_stay_short() -> None:
 def resolve(name: str) -> Any:
     module, _, leaf = name.rpartition(".")
     return getattr(sys.modules[module], leaf)
+
+
+def test_nothing_says_to_install_the_package_from_an_index():
+    """It is on none: remedies name the packages that are missing."""
+    files = [path for part in PROGRAMS for path in (ROOT / part).rglob("*.*")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files if path.suffix in SUFFIXES}
+    assert len(texts) > 200
+    assert not [path for path, text in texts.items() if re.search(r"install\W+stiefel.opt", text)]

@@ -36,7 +36,7 @@ def test_what_is_missing_is_said() -> None:
     assert result.returncode == 0, result.stderr
     missing, nothing = result.stdout.strip().splitlines()
     assert missing.startswith("peft must be installed, got ")
-    assert missing.endswith("pip install 'stiefel-opt[peft]'")
+    assert missing.endswith("pip install 'peft>=0.21'")
     assert nothing.startswith("`model` must have blocks of OFT, P and Q of AdaLoRA, or ")
     assert "got a Linear without adapters" in nothing
 

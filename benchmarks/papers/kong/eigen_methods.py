@@ -59,7 +59,7 @@ try:
         draw_problem,
     )
 except ImportError as error:
-    raise SystemExit(f"{error}; the rivals come with `pip install 'stiefel-opt[bench]'`") from error
+    raise SystemExit(f"{error}; run: pip install geoopt pogo-torch tqdm") from error
 
 SIZES = ((1000, 10), (2000, 50))
 VARIANT_SIZE = (300, 5)
