@@ -89,7 +89,7 @@ TABLE = {
     ),
     "adam-printed": Rule(
         so.StiefelAdam,
-        {"radius": 1.0},
+        {"radius": 1.0, "nesterov": False},
         plain=torch.optim.Adam,
         own=FLOWS,
         variant=True,
@@ -110,7 +110,7 @@ TABLE = {
     ),
     "adam-amsgrad": Rule(
         so.StiefelAdam,
-        {"amsgrad": True, "nesterov": True, "metric": 0.3},
+        {"amsgrad": True, "metric": 0.3},
         plain=torch.optim.Adam,
         plain_options={"amsgrad": True},
         own=FLOWS,

@@ -218,7 +218,7 @@ class AdamReference(StiefelReference):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         amsgrad: bool = False,
-        nesterov: bool = False,
+        nesterov: bool | None = None,
         radius: str | float | None = None,
         decay: float = 0.0,
         **options,
@@ -229,7 +229,7 @@ class AdamReference(StiefelReference):
         self.betas = betas
         self.eps = eps
         self.amsgrad = amsgrad
-        self.nesterov = nesterov
+        self.nesterov = self.transport != "published" if nesterov is None else nesterov
         self.p, self.p_max = np.zeros(self.Z.shape), np.zeros(self.Z.shape)
         self.q, self.q_max = np.zeros(self.U.shape), np.zeros(self.U.shape)
 

@@ -228,7 +228,8 @@ class Training:
             self.optimizer = torch.optim.AdamW(self.trained, lr=rate, weight_decay=0.0)
         else:
             so = importlib.import_module("stiefel_opt")
-            self.optimizer = getattr(so, method.optimizer)(self.trained, lr=rate, radius=1.0)
+            rule = getattr(so, method.optimizer)
+            self.optimizer = rule(self.trained, lr=rate, radius=1.0, nesterov=False)
         self.rate, self.done, self.steps = rate, 0, steps
         tuner = getattr(self.model, "base_model", None)
         self.allocate = getattr(tuner, "update_and_allocate", None)

@@ -56,7 +56,8 @@ def run_blow_up(kind: str, form: str, lr: float, steps: int) -> BlowUp:
         options = FORMS[form] | {"nonfinite": "ignore"}
         optimizer = so.StiefelSGD([parameter], lr=lr, momentum=MOMENTUM, **options)
     else:
-        optimizer = so.StiefelAdam([parameter], lr=lr, radius=1.0, **FORMS[form])
+        options = {"radius": 1.0, "nesterov": False} | FORMS[form]
+        optimizer = so.StiefelAdam([parameter], lr=lr, **options)
     largest_momentum = largest_error = 0.0
     for step in range(1, steps + 1):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -74,7 +74,7 @@ def plainly(kind: Any, **options: Any) -> Any:
     return lambda parameters, rate: kind(parameters, lr=rate, **options)
 
 
-PRINTED = partial(so.StiefelAdam, radius=1.0)
+PRINTED = partial(so.StiefelAdam, radius=1.0, nesterov=False)
 METHODS = {
     method.name: method
     for method in (

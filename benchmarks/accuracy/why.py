@@ -76,7 +76,7 @@ class Run(NamedTuple):
 
 
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    tagged = partial(so.StiefelAdam, radius=1.0)
+    tagged = partial(so.StiefelAdam, radius=1.0, nesterov=False)
     kind = tagged if run.method == "tagged" else torch.optim.Adam
     if run.picture != "queries":
         return kind(model.parameters(), lr=run.rate)

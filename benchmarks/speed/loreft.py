@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ USUAL = 4e-3  # of pyreft's examples
 TUNING_SEED, SEEDS = 100, range(5)
 RULES: dict[str, Any] = {
     "torch's parametrization, AdamW": torch.optim.AdamW,
-    "tag, StiefelAdamW": so.StiefelAdamW,
+    "tag, StiefelAdamW": partial(so.StiefelAdamW, nesterov=False),
 }
 Piece = tuple[Tensor, Tensor]  # what the lower layers make of a piece, and its tokens
 

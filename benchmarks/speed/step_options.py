@@ -37,8 +37,8 @@ ROWS = (
     Row("tiny", 1, 1, 128, 2),
 )
 PAIRS = {  # the step with the option, and without
-    "virtual radius": ("StiefelAdam", "StiefelAdam, radius 1"),
-    "Nesterov": ("StiefelAdam, Nesterov", "StiefelAdam"),
+    "virtual radius": ("StiefelAdam, nesterov=False", "StiefelAdam, as printed"),
+    "Nesterov": ("StiefelAdam", "StiefelAdam, nesterov=False"),
     "adaptive": ("StiefelSGD, adaptive", "StiefelSGD"),
     "adaptive, projected": ("StiefelSGD, adaptive, projected", "StiefelSGD, projected"),
 }
@@ -49,8 +49,8 @@ def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
     sgd, adaptive = partial(so.StiefelSGD, lr=LR), partial(so.StiefelSGD, lr=0.1, adaptive=True)
     return {
         "StiefelAdam": adam,
-        "StiefelAdam, radius 1": partial(adam, radius=1.0),
-        "StiefelAdam, Nesterov": partial(adam, nesterov=True),
+        "StiefelAdam, nesterov=False": partial(adam, nesterov=False),
+        "StiefelAdam, as printed": partial(adam, radius=1.0, nesterov=False),
         "StiefelSGD": sgd,
         "StiefelSGD, projected": partial(sgd, transport="projected"),
         "StiefelSGD, adaptive": adaptive,

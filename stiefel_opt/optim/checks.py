@@ -95,6 +95,7 @@ def resolved(group: Group) -> Group:
     """Return what options mean that are None in a group; torch decides ``foreach``, ``fused``."""
     published = group.get("transport") == "published"
     meant = {
+        "nesterov": not published,
         "radius": 1.0 if published else "virtual",
         "rotation": "euler" if published else "polar",
         "stiefel": "by tags",
@@ -186,6 +187,8 @@ def check_radius(group: Group) -> None:
 
 def check_nesterov(group: Group) -> None:
     """Raise unless ``nesterov`` of Adam goes together with the transport."""
+    if group["nesterov"] is None:
+        return
     check_flag("nesterov", group["nesterov"])
     if group["nesterov"] and group["transport"] == "published":
         remedy = "choose 'isometric' or 'projected'"

@@ -195,11 +195,14 @@ class StiefelAdam(AdamLike):
     those of the two parts of the Riemannian gradient. X turns by rot(eta Zp) and moves along V,
 
     .. math::
-        Z_p = \frac{Z/c_1}{\sqrt{p/c_2} + \epsilon},\quad
-        V = (I - XX^\top) \frac{U/c_1}{\sqrt{q/c_2} + \epsilon},\quad c_i = 1 - \beta_i^t,
+        Z_p = \frac{(\beta_1 Z - (1 - \beta_1) f)/c_1}{\sqrt{p/c_2} + \epsilon},\quad
+        V = (I - XX^\top)
+        \frac{(\beta_1 U - (1 - \beta_1) g)/c_1}{\sqrt{q/c_2} + \epsilon},\\
+        c_1 = 1 - \beta_1^{t+1},\quad c_2 = 1 - \beta_2^t,
 
-    and U is carried by the rotation that V makes; see :func:`stiefel_opt.functional.adam`. A
-    constant factor on the loss changes nothing (it does with published transport).
+    and U is carried by the rotation that V makes. Without ``nesterov`` the quotients are those of Z
+    and U, with t in place of t + 1. See :func:`stiefel_opt.functional.adam`. A constant factor on
+    the loss changes nothing (it does with published transport).
 
     Args:
         params: Parameters, named parameters or groups, as in torch.
@@ -211,13 +214,15 @@ class StiefelAdam(AdamLike):
         differentiable: Must be False.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: Nesterov's momentum for constrained parameters, as in ``torch.optim.NAdam`` with
-            constant betas; plain ones follow Adam. Not with published transport. Default: False.
+            constant betas; plain ones follow Adam. False moves along Z and U, as printed. Default:
+            None, which is True, with published transport False. Checkpoints from before it was an
+            option go on with False.
         radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
             number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
             would, ``r^2 <- (1 - lr d)^2 r^2 + lr^2 n`` for matrices of n rows and the decoupled
             weight decay d, so that the matrix turns less and less as that weight does. "angle":
-            sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; 1 is the step as
-            printed. Default: None, which is "virtual", with published transport 1. See
+            sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; the step as
+            printed has 1. Default: None, which is "virtual", with published transport 1. See
             :func:`stiefel_opt.functional.with_radius`. Checkpoints from before there was a radius
             go on with 1.
 
@@ -254,7 +259,7 @@ class StiefelAdam(AdamLike):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
-        nesterov: bool = False,
+        nesterov: bool | None = None,
         radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
@@ -322,7 +327,7 @@ class StiefelAdamW(StiefelAdam):
         metric: str | float = "canonical",
         transport: str = "isometric",
         rotation: str | None = None,
-        nesterov: bool = False,
+        nesterov: bool | None = None,
         radius: str | float | None = None,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,

@@ -82,7 +82,8 @@ def learn(
             next token.
         top_k: Compare only so many largest logits of the model in full precision. Default: all.
         optimizer: Called with the list of rotations, R1 first, tagged parameters in float32; for
-            another method, as ``lambda p: so.StiefelSGD(p, lr=0.1)``. Default: StiefelAdam.
+            another method, as ``lambda p: so.StiefelSGD(p, lr=0.1)``. Default: StiefelAdam with
+            ``radius=1.0, nesterov=False``, the step as printed.
         steps: Default: one for each batch, and at least 200.
         lr: Of the default optimizer, in radians: the root mean square of the angles by which a
             rotation of any size turns in the first step, ``lr / sqrt(n)`` for each entry. Default:
@@ -134,12 +135,12 @@ def learn(
 
 
 def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer:
-    """StiefelAdam; its entries move by lr, so an n x n matrix turns by about sqrt(n) times that."""
+    """StiefelAdam as printed, of lr for entries: an n x n matrix turns by about sqrt(n) lr."""
     groups = [
         {"params": [r for r in rotations if len(r) == size], "lr": angle / math.sqrt(size)}
         for size in sorted({len(rotation) for rotation in rotations})
     ]
-    return StiefelAdam(groups, radius=1.0)
+    return StiefelAdam(groups, radius=1.0, nesterov=False)
 
 
 def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:

@@ -41,7 +41,7 @@ class Solver(OneRun):
         if self.method.startswith("Stiefel"):
             options |= {"metric": self.metric, "transport": self.transport}
         if self.method == "StiefelAdam":
-            options |= {"radius": 1.0}  # the step as printed
+            options |= {"radius": 1.0, "nesterov": False}  # the step as printed
         if self.method == "ProjectedRGD":
             options |= {"metric": self.metric, "retraction": "qr"}
         if not self.method.endswith("Adam"):

@@ -139,7 +139,7 @@ def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]]
         "Momentumless": (so.ProjectedRGD, {"metric": "canonical", "retraction": "cayley"}),
         "StiefelSGD": (so.StiefelSGD, {"momentum": 0.5}),
         "Algorithm 1": (so.StiefelSGD, {"momentum": 0.5, "transport": "published"}),
-        "StiefelAdam": (so.StiefelAdam, {"radius": 1.0}),
+        "StiefelAdam": (so.StiefelAdam, {"radius": 1.0, "nesterov": False}),
         "Algorithm 2": (so.StiefelAdam, {"radius": 1.0, "transport": "published"}),
     }
     build, options = rules[rule]

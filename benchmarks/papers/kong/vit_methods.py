@@ -40,7 +40,7 @@ class Settings(NamedTuple):
         return not self.soft and self.kind not in vars(torch.optim).values()
 
 
-PRINTED = partial(so.StiefelAdam, radius=1.0)
+PRINTED = partial(so.StiefelAdam, radius=1.0, nesterov=False)
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),

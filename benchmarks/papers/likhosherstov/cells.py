@@ -44,7 +44,10 @@ CELLS = {
     "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
     "adam": Cell(
-        "constrained, StiefelAdam", "tagged", rule=partial(so.StiefelAdam, radius=1.0), rate=10.0
+        "constrained, StiefelAdam",
+        "tagged",
+        rule=partial(so.StiefelAdam, radius=1.0, nesterov=False),
+        rate=10.0,
     ),
     "rgd": Cell("constrained, ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
     "free": Cell("unconstrained", FREE),  # the cell of CWY, and its initialisation

@@ -32,7 +32,10 @@ from benchmarks.papers.likhosherstov import phrases
 from benchmarks.papers.likhosherstov.cells import Both
 from benchmarks.papers.likhosherstov.translator import FREE, MAPS, Translator
 
-RULES = {"StiefelAdam": partial(so.StiefelAdam, radius=1.0), "ProjectedRGD": so.ProjectedRGD}
+RULES = {
+    "StiefelAdam": partial(so.StiefelAdam, radius=1.0, nesterov=False),
+    "ProjectedRGD": so.ProjectedRGD,
+}
 ROWS = [*FREE, "SCORNN", "ProjectedRGD", "EXPRNN", "CWY"]  # of the paper's table 3
 # 2^loss, minutes for 10 epochs and millions of parameters; CWY by L / N, N = 1024.
 PUBLISHED: Mapping[str | float, str] = {

@@ -45,7 +45,9 @@ def descent(metric: str, retraction: str) -> video_units.Method:
 METHODS = {
     "T-CWY": video_units.Method("tcwy"),
     "OWN": video_units.Method("own"),
-    "StiefelAdam": video_units.Method("tagged", partial(so.StiefelAdam, radius=1.0)),
+    "StiefelAdam": video_units.Method(
+        "tagged", partial(so.StiefelAdam, radius=1.0, nesterov=False)
+    ),
     "StiefelSGD": video_units.Method("tagged", partial(so.StiefelSGD, momentum=0.9)),
     "RGD-C-C": descent("canonical", "cayley"),
     "RGD-E-C": descent("euclidean", "cayley"),
