@@ -158,7 +158,7 @@ def by_lbfgs(problem: Problem) -> None:
 
 
 def by_torch(problem: Problem) -> None:
-    """torch's L-BFGS on the free numbers of a parametrization."""
+    """torch's L-BFGS on the unconstrained numbers of a parametrization."""
     n, m = problem.start.shape
     layer = torch.nn.Linear(m, n, bias=False, dtype=torch.float64)
     with torch.no_grad():
@@ -295,7 +295,7 @@ SOLVERS: dict[str, Callable[[Problem], None]] = {
     "pymanopt conjugate gradients": lambda problem: by_pymanopt(problem, "ConjugateGradient"),
     "pymanopt trust regions": lambda problem: by_pymanopt(problem, "TrustRegions"),
     "scipy LOBPCG": by_lobpcg,
-    **{f"StiefelSGD, lr {rate}": lambda p, rate=rate: by_sgd(p, rate) for rate in RATES},
+    **{f"StiefelSGD, learning rate {rate}": lambda p, rate=rate: by_sgd(p, rate) for rate in RATES},
 }
 
 
@@ -333,7 +333,7 @@ def with_best_rate(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     rates = [name for name in rows if name.startswith("StiefelSGD")]
     best = min(rates, key=lambda name: np.median(numbers(rows[name], GAPS[0], 1)))
     kept = {name: entries for name, entries in rows.items() if name not in rates}
-    return kept | {"StiefelSGD at its best rate": rows[best]}
+    return kept | {"StiefelSGD, tuned": rows[best]}
 
 
 def numbers(entries: list[Any], gap: float, place: int) -> list[float]:

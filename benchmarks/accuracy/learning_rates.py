@@ -565,7 +565,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
             name, color = SHOWN[method]
             axis.plot(RATES, values, "o-", color=color, label=name)
         axis.set(xscale="log", yscale="log", xlabel="learning rate", ylim=(1, 20))
-        axis.set_title(f"{title} ({count} runs)")
+        axis.set_title(f"{title}\n{count} trainings a method")
         axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)

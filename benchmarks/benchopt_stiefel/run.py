@@ -318,7 +318,8 @@ def main(argv: list[str] | None = None) -> int:
     units = {"steps": "steps", "gap": "gap left", "excess": "excess %", "loss": "loss"}
     header = ["Method", *(f"{p}: {units[PROBLEMS[p][1]]}" for p in options.problems)]
     tables = {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES}
-    guess = ["Method", "Problem", "its best rate", "ends with", "the others' rate", "ends with it"]
+    guess = ["Method", "Problem", "its best learning rate", "ends with"]
+    guess += ["learning rate of the others", "ends with it"]
     tables["rates"] = markdown_table(guess, rate_rows(store, options.problems))
     seconds = None if resumed else round(time.monotonic() - begun)
     if resumed and options.output.exists():

@@ -33,7 +33,7 @@ STYLES = {  # colour, marker and, where curves of one colour must be told apart,
 CELLS, PLAYS = LOOKS["cells"], LOOKS["plays"]
 MARKERS = "os^vDdPX"
 OPEN = {"fillstyle": "none", "linestyle": "--"}  # the other of two curves of one method
-MORE = ", three times the steps"
+MORE, FEWER = ", three times the steps", ", loss kl, fewer steps"
 
 
 class Panel(NamedTuple):
@@ -50,8 +50,16 @@ class Panel(NamedTuple):
 
 def style(name: str, index: int = 0) -> dict[str, Any]:
     """Colour, marker and dashes of a method, whatever stands around its name, or by ``index``."""
-    plain = name.removeprefix("constrained, ").partition(", lr ")[0]
-    for end in (" within heads", " across heads", ", default", ", published", ", tuned", MORE):
+    plain = name.removeprefix("constrained, ").partition(", learning rate ")[0]
+    for end in (
+        " within heads",
+        " across heads",
+        ", default",
+        ", published",
+        ", tuned",
+        MORE,
+        FEWER,
+    ):
         plain = plain.removesuffix(end)
     if plain.startswith("CWY L="):  # more reflections, darker
         count, _, parts = plain[6:].partition("/")  # a number, N or N/2
@@ -193,9 +201,10 @@ def number_of_seeds(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 CASES = {
-    "as it is": "the model as it is", "both": "no warm-up, four times the learning rates",
+    "as it is": "standard settings", "both": "no warm-up, four times the learning rates",
     "learned factor": "learned singular value a layer",
 }  # fmt: skip
+SITES = {"stream": "residual stream", "values": "values"}
 METHODS = {"attention": "orthonormal in attention", "all": "all orthonormal"}
 
 
@@ -264,7 +273,7 @@ def video(path: Path) -> None:
 
 
 def muon_transformer(path: Path) -> None:
-    """Loss on held-out text, of each method at its best rate."""
+    """Loss on held-out text, of each method at its best learning rate."""
     content, found = read(path), {}
     for key, run in content["runs"].items():
         method, rate, _ = key.split()
@@ -425,10 +434,12 @@ def prw(path: Path) -> None:
         if axis is axes[0]:
             ranked = sorted(gaps, key=gaps.__getitem__)
         dots(axis, {method: gaps.get(method, [math.nan]) for method in ranked}, "")
+        rows = [method.replace("Momentumless", "without momentum") for method in ranked]
+        axis.set_yticks(range(len(rows)), rows)
         axis.set(xscale="log", title=f"{count} {titles[name]}")
         axis.set_xlabel("mean gap to the best value known (%)")
         plain_ticks(axis.xaxis)
-    figure.suptitle("Projection-robust Wasserstein distances: what each method misses of the best")
+    figure.suptitle("Projection-robust Wasserstein distances: gap of each method to the best value")
     save(figure, path)
 
 
@@ -452,7 +463,7 @@ def prw_plays(path: Path) -> None:
             look = {"ha": "center", "va": "center", "fontsize": 7}
             axis.text(column, row, shown, color="white" if value < middle else "black", **look)
     figure.colorbar(image, shrink=0.8, label="transport cost (squared distance)")
-    title = "Word vectors of the plays, each pair under the projection that parts it most"
+    title = "Word vectors of the plays, each pair under the projection of largest distance"
     axis.set_title(title, fontsize=10)
     save(figure, path)
 
@@ -567,10 +578,13 @@ def parametrizations(path: Path) -> None:
                 if found["both"] is not None:
                     points.setdefault(found["name"], []).append((shape[0], 1e3 * found["both"]))
     for name, line in points.items():
-        axis.plot(*zip(*line, strict=True), label=name, linewidth=1.4, markersize=5, **style(name))
+        label = name.replace("torch_", "package torch_")
+        axis.plot(*zip(*line, strict=True), label=label, linewidth=1.4, markersize=5, **style(name))
     sizes = [size for size, _ in points["CWY"]]
     axis.set(xscale="log", yscale="log", xlabel="N", ylabel="forward and backward (ms)")
-    axis.set_title("One N x N orthogonal matrix from free numbers, float32, CPU", fontsize=10)
+    axis.set_title(
+        "One N x N orthogonal matrix from unconstrained numbers, float32, CPU", fontsize=10
+    )
     axis.minorticks_off()
     axis.set_xticks(sizes, [str(size) for size in sizes])
     plain_ticks(axis.yaxis)
@@ -644,8 +658,8 @@ def why(path: Path) -> None:
         "why_attention": [
             ("accuracy", images, "queries", "2", "right", part),
             ("logits", "largest |logit|", "queries", "2", "largest logit", (1, None)),
-            ("gradient by the logits", "noise / signal", "queries", "2", "noise over signal",
-             (0, None)),
+            ("gradient with respect to logits", "noise / signal", "queries", "2",
+             "noise over signal", (0, None)),
         ],
     }  # fmt: skip
     for name, panels in shown.items():
@@ -676,7 +690,7 @@ def rotations(path: Path) -> None:
     figure, (axes,) = start(3, (15, 4.2))
     found: dict[str, list[float]] = {}
     for row in content["rows"]:
-        name = f"{row['method']}, lr {row['rate']:g}" if "method" in row else "Hadamard"
+        name = f"{row['method']}, learning rate {row['rate']:g}" if "method" in row else "Hadamard"
         if "method" in row or row["row"].startswith("Hadamard"):
             found.setdefault(name, []).append(row["held_out"]["topics"]["kl"])
     ranked = sorted(found, key=lambda name: statistics.fmean(found[name]))
@@ -690,7 +704,7 @@ def rotations(path: Path) -> None:
         axis.plot(
             values, label=turned or "without rotation", color=colour, marker=marker, markersize=4
         )
-        axis.set(xlabel="layer", ylabel=f"kurtosis of the {kind}", yscale="log")
+        axis.set(xlabel="layer", ylabel=f"kurtosis of the {SITES[kind]}", yscale="log")
     for axis in axes:
         axis.grid(alpha=0.3)
     for axis in axes[1:]:
