@@ -198,7 +198,11 @@ class _FarReader(Reader):
 def _friction(
     b: Tensor, s: Tensor, state: Mapping[str, Tensor], momentum: float, m: int
 ) -> tuple[Tensor, Tensors]:
-    """Return mu, and the new w and c."""
+    """Return mu, and the new w and c.
+
+    By induction w > 0: where the bound is active the new w is b - b s / (w + s) = b w / (w + s);
+    where it is not, w + s <= 0, so that s < 0, or mu s < mu (w + s) < b.
+    """
     w, unit = state[SLOPE], state[UNIT]
     unit = torch.where(unit > 0, unit, torch.where(b > 0, (m / b).sqrt(), 0.0))
     left = torch.where(w > 0, -s / w, 0.0).clamp(-_MOST, _MOST)
