@@ -5,7 +5,8 @@
 
 This was written down before the runs. Network, data and schedule: those of ``examples/demo.py``,
 15 epochs. Methods: AdamW without the constraint, AdamW from orthonormal queries and keys,
-StiefelAdamW with its defaults on a model whose queries and keys are orthonormal within each head.
+StiefelAdamW with its defaults on a model whose queries and keys are orthonormal within each head;
+and, added when these defaults took Nesterov's momentum, NAdam without the constraint.
 Seed: decides start, order and which images are the test.
 
 Each method has its own learning rate, weight decay and dropout: all of `RATES`, `DECAYS` and
@@ -40,7 +41,8 @@ from benchmarks.common.harness import RESULTS, machine, markdown_table, write_js
 from examples.demo import BATCH, HEADS, LAYERS, TRAINED, WIDTH, VisionTransformer, load_data
 
 FREE, TAGGED, CONTROL = "AdamW", "StiefelAdamW", "AdamW, orthogonal initialisation"
-METHODS = (FREE, TAGGED, CONTROL)
+NADAM = "NAdam"
+METHODS = (FREE, TAGGED, CONTROL, NADAM)
 RATES, DECAYS, DROPOUTS = (0.001, 0.003, 0.01), (0.0, 0.1, 1.0), (0.0, 0.1)
 # One value beyond each end: of rates, decays and dropouts.
 BEYOND = {0.001: 0.0003, 0.01: 0.03}, {1.0: 10.0}, {0.1: 0.2}
@@ -68,7 +70,7 @@ def start(method: str, seed: int) -> Weights:
         fused = weights.pop(ATTENTION.format(layer))
         weights[f"values {layer}"] = fused[:, 2 * WIDTH :]
         heads = fused[:, : 2 * WIDTH].unflatten(1, (2 * HEADS, -1))
-        if method != FREE:
+        if method in (TAGGED, CONTROL):
             heads = nearest(heads)
         weights[f"heads {layer}"] = heads
     return weights
@@ -116,6 +118,8 @@ def optimizer_of(method: str, setting: Setting, weights: Weights) -> Any:
         tagged = method == TAGGED and name.startswith("heads")
         weights[name] = (so.ManifoldParameter if tagged else nn.Parameter)(tensor)
     rule: Any = so.StiefelAdamW if method == TAGGED else torch.optim.AdamW
+    if method == NADAM:
+        rule = partial(torch.optim.NAdam, decoupled_weight_decay=True)
     return rule(weights.values(), lr=setting.rate, weight_decay=setting.decay)
 
 
@@ -215,9 +219,9 @@ class Runs:
 
 
 def everything(runs: Runs, wanted: Sequence[str]) -> None:
-    """The grid, what lies beyond its ends, and the seeds that are reported; the control last."""
+    """The grid, what lies beyond its ends, and the seeds that are reported; the controls last."""
     grid = [Setting(*values) for values in itertools.product(RATES, DECAYS, DROPOUTS)]
-    for group in ((FREE, TAGGED), (CONTROL,)):
+    for group in ((FREE, TAGGED), (CONTROL, NADAM)):
         methods = [method for method in group if method in wanted]
         for method in methods:
             runs.run(method, grid, CHOOSING[:1])
