@@ -109,7 +109,7 @@ def test_tables_and_figure(tmp_path: Path) -> None:
 
 # ---- the aim -------------------------------------------------------------------------------------
 
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS = tuple(range(20))
 
 
 def losses(rule: Any, rates: list[float], swept: str, steps: int = 50) -> list[float]:
@@ -154,9 +154,10 @@ def test_the_rate_of_plain_weights_serves_them_when_others_are_tagged() -> None:
 
 @pytest.mark.slow
 def test_ten_times_the_best_constrained_rate_costs_little() -> None:
-    """About an eighth of the loss, where steps as published lose it all; the aim was a tenth."""
+    """A tenth of the loss, where steps as printed lose it all; five seeds give 8 to 12 %."""
     rates = [0.02, 0.2]
     virtual = losses(so.StiefelAdam, rates, "constrained", steps=200)
-    assert virtual[1] < 1.2 * virtual[0]
-    published = losses(partial(so.StiefelAdam, radius=1.0), rates, "constrained", steps=200)
-    assert published[1] > 2 * published[0]
+    assert virtual[1] < 1.13 * virtual[0]
+    as_printed = partial(so.StiefelAdam, radius=1.0, nesterov=False)
+    printed = losses(as_printed, rates, "constrained", steps=200)
+    assert printed[1] > 2 * printed[0]
