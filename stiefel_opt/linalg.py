@@ -176,13 +176,6 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
 
 
-def subtract_(pending: Tensor, tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """Return pending - factor tensor, in the memory of ``pending``."""
-    if isinstance(factor, Tensor):
-        return pending.addcmul_(tensor, factor, value=-1.0)
-    return pending.sub_(tensor, alpha=factor)
-
-
 def onto_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
     """Return base + factor tensor, in the memory of ``tensor``."""
     if isinstance(factor, Tensor):
@@ -241,8 +234,11 @@ def largest_bound(matrix: Tensor) -> float:
 def largest_stretch(matrix: Tensor) -> Tensor:
     """Return about the largest singular value in a batch ``(k, m, m)``, rather too low.
 
-    Two steps of the power method from a vector that has no structure to be orthogonal to.
+    Two steps of the power method from a vector that has no structure to be orthogonal to. For a few
+    numbers, where calls cost more than arithmetic, a bound, at most m^(1/4) times the value.
     """
+    if matrix.numel() <= FEW:
+        return infinity_norm(own_gram(matrix)).amax().sqrt()
     squares = torch.arange(matrix.size(-1), dtype=torch.float64, device=matrix.device).square_()
     vector = squares.cos_().to(matrix.dtype).unsqueeze(-1)
     image = matrix @ (matrix.mH @ vector)

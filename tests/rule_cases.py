@@ -145,18 +145,15 @@ AMSGRAD = (*ADAM, *("max_" + name for name in SQUARES))
 AMBIENT = ("momentum_ambient",)
 
 SGD = [
-    *(
-        RuleCase(functional.sgd, {"metric": metric, "force": force})
-        for metric, force in [("canonical", 1.0), ("euclidean", -0.5), (0.3, 1.0)]
-    ),
+    *(RuleCase(functional.sgd, {"metric": metric}) for metric in ("canonical", "euclidean", 0.3)),
     *(
         RuleCase(functional.sgd, {"transport": transport, "metric": metric, **more}, keeps)
         for metric in METRICS
         for transport, keeps, more in [
             ("isometric", (SKEW, *DEFERRED), {}),
-            ("projected", (SKEW, DEFERRED[0], DEFERRED[2]), {"force": -0.5, "momentum": 0.5}),
+            ("projected", (SKEW, DEFERRED[0], DEFERRED[2]), {"momentum": 0.5}),
             *((transport, MOMENTUM, {"nesterov": True}) for transport in TRANSPORTS),
-            *((transport, MOMENTUM, {"force": 0.5}) for transport in TRANSPORTS),
+            *((transport, MOMENTUM, {}) for transport in TRANSPORTS),
         ]
     ),
 ]
@@ -165,7 +162,7 @@ ADAMS = [
     for metric in METRICS
     for transport, keeps, more in [
         *((transport, ADAM, {}) for transport in TRANSPORTS),
-        ("isometric", AMSGRAD, {"betas": (0.5, 0.7), "force": -1.0}),
+        ("isometric", AMSGRAD, {"betas": (0.5, 0.7)}),
         ("projected", AMSGRAD, {"eps": 0.0}),
         ("isometric", ADAM, {"step": 1.0, "eps": 0.1}),
     ]
@@ -173,12 +170,11 @@ ADAMS = [
 DESCENTS = [
     RuleCase(functional.descend, {"retraction": retraction, "metric": metric, **more}, keeps)
     for retraction, metric, (keeps, more) in mixed(
-        12,
+        9,
         RETRACTIONS,
         METRICS,
         [
             (PLAIN, {}),
-            (PLAIN, {"force": -0.5}),
             (MOMENTUM, {"momentum": 0.9}),
             (MOMENTUM, {"momentum": 0.8, "nesterov": True}),
         ],
@@ -186,13 +182,13 @@ DESCENTS = [
 ]
 CAYLEY = [
     *(RuleCase(functional.cayley_sgd, {"steps": steps}, MOMENTUM) for steps in (0, 2, 5)),
-    RuleCase(functional.cayley_sgd, {"exact": True, "force": -0.5}, MOMENTUM),
+    RuleCase(functional.cayley_sgd, {"exact": True}, MOMENTUM),
     RuleCase(functional.cayley_sgd, {"nesterov": True, "momentum": 0.5}, MOMENTUM),
     *(
         RuleCase(functional.cayley_adam, {**FIRST, **more}, (*MOMENTUM, "exp_avg_sq_norm", *extra))
         for more, extra in [
             ({}, ()),
-            ({"exact": True, "force": -1.0}, ()),
+            ({"exact": True}, ()),
             ({"steps": 5, "eps": 0.0}, ("max_exp_avg_sq_norm",)),
         ]
     ),

@@ -129,7 +129,6 @@ def adaptive_sgd(
     *,
     lr: Scalar,
     momentum: float = 0.9,
-    force: float = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     transport: str = "projected",
@@ -146,7 +145,6 @@ def adaptive_sgd(
             first value, which starts as 1, and ``step_unit``, that value, which starts as 0.
         lr: eta, the angle of the first step, a number or ``(k, 1, 1)``.
         momentum: The most that mu may be, less than 1.
-        force: Sign of the gradient: 1, or -1 to maximise.
         nesterov: X moves along mu Z - f and mu U - g.
 
     Note: 7 products of n x m by m x m, 8 if "projected", and one more sum over rows. A constant
@@ -159,8 +157,8 @@ def adaptive_sgd(
         reader = _FarReader(reader)
     a, Z, U = metric_parameter(metric), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))
-    minus_f = skew_force(S, a, force)  # -f
-    minus_g = minus_f if U is None else normal_force(X, S * force, G, force)  # -g
+    minus_f = skew_force(S, a)  # -f
+    minus_g = minus_f if U is None else normal_force(X, S, G)  # -g
     slopes = (1 - a) * _slopes(minus_f, Z)
     if U is not None:
         slopes = slopes + sums.add(_slopes(minus_g, U))

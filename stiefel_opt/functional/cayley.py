@@ -62,7 +62,6 @@ def cayley_sgd(
     lr: Scalar,
     step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
-    force: Scalar = 1.0,
     nesterov: bool = False,
     steps: int = 2,
     exact: bool = False,
@@ -72,7 +71,7 @@ def cayley_sgd(
     r"""Return the new point, the new state and the length of one step of CayleySGD.
 
     Args:
-        X, G, state, lr, step, force, sums, reader: as in
+        X, G, state, lr, step, sums, reader: as in
             :func:`stiefel_opt.functional.descend`, with T and V of the momentum M <- mu M - G.
         momentum, nesterov: mu; whether X moves along mu M - G.
         steps, exact: s, the number of iterations; whether to solve for the Cayley map instead.
@@ -82,11 +81,11 @@ def cayley_sgd(
     """
     reader, V = reader or reader_for(X), state.get(NORMAL)
     (S,) = sums((X, G))
-    turn = skew_force(S, METRICS["euclidean"], force)
+    turn = skew_force(S, METRICS["euclidean"])
     new_T, turn = accumulated(turn, state[SKEW], momentum, nesterov=nesterov)
     new_V = direction = None
     if V is not None:
-        minus_g = normal_force(X, S * force, G, force)
+        minus_g = normal_force(X, S, G)
         new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
     new_X, length = _transform(X, turn, direction, lr, 1.0, steps, exact, sums, reader)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
@@ -101,7 +100,6 @@ def cayley_adam(
     step: Scalar,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    force: float = 1.0,
     steps: int = 2,
     exact: bool = False,
     sums: Sums = LOCAL_SUMS,
@@ -118,7 +116,6 @@ def cayley_adam(
             ``max_exp_avg_sq_norm``, which then divides.
         step: t >= 1, the number of this step, a number or ``(k, 1, 1)``.
         betas, eps: b1 and b2; what is added to v/c2 under the root.
-        force: Sign of the gradient: 1, or -1 to maximise.
 
     Reference: Li, Li & Todorovic (2020), Algorithm 2.
     """
@@ -129,10 +126,10 @@ def cayley_adam(
         new[MAX_SQUARE] = torch.maximum(state[MAX_SQUARE], new[SQUARE])
     square = new.get(MAX_SQUARE, new[SQUARE])
     (S,) = sums((X, G))
-    turn = skew_force(S, METRICS["euclidean"], force)
+    turn = skew_force(S, METRICS["euclidean"])
     T = torch.add(turn * (1 - beta1), state[SKEW], alpha=beta1)
     if V is not None:
-        V = torch.add(normal_force(X, S * force, G, force).mul_(1 - beta1), V, alpha=beta1)
+        V = torch.add(normal_force(X, S, G).mul_(1 - beta1), V, alpha=beta1)
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0

@@ -68,7 +68,6 @@ def descend(
     lr: Scalar,
     step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.0,
-    force: Scalar = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     retraction: str = "cayley",
@@ -78,7 +77,7 @@ def descend(
     r"""Return the new point, the new state and the length of one step of ProjectedRGD.
 
     Args:
-        X, G, lr, step, momentum, force, metric, sums, reader: as in
+        X, G, lr, step, momentum, metric, sums, reader: as in
             :func:`stiefel_opt.functional.sgd`.
         state: T and, for n > m, V of the momentum as ``momentum_skew``, ``(k, m, m)``, and
             ``momentum_normal``, ``(k, n, m)``. Empty: there is no momentum.
@@ -92,20 +91,19 @@ def descend(
     """
     reader, T, V = reader or reader_for(X), state.get(SKEW), state.get(NORMAL)
     (S,) = sums((X, G))
-    turn = skew_force(S, metric_parameter(metric), force)
-    inner = S * force
+    turn = skew_force(S, metric_parameter(metric))
     if T is None:
         direction = None
         if not sums.are_square(X):
             # V for the Cayley map, XT + V for the others: one product either way
-            inside = inner if retraction == "cayley" else inner + turn
-            direction = normal_force(X, inside, G, force)
+            inside = S if retraction == "cayley" else S + turn
+            direction = normal_force(X, inside, G)
         new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
         return new_X, {}, length._replace(inner=S)
     new_T, turn = accumulated(turn, T, momentum, nesterov=nesterov)
     new_V = direction = None
     if V is not None:
-        minus_g = normal_force(X, inner, G, force)
+        minus_g = normal_force(X, S, G)
         new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
         if retraction != "cayley":
             direction = add_product(direction, X, turn)

@@ -79,7 +79,6 @@ from stiefel_opt.linalg import (
     composed,
     onto_,
     product,
-    subtract_,
     turn_and_move,
 )
 
@@ -102,7 +101,6 @@ def sgd(
     lr: Scalar,
     step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
-    force: Scalar = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     transport: str = "isometric",
@@ -120,7 +118,6 @@ def sgd(
         lr: eta, a number or ``(k, 1, 1)``.
         step: The number of this step; it makes no difference.
         momentum: mu.
-        force: Factor on f and g: 1 - dampening, negative to maximise; a number or ``(k, 1, 1)``.
         nesterov: X moves along V = mu U - g and mu Z - f. U must be evaluated.
         metric: "canonical" (a = 1/2), "euclidean" (a = 0) or any a < 1.
         transport: "isometric" or "projected".
@@ -132,16 +129,15 @@ def sgd(
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
-    minus_f = skew_force(S, a, force)
+    minus_f = skew_force(S, a)
     new_Z, direction = accumulated(minus_f, Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return _turn_square(X, direction, new_Z, lr, carry, reader)
-    S = _times(S, force)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if BASE in state:
-        return _deferred(X, G, S, state, direction, new_Z, lr, momentum, mu, force, sums, reader)
-    minus_g = normal_force(X, S, G, force)
+        return _deferred(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
+    minus_g = normal_force(X, S, G)
     if Z is None:
         (W,) = sums((minus_g, minus_g))
         moves = moves_of(direction, W, lr, reader, S)
@@ -163,7 +159,6 @@ def adam(
     step: Scalar,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    force: float = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     transport: str = "isometric",
@@ -180,7 +175,6 @@ def adam(
         step: t >= 1, the number of this step, a number or ``(k, 1, 1)``.
         betas: b1 and b2.
         eps: Added to the denominator; with 0, 0/0 counts as 0.
-        force: Sign of the gradient: 1, or -1 to maximise.
         nesterov: X moves along b1 Z - (1 - b1) f and b1 U - (1 - b1) g, divided as Z and U are.
 
     Note: 9 products of n x m by m x m, 8 if "projected", one more off the canonical metric.
@@ -189,10 +183,8 @@ def adam(
     """
     reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
-    minus_g = None
-    if NORMAL in state:
-        minus_g = normal_force(X, _times(S, force), G, force)
-    minus_f = skew_force(S, a, force)
+    minus_g = normal_force(X, S, G) if NORMAL in state else None
+    minus_f = skew_force(S, a)
     gamma = gain(betas, step, minus_f.real.dtype, nesterov=nesterov)
     gained = lr * gamma
     new = moments(state, "skew", minus_f, betas)
@@ -206,13 +198,9 @@ def adam(
         new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
-    if mu is None and not nesterov and reader.is_exact and _may_fuse(minus_g, state, step, eps):
-        of_normal, V = _fused_moments(state, minus_g, float(step), betas, eps, float(gamma))
-        V = _cut_off_(V, most)
-    else:
-        of_normal = moments(state, "normal", minus_g, betas, mu)
-        latest = minus_g if nesterov else None
-        V = precondition(of_normal, "normal", step, betas, eps, most, latest)
+    of_normal = moments(state, "normal", minus_g, betas, mu)
+    latest = minus_g if nesterov else None
+    V = precondition(of_normal, "normal", step, betas, eps, most, latest)
     del minus_g, latest
     U = of_normal.pop(NORMAL)
     if transport == "isometric":  # whose transport needs V itself
@@ -237,23 +225,23 @@ def _deferred(
     lr: Scalar,
     momentum: float,
     mu: Tensor | None,
-    force: Scalar,
     sums: Sums,
     reader: Reader,
 ) -> Move:
     """The step in lines 2 to 6; if projected, L = I and N = eta R W."""
     B, L, N = state[BASE], state.get(FACTOR), state[SHIFT]
-    earlier = B if L is None else product(B, L)  # 2
     if mu is not None:
-        earlier, N, momentum = product(earlier, mu), torch.bmm(N, mu), 1.0
-    combine = add_product if earlier is B else add_product_
-    pending = combine(earlier, X, torch.sub(S, N, alpha=momentum), beta=momentum)  # 3
-    new_B = subtract_(pending, G, force)
+        L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
+    within = torch.sub(S, N, alpha=momentum)
+    if L is None:
+        new_B = add_product(B, X, within, beta=momentum).sub_(G)  # 2, 3
+    else:
+        new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
     (W,) = sums((new_B, new_B))  # 4
     moves = moves_of(direction, W, lr, reader, S)
     step, length = moves.step, moves.length
     within, R = composed(moves.rotation, moves.shortening)
-    if L is None:
+    if FACTOR not in state:
         new = carried_skew(new_Z, moves.rotation, "projected")
         new[SHIFT] = torch.bmm(R, W) * step
     else:
@@ -364,22 +352,16 @@ def carried_skew(Z: Tensor, rotation: Tensor, transport: str) -> Tensors:
     return {SKEW: (projected - projected.mH) / 2}
 
 
-def skew_force(S: Tensor, a: float, force: Scalar) -> Tensor:
-    """-f = force (S' - S) / (2 (1 - a)) for S = X'G."""
+def skew_force(S: Tensor, a: float) -> Tensor:
+    """-f = (S' - S) / (2 (1 - a)) for S = X'G."""
     # in the memory order of S, which is also the faster one
     difference = torch.sub(S.mH, S, out=torch.empty_like(S))
-    factor = force / (2 * (1 - a))
-    return difference if _is_one(factor) else difference.mul_(factor)
+    return difference if a == METRICS["canonical"] else difference.div_(2 * (1 - a))
 
 
-def normal_force(X: Tensor, S: Tensor, G: Tensor, force: Scalar) -> Tensor:
-    """-g = X S - force G for S = force X'G."""
-    return subtract_(product(X, S), G, force)
-
-
-def _times(S: Tensor, force: Scalar) -> Tensor:
-    """Return force S; S itself where that is the same."""
-    return S if _is_one(force) else S * force
+def normal_force(X: Tensor, S: Tensor, G: Tensor) -> Tensor:
+    """-g = X S - G for S = X'G."""
+    return add_product(G, X, S, beta=-1.0)
 
 
 def accumulated(
@@ -388,10 +370,6 @@ def accumulated(
     """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
     new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
     return new, torch.add(value, new, alpha=momentum) if nesterov else new
-
-
-def _is_one(number: Scalar) -> bool:
-    return not isinstance(number, Tensor) and number == 1.0
 
 
 # ---- moments -------------------------------------------------------------------------------------
@@ -501,54 +479,3 @@ def _coupling_of_adam(
     earlier = precondition(state, "skew", counted, betas, eps, most)
     earlier_lr = lr * gain(betas, counted, earlier.real.dtype) * (before > 0)
     return coupling(earlier, betas[0], earlier_lr, a, reader)
-
-
-def _may_fuse(value: Tensor, state: Mapping[str, Tensor], step: Scalar, eps: float) -> bool:
-    """Say whether torch's fused Adam may compute the moments of the normal part, on a CPU.
-
-    For real tensors that have their numbers in one order in memory, without gaps.
-    """
-    names = NORMAL, "exp_avg_sq_normal"
-    return (
-        not isinstance(step, Tensor)
-        and value.is_floating_point()
-        and eps >= _LEAST_EPS
-        and (value.is_contiguous() or value.mT.is_contiguous())
-        and all(state[name].stride() == value.stride() for name in names)
-    )
-
-
-def _fused_moments(
-    state: Mapping[str, Tensor],
-    value: Tensor,
-    step: float,
-    betas: tuple[float, float],
-    eps: float,
-    gamma: float,
-) -> tuple[Tensors, Tensor]:
-    """Return new moments of the normal part, and their quotient as :func:`precondition` does.
-
-    One pass over memory where single operations need five: Adam's own step, from zero. Not for
-    skew matrices: the kernel rounds the last few numbers differently, and the m x m would not stay
-    skew.
-    """
-    names = NORMAL, "exp_avg_sq_normal", "max_exp_avg_sq_normal"
-    new = {name: state[name].clone() for name in names if name in state}
-    first, second, *largest = new.values()
-    quotient = torch.zeros_like(first)
-    torch._fused_adam_(
-        [quotient],
-        [value],
-        [first],
-        [second],
-        largest,
-        [torch.scalar_tensor(step, dtype=torch.float32, device=first.device)],
-        lr=-1.0 / gamma,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=0.0,
-        eps=eps,
-        amsgrad=bool(largest),
-        maximize=False,
-    )
-    return new, quotient

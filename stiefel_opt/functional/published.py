@@ -102,7 +102,6 @@ def published_sgd(
     lr: Scalar,
     step: Scalar = 1.0,  # noqa: ARG001
     momentum: float = 0.9,
-    force: Scalar = 1.0,
     nesterov: bool = False,
     metric: str | float = "canonical",
     rotation: str = "euler",
@@ -112,7 +111,7 @@ def published_sgd(
     """Return the new point, state and length of a step of Algorithm 1, or 4 for square matrices.
 
     Args:
-        X, G, lr, step, momentum, force, metric, sums, reader: as in
+        X, G, lr, step, momentum, metric, sums, reader: as in
             :func:`stiefel_opt.functional.sgd`; nothing is read.
         state: ``momentum_skew`` Z and, for n > m, ``momentum_normal`` U.
         nesterov: X moves along mu U - g and mu Z - f. Not published.
@@ -125,12 +124,12 @@ def published_sgd(
     """
     a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))
-    new_Z, direction = accumulated(skew_force(S, a, force), Z, momentum, nesterov=nesterov)
+    new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     if U is None:
         return _turn_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
-    moved = product(U, _coupling(Z, momentum, lr, a)) - G * force
+    moved = product(U, _coupling(Z, momentum, lr, a)) - G
     new_U = _normal_part(X, moved, sums)
-    V = _normal_part(X, new_U * momentum - G * force, sums) if nesterov else new_U
+    V = _normal_part(X, new_U * momentum - G, sums) if nesterov else new_U
     return _flow(X, V, new_U, direction, {SKEW: new_Z}, lr, rotation, sums)
 
 
@@ -143,7 +142,6 @@ def published_adam(
     step: Scalar,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    force: Scalar = 1.0,
     metric: str | float = "canonical",
     rotation: str = "euler",
     sums: Sums = LOCAL_SUMS,
@@ -154,7 +152,7 @@ def published_adam(
     A constant factor on the loss changes the step, as line 4 has Z and not Z / (sqrt(p) + eps).
 
     Args:
-        X, G, lr, force, metric, rotation, sums, reader: as in :func:`published_sgd`.
+        X, G, lr, metric, rotation, sums, reader: as in :func:`published_sgd`.
         state, step, betas, eps: as in :func:`stiefel_opt.functional.adam`.
 
     Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
@@ -165,11 +163,11 @@ def published_adam(
     a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
     beta1 = betas[0]
     (S,) = sums((X, G))
-    new = moments(state, "skew", skew_force(S, a, force), betas)
+    new = moments(state, "skew", skew_force(S, a), betas)
     direction = _divided(new, "skew", step, betas, eps)
     if U is None:
         return _turn_square(X, direction, new, lr, rotation, sums)
-    minus_g = _normal_part(X, G * force, sums).neg_()
+    minus_g = _normal_part(X, G, sums).neg_()
     new |= moments(state, "normal", minus_g, betas)
     moved = product(U, _coupling(Z, beta1, lr, a)).add_(minus_g, alpha=1 - beta1)
     new[NORMAL] = new_U = _normal_part(X, moved, sums)

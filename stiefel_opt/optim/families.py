@@ -54,16 +54,14 @@ class SGDLike(StiefelOptimizer):
             raise ValueError(fail("nesterov", "come with momentum > 0 and dampening = 0", given))
 
     def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
-        """Return ``rule`` with ``momentum``, ``nesterov``, ``force`` and more options bound.
+        """Return ``rule`` with ``momentum``, ``nesterov`` and more options bound.
 
-        ``force`` is the factor of the gradient: the sign of ``maximize``, and the dampening;
-        ``names`` are those of the further options.
+        ``names`` are those of the further options. The gradient that it is given is multiplied for
+        ``maximize`` and ``dampening`` before.
         """
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
-        sign = -1.0 if group["maximize"] else 1.0
-        if group["dampening"] == 0 or group["momentum"] == 0:
-            return partial(rule, force=sign, **options)
-        return partial(_damped, rule, sign, 1.0 - group["dampening"], **options)
+        dampening = group["dampening"] if group["momentum"] else 0.0
+        return _with_factor(partial(rule, **options), group["maximize"], 1.0 - dampening)
 
     _step_plain = staticmethod(step_sgd)
 
@@ -72,21 +70,30 @@ class SGDLike(StiefelOptimizer):
         step_sgd(*arguments)
 
 
-def _damped(
+def _with_factor(rule: Callable[..., Move], maximize: bool, factor: float = 1.0) -> Rule:
+    """Return a rule whose gradient changes its sign, and has a factor from the second step on."""
+    if not maximize and factor == 1.0:
+        return rule
+    first = -1.0 if maximize else 1.0
+    return partial(_scaled, rule, first, first * factor)
+
+
+def _scaled(
     rule: Callable[..., Move],
-    sign: float,
-    factor: float,
+    first: float,
+    later: float,
     X: Tensor,
+    G: Tensor,
     *given: Any,
     step: Scalar,
     **options: Any,
 ) -> Move:
-    """Dampen the gradient from the second step on."""
+    """Multiply the gradient of the ``first`` step and of those ``later``."""
     if isinstance(step, Tensor):
-        force: Scalar = torch.where(step == 1, X.new_tensor(sign), X.new_tensor(sign * factor))
+        G = G * torch.where(step == 1, X.new_tensor(first), X.new_tensor(later))
     else:
-        force = sign if step == 1 else sign * factor
-    return rule(X, *given, step=step, force=force, **options)
+        G = G * (first if step == 1 else later)
+    return rule(X, G, *given, step=step, **options)
 
 
 class AdamLike(StiefelOptimizer):
@@ -120,13 +127,13 @@ class AdamLike(StiefelOptimizer):
             raise ValueError(fail("lr", wanted, "a tensor", "or set capturable=True"))
 
     def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
-        """Return ``rule`` with ``betas``, ``eps``, ``force`` and more options bound.
+        """Return ``rule`` with ``betas``, ``eps`` and more options bound.
 
-        ``force`` is the factor of the gradient: -1 if ``maximize``; ``names`` are those of the
-        further options.
+        ``names`` are those of the further options. With ``maximize`` the gradient that it is given
+        has the other sign.
         """
         options = {name: group[name] for name in ("betas", "eps", *names)}
-        return partial(rule, force=-1.0 if group["maximize"] else 1.0, **options)
+        return _with_factor(partial(rule, **options), group["maximize"])
 
     @override
     def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:

@@ -399,7 +399,9 @@ class WeightGroup:
         if isinstance(numbers, Tensor):
             is_due = self._steps_begun % _CORRECTION_PERIOD == 0
             return batch.of_each(numbers[places]), is_due
-        each = numbers if len(numbers) == 1 else [numbers[place] for place in places]
+        if len(numbers) == 1:
+            return numbers[0], numbers[0] % _CORRECTION_PERIOD == 0
+        each = [numbers[place] for place in places]
         is_due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
         if min(each) == max(each):
             return each[0], is_due

@@ -129,23 +129,20 @@ def test_second_moments_of_the_skew_part_stay_symmetric(shape, generator):
 
 
 @pytest.mark.parametrize(
-    ("transport", "metric", "shape", "force"),
+    ("transport", "metric", "shape"),
     [
-        (*flow, shape, force)
-        for flow, shape, force in in_turn(
+        (*flow, shape)
+        for flow, shape in in_turn(
             [(transport, metric) for transport in TRANSPORTS for metric in METRICS],
             [(9, 4), (7, 1), (40, 20)],
-            [1.0, -0.5],
         )
     ],
 )
-def test_a_momentum_that_is_not_evaluated_is_the_one_that_is(
-    transport, metric, shape, force, generator
-):
+def test_a_momentum_that_is_not_evaluated_is_the_one_that_is(transport, metric, shape, generator):
     """Step by step: the same points, the same Z and U, though B is never normal to X."""
     names = (SKEW, *DEFERRED) if transport == "isometric" else (SKEW, DEFERRED[0], DEFERRED[2])
     options = {"lr": 0.1, "momentum": 0.8, "transport": transport, "metric": metric}
-    case = RuleCase(sgd, {**options, "force": force}, names)
+    case = RuleCase(sgd, options, names)
     point, _, state = problem(case, shape, generator)
     Z, U = evaluated(point, state)
     plain = {"momentum_skew": Z, "momentum_normal": U}

@@ -90,9 +90,9 @@ def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
         grad = gradient(point, generator)
         for i, (x, z, u) in enumerate(loops):
             eta = float(lr[i])
-            loops[i] = algorithm_1(x, 0.5 * grad[i], z, u, eta, momentum, a, rotation, nesterov)
+            loops[i] = algorithm_1(x, grad[i], z, u, eta, momentum, a, rotation, nesterov)
         options = {"momentum": momentum, "metric": a, "rotation": rotation, "nesterov": nesterov}
-        point, state, _ = published_sgd(point, grad, state, lr=lr, force=0.5, **options)
+        point, state, _ = published_sgd(point, grad, state, lr=lr, **options)
     close(point, torch.stack([x for x, _, _ in loops]))
     close(state[SKEW], torch.stack([z for _, z, _ in loops]))
     if NORMAL in state:

@@ -47,8 +47,7 @@ def column(value: float, k: int) -> Tensor:
 
 def options_as_tensors(case: RuleCase, k: int) -> dict[str, Tensor]:
     """Those options that may differ from matrix to matrix."""
-    takes = ("step",) if case.function != "sgd" else ("step", "force")
-    return {name: column(case.options[name], k) for name in takes if name in case.options}
+    return {name: column(case.options[name], k) for name in ("step",) if name in case.options}
 
 
 # ---- purity --------------------------------------------------------------------------------------
