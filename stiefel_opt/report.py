@@ -110,8 +110,8 @@ class Line:
         off: Whether the error is more than rounding: the weight was written to, or not projected.
         moved: How far :func:`stiefel_opt.constrain` moved the value to project it, as a part of its
             length |W|; None if it did not project.
-        angle: Bound on the angle of the last step, in radians; None where it is not known, as after
-            a gradient that was not finite without momentum.
+        angle: Largest angle of the last step, to first order, in radians; None where it is not
+            known, as after a gradient that was not finite without momentum.
         radius: Virtual radius, by which the learning rate is divided; None if there is none.
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
     """

@@ -66,6 +66,9 @@ _MOST: Final = 0.7
 # c over its first value. Batches drawn without replacement have gradients that are negatively
 # correlated within an epoch, which looks like steps that are too long however short they are.
 _FACTORS: Final = (1e-3, 1e6)
+# How many times as long as the first a gradient may be: at a minimum that one is only rounding, and
+# steps of any length would follow.
+_SHORT_GRADIENT: Final = 100.0
 
 
 def with_radius(
@@ -142,7 +145,8 @@ def adaptive_sgd(
         X, G, metric, transport, sums, reader: as in :func:`stiefel_opt.functional.sgd`.
         state: Z as ``momentum_skew``, for n > m U as ``momentum_normal``, and three numbers for
             each matrix, ``(k, 1, 1)``: ``slope`` w, which starts as 0, ``step_factor``, c over its
-            first value, which starts as 1, and ``step_unit``, that value, which starts as 0.
+            first value, which starts as 1, and ``step_unit``, that value, which starts as 0 and
+            falls where a gradient is more than 100 times as long as the first.
         lr: eta, the angle of the first step, a number or ``(k, 1, 1)``.
         momentum: The most that mu may be, less than 1.
         nesterov: X moves along mu Z - f and mu U - g.
@@ -202,7 +206,9 @@ def _friction(
     where it is not, w + s <= 0, so that s < 0, or mu s < mu (w + s) < b.
     """
     w, unit = state[SLOPE], state[UNIT]
-    unit = torch.where(unit > 0, unit, torch.where(b > 0, (m / b).sqrt(), 0.0))
+    own = (m / b).clamp(max=torch.finfo(b.dtype).max).sqrt()  # b may be hardly a number
+    first = torch.where(unit > 0, torch.minimum(unit, _SHORT_GRADIENT * own), own)
+    unit = torch.where(b > 0, first, unit)
     left = torch.where(w > 0, -s / w, 0.0).clamp(-_MOST, _MOST)
     factor = (state[FACTOR] * torch.exp(_SPEED * left)).clamp(*_FACTORS)
     bound = torch.where(w + s > 0, b / (w + s), math.inf)

@@ -208,6 +208,26 @@ def test_adaptive_steps_reach_an_optimum_from_any_first_angle(
     assert so.orthonormality_error(parameter) < 1e-14
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["adaptive", "adaptive, Nesterov"])
+def test_a_run_may_start_at_an_optimum(name: str, shape: tuple[int, ...]) -> None:
+    """Its first gradient is rounding, and says nothing of the steps behind the first."""
+    parameter = weight(shape)
+    best = descend(parameter, make("adaptive", parameter), 250)[-1]
+    losses = descend(parameter, make(name, parameter), 250)
+    assert max(losses) > best + 1e-4 * abs(best)  # it has left
+    assert losses[-1] - best < 1e-8 * abs(best)
+
+
+def test_a_gradient_whose_square_is_hardly_a_number_of_float32_moves() -> None:
+    parameter = weight((8, 2), torch.float32)
+    optimizer = make("adaptive", parameter)
+    parameter.grad = 1e-20 * weight((8, 2), torch.float32).detach().flip(0)
+    optimizer.step()
+    assert not optimizer.skipped_steps()
+    assert 0.01 < optimizer.angles_of()[parameter] < 0.4
+
+
 def test_the_slope_along_a_step_is_never_upwards() -> None:
     """w > 0 makes every velocity a direction of descent for the gradient at hand, under noise."""
     parameter, generator = weight((8, 2)), torch.Generator().manual_seed(0)
