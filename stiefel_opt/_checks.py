@@ -15,9 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 
 NOTHING_CONSTRAINED = (
-    "no parameter is constrained, all of them are plain. Tag some with "
-    "so.constrain(module, 'weight'), or pass stiefel=True for a group; stiefel=False says that "
-    "this is intended."
+    "no parameter is constrained. Constrain some by so.constrain(module, 'weight'), or pass "
+    "stiefel=True for a group; stiefel=False says that this is intended."
 )
 
 CONSTRAINABLE = (

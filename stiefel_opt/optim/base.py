@@ -46,6 +46,7 @@ from stiefel_opt.optim.checks import (
     check_finite,
     check_new_group,
     check_option_names,
+    check_params,
     check_plain_rows_may_be_shared,
     check_rows_may_be_shared,
     described,
@@ -225,6 +226,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._handle = remember(self)
         self._indices: list[GroupIndex | None] = []
         self.records = Records()
+        check_params(params)
         super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
         warn_if_nothing_is_constrained(self.param_groups)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stiefel_opt._checks import (
     NOTHING_CONSTRAINED,
@@ -59,7 +59,15 @@ def listed(params: Any) -> Any:
     """Return ``params`` as a list, where that is what it means; torch refuses a set."""
     if isinstance(params, Tensor):
         return [params]
+    check_params(params)
     return params if isinstance(params, set) else list(params)
+
+
+def check_params(params: Any) -> None:
+    """Raise for a model in place of its parameters."""
+    if isinstance(params, nn.Module):
+        given = f"a {type(params).__name__}"
+        raise TypeError(fail("params", "be parameters", given, "pass model.parameters()"))
 
 
 def plain_numbers(group: Group) -> Group:

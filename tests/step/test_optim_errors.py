@@ -188,6 +188,16 @@ def test_the_options_of_lbfgs_are_spelled_alike():
         so.StiefelLBFGS([group])
 
 
+@pytest.mark.parametrize("given", [lambda net: net, lambda net: [{"params": net}]])
+@pytest.mark.parametrize("name", [*RULES, "lbfgs"])
+def test_a_module_in_place_of_parameters_is_refused(name, given):
+    net = nn.Sequential(so.constrain(nn.Linear(8, 8)))
+    rule = so.StiefelLBFGS if name == "lbfgs" else type(optimizer(name, net.parameters()))
+    message = r"`params` must be parameters, got a Sequential; pass model.parameters\(\)"
+    with pytest.raises(TypeError, match=message):
+        rule(given(net), lr=0.1)
+
+
 # Keys of schedules, of torch's other optimizers, of timm and of users.
 FOREIGN = "initial_lr min_lr max_lr swa_lr lr_scale lr_mult base_momentum max_momentum name "
 FOREIGN += "group_name layer_decay initial_wd weight_decouple rho centered alpha lambd use_muon "
