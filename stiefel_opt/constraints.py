@@ -187,8 +187,9 @@ def apply_readings(
         moved[name] = None
         if project and not parameter.is_meta:
             point = nearest(parameter, reading, name)
+            writes = 0 if parameter.is_inference() else parameter._version
             share = moved[name] = 0.0 if point is None else _distance(parameter, point)
-            if share > _FAR and _outlier(parameter, reading) > _OUTLIER:
+            if share > _FAR and (writes > _WRITES or _outlier(parameter, reading) > _OUTLIER):
                 trained[name] = share
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
@@ -201,7 +202,7 @@ def apply_readings(
         first, *others = trained
         more = f" and {len(others)} more seem" if others else " seems"
         warnings.warn(
-            f"`{first}`{more} trained, judging by singular values, and moved by up to "
+            f"`{first}`{more} trained, judging by singular values and writes, and moved by up to "
             f"{max(trained.values()):.0%} of their length to be orthonormal: what the model had "
             "learned there is lost. Train it on before it is used, with scale='keep' if the norm "
             "of these weights matters; or constrain a model that is not trained yet",
@@ -215,6 +216,9 @@ def apply_readings(
 # Training adds some: 1.5 times it in a classifier of digits after a few epochs, 1.4 to 5 times it
 # in queries and keys of a language model.
 _OUTLIER: Final = 1.25
+# In-place writes to a fresh weight: at most 4 in modules of torch and models of transformers. An
+# optimizer writes in each step, which shows small matrices that were trained in this process.
+_WRITES: Final = 32
 _FAR: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
 
 

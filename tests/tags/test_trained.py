@@ -1,6 +1,7 @@
 """Constraining trained weights warns, by how far they move; fresh ones are silent."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -94,10 +95,32 @@ def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, 
     (text,) = warnings_of(lambda: so.constrain(model, name, scale=scale))
     (line,) = so.report(model).lines
     assert line.moved is not None
-    assert f"`{name}` seems trained, judging by singular values, and moved by up to " in text
+    assert (
+        f"`{name}` seems trained, judging by singular values and writes, and moved by up to "
+        in text
+    )
     assert f"{line.moved:.0%} of their length" in text
     assert "Train it on before it is used, with scale='keep'" in text
     assert not warnings_of(lambda: so.constrain(model, name, scale=scale))  # it is a point now
+
+
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adam, so.StiefelSGD])
+def test_a_small_weight_that_was_trained_in_this_process_is_told(rule: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing is constrained yet
+        optimizer = rule(layer.parameters(), lr=1e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        layer(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+    (text,) = warnings_of(lambda: so.constrain(layer))
+    assert "`weight` seems trained, judging by singular values and writes, and moved by" in text
+    copied = nn.Linear(6, 4)
+    for row in range(4):  # written row by row, by an initialisation
+        nn.init.normal_(copied.weight[row])
+    assert not warnings_of(lambda: so.constrain(copied))
 
 
 def test_several_trained_weights_are_told_once() -> None:
