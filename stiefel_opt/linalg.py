@@ -176,7 +176,7 @@ def add_product_(
     return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
 
 
-def onto_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
+def scale_and_add_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
     """Return base + factor tensor, in the memory of ``tensor``."""
     if isinstance(factor, Tensor):
         return torch.addcmul(base, tensor, factor, out=tensor)
@@ -189,7 +189,7 @@ def composed(rotation: Tensor, shortening: Tensor) -> tuple[Tensor, Tensor]:
     return torch.baddbmm(shortening, rotation, root), root
 
 
-def turn_and_move(
+def apply_step(
     tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
 ) -> Tensor:
     """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``: added to X is what is small."""

@@ -23,7 +23,7 @@ from stiefel_opt import functional
 from stiefel_opt.geometry import RETRACTIONS, random_point
 
 SKEW, NORMAL = "momentum_skew", "momentum_normal"
-DEFERRED = ("deferred_base", "deferred_factor", "deferred_shift")
+UNPROJECTED = ("momentum_unprojected", "momentum_factor", "momentum_overlap")
 SQUARES = ("exp_avg_sq_skew", "exp_avg_sq_normal")
 # How often processes that share the rows of tall matrices talk in a step, of functions of no row.
 SUMS: dict[str, int] = {"published_sgd": 12, "published_adam": 14}
@@ -49,7 +49,7 @@ class RuleCase:
     @property
     def name(self) -> str:
         shown = (f"{key}={value}" for key, value in self.options.items() if key != "step")
-        kept = ["unevaluated"] if DEFERRED[0] in self.keeps else []
+        kept = ["unprojected"] if UNPROJECTED[0] in self.keeps else []
         kept += ["amsgrad"] if any(name.startswith("max_") for name in self.keeps) else []
         return ",".join([self.function, *kept, *shown])
 
@@ -101,7 +101,7 @@ def state_at(
     factor = identity + factor @ factor.mH
     if zero:
         skew, base, factor = skew * 0, base * 0, identity
-    if DEFERRED[1] not in names:
+    if UNPROJECTED[1] not in names:
         factor = identity
     normal = base - point @ (point.mH @ base)
     least = 0.0 if zero else 0.01
@@ -109,9 +109,9 @@ def state_at(
     found = {
         SKEW: skew,
         NORMAL: normal,
-        DEFERRED[0]: base,  # not normal: its part along X is the shift
-        DEFERRED[1]: factor,
-        DEFERRED[2]: point.mH @ base @ factor,
+        UNPROJECTED[0]: base,  # not normal: its part along X is the overlap
+        UNPROJECTED[1]: factor,
+        UNPROJECTED[2]: point.mH @ base @ factor,
         SQUARES[0]: squares[0],
         SQUARES[1]: squares[1],
         "max_" + SQUARES[0]: squares[0] * 1.5,
@@ -122,7 +122,7 @@ def state_at(
     for name in set(names) - found.keys():
         value = drawn(DECLARED[name], point, make)
         found[name] = DECLARED[name].fill_(value) if zero else value
-    tall_only = () if n > m else (NORMAL, *DEFERRED, SQUARES[1], "max_" + SQUARES[1])
+    tall_only = () if n > m else (NORMAL, *UNPROJECTED, SQUARES[1], "max_" + SQUARES[1])
     return {name: found[name].clone() for name in names if name not in tall_only}
 
 
@@ -150,8 +150,8 @@ SGD = [
         RuleCase(functional.sgd, {"transport": transport, "metric": metric, **more}, keeps)
         for metric in METRICS
         for transport, keeps, more in [
-            ("isometric", (SKEW, *DEFERRED), {}),
-            ("projected", (SKEW, DEFERRED[0], DEFERRED[2]), {"momentum": 0.5}),
+            ("isometric", (SKEW, *UNPROJECTED), {}),
+            ("projected", (SKEW, UNPROJECTED[0], UNPROJECTED[2]), {"momentum": 0.5}),
             *((transport, MOMENTUM, {"nesterov": True}) for transport in TRANSPORTS),
             *((transport, MOMENTUM, {}) for transport in TRANSPORTS),
         ]

@@ -132,8 +132,8 @@ def corrected(
 # ---- moves -------------------------------------------------------------------------------------
 
 
-class Moves(NamedTuple):
-    """Turn and move in m x m matrices, for a direction V with W = V'V."""
+class StepFactors(NamedTuple):
+    """Turn and polar retraction of a step in m x m matrices, for a direction V with W = V'V."""
 
     rotation: Tensor  # D - I
     shortening: Tensor  # R - I
@@ -143,7 +143,7 @@ class Moves(NamedTuple):
     length: Length
 
 
-def moves_of(
+def step_factors_of(
     skew: Tensor,
     gram_normal: Tensor,
     lr: Scalar,
@@ -151,8 +151,8 @@ def moves_of(
     inner: Tensor | None = None,
     *,
     companion: bool = False,
-) -> Moves:
-    """Return the turn along ``skew`` = K / eta and the move along a direction V with W = V'V.
+) -> StepFactors:
+    """Return the turn along ``skew`` = K / eta and the retraction of V, where W = V'V.
 
     Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Beyond
     eta sigma = 4, or what the reader allows, a step saturates. ``companion``: also R (I + R)^(-1).
@@ -165,7 +165,7 @@ def moves_of(
     rotation = polar_rotation(skew, of_turn, turn_step)
     excess = (squares[count:], scale) if scale == 1.0 else (gram_normal, scale)
     length = Length(squares, scale, limit, inner)
-    return Moves(rotation, of_move, both.companion, excess, step, length)
+    return StepFactors(rotation, of_move, both.companion, excess, step, length)
 
 
 def rotation_of_square(

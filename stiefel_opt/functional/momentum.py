@@ -11,7 +11,7 @@ learning rate, mu the momentum, a < 1 the parameter of the metric tr(D1'(I - a X
     X <- (X D + eta U) R,  U <- (U - eta X D U'U) R                  phi_3, both by one rotation
 
 with rot(K) = (I + K)(I - K^2)^(-1/2). The published flows are in
-:mod:`stiefel_opt.functional.published`. Between steps of SGD U = B L - X N is not evaluated: with
+:mod:`stiefel_opt.functional.published`. Between steps of SGD U = B L - X N is kept as B, L, N: with
 
     S = X'G                                                          1
     B <- B (mu L) + X (S - mu N) - G                                 2, 3
@@ -65,8 +65,8 @@ from stiefel_opt.functional.flows import (
     coupling,
     half_error_,
     metric_parameter,
-    moves_of,
     rotation_of_square,
+    step_factors_of,
     turned_square,
 )
 from stiefel_opt.linalg import (
@@ -76,18 +76,18 @@ from stiefel_opt.linalg import (
     absolute_square,
     add_product,
     add_product_,
+    apply_step,
     composed,
-    onto_,
     product,
-    turn_and_move,
+    scale_and_add_,
 )
 
-# Names of state: Z and U, and B, L and N of a U that is not evaluated.
+# Names of state: Z and U, and B, L and N of U = B L - X N, where N = X'B L.
 SKEW: Final = "momentum_skew"
 NORMAL: Final = "momentum_normal"
-BASE: Final = "deferred_base"
-FACTOR: Final = "deferred_factor"
-SHIFT: Final = "deferred_shift"
+UNPROJECTED: Final = "momentum_unprojected"
+FACTOR: Final = "momentum_factor"
+OVERLAP: Final = "momentum_overlap"
 
 # Below it eps may round to 0 in float32, and 0/0, on the diagonal of p, would be NaN.
 _LEAST_EPS: Final = 1e-30
@@ -113,8 +113,8 @@ def sgd(
         X: The point, orthonormal, ``(k, n, m)``.
         G: The Euclidean gradient, same shape.
         state: ``momentum_skew`` Z, and for n > m ``momentum_normal`` U, or B, L and N as
-            ``deferred_base``, ``deferred_factor``, which starts as I and is missing if
-            "projected", and ``deferred_shift``. Empty: no momentum.
+            ``momentum_unprojected``, ``momentum_factor``, which starts as I and is missing if
+            "projected", and ``momentum_overlap``. Empty: no momentum.
         lr: eta, a number or ``(k, 1, 1)``.
         step: The number of this step; it makes no difference.
         momentum: mu.
@@ -132,18 +132,18 @@ def sgd(
     minus_f = skew_force(S, a)
     new_Z, direction = accumulated(minus_f, Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
-    if BASE not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
+    if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return _turn_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
-    if BASE in state:
-        return _deferred(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
+    if UNPROJECTED in state:
+        return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
     minus_g = normal_force(X, S, G)
     if Z is None:
         (W,) = sums((minus_g, minus_g))
-        moves = moves_of(direction, W, lr, reader, S)
-        within, R = composed(moves.rotation, moves.shortening)
-        new_X = turn_and_move(X, within, minus_g, R, moves.step)
-        return new_X, {}, moves.length
+        factors = step_factors_of(direction, W, lr, reader, S)
+        within, R = composed(factors.rotation, factors.shortening)
+        new_X = apply_step(X, within, minus_g, R, factors.step)
+        return new_X, {}, factors.length
     U = state[NORMAL]
     U = (U * momentum if mu is None else product(U, mu)).add_(minus_g)
     V = minus_g.add_(U, alpha=momentum) if nesterov else U.clone()
@@ -212,10 +212,10 @@ def adam(
     return new_X, new | of_normal | carried, length
 
 
-# ---- the normal momentum of SGD, not evaluated ---------------------------------------------------
+# ---- the normal momentum of SGD, not projected ---------------------------------------------------
 
 
-def _deferred(
+def _step_unprojected(
     X: Tensor,
     G: Tensor,
     S: Tensor,
@@ -229,7 +229,7 @@ def _deferred(
     reader: Reader,
 ) -> Move:
     """The step in lines 2 to 6; if projected, L = I and N = eta R W."""
-    B, L, N = state[BASE], state.get(FACTOR), state[SHIFT]
+    B, L, N = state[UNPROJECTED], state.get(FACTOR), state[OVERLAP]
     if mu is not None:
         L, N, momentum = mu if L is None else torch.bmm(L, mu), torch.bmm(N, mu), 1.0
     within = torch.sub(S, N, alpha=momentum)
@@ -238,44 +238,44 @@ def _deferred(
     else:
         new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
     (W,) = sums((new_B, new_B))  # 4
-    moves = moves_of(direction, W, lr, reader, S)
-    step, length = moves.step, moves.length
-    within, R = composed(moves.rotation, moves.shortening)
+    factors = step_factors_of(direction, W, lr, reader, S)
+    step, length = factors.step, factors.length
+    within, R = composed(factors.rotation, factors.shortening)
     if FACTOR not in state:
-        new = carried_skew(new_Z, moves.rotation, "projected")
-        new[SHIFT] = torch.bmm(R, W) * step
+        new = carried_skew(new_Z, factors.rotation, "projected")
+        new[OVERLAP] = torch.bmm(R, W) * step
     else:
-        excess, scale = moves.excess
-        new = {SKEW: new_Z, SHIFT: W * step}
+        excess, scale = factors.excess
+        new = {SKEW: new_Z, OVERLAP: W * step}
         new[FACTOR] = torch.baddbmm(R, excess, R, alpha=scale)  # R^(-1) = (I + eta^2 W) R
-    del moves  # frees memory before a tall product
-    new_X = turn_and_move(X, within, new_B, R, step)  # 5, 6
-    return new_X, new | {BASE: new_B}, length
+    del factors  # frees memory before a tall product
+    new_X = apply_step(X, within, new_B, R, step)  # 5, 6
+    return new_X, new | {UNPROJECTED: new_B}, length
 
 
 def evaluated(X: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """Return Z and U at X; None for what is not in the state."""
-    base = state.get(BASE)
+    base = state.get(UNPROJECTED)
     if base is None:
         return state.get(SKEW), state.get(NORMAL)
     U = base if FACTOR not in state else base @ state[FACTOR]
-    return state.get(SKEW), U - X @ state[SHIFT]
+    return state.get(SKEW), U - X @ state[OVERLAP]
 
 
-def corrected_deferred(
+def corrected_unprojected(
     X: Tensor, state: Mapping[str, Tensor], sums: Sums, own: Tensor | None = None
 ) -> tuple[Tensor, Tensors]:
     """Remove rounding from X'X = I and, by N = X'B L, from X'U = 0."""
-    if BASE not in state:
+    if UNPROJECTED not in state:
         return corrected(X, state, sums, own, (NORMAL,))
     if own is None:
-        own, overlap = sums((X, X), (X, state[BASE]))
+        own, overlap = sums((X, X), (X, state[UNPROJECTED]))
     else:
-        (overlap,), own = sums((X, state[BASE])), own.clone()
+        (overlap,), own = sums((X, state[UNPROJECTED])), own.clone()
     half = half_error_(own)
     shift = torch.baddbmm(overlap, half, overlap)
     shift = torch.bmm(shift, state[FACTOR]) if FACTOR in state else shift
-    return add_product(X, X, half), {SHIFT: shift}
+    return add_product(X, X, half), {OVERLAP: shift}
 
 
 # ---- moves ---------------------------------------------------------------------------------------
@@ -304,24 +304,24 @@ def advance(
     """
     if transport == "isometric":
         W, C = sums((V, V), (V, U))
-        moves = moves_of(direction, W, lr, reader, S, companion=True)
-        step, turned = moves.step, add_product(X, X, moves.rotation)  # X D
-        moved = onto_(V, turned, step)
-        new_X = add_product(moved, moved, moves.shortening)
-        C, base = torch.bmm(moves.companion, C), turned.add_(new_X)  # type: ignore[arg-type]
+        factors = step_factors_of(direction, W, lr, reader, S, companion=True)
+        step, turned = factors.step, add_product(X, X, factors.rotation)  # X D
+        moved = scale_and_add_(V, turned, step)
+        new_X = add_product(moved, moved, factors.shortening)
+        C, base = torch.bmm(factors.companion, C), turned.add_(new_X)  # type: ignore[arg-type]
         new = {SKEW: new_Z}
     else:
         W, C, overlap = sums((V, V), (V, U), (X, V))
         W = torch.baddbmm(W, overlap.mH, overlap, alpha=-1.0)
-        moves = moves_of(direction, W, lr, reader, S)
-        step = moves.step
-        within, R = composed(moves.rotation, moves.shortening)
+        factors = step_factors_of(direction, W, lr, reader, S)
+        step = factors.step
+        within, R = composed(factors.rotation, factors.shortening)
         within -= torch.bmm(overlap, R) * step
-        new_X = turn_and_move(X, within, V, R, step)
+        new_X = apply_step(X, within, V, R, step)
         C, base = torch.bmm(R, C), new_X
-        new = carried_skew(new_Z, moves.rotation, transport)
+        new = carried_skew(new_Z, factors.rotation, transport)
     new[NORMAL] = add_product_(U, base, C, alpha=-step)
-    return new_X, new, moves.length
+    return new_X, new, factors.length
 
 
 def _turn_square(
@@ -367,7 +367,7 @@ def normal_force(X: Tensor, S: Tensor, G: Tensor) -> Tensor:
 def accumulated(
     value: Tensor, earlier: Tensor | None, momentum: float, *, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
+    """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X factors."""
     new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
     return new, torch.add(value, new, alpha=momentum) if nesterov else new
 

@@ -291,16 +291,16 @@ class StiefelOptimizer(Optimizer, ABC):
         parameters: list[Tensor],
         grads: list[Tensor],
         states: Sequence[StateDict],
-        stays: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
-        """Move plain tensors unless ``stays``, a number on their device, is not 0."""
+        """Move plain tensors unless ``found_inf``, a number on their device, is not 0."""
         for parameter, state in zip(parameters, states, strict=True):
             self.init_plain(group, parameter, state)
         update = partial(self.update_plain, group)
-        if stays is None:
+        if found_inf is None:
             update(parameters, grads, states)
         else:
-            step_unless(stays, update, parameters, grads, states)
+            step_unless(found_inf, update, parameters, grads, states)
 
     # ---- groups --------------------------------------------------------------------------------
 
@@ -425,7 +425,7 @@ class StiefelOptimizer(Optimizer, ABC):
         if known:
             index.admit(self, group, known)
         for weight_group in earlier.weight_groups if earlier else ():
-            weight_group.windows.release()
+            weight_group.views.release()
         self.records.keep_only([p for each in self.param_groups for p in each["params"]])
         return index
 
@@ -437,10 +437,10 @@ class StiefelOptimizer(Optimizer, ABC):
             raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
-            if not weights.fit(grads, self.param_groups):
+            if not weights.check_gradients(grads, self.param_groups):
                 self._renew(place, group)
                 return self._prepare(place, group)
-            changed = weights.take(grads, group["nonfinite"])
+            changed = weights.set_gradients(grads, group["nonfinite"])
             if changed or weights.unsafe or weights.overflowed:
                 self._refuse(group, weights, changed)
         return index.plain_with_gradient(group, self.param_groups, sparse=self._sparse_allowed)
@@ -456,7 +456,7 @@ class StiefelOptimizer(Optimizer, ABC):
             for weights in weight_groups:
                 last = first + len(weights.weights)
                 ours, first = grads[first:last], last
-                changed = weights.take(ours, group["nonfinite"], in_graph=True)
+                changed = weights.set_gradients(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, weights, changed)
         skipped: tuple[list[Tensor], list[Tensor]] = [], []
         for group, index in zip(self.param_groups, self._indices, strict=True):

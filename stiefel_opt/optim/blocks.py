@@ -1,7 +1,7 @@
 """Equal blocks of the parameters of a group, stacked: one batch of products serves them all.
 
 A block is one constrained range of one parameter. The state of a stack lies in one tensor for each
-name; ``optimizer.state`` holds windows on it, shaped like the range and with storages of their own,
+name; ``optimizer.state`` holds views on it, shaped like the range and with storages of their own,
 so that saving one parameter's state writes only its bytes. A stack belongs to the group, not to the
 gradients of one step: blocks without a gradient are left out of a step by an index.
 """
@@ -166,7 +166,7 @@ class Stack:
         }
 
     def _stacked(self, kind: State) -> Tensor:
-        """Join one state of all blocks, and leave windows in its place."""
+        """Join one state of all blocks, and leave views in its place."""
         keys = [key_of(kind.name, block.index) for block in self.blocks]
         shown = [block.weight.state[key] for block, key in zip(self.blocks, keys, strict=True)]
         tensors = [local_part(tensor).detach() for tensor in shown]
@@ -175,14 +175,14 @@ class Stack:
             matrices = [block.matrices(t) for block, t in zip(self.blocks, tensors, strict=True)]
             tensors = [matrix.mT if first.wide else matrix for matrix in matrices]
         whole = kind.part_of(torch.stack(tensors))
-        for block, key, earlier, window in zip(
-            self.blocks, keys, shown, windows_on(whole), strict=True
+        for block, key, earlier, view in zip(
+            self.blocks, keys, shown, views_of(whole), strict=True
         ):
             if not kind.is_small:
-                window = block.stored(window.mT if first.wide else window, shape)
+                view = block.stored(view.mT if first.wide else view, shape)
             if block.weight.shards is not None:
-                window = block.weight.shards.like(window, earlier)
-            block.weight.state[key] = window
+                view = block.weight.shards.like(view, earlier)
+            block.weight.state[key] = view
         return whole
 
     def _divided(self, value: Tensor) -> list[tuple[int, int, slice]]:
@@ -217,11 +217,11 @@ class Stack:
 
 
 def joined(states: list[StateDict], name: str) -> Tensor:
-    """Join the state ``name`` of several parameters, and leave windows in its place."""
+    """Join the state ``name`` of several parameters, and leave views in its place."""
     tensors = [local_part(state[name]) for state in states]
     whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
-    for state, window in zip(states, windows_on(whole), strict=True):
-        state[name] = window
+    for state, view in zip(states, views_of(whole), strict=True):
+        state[name] = view
     return whole
 
 
@@ -283,7 +283,7 @@ def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def windows_on(whole: Tensor) -> list[Tensor]:
+def views_of(whole: Tensor) -> list[Tensor]:
     """Return ``whole[i]`` for each i as a tensor whose storage ends where it ends."""
     storage = whole.untyped_storage()
     size = storage.nbytes() // max(whole.size(0), 1)

@@ -206,7 +206,7 @@ class Batch:
 
 
 class Task(NamedTuple):
-    """What one step asks of a batch.
+    """One step of a batch.
 
     Attributes:
         batch: The matrices.

@@ -163,7 +163,7 @@ class MuonLike(AdamLike):
         parameters: list[Tensor],
         grads: list[Tensor],
         states: Sequence[StateDict],
-        stays: Tensor | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         kinds: tuple[list[Any], list[Any]] = ([], [])
         for item in zip(parameters, grads, states, strict=True):
@@ -171,7 +171,7 @@ class MuonLike(AdamLike):
             kinds[is_whole and _follows_muon(group, item[0])].append(item)
         by_adam, by_muon = (list(map(list, zip(*kind, strict=True))) for kind in kinds)
         if by_adam:
-            step_adam(group, by_adam[0], by_adam[1], by_adam[2], stays)
+            step_adam(group, by_adam[0], by_adam[1], by_adam[2], found_inf)
         if by_muon:
             step_muon(group, *by_muon)
 

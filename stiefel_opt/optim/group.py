@@ -62,8 +62,8 @@ _KIND = operator.attrgetter("shape", "dtype", "layout")
 MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
 
 
-class Windows:
-    """The state tensors that a user sees, watched for being replaced or moved."""
+class StateViews:
+    """The state that a user sees: views on that of a stack, watched for being replaced or moved."""
 
     def __init__(
         self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
@@ -76,10 +76,10 @@ class Windows:
             for key in weight.state
             if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
         ]
-        windows = [state[key] for state, key in self._slots]
-        self._ids = list(map(id, windows))
+        views = [state[key] for state, key in self._slots]
+        self._ids = list(map(id, views))
         self._is_shared = any(weight.shards is not None for weight in weights)
-        self._memory = self._addresses(windows)
+        self._memory = self._addresses(views)
         method = weakref.WeakMethod(forget)
         self._is_gone = False
 
@@ -91,7 +91,7 @@ class Windows:
             if (release := method()) is not None:
                 release()
 
-        self._windows: list[Any] = [weakref.ref(window, gone) for window in windows]
+        self._views: list[Any] = [weakref.ref(view, gone) for view in views]
 
     def are_intact(self, states: Any) -> bool:
         """Say whether ``states`` still holds these tensors, with their memory."""
@@ -100,27 +100,27 @@ class Windows:
         ):
             return False
         try:
-            windows = [state[key] for state, key in self._slots]
+            views = [state[key] for state, key in self._slots]
         except KeyError:
             return False
-        return list(map(id, windows)) == self._ids and self._addresses(windows) == self._memory
+        return list(map(id, views)) == self._ids and self._addresses(views) == self._memory
 
     def release(self) -> None:
         """Give a copy of their state to parameters that have left the stack."""
-        for (state, key), window in zip(self._slots, self._windows, strict=True):
-            is_ours = not key.startswith(ROWS) and key in state  # rows have no windows
-            if is_ours and state[key] is window():
+        for (state, key), view in zip(self._slots, self._views, strict=True):
+            is_ours = not key.startswith(ROWS) and key in state  # rows have no views
+            if is_ours and state[key] is view():
                 state[key] = state[key].clone()
 
-    def _addresses(self, windows: list[Tensor]) -> list[int]:
-        tensors = [local_part(window) for window in windows] if self._is_shared else windows
+    def _addresses(self, views: list[Tensor]) -> list[int]:
+        tensors = [local_part(view) for view in views] if self._is_shared else views
         return list(map(torch.Tensor.data_ptr, tensors))
 
 
 class WeightGroup:
     """The constrained parameters of a group on one device that have ever had a gradient.
 
-    The tensors in their state, which is complete, and in their tallies are replaced by windows.
+    The tensors in their state, which is complete, and in their tallies are replaced by views.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class WeightGroup:
         # parameters themselves move, unless a master or a shard does, which every step looks up
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
-        self.windows = Windows(weights, {kind.name for kind in declared}, self.forget)
+        self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
         # the step under way: gradients, places that stay, and the same as a mask
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
@@ -180,14 +180,14 @@ class WeightGroup:
         return changed
 
     def forget(self) -> None:
-        """Let go of all state: a window is gone, perhaps so that its memory is freed."""
+        """Let go of all state: a view is gone, perhaps so that its memory is freed."""
         for batch in self.batches:
             batch.state = {}
         self.masters = []
 
     def is_intact(self, states: object) -> bool:
         """Say whether parameters and state, of all ``states``, are those this was built of."""
-        if not self.windows.are_intact(states):
+        if not self.views.are_intact(states):
             return False
         self._now = self._look()
         return self._now[1] == self._seen[1] or all(
@@ -216,7 +216,7 @@ class WeightGroup:
 
     # ---- before anything changes ---------------------------------------------------------------
 
-    def fit(self, grads: list[Tensor | None], groups: list[Group]) -> bool:
+    def check_gradients(self, grads: list[Tensor | None], groups: list[Group]) -> bool:
         """Raise for gradients of another kind; return False if a parameter is of another now."""
         for weight, grad in zip(self.weights, grads, strict=True):
             if grad is None or _KIND(grad) == weight.kind:
@@ -228,7 +228,7 @@ class WeightGroup:
             return False
         return True
 
-    def take(
+    def set_gradients(
         self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
     ) -> list[Weight]:
         """Set the gradients of this step, one for each parameter and already checked; judge them.
@@ -360,7 +360,7 @@ class WeightGroup:
         nonfinite: str,
         done: set[int],
     ) -> Task | None:
-        """Return what this step asks of a batch; None if none of its weights moves."""
+        """Return the step of a batch; None if none of its weights moves."""
         places, chosen = batch.places, None
         if self._staying and not self._staying.isdisjoint(places):
             chosen = [i for i, place in enumerate(places) if place not in self._staying]
@@ -497,10 +497,10 @@ def _move_rows(
         split, value = weight.local_manifold.plain_parts, values[weight.place]
         parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
         if not reads:  # its kernels take a verdict, but only one
-            stays = grad.new_zeros((), dtype=torch.float32)
+            found_inf = grad.new_zeros((), dtype=torch.float32)
             if ok is not None:
-                stays = (~ok[weight.place]).float()
-            move_rows(list(split(value)), parts, own, stays)
+                found_inf = (~ok[weight.place]).float()
+            move_rows(list(split(value)), parts, own, found_inf)
         parameters += split(value)
         grads += parts
         states += own

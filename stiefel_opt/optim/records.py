@@ -27,7 +27,7 @@ class Records:
         self.readings: dict[Tensor, Stiefel | None] = {}
         self.reported = 0
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
-        self._tallies: dict[Tensor, StateDict] = {}  # windows on counts
+        self._tallies: dict[Tensor, StateDict] = {}  # views on counts
 
     def recall(self, parameters: list[Tensor]) -> None:
         """Remember tags, and restore those that a swap took along: the objects stay the same."""

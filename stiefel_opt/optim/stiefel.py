@@ -14,13 +14,13 @@ from stiefel_opt.functional import adaptive
 from stiefel_opt.functional.adaptive import adaptive_sgd, with_radius
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.momentum import (
-    BASE,
     FACTOR,
     NORMAL,
-    SHIFT,
+    OVERLAP,
     SKEW,
+    UNPROJECTED,
     adam,
-    corrected_deferred,
+    corrected_unprojected,
     evaluated,
     sgd,
 )
@@ -41,9 +41,9 @@ from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
 U_STATE: Final = State(NORMAL, symmetry="normal")
-_DEFERRED: Final = (
-    State(BASE, tall_only=True),
-    State(SHIFT, "mm", tall_only=True),
+_UNPROJECTED: Final = (
+    State(UNPROJECTED, tall_only=True),
+    State(OVERLAP, "mm", tall_only=True),
     State(FACTOR, "mm", start="I", tall_only=True),
 )
 _FRICTION: Final = (
@@ -122,7 +122,7 @@ class StiefelSGD(SGDLike):
     """
 
     rule = "StiefelSGD"
-    velocity_names = (SKEW, NORMAL, BASE, SHIFT, FACTOR)
+    velocity_names = (SKEW, NORMAL, UNPROJECTED, OVERLAP, FACTOR)
     _legacy_defaults: ClassVar = {"adaptive": False}
 
     def __init__(
@@ -164,7 +164,7 @@ class StiefelSGD(SGDLike):
             return ()
         if group["nesterov"]:
             return Z_STATE, U_STATE
-        return (Z_STATE, *_DEFERRED[: 3 - (group["transport"] == "projected")])
+        return (Z_STATE, *_UNPROJECTED[: 3 - (group["transport"] == "projected")])
 
     @override
     def rule_for(self, group: Group) -> Rule:
@@ -176,7 +176,7 @@ class StiefelSGD(SGDLike):
 
     @override
     def correction_for(self, group: Group) -> Correction:
-        return corrected_deferred
+        return corrected_unprojected
 
     @override
     def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:
@@ -185,7 +185,7 @@ class StiefelSGD(SGDLike):
     @override
     def state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:
         identity = torch.eye(Z.size(-1), dtype=Z.dtype, device=Z.device).expand_as(Z)
-        return {SKEW: Z, NORMAL: U, BASE: U, SHIFT: torch.zeros_like(Z), FACTOR: identity}
+        return {SKEW: Z, NORMAL: U, UNPROJECTED: U, OVERLAP: torch.zeros_like(Z), FACTOR: identity}
 
 
 class StiefelAdam(AdamLike):

@@ -20,16 +20,16 @@ def step_sgd(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
-    stays: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Apply ``torch.optim.SGD`` with the options of ``group``; ``states`` holds a dict for each.
 
-    All stay as they are if ``stays`` is not 0: fused kernels do that without a host read.
+    All stay as they are if ``found_inf`` is not 0: fused kernels do that without a host read.
     """
     buffers: list[Tensor | None] = []
     if group["momentum"] != 0:
         for state, parameter in zip(states, parameters, strict=True):
-            if stays is not None and "momentum_buffer" not in state:  # the kernel may not fill it
+            if found_inf is not None and "momentum_buffer" not in state:  # no kernel fills it
                 state["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [state.get("momentum_buffer") for state in states]
     sgd(
@@ -43,9 +43,9 @@ def step_sgd(
         nesterov=group["nesterov"],
         maximize=group["maximize"],
         has_sparse_grad=any(grad.is_sparse for grad in grads),
-        foreach=group["foreach"] if stays is None else False,
-        fused=group["fused"] if stays is None else True,
-        found_inf=stays,
+        foreach=group["foreach"] if found_inf is None else False,
+        fused=group["fused"] if found_inf is None else True,
+        found_inf=found_inf,
     )
     for state, buffer in zip(states, buffers, strict=False):
         state["momentum_buffer"] = buffer
@@ -77,11 +77,11 @@ def step_adam(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
-    stays: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """Apply ``torch.optim.Adam`` with the options of ``group``; arguments as :func:`step_sgd`."""
     for parameter, state in zip(parameters, states, strict=True):
-        init_adam(group, parameter, state, on_device=stays is not None)
+        init_adam(group, parameter, state, on_device=found_inf is not None)
     moments = [[state[name] for state in states] for name in adam_moments(group)]
     adam(
         parameters,
@@ -98,11 +98,11 @@ def step_adam(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],
-        foreach=group["foreach"] if stays is None else False,
+        foreach=group["foreach"] if found_inf is None else False,
         capturable=group["capturable"],
-        fused=group["fused"] if stays is None else True,
+        fused=group["fused"] if found_inf is None else True,
         decoupled_weight_decay=group["decoupled_weight_decay"],
-        found_inf=stays,
+        found_inf=found_inf,
     )
 
 
@@ -140,15 +140,15 @@ def step_rows(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
-    stays: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """Apply a rule to views on rows; fused kernels get copies that are real and without gaps."""
-    if not group.get("fused") and stays is None:
+    if not group.get("fused") and found_inf is None:
         rule(group, parameters, grads, states)
         return
     dense = list(map(_dense, parameters))
     copies = [{name: _dense(value) for name, value in state.items()} for state in states]
-    rule(group, dense, list(map(_dense, grads)), copies, stays)
+    rule(group, dense, list(map(_dense, grads)), copies, found_inf)
     for parameter, copy in zip(parameters, dense, strict=True):
         _put_back(parameter, copy)
     for parameter, state, copied in zip(parameters, states, copies, strict=True):
@@ -163,13 +163,13 @@ def step_rows(
 
 
 def step_unless(
-    stays: Tensor,
+    found_inf: Tensor,
     update: Callable[[list[Tensor], list[Tensor], Sequence[Group]], None],
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
 ) -> None:
-    """Apply a rule to copies; keep them unless ``stays``, a number on their device, is not 0."""
+    """Apply a rule to copies; keep them if ``found_inf``, a number on their device, is 0."""
     values = [parameter.clone() for parameter in parameters]
     copies = [
         {key: t.clone() if isinstance(t, Tensor) else t for key, t in state.items()}
@@ -177,12 +177,12 @@ def step_unless(
     ]
     update(values, grads, copies)
     for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(torch.where(stays != 0, parameter, value))
+        parameter.copy_(torch.where(found_inf != 0, parameter, value))
     for state, copy in zip(states, copies, strict=True):
         for key, value in copy.items():
-            if isinstance(value, Tensor) and value.device == stays.device:
+            if isinstance(value, Tensor) and value.device == found_inf.device:
                 earlier = state.get(key, torch.zeros_like(value))
-                state[key] = torch.where(stays != 0, earlier, value)
+                state[key] = torch.where(found_inf != 0, earlier, value)
             else:
                 state[key] = value
 

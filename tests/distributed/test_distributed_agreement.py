@@ -151,7 +151,7 @@ def all_tell_an_overflow_of_one(name, choice):
                 grad = value(parameter.shape, 1000 + step, torch.float32)
                 parameter.grad = part(grad, mesh, parameter.placements)
             if step == 2 and dist.get_rank() == dist.get_world_size() - 1:
-                names = {"deferred_base", "momentum_normal"} & opt.state[shard].keys()
+                names = {"momentum_unprojected", "momentum_normal"} & opt.state[shard].keys()
                 opt.state[shard][names.pop()].to_local()[-1:].mul_(1e20)
             with warnings.catch_warnings(record=True) as heard:
                 warnings.simplefilter("always")

@@ -15,12 +15,12 @@ import pytest
 import torch
 from cases import in_turn
 from rule_cases import (
-    DEFERRED,
     NORMAL,
     RULES,
     SHAPES,
     SKEW,
     SQUARES,
+    UNPROJECTED,
     RuleCase,
     by_columns,
     largest,
@@ -33,7 +33,7 @@ from torch import Tensor
 from stiefel_opt.device import Fixed, Now
 from stiefel_opt.functional import Length, Sums
 from stiefel_opt.functional.flows import corrected
-from stiefel_opt.functional.momentum import corrected_deferred
+from stiefel_opt.functional.momentum import corrected_unprojected
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, random_point
 from stiefel_opt.linalg import LOCAL_SUMS, gram, own_gram
 
@@ -143,25 +143,25 @@ def test_numbers_of_a_batch_may_differ_from_matrix_to_matrix(case, shape, genera
 KEPT = {
     "no-state": (),
     "normal": (SKEW, NORMAL),
-    "deferred": (SKEW, *DEFERRED),
-    "deferred-projected": (SKEW, DEFERRED[0], DEFERRED[2]),
+    "unprojected": (SKEW, *UNPROJECTED),
+    "unprojected-projected": (SKEW, UNPROJECTED[0], UNPROJECTED[2]),
 }
 every_kept = pytest.mark.parametrize(("kept", "shape"), list(itertools.product(KEPT, SHAPES[:-1])))
 
 
 def normal_of(point: Tensor, state: dict[str, Tensor]) -> Tensor | None:
     """U of the state, evaluated by its definition B L - X N."""
-    if NORMAL in state or DEFERRED[0] not in state:
+    if NORMAL in state or UNPROJECTED[0] not in state:
         return state.get(NORMAL)
-    base, factor, shift = (state.get(name) for name in DEFERRED)
+    base, factor, shift = (state.get(name) for name in UNPROJECTED)
     return (base if factor is None else base @ factor) - point @ shift
 
 
 def correct(
     kept: str, point: Tensor, state: dict[str, Tensor], sums: Sums = LOCAL_SUMS, own: Any = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    if kept.startswith("deferred"):
-        return corrected_deferred(point, state, sums, own)
+    if kept.startswith("unprojected"):
+        return corrected_unprojected(point, state, sums, own)
     return corrected(point, state, sums, own, (NORMAL,))
 
 
@@ -181,11 +181,11 @@ def test_corrections_remove_rounding_from_the_point_and_from_its_normal_momentum
     assert gram_error(fixed).max() < 1e-12
     torch.testing.assert_close(fixed, polar_factor(off), rtol=0, atol=1e-12)
     assert SKEW not in changed
-    assert changed.keys() == state.keys() & {NORMAL, DEFERRED[2]}
+    assert changed.keys() == state.keys() & {NORMAL, UNPROJECTED[2]}
     normal = normal_of(fixed, {**state, **changed})
     if normal is not None:
         assert gram(fixed, normal).abs().max() < 1e-12
-        base, factor = state.get(DEFERRED[0]), state.get(DEFERRED[1])
+        base, factor = state.get(UNPROJECTED[0]), state.get(UNPROJECTED[1])
         whole = state.get(NORMAL) if base is None else base if factor is None else base @ factor
         expected = whole - fixed @ (fixed.mT @ whole)
         torch.testing.assert_close(normal, expected, rtol=0, atol=1e-12)
@@ -203,7 +203,7 @@ def test_corrections_leave_every_bit_of_what_is_exact(kept, shape):
     normal = base - point @ (point.mT @ base)
     identity = torch.eye(m, dtype=torch.float64).repeat(2, 1, 1)
     values = (normal, base, 2 * identity, (1 + ("factor" in str(KEPT[kept]))) * point.mT @ base)
-    every = dict(zip((NORMAL, *DEFERRED), values, strict=True))
+    every = dict(zip((NORMAL, *UNPROJECTED), values, strict=True))
     state = {name: every[name] for name in KEPT[kept] if name in every and n > m}
     fixed, changed = correct(kept, point, state)
     assert torch.equal(fixed, point)

@@ -76,9 +76,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"`momentum_skew of k.weight` must have shape \(2, 3, 3\), got shape \(1, 3, 3\); load",
     ),
     "tall state": (
-        lambda saved: with_state(saved, "up.weight", "deferred_base", lambda old: old.mT),
+        lambda saved: with_state(saved, "up.weight", "momentum_unprojected", lambda old: old.mT),
         ValueError,
-        r"`deferred_base of up.weight` must have shape \(10, 6\), got shape \(6, 10\)",
+        r"`momentum_unprojected of up.weight` must have shape \(10, 6\), got shape \(6, 10\)",
     ),
     "state of the second range of rows": (
         lambda saved: with_state(saved, "fused.weight", "momentum_skew.1", lambda old: old[0]),

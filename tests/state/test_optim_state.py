@@ -37,7 +37,7 @@ def saved_size(value):
 # ---- names and shapes ----------------------------------------------------------------------------
 
 SMALL = {
-    "sgd": {"momentum_skew", "deferred_factor", "deferred_shift"},
+    "sgd": {"momentum_skew", "momentum_factor", "momentum_overlap"},
     "sgd-nesterov": {"momentum_skew"},
     "sgd-adaptive": {"momentum_skew"},
     "adam": {"momentum_skew", "exp_avg_sq_skew"},
@@ -65,7 +65,7 @@ ROWS = {  # torch's own, of each part of the plain rows
     "cayley-adam": {*OF_ADAM, "max_exp_avg_sq"},
 }
 TALL = {
-    "sgd": {"deferred_base"},
+    "sgd": {"momentum_unprojected"},
     "sgd-nesterov": {"momentum_normal"},
     "sgd-adaptive": {"momentum_normal"},
     "adam": {"momentum_normal", "exp_avg_sq_normal"},

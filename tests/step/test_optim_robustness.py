@@ -287,7 +287,7 @@ def test_a_start_off_the_manifold_is_on_it_after_one_step(
 # ---- nothing moves ------------------------------------------------------------------------------
 
 STATE = {
-    "sgd": {"step", "momentum_skew", "deferred_base", "deferred_factor", "deferred_shift"},
+    "sgd": {"step", "momentum_skew", "momentum_unprojected", "momentum_factor", "momentum_overlap"},
     "adam": {
         "step",
         "momentum_skew",
