@@ -133,6 +133,22 @@ def test_what_options_of_adam_mean_by_default(
     assert list(optimizer.radii_of()) == [one] * (meant["radius"] == "virtual")
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_last_step_is_measured_along_the_direction_that_was_taken(
+    shape: tuple[int, ...], nesterov: bool
+) -> None:
+    parameter = weight(shape)
+    optimizer = make("radius", parameter, lr=0.01, nesterov=nesterov)
+    descend(parameter, optimizer, 1)
+    for _ in range(4):
+        before = parameter.detach().clone()
+        descend(parameter, optimizer, 1)
+        chord = float(torch.linalg.matrix_norm(parameter.detach() - before, 2).max())
+        angle = optimizer.angles_of()[parameter]
+        assert math.isclose(angle, 2 * math.asin(chord / 2), rel_tol=2e-3)
+
+
 @pytest.mark.parametrize("saved", ["state_dict", "pickle"])
 @pytest.mark.parametrize(
     ("options", "missing"),
