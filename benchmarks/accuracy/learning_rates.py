@@ -552,9 +552,9 @@ def draw(content: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     titles = {
-        ", short,": "trained for 50 steps",
-        ", long, decay": "ten times as long, falling rate",
-        ", long, constant": "ten times as long, constant rate",
+        ", short,": "50 steps, both schedules",
+        ", long, decay": "500 steps, falling learning rate",
+        ", long, constant": "500 steps, constant learning rate",
     }
     figure, axes = pyplot.subplots(1, len(titles), figsize=(11, 3.4), layout="constrained")
     for axis, (part, title) in zip(axes, titles.items(), strict=True):
