@@ -363,10 +363,17 @@ def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", OPTIMIZERS)
-def test_a_hundred_thousand_steps_in_float32_do_not_drift(algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [
+        *((algorithm, {"lr": 0.01}) for algorithm in OPTIMIZERS),
+        ("sgd", {"lr": 0.001, "transport": "published"}),
+        ("adam-printed", {"lr": 0.001, "transport": "published"}),
+    ],
+)
+def test_a_hundred_thousand_steps_in_float32_do_not_drift(algorithm, own):
     net = model()
-    opt = optimizer(algorithm, net.parameters(), lr=0.01)
+    opt = optimizer(algorithm, net.parameters(), **own)
     largest = 0.0
     generator = torch.Generator().manual_seed(0)
     matrices = list(constrained(net).values())
