@@ -93,10 +93,13 @@ class Sums:
     Args:
         row_sum: Sum over the processes that share the rows. None: all rows are here.
         rows: How many rows a matrix has, with those elsewhere. None: as many as are here.
+        scale: What the parameter is over its matrices, and so their learning rate is divided by.
     """
 
-    def __init__(self, row_sum: RowSum | None = None, rows: int | None = None) -> None:
-        self.row_sum, self.rows = row_sum, rows
+    def __init__(
+        self, row_sum: RowSum | None = None, rows: int | None = None, scale: float = 1.0
+    ) -> None:
+        self.row_sum, self.rows, self.scale = row_sum, rows, scale
 
     def __call__(self, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Return A'B, ``(k, m, m)``, for each pair; processes talk once."""

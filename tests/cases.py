@@ -156,8 +156,10 @@ class OptimizerCase:
         dropped = ("lr", "weight_decay", "decoupled_weight_decay")
         options = {key: value for key, value in self.options.items() if key not in dropped}
         if self.options.get("decoupled_weight_decay"):
-            options["decay"] = self.lr / scale * self.options["weight_decay"]
-        return TABLE[self.algorithm].reference(point, lr=self.lr / scale, **options)
+            options["decay"] = self.lr * self.options["weight_decay"]
+        is_angle = self.options.get("adaptive") or self.options.get("radius") == "angle"
+        lr = self.lr if is_angle else self.lr / scale
+        return TABLE[self.algorithm].reference(point, lr=lr, **options)
 
 
 OPTION_GRID = [

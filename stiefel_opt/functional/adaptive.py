@@ -93,6 +93,7 @@ def with_radius(
         state: That of the rule, and for "virtual" r^2 - 1 as ``radius_growth``, ``(k, 1, 1)``,
             which starts as 0.
         weight_decay: d, decoupled.
+        sums: Its ``scale`` s has divided eta: the decay is of eta s, as is the angle of "angle".
 
     Note: What r grows by is the nominal length of a step, eta sqrt(n), and not that of the step
         itself: gradients that are independent of each other act in full, sooner or later, and equal
@@ -100,9 +101,9 @@ def with_radius(
     """
     reader, n = reader or reader_for(X), X.size(-2) if sums.rows is None else sums.rows
     if radius != "virtual":
-        rate = lr / (math.sqrt(n) if isinstance(radius, str) else radius)
+        rate = lr / (math.sqrt(n) / sums.scale if isinstance(radius, str) else radius)
         return rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
-    kept = (1 - lr * weight_decay) ** 2
+    kept = (1 - lr * sums.scale * weight_decay) ** 2
     growth, rate, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     least, most = math.inf, -math.inf
     if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
@@ -167,7 +168,7 @@ def adaptive_sgd(
     if U is not None:
         slopes = slopes + sums.add(_slopes(minus_g, U))
     b, s = slopes.unsafe_chunk(2, dim=-1)
-    mu, new = _friction(b, -s, state, momentum, X.size(-1))
+    mu, new = _friction(b, -s, state, momentum, X.size(-1) * sums.scale**2)
     unit = new[FACTOR] * new[UNIT]
     eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
     new_Z = torch.addcmul(minus_f, mu, Z)
@@ -198,7 +199,7 @@ class _FarReader(Reader):
 
 
 def _friction(
-    b: Tensor, s: Tensor, state: Mapping[str, Tensor], momentum: float, m: int
+    b: Tensor, s: Tensor, state: Mapping[str, Tensor], momentum: float, m: float
 ) -> tuple[Tensor, Tensors]:
     """Return mu, and the new w and c.
 

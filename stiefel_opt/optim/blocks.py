@@ -143,7 +143,8 @@ class Stack:
         part, reading = first.weight.manifold.blocks(model)[first.index]
         self.row_count, self.column_count = reading.matrices(part).shape[-2:]
         shards = first.weight.shards
-        self.sums = Sums(None if shards is None else shards.row_sum, self.row_count)
+        row_sum = None if shards is None else shards.row_sum
+        self.sums = Sums(row_sum, self.row_count, first.reading.scale)
         self.declared = {
             kind.name: kind
             for kind in declared

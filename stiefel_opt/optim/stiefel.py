@@ -219,8 +219,8 @@ class StiefelAdam(AdamLike):
             option go on with False.
         radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
             number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
-            would, ``r^2 <- (1 - lr d)^2 r^2 + lr^2 n`` for matrices of n rows and the decoupled
-            weight decay d, so that the matrix turns less and less as that weight does. "angle":
+            would, ``r^2 <- (1 - lr d)^2 r^2 + (lr / s)^2 n`` for matrices of n rows times a scale s
+            and the decoupled weight decay d, so that they turn less and less as it does. "angle":
             sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; the step as
             printed has 1. Default: None, which is "virtual", with published transport 1. See
             :func:`stiefel_opt.functional.with_radius`. Checkpoints from before there was a radius

@@ -81,15 +81,31 @@ def test_the_radius_is_the_norm_that_nominal_steps_would_give(
     assert math.isclose(optimizer.radii_of()[parameter], expected, rel_tol=1e-12)
 
 
-def test_with_weight_decay_the_angle_of_a_step_has_a_limit() -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.2, 5.0])
+def test_with_weight_decay_the_angle_of_a_step_has_a_limit(scale: float) -> None:
     lr, decay = 0.05, 0.4
     parameter = weight((16, 2))
-    optimizer = so.StiefelAdamW([parameter], lr=lr, weight_decay=decay)
+    group = {"params": [parameter], "stiefel": so.Stiefel(scale=scale)}
+    optimizer = so.StiefelAdamW([group], lr=lr, weight_decay=decay)
     for _ in range(400):  # gradients of one sign: steps of full length
         parameter.grad = torch.randn(16, 2, dtype=torch.float64)
         optimizer.step()
-    nominal = lr * 4 / optimizer.radii_of()[parameter]
+    nominal = lr / scale * 4 / optimizer.radii_of()[parameter]
     assert math.isclose(nominal, math.sqrt(2 * lr * decay), rel_tol=0.02)
+
+
+@pytest.mark.parametrize("name", ["angle", "adaptive", "adaptive, Nesterov"])
+def test_a_learning_rate_that_is_an_angle_is_that_at_every_scale(name: str) -> None:
+    angles = []
+    for scale in (1.0, 0.1, 5.0):
+        parameter = weight((12, 3))
+        group = {"params": [parameter], "stiefel": so.Stiefel(scale=scale)}
+        rule, options = RULES.get(name, (so.StiefelAdam, {"lr": 0.1, "radius": "angle"}))
+        optimizer = rule([group], **options)
+        parameter.grad = weight((12, 3)).detach().flip(0)
+        optimizer.step()
+        angles.append(optimizer.angles_of()[parameter])
+    assert angles == pytest.approx([angles[0]] * 3, rel=1e-12)
 
 
 def test_small_steps_are_not_lost_in_the_rounding_of_the_radius() -> None:
