@@ -169,6 +169,7 @@ def adaptive_sgd(
         slopes = slopes + sums.add(_slopes(minus_g, U))
     b, s = slopes.unsafe_chunk(2, dim=-1)
     mu, new = _friction(b, -s, state, momentum, X.size(-1) * sums.scale**2)
+    new[SLOPE] = new[SLOPE] * (lr != 0)  # of a step that goes nowhere nothing is to be learned
     unit = new[FACTOR] * new[UNIT]
     eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
     new_Z = torch.addcmul(minus_f, mu, Z)

@@ -251,6 +251,16 @@ def test_a_run_may_start_at_an_optimum(name: str, shape: tuple[int, ...]) -> Non
     assert losses[-1] - best < 1e-8 * abs(best)
 
 
+def test_a_learning_rate_of_zero_teaches_nothing() -> None:
+    parameter = weight((12, 3))
+    optimizer = make("adaptive", parameter)
+    descend(parameter, optimizer, 3)
+    factor = optimizer.factors_of()[parameter]
+    optimizer.param_groups[0]["lr"] = 0.0
+    descend(parameter, optimizer, 50)
+    assert 0.8 * factor < optimizer.factors_of()[parameter] < 1.2 * factor
+
+
 def test_a_gradient_whose_square_is_hardly_a_number_of_float32_moves() -> None:
     parameter = weight((8, 2), torch.float32)
     optimizer = make("adaptive", parameter)
