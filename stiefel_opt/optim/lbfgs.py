@@ -512,7 +512,7 @@ class _Run:
                 max_ls=min(_MOST_TRIALS, self._group["max_eval"] - self._evaluations),
             )
             t = float(length)
-            if t == 0 or new_loss > loss:
+            if not 0 < t < math.inf or new_loss > loss:  # torch's interpolation may divide by 0
                 line.stay()
                 return None
             if line.t != t:

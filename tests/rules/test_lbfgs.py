@@ -267,3 +267,21 @@ def test_a_scaled_loss_is_as_easy(factor: float) -> None:
     start = so.random_point(40, 3, generator=generator, dtype=torch.float64)
     spent = evaluations(lambda x: -(x * (a @ x)).sum(), start, best, abs(best), 120)
     assert spent[-1] < 120
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_that_drowns_in_rounding_leaves_the_parameters_finite(seed: int) -> None:
+    """The trials of torch's search may then have one length, which its interpolation divides by."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(30, 8, generator=generator) * torch.logspace(0, -2, 8)
+    b = torch.randn(30, 3, generator=generator)
+    weight = so.ManifoldParameter(torch.randn(8, 3, generator=generator))
+    plain = nn.Parameter(torch.zeros(3))
+    optimizer = so.StiefelLBFGS([weight, plain], max_iter=100, **EXACT)
+    closure = closure_of(
+        optimizer, lambda: (a @ weight - b).square().sum() + (plain - 1).square().sum()
+    )
+    losses = [float(optimizer.step(closure).detach()) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert weight.isfinite().all()
+    assert plain.isfinite().all()
