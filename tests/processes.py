@@ -6,7 +6,6 @@ import functools
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Call = tuple[Any, ...]  # a function of a module and its arguments
-TIMEOUT = timedelta(seconds=60)  # a collective that waits longer is an error of the test
+TIMEOUT = timedelta(seconds=300)  # a collective that waits longer is an error of the test
 ROOT = Path(__file__).parents[1]
 HIDDEN = str(ROOT / "tests")
 
@@ -64,15 +63,15 @@ def _work(rank: int, size: int, store: str, calls: Sequence[Call]) -> None:
 def run_script(size: int, path: Path) -> None:
     """Run a script in its folder on ``size`` processes, in the environment torchrun gives them."""
     server()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(_script, (size, port, path), nprocs=size, start_method="forkserver")
+    # A port that is looked for, left and bound again may meanwhile be another process's.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(_script, (size, store.port, path), nprocs=size, start_method="forkserver")
 
 
 def _script(rank: int, size: int, port: int, path: Path) -> None:
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     _as_main(path)
 
 

@@ -245,12 +245,16 @@ def test_strides_change_nothing_but_rounding(rule, drawn):
 
 @given(rules(), drawn_parameters((torch.float64,)))
 def test_every_matrix_moves_as_if_it_were_alone(rule, drawn):
-    """The reading is a way to write many parameters as one; a scale is one of the rate."""
+    """The reading is a way to write many parameters as one; a scale divides the learning rate.
+
+    The radius decays by 1 - lr d at any scale, so d is multiplied where lr is divided.
+    """
     kind, options = rule
     parameter, scale = drawn.parameter(), drawn.manifold.scale
     alone = [so.ManifoldParameter(matrix.detach() / scale) for matrix in drawn.matrices(parameter)]
     opt = kind([parameter], **options)
-    others = [kind([matrix], **{**options, "lr": options["lr"] / scale}) for matrix in alone]
+    scaled = {"lr": options["lr"] / scale, "weight_decay": options["weight_decay"] * scale}
+    others = [kind([matrix], **{**options, **scaled}) for matrix in alone]
     for step in range(3):
         parameter.grad = drawn.grad(parameter, step)
         for matrix, grad, other in zip(alone, drawn.matrices(parameter.grad), others, strict=True):
