@@ -176,7 +176,7 @@ def decisions(best: str) -> str:
         ["a GRU or an LSTM", "no: gates must saturate"],
         ["a convolution network", "if it must be Lipschitz; otherwise no gain"],
         ["attention, little data", "if you cannot tune the learning rate"],
-        ["attention, longer training", "no gain, but small logits"],
+        ["attention, longer training", "no gain"],
         ["a pretrained model", "no: constrain new adapters"],
     ]
     gru, cnn = (own[name, METHODS[2]] for name in ("GRU", "CNN"))
