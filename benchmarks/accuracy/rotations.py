@@ -74,20 +74,19 @@ def plainly(kind: Any, **options: Any) -> Any:
     return lambda parameters, rate: kind(parameters, lr=rate, **options)
 
 
-PRINTED = partial(so.StiefelAdam, radius=1.0, nesterov=False)
 METHODS = {
     method.name: method
     for method in (
-        Method("StiefelAdam", by_width(PRINTED), (0.03, 0.1, 0.3)),  # that of `learn`
+        Method("StiefelAdam", by_width(harness.PRINTED), (0.03, 0.1, 0.3)),  # that of `learn`
         Method("SGDG(1.5), published", plainly(SGDG, stiefel=True), (1.5,)),
         Method("SGDG", plainly(SGDG, stiefel=True), (3.0, 10.0, 30.0)),
         Method("StiefelMuon", plainly(so.StiefelMuon), (0.03, 0.1, 0.3)),
         Method("CayleyAdam", by_width(so.CayleyAdam), (0.03, 0.1, 0.3)),
         Method("ProjectedRGD", plainly(so.ProjectedRGD), (10.0, 30.0, 100.0)),
         Method("StiefelSGD", plainly(so.StiefelSGD, momentum=0.9), (1.0, 3.0, 10.0)),
-        Method("StiefelAdam, three times the steps", by_width(PRINTED), (0.1,), times=3),
+        Method("StiefelAdam, three times the steps", by_width(harness.PRINTED), (0.1,), times=3),
         # As long as the others by the clock: a step of this loss takes nearly four times theirs.
-        Method("StiefelAdam, loss kl, fewer steps", by_width(PRINTED), (0.03,), "kl", 0.3),
+        Method("StiefelAdam, loss kl, fewer steps", by_width(harness.PRINTED), (0.03,), "kl", 0.3),
     )
 }
 

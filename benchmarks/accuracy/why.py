@@ -26,7 +26,6 @@ import math
 import statistics
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ class Run(NamedTuple):
 
 
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    tagged = partial(so.StiefelAdam, radius=1.0, nesterov=False)
+    tagged = harness.PRINTED
     kind = tagged if run.method == "tagged" else torch.optim.Adam
     if run.picture != "queries":
         return kind(model.parameters(), lr=run.rate)

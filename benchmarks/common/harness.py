@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ import torch
 import stiefel_opt as so
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+# StiefelAdam without the radius and Nesterov's momentum: the papers' experiments run it.
+PRINTED = partial(so.StiefelAdam, radius=1.0, nesterov=False)
 PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt", "pymanopt")
 
 

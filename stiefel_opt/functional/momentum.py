@@ -367,7 +367,7 @@ def normal_force(X: Tensor, S: Tensor, G: Tensor) -> Tensor:
 def accumulated(
     value: Tensor, earlier: Tensor | None, momentum: float, *, nesterov: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X factors."""
+    """Return the momentum, mu Z - f for ``value`` = -f, and the direction along which X moves."""
     new = value if earlier is None else torch.add(value, earlier, alpha=momentum)
     return new, torch.add(value, new, alpha=momentum) if nesterov else new
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import stiefel_opt as so
+from benchmarks.common.harness import PRINTED
 
 SGD = {"momentum": 0.9, "weight_decay": 5e-5}
 ADAM = {"betas": (0.9, 0.999), "weight_decay": 5e-5}
@@ -40,7 +41,6 @@ class Settings(NamedTuple):
         return not self.soft and self.kind not in vars(torch.optim).values()
 
 
-PRINTED = partial(so.StiefelAdam, radius=1.0, nesterov=False)
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),

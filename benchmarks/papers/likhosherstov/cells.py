@@ -9,13 +9,13 @@ D = I, as there.
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import stiefel_opt as so
+from benchmarks.common.harness import PRINTED
 from stiefel_opt.nn import OrthogonalRNN
 
 
@@ -43,12 +43,7 @@ CELLS = {
     "cayley": Cell("SCORNN", "cayley", {"negative": 0}, start="helfrich"),
     "urnn": Cell("URNN", "urnn", start=None, complex_numbers=True),
     "eurnn": Cell("EURNN", "eurnn", start=None, complex_numbers=True),
-    "adam": Cell(
-        "constrained, StiefelAdam",
-        "tagged",
-        rule=partial(so.StiefelAdam, radius=1.0, nesterov=False),
-        rate=10.0,
-    ),
+    "adam": Cell("constrained, StiefelAdam", "tagged", rule=PRINTED, rate=10.0),
     "rgd": Cell("constrained, ProjectedRGD", "tagged", rule=so.ProjectedRGD, rate=1000.0),
     "free": Cell("unconstrained", FREE),  # the cell of CWY, and its initialisation
     "lstm": Cell("LSTM"),

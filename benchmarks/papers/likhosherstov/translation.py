@@ -26,16 +26,14 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import stiefel_opt as so
+from benchmarks.common.harness import PRINTED
 from benchmarks.common.programs import Help, Panel, add_flags, parsed, run, spread, write_report
 from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov import phrases
 from benchmarks.papers.likhosherstov.cells import Both
 from benchmarks.papers.likhosherstov.translator import FREE, MAPS, Translator
 
-RULES = {
-    "StiefelAdam": partial(so.StiefelAdam, radius=1.0, nesterov=False),
-    "ProjectedRGD": so.ProjectedRGD,
-}
+RULES = {"StiefelAdam": PRINTED, "ProjectedRGD": so.ProjectedRGD}
 ROWS = [*FREE, "SCORNN", "ProjectedRGD", "EXPRNN", "CWY"]  # of the paper's table 3
 # 2^loss, minutes for 10 epochs and millions of parameters; CWY by L / N, N = 1024.
 PUBLISHED: Mapping[str | float, str] = {

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import stiefel_opt as so
 from benchmarks.common import programs
+from benchmarks.common.harness import PRINTED
 from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov import video_units
 from benchmarks.papers.likhosherstov.cells import Both
@@ -45,9 +46,7 @@ def descent(metric: str, retraction: str) -> video_units.Method:
 METHODS = {
     "T-CWY": video_units.Method("tcwy"),
     "OWN": video_units.Method("own"),
-    "StiefelAdam": video_units.Method(
-        "tagged", partial(so.StiefelAdam, radius=1.0, nesterov=False)
-    ),
+    "StiefelAdam": video_units.Method("tagged", PRINTED),
     "StiefelSGD": video_units.Method("tagged", partial(so.StiefelSGD, momentum=0.9)),
     "RGD-C-C": descent("canonical", "cayley"),
     "RGD-E-C": descent("euclidean", "cayley"),
