@@ -4,7 +4,8 @@ Settings: Kong, Wang & Tao (ICLR 2023), table 4; results: their table 1, mean an
 runs. Algorithms 1 and 2 are the published rules, ``stiefel-sgd`` and ``stiefel-adam`` ours.
 ``released-cayley-sgd`` loses its momentum, as the released code does; Momentumless is the method of
 Wen & Yin, with momentum for the plain weights only; Regularizer is X <- X - w X (X'X - I) before
-the step, as in their code. Not in the paper: the penalty as a term of the loss, and ``rgd``.
+the step, as in their code. Not in the paper: ``stiefel-adamw``, the default step of this package in
+place of AdamW's; the penalty as a term of the loss; ``rgd``.
 """
 
 import json
@@ -65,6 +66,7 @@ OPTIMIZERS = {
     "algorithm-2": Settings(
         "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
     ),
+    "stiefel-adamw": Settings("StiefelAdamW", so.StiefelAdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
     "cayley-adam": Settings("CayleyAdam", so.CayleyAdam, 1e-2, ADAM, ratio=0.1),
     "regularizer-adam": Settings("Adam, regularized", PRINTED, 1e-3, ADAM, soft="step"),
     "penalty-adam": Settings("Adam with penalty", PRINTED, 1e-3, ADAM, soft="loss"),
