@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common.harness import RESULTS, atomic
+from benchmarks.common.harness import RESULTS, atomic, final_value, final_values
 
 DPI = 160
 # Colours that colour-blind readers can tell apart (Okabe & Ito, and two more); one a family.
@@ -248,7 +248,7 @@ def translation(path: Path) -> None:
         if count:  # the same share of N has the same look in every set
             cell = f"{cell} L=N/{run['hidden'] // int(count)}".removesuffix("/1")
         kept = sets.setdefault(f"{pairs}, N = {run['hidden']}", {})
-        kept.setdefault(cell, []).append(2 ** run["history"][-1]["loss"])
+        kept.setdefault(cell, []).extend(2**loss for loss in final_values([run], "loss"))
     figure, (axes,) = start(len(sets), (5.6 * len(sets), 4.4))
     for axis, (title, found) in zip(axes, sets.items(), strict=True):
         ranked = sorted(found, key=lambda name: statistics.fmean(found[name]))
@@ -326,14 +326,23 @@ def vit_table(path: Path) -> None:
 
 def vit_long(path: Path) -> None:
     """Test error of every seed at the end of the longest training."""
-    runs, found = read(path)["runs"], {}
-    for run in runs:
-        error = float(run["test_errors"].split()[-1])
-        found.setdefault(run["title"], []).append(error)
+    found = final_test_errors(read(path)["runs"])
     figure, ((axis,),) = start(1, (8, 3.6))
     dots(axis, found, "test error (%)")
     axis.set_title(f"CIFAR-10 after 100 epochs, 16,000 images, {number_of_seeds(found)}")
     save(figure, path)
+
+
+def final_test_errors(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Those of each method, of whole runs or of summaries, which have no history."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if "history" in run:
+            errors = [entry["test_error"] for entry in run["history"]]
+        else:
+            errors = [float(error) for error in run["test_errors"].split()]
+        found.setdefault(run["title"], []).append(final_value(errors))
+    return found
 
 
 def dots(axis: Any, found: Mapping[str, Sequence[float]], label: str) -> None:
@@ -353,11 +362,7 @@ def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     size = (3.2 * len(sets) + 3, 1.2 + 0.23 * count)
     figure, axes = start(len(sets), size, sharey=True)
     for axis, (title, runs) in zip(axes[0], sets.items(), strict=True):
-        found: dict[str, list[float]] = {}
-        for run in runs:
-            last = run["last_epoch"] if "last_epoch" in run else run["history"][-1]
-            found.setdefault(run["title"], []).append(last["test_error"])
-        dots(axis, found, "test error (%)")
+        dots(axis, final_test_errors(runs), "test error (%)")
         axis.set_title(title, fontsize=10)
     save(figure, path)
 

@@ -19,7 +19,7 @@ import re
 import statistics
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -306,6 +306,19 @@ def middle_and_range(values: Sequence[float], form: str) -> str:
     """The median, with the range in brackets."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:{form}} ({low:{form}} - {high:{form}})"
+
+
+def final_value(values: Sequence[float]) -> float:
+    """Where a run ends: the median of the last five measurements, of fewer than 25 the last fifth.
+
+    A single one would tell where a jump left it.
+    """
+    return statistics.median(values[-min(5, max(1, len(values) // 5)) :])
+
+
+def final_values(runs: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """That of one entry of the history of each run."""
+    return [final_value([entry[key] for entry in run["history"]]) for run in runs]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

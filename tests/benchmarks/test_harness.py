@@ -26,6 +26,20 @@ def test_the_memory_of_a_call_is_its_peak_and_what_it_keeps() -> None:
     assert found == harness.StepMemory(peak=5 * mebibyte, kept=0)
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([4.0], 4.0),
+        ([9.0] * 8 + [4.0], 4.0),
+        ([9.0] * 9 + [4.0], 6.5),
+        ([0.0] * 20 + [5, 9, 1, 7, 3], 5),
+    ],
+)
+def test_a_run_ends_with_the_median_of_its_last_fifth(values, expected) -> None:
+    assert harness.final_value(values) == expected
+    assert harness.final_value([100.0] * 25 + [5, 9, 1, 7, 3]) == 5
+
+
 def test_a_table_lines_up_and_its_first_column_is_text() -> None:
     table = harness.markdown_table(["method", "ms"], [["one", "1.5"], ["another", "10"]])
     assert table.splitlines() == [

@@ -4,7 +4,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Sequence
 
-from benchmarks.common.harness import markdown_table
+from benchmarks.common.harness import final_values, markdown_table
 from benchmarks.common.programs import Panel, figures, plot_curves, write_table
 from benchmarks.common.training import Record
 from benchmarks.papers.kong.vit_methods import PUBLISHED, ROWS
@@ -19,12 +19,11 @@ KEPT = ("optimizer", "constraint", "lr", "constrained_lr", "title", "seed")
 
 
 def row(title: str, runs: Sequence[Record]) -> list[str]:
-    """What the last epochs of a method's runs gave, beside the test errors of the paper."""
-    histories = [run["history"] for run in runs]
-    last = [history[-1] for history in histories]
-    errors = [entry["test_error"] for entry in last]
+    """What a method's runs end with, beside the test errors of the paper."""
+    last = [run["history"][-1] for run in runs]
+    errors = final_values(runs, "test_error")
     rule, constraint = (runs[0][key] for key in ("optimizer", "constraint"))
-    speed = statistics.median(epoch["images_per_second"] for h in histories for epoch in h)
+    speed = statistics.median(entry["images_per_second"] for entry in last)
     return [
         title,
         f"{statistics.fmean(errors):.2f}",

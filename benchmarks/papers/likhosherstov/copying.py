@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import programs
-from benchmarks.common.harness import markdown_table
+from benchmarks.common.harness import final_values, markdown_table
 from benchmarks.common.training import Record, Trainer, compare, rate_factor, train_all
 from benchmarks.papers.likhosherstov import cells
 
@@ -126,7 +126,7 @@ def try_rates(options: Namespace) -> dict[str, dict[str, float]]:
 
         def keep(records: Mapping[str, Sequence[Record]], rate: float = rate) -> None:
             for title, runs in records.items():
-                reached = statistics.fmean(run["history"][-1]["of_baseline"] for run in runs)
+                reached = statistics.fmean(final_values(runs, "of_baseline"))
                 tried[title][f"{rate:g}"] = reached if math.isfinite(reached) else math.inf
 
         train_all(short, options.methods, partial(build_trainer, short), keep)
@@ -142,8 +142,9 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
         last = [run["history"][-1] for run in runs]
         first = [steps_to_a_tenth(run) for run in runs]
         speed = [e["seconds"] / options.every for run in runs for e in run["history"]]
-        row = [title, programs.spread([entry["of_baseline"] for entry in last], ".4f")]
-        row += [programs.spread([100 * entry["digits_right"] for entry in last], ".1f")]
+        right = [100 * share for share in final_values(runs, "digits_right")]
+        row = [title, programs.spread(final_values(runs, "of_baseline"), ".4f")]
+        row.append(programs.spread(right, ".1f"))
         row += [programs.spread(first, ".0f") if math.inf not in first else "not reached"]
         row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
         rows.append([*row, programs.worst([entry["orthonormality_error"] for entry in last])])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import programs
 from benchmarks.common.classification import Classification, classification_trainer
+from benchmarks.common.harness import final_values
 from benchmarks.common.images import Images, load_images
 from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov import cells
@@ -97,8 +98,9 @@ def report(options: Namespace, images: Images, records: Mapping[str, Sequence[Re
     for title, runs in records.items():
         last = [run["history"][-1] for run in runs]
         speed = [options.batch_size / e["images_per_second"] for r in runs for e in r["history"]]
-        row = [title, programs.spread([100 - entry["test_error"] for entry in last], ".2f")]
-        row += [programs.spread([100 * entry["train_accuracy"] for entry in last], ".2f")]
+        right = [100 - error for error in final_values(runs, "test_error")]
+        learned = [100 * share for share in final_values(runs, "train_accuracy")]
+        row = [title, programs.spread(right, ".2f"), programs.spread(learned, ".2f")]
         row += [f"{1000 * statistics.median(speed):.0f}", f"{runs[0]['parameters']:,}"]
         rows.append([*row, programs.worst([entry["orthonormality_error"] for entry in last])])
     side = images.train_images.size(-1)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import stiefel_opt as so
-from benchmarks.common.harness import PRINTED
+from benchmarks.common.harness import PRINTED, final_values
 from benchmarks.common.programs import Help, Panel, add_flags, parsed, run, spread, write_report
 from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov import phrases
@@ -154,7 +154,7 @@ def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Re
     """Write the table and draw the curves of the runs that are over."""
     rows = []
     for title, runs in records.items():
-        loss = [run["history"][-1]["loss"] for run in runs]
+        loss = final_values(runs, "loss")
         row = [title, spread([2**value for value in loss], ".3f")]
         row.append(f"{statistics.median(e['seconds'] for r in runs for e in r['history']):.1f}")
         key = title if "L=" not in title else int(title.split("=")[1]) / options.hidden
