@@ -41,13 +41,6 @@ def skew(matrix: Tensor) -> Tensor:
     return (matrix - matrix.mH) / 2
 
 
-def absolute_square(tensor: Tensor) -> Tensor:
-    """Return |a|^2 of every entry, real."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj()).square().sum(dim=-1)
-    return tensor.square()
-
-
 def trace_of(matrix: Tensor) -> Tensor:
     """Return the trace of a Hermitian matrix, ``(k, 1, 1)``."""
     return matrix.diagonal(dim1=-2, dim2=-1).real.sum(dim=-1)[:, None, None]
@@ -270,6 +263,11 @@ def add_to_diagonal_(matrix: Tensor, value: float) -> Tensor:
         matrix.diagonal(dim1=-2, dim2=-1).add_(value)
         return matrix
     return matrix.add_(identity_for(matrix), alpha=value)
+
+
+def half_error_(own: Tensor) -> Tensor:
+    """Turn X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal up to M^2."""
+    return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
 def plus_identity(matrix: Tensor) -> Tensor:

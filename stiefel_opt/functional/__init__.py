@@ -9,10 +9,10 @@ from stiefel_opt.functional.descent import descend as descend
 from stiefel_opt.functional.descent import project_tangent as project_tangent
 from stiefel_opt.functional.descent import retract as retract
 from stiefel_opt.functional.flows import Length as Length
-from stiefel_opt.functional.flows import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import adam as adam
 from stiefel_opt.functional.momentum import bias_correction as bias_correction
 from stiefel_opt.functional.momentum import evaluated as evaluated
+from stiefel_opt.functional.momentum import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import sgd as sgd
 from stiefel_opt.functional.muon import muon as muon
 from stiefel_opt.functional.muon import spectral_direction as spectral_direction

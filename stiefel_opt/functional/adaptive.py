@@ -35,19 +35,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.device import Reader, reader_for
-from stiefel_opt.functional.flows import (
-    Move,
-    Scalar,
-    Tensors,
-    coupling,
-    metric_parameter,
-    rotation_of_square,
-)
+from stiefel_opt.functional.flows import Move, Scalar, Tensors, coupling, rotation_of_square
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
     advance,
     carried_skew,
+    metric_parameter,
     normal_force,
     skew_force,
 )

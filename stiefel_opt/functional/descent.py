@@ -38,9 +38,15 @@ from stiefel_opt.functional.flows import (
     Scalar,
     Tensors,
     limited,
-    metric_parameter,
 )
-from stiefel_opt.functional.momentum import NORMAL, SKEW, accumulated, normal_force, skew_force
+from stiefel_opt.functional.momentum import (
+    NORMAL,
+    SKEW,
+    accumulated,
+    metric_parameter,
+    normal_force,
+    skew_force,
+)
 from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.linalg import (
     LOCAL_SUMS,

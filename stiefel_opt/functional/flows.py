@@ -22,6 +22,7 @@ from stiefel_opt.linalg import (
     add_product,
     add_to_diagonal_,
     are_finite,
+    half_error_,
     infinity_norm,
     largest_bound,
     largest_eigenvalue,
@@ -81,17 +82,7 @@ class Length(NamedTuple):
 Move = tuple[Tensor, Tensors, "Length | Tensor | float"]
 
 
-def metric_parameter(metric: str | float) -> float:
-    """Return a of the metric tr(D1'(I - a XX')D2): 1/2 is canonical, 0 Euclidean."""
-    return METRICS[metric] if isinstance(metric, str) else float(metric)
-
-
 # ---- rounding ----------------------------------------------------------------------------------
-
-
-def half_error_(own: Tensor) -> Tensor:
-    """Turn X'X into M = (I - X'X)/2, in its memory: X + X M is orthonormal up to M^2."""
-    return add_to_diagonal_(own.mul_(-0.5), 0.5)
 
 
 def orthonormalized(point: Tensor, sums: Sums) -> Tensor:

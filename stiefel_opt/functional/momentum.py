@@ -63,8 +63,6 @@ from stiefel_opt.functional.flows import (
     Tensors,
     corrected,
     coupling,
-    half_error_,
-    metric_parameter,
     rotation_of_square,
     step_factors_of,
     turned_square,
@@ -73,11 +71,11 @@ from stiefel_opt.linalg import (
     BLOCKED,
     LOCAL_SUMS,
     Sums,
-    absolute_square,
     add_product,
     add_product_,
     apply_step,
     composed,
+    half_error_,
     product,
     scale_and_add_,
 )
@@ -183,7 +181,6 @@ def adam(
     """
     reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
-    minus_g = normal_force(X, S, G) if NORMAL in state else None
     minus_f = skew_force(S, a)
     gamma = gain(betas, step, minus_f.real.dtype, nesterov=nesterov)
     gained = lr * gamma
@@ -193,19 +190,17 @@ def adam(
         most = betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5
     latest = minus_f if nesterov else None
     direction = partial(precondition, new, "skew", step, betas, eps, most, latest)
-    if minus_g is None:
+    if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
         new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
+    minus_g = normal_force(X, S, G)
     of_normal = moments(state, "normal", minus_g, betas, mu)
     latest = minus_g if nesterov else None
     V = precondition(of_normal, "normal", step, betas, eps, most, latest)
     del minus_g, latest
     U = of_normal.pop(NORMAL)
-    if transport == "isometric":  # whose transport needs V itself
-        (overlap,) = sums((X, V))
-        V = add_product_(V, X, overlap, alpha=-1.0)
     new_X, carried, length = advance(
         X, V, U, direction(), new[SKEW], gained, transport, None, sums, reader
     )
@@ -299,10 +294,13 @@ def advance(
 
         isometric: U - eta (X D + X_new) R (I + R)^(-1) C,     projected: U - eta X_new R C
 
-    where the first is the rotation of X D into X_new that changes nothing normal to both. If
-    projected V need not be normal to X: its part along X is taken out of the turn.
+    where the first is the rotation of X D into X_new that changes nothing normal to both. With
+    S = X'G given V is normal to X; without it a part of V along X is taken out.
     """
-    if transport == "isometric":
+    if transport == "isometric":  # this transport needs V itself to be normal
+        if S is None:
+            (overlap,) = sums((X, V))
+            V = add_product_(V, X, overlap, alpha=-1.0)
         W, C = sums((V, V), (V, U))
         factors = step_factors_of(direction, W, lr, reader, S, companion=True)
         step, turned = factors.step, add_product(X, X, factors.rotation)  # X D
@@ -352,6 +350,11 @@ def carried_skew(Z: Tensor, rotation: Tensor, transport: str) -> Tensors:
     return {SKEW: (projected - projected.mH) / 2}
 
 
+def metric_parameter(metric: str | float) -> float:
+    """Return a of the metric tr(D1'(I - a XX')D2): 1/2 is canonical, 0 Euclidean."""
+    return METRICS[metric] if isinstance(metric, str) else float(metric)
+
+
 def skew_force(S: Tensor, a: float) -> Tensor:
     """-f = (S' - S) / (2 (1 - a)) for S = X'G."""
     # in the memory order of S, which is also the faster one
@@ -375,6 +378,13 @@ def accumulated(
 # ---- moments -------------------------------------------------------------------------------------
 
 
+def _absolute_square(tensor: Tensor) -> Tensor:
+    """Return |a|^2 of every entry, real."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).square().sum(dim=-1)
+    return tensor.square()
+
+
 def moments(
     state: Mapping[str, Tensor],
     part: str,
@@ -387,7 +397,7 @@ def moments(
     The part of the velocity is "skew" or "normal"; ``mu`` is b1 times a rotation.
     """
     first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
-    square = absolute_square(value)
+    square = _absolute_square(value)
     torch.lerp(second, square, 1 - betas[1], out=square)
     if mu is None:
         mean = torch.lerp(first, value, 1 - betas[0])
@@ -423,11 +433,6 @@ def precondition(
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
     quotient = torch.div(first, denominator, out=None if first.is_complex() else denominator)
-    return _cut_off_(quotient, most)
-
-
-def _cut_off_(quotient: Tensor, most: Scalar) -> Tensor:
-    """Cut the absolute values of a tensor off at ``most``, in its memory."""
     if quotient.is_complex():
         return quotient.mul_((most / quotient.abs()).clamp_(max=1.0))
     return quotient.clamp_(-most, most)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
 from stiefel_opt.device import Reader, finest_dtype, reader_for
-from stiefel_opt.functional.flows import Length, Move, Scalar, half_error_
+from stiefel_opt.functional.flows import Length, Move, Scalar
 from stiefel_opt.linalg import (
     BLOCKED,
     LOCAL_SUMS,
@@ -49,6 +49,7 @@ from stiefel_opt.linalg import (
     add_product_,
     add_to_diagonal_,
     gram,
+    half_error_,
     identity_for,
     inner_product,
     own_gram,

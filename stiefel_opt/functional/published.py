@@ -60,7 +60,6 @@ from stiefel_opt.functional.flows import (
     Move,
     Scalar,
     Tensors,
-    metric_parameter,
     orthonormalized,
     shortened,
 )
@@ -69,6 +68,7 @@ from stiefel_opt.functional.momentum import (
     SKEW,
     accumulated,
     gain,
+    metric_parameter,
     moments,
     precondition,
     skew_force,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -283,7 +283,11 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         task.done.update(task.places)
         task.done.difference_update(unsafe)
 
-    complete(write)
+    try:
+        write()
+    except BaseException:  # an interrupted write is completed
+        write()
+        raise
     if isinstance(length, Length):
         length = Length(*length[:3])  # inner may be large
     batch.last = LastStep(task.places, length, ok)
@@ -327,15 +331,6 @@ def _new_point(
             start = batch.declared[name].fill_(torch.empty_like(tensor))
             new[name] = torch.where(overflowed, start, tensor)
     return new_X if scale == 1.0 else new_X * scale, new, length, overflowed
-
-
-def complete(write: Callable[[], None]) -> None:
-    """Run a write that can be repeated, again if an exception interrupts it."""
-    try:
-        write()
-    except BaseException:
-        write()
-        raise
 
 
 def _write(

@@ -12,7 +12,6 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,7 +33,6 @@ from stiefel_opt.optim.commit import (
     Correction,
     Rule,
     Task,
-    complete,
     take_step,
 )
 from stiefel_opt.optim.sharding import Shards
@@ -442,7 +440,11 @@ class WeightGroup:
                 new_skipped[places] += ~self._ok[places]
             new_skipped[self.unsafe] += 1
         written = values if is_written else []
-        complete(partial(self._write, written, new_steps, new_skipped))
+        try:
+            self._write(written, new_steps, new_skipped)
+        except BaseException:  # an interrupted write is completed
+            self._write(written, new_steps, new_skipped)
+            raise
         if is_written:
             self._remember_what_was_written(moved)
         self._grads = []
