@@ -73,4 +73,4 @@ print(f"""
 {so.report(model)}
 
 What to see: fewer digits right, but for most of them a proof that no change of the image of
-length {RADIUS} (pixels are 0 to 1) turns the answer. For the free network nothing is proved.""")
+length {RADIUS} (pixels are 0 to 1) turns the answer. For the other network nothing is proved.""")

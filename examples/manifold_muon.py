@@ -76,5 +76,5 @@ if __name__ == "__main__":
         runs = {rate: [train(data, name, rate, seed) for seed in range(SEEDS)] for rate in RATES}
         best = min(RATES, key=lambda rate: statistics.mean(run[0] for run in runs[rate]))
         loss, right, low, high, ms = map(statistics.mean, zip(*runs[best], strict=True))
-        print(f"{name}: rate {best:g}, training loss {loss:.4f}, {right:.1%} of the test images")
+        print(f"{name}, learning rate {best:g}: training loss {loss:.4f}, {right:.1%} right")
         print(f"    singular values {low:.3f} to {high:.3f}, {ms:.1f} ms a step", flush=True)

@@ -1,5 +1,5 @@
 """Remember five digits over a pause of 100 steps: the same cell with an orthogonal transition and
-with a free one, at two learning rates, and an LSTM.
+unconstrained, at two learning rates, and an LSTM.
 
     python examples/rnn_memory.py      # under a minute on one core; needs nothing but torch
 """
@@ -49,11 +49,11 @@ def train(title: str, recurrent: nn.Module, rate: float) -> None:
     with torch.no_grad():
         sequence, digits = batch(512)
         right = (model(sequence).argmax(2) == digits).float().mean().item()
-    print(f"{title:22}rate {rate:<7}{right:5.0%} of the digits  {'█' * round(30 * right)}")
+    print(f"{title:26}learning rate {rate:<7}{right:5.0%} of the digits  {'█' * round(30 * right)}")
 
 
 def cell(transition: str | None) -> OrthogonalRNN:
-    """For memory: modReLU and Henaff's start; the transition is the only difference."""
+    """For memory: modReLU and Henaff's initialisation; the transition is the only difference."""
     options = {"nonlinearity": "modrelu", "start": "henaff", "batch_first": True}
     return OrthogonalRNN(10, UNITS, transition=transition, **options)
 
@@ -61,11 +61,14 @@ def cell(transition: str | None) -> OrthogonalRNN:
 torch.set_num_threads(1)
 print(f"Repeat {DIGITS} digits after {PAUSE} steps; guessing gets one in eight.\n")
 for rate in (0.003, 0.01):
-    for title, transition in (("orthogonal transition", "tagged"), ("free transition", None)):
+    for title, transition in (
+        ("orthogonal transition", "tagged"),
+        ("unconstrained transition", None),
+    ):
         torch.manual_seed(0)
         train(title, cell(transition), rate)
 torch.manual_seed(0)
 train("LSTM", nn.LSTM(10, UNITS, batch_first=True), 0.01)
 print("""
-What to see: at the smaller rate both cells remember, at the larger one only the orthogonal cell:
-it cannot explode, so it forgives the learning rate. The LSTM would need many more steps.""")
+What to see: at the smaller learning rate both cells remember, at the larger one only the orthogonal
+cell: it cannot explode, so it forgives the learning rate. The LSTM would need many more steps.""")

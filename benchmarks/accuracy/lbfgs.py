@@ -186,7 +186,7 @@ def by_sgd(problem: Problem, rate: float) -> None:
 
 
 def by_barzilai_borwein(problem: Problem) -> None:
-    """Descent with both rates in turn and Zhang & Hager's mean, as in PRW's ascent."""
+    """Descent with both step sizes in turn and Zhang & Hager's mean, as in PRW's ascent."""
     parameter = so.ManifoldParameter(problem.start.clone())
     point = parameter.detach()
     optimizer = so.StiefelSGD([parameter], lr=1.0, momentum=0.0, metric="euclidean")
@@ -329,7 +329,7 @@ def measure(problems: list[Callable[[int], Problem]], draws: int) -> dict[str, A
 
 
 def with_best_rate(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The solvers of one problem, of StiefelSGD the rate that is fastest in the median."""
+    """The solvers of one problem, of StiefelSGD the learning rate that is fastest in the median."""
     rates = [name for name in rows if name.startswith("StiefelSGD")]
     best = min(rates, key=lambda name: np.median(numbers(rows[name], GAPS[0], 1)))
     kept = {name: entries for name, entries in rows.items() if name not in rates}

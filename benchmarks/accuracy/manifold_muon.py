@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy.manifold_muon cifar10.npz    # half an hour on one core
     python -m benchmarks.accuracy.manifold_muon                # digits, some minutes
 
-Training loss after the last epoch, test accuracy and singular values at the rate of the grid with
+Training loss after the last epoch, test accuracy and singular values at the learning rate with
 the lowest training loss with the first seed, over three seeds. Time is that of the optimizer
 alone, of steps taken apart from the trainings, methods in turn. A stopped run goes on where it was.
 """

@@ -100,7 +100,7 @@ def windows(text: Tensor, count: int, generator: torch.Generator) -> tuple[Tenso
 
 
 def optimizer_for(model: Transformer, method: str, rate: float) -> so.StiefelMuon:
-    """Hidden matrices move by the method at ``rate``, everything else by AdamW."""
+    """Hidden matrices move by the method at learning rate ``rate``, all else by AdamW."""
     attention = [layer for b in model.blocks for layer in (b.query, b.key, b.value, b.output)]
     others = [layer for b in model.blocks for layer in (b.up, b.down)]
     for layer in {"attention": attention, "all": attention + others}.get(method, []):
@@ -118,7 +118,7 @@ def optimizer_for(model: Transformer, method: str, rate: float) -> so.StiefelMuo
 
 
 def train(method: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
-    """One run; the rate rises over 5 % of the steps and falls to zero."""
+    """One run; the learning rate rises over 5 % of the steps and falls to zero."""
     train_text, held_out, characters = read_text()
     torch.manual_seed(seed)
     model = Transformer(characters)
@@ -155,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two steps of each, no file")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, default=1, help="at the best rate")
+    parser.add_argument("--seeds", type=int, default=1, help="at the best learning rate")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.quick:

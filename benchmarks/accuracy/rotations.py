@@ -47,7 +47,7 @@ Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A row: how the optimizer is made from a rate, and the rates that are tried first."""
+    """A row: how the optimizer is made from a learning rate, and those that are tried first."""
 
     name: str
     make: Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]
@@ -57,7 +57,7 @@ class Method:
 
 
 def by_width(kind: Any) -> Callable[[list[torch.nn.Parameter], float], torch.optim.Optimizer]:
-    """Rates in radians, as the default's: rate / sqrt(n) for an n x n rotation."""
+    """Learning rates in radians, as the default's: rate / sqrt(n) for an n x n rotation."""
 
     def make(parameters: list[torch.nn.Parameter], rate: float) -> torch.optim.Optimizer:
         sizes = sorted({len(p) for p in parameters})
@@ -348,7 +348,7 @@ class Bench:
         return content
 
     def tune(self, method: Method) -> float:
-        """The rate that ends lowest in short trainings: never the outermost one that was tried."""
+        """The learning rate that ends lowest in short trainings, and never the outermost one."""
         rates = sorted(self.options.rates or method.rates)
         ends: dict[float, float] = {}
         while len(rates) > 1:
@@ -363,7 +363,7 @@ class Bench:
             elif best == rates[-1]:
                 rates.append(float(f"{10 * rates[-2]:.1g}"))
             else:
-                print(method.name, "rates", ends, "best", best, flush=True)
+                print(method.name, "learning rates", ends, "best", best, flush=True)
                 return best
         return rates[0]
 
@@ -393,7 +393,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def groups(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Rows that are measured on every held-out set, by method and rate, the fixed ones first."""
+    """Rows measured on every held-out set, by method and learning rate, the fixed ones first."""
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     rows = [row for row in rows if "held_out" in row]
     sets = next(row["held_out"].keys() for row in rows if row["row"] == "full precision")
@@ -453,7 +453,7 @@ def shortened(run: dict[str, Any]) -> dict[str, Any]:
 def row_cells(
     name: str, rows: list[dict[str, Any]], fixed: dict[str, Any], runs: list[dict[str, Any]]
 ) -> list[str]:
-    """A line of the table: one method at one rate, over its seeds."""
+    """A line of the table: one method at one learning rate, over its seeds."""
     full = fixed["full precision"][0]["held_out"]
     start = {row["seed"]: row["held_out"] for row in fixed["Hadamard"]}
     seeds = ", ".join(str(row["seed"]) for row in rows if "seed" in row)
@@ -522,7 +522,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rates", type=float, nargs="+", help="instead of the grid")
     add("--seeds", type=int, nargs="+", default=list(range(5)))
     add("--steps", type=int, default=200)
-    add("--tuning-steps", type=int, default=30, help="of the trainings for a rate")
+    add("--tuning-steps", type=int, default=30, help="of the trainings that choose a learning rate")
     add("--tokens", type=int, default=256, help="of a step")
     add("--bits", type=int, default=4)
     add("--pieces", type=int, default=16, help="that are held out")

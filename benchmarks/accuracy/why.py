@@ -1,22 +1,22 @@
-"""Why orthonormal weights: three pictures, each against the same network with free weights.
+"""Why orthonormal weights: three pictures, each beside the same network unconstrained.
 
     python -m benchmarks.accuracy.why --folder DIR  # all runs, one after the other
     python -m benchmarks.accuracy.why --folder DIR --pictures copying --sizes 100 --seeds 0 1 2
     python -m benchmarks.accuracy.why --folder DIR --merge  # writes what is there
 
-copying    Ten digits are repeated after T zeros by a recurrent network of 64 units, modReLU, start
-           of Henaff et al. (2016): share of the digits that are right.
+copying    Ten digits are repeated after T zeros by a recurrent network of 64 units with modReLU and
+           the initialisation of Henaff et al. (2016): share of the digits that are right.
 deep       A tanh network of 20 or 50 layers of width 64, without normalisation, tells digits apart:
            accuracy, and singular values of the Jacobian of the last layer by the first input.
 attention  Two blocks of self-attention, four heads of 16, read digits row by row, without
            normalisation of queries and keys: accuracy, the largest logit, and the noise in the
            gradient by the logits, see `logit_noise`.
-queries    The same, with the rate of queries and keys alone; all else has one that serves it.
+queries    The same over the learning rate of queries and keys; all else has one that serves it.
 
-Each method trains at nine rates, one for all its weights, which falls to zero along a cosine, with
-Adam or, where weights are tagged, StiefelAdam. Methods of one seed see the same data in the same
-order, and start alike where their name says so. A run is a file in the folder and is not repeated
-while that is there.
+Each method trains at nine learning rates, one for all its weights, which fall to zero along a
+cosine, with Adam or, where weights are tagged, StiefelAdam. Methods of one seed see the same data
+in the same order, and have the same initialisation where their name says so. A run is a file in the
+folder and is not repeated while that is there.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from stiefel_opt.nn import OrthogonalRNN
 
 RATES = [float(f"{10 ** (power / 2):.2g}") for power in range(-10, -1)]  # 1e-5 to 1e-1
 WIDTH, HEADS = 64, 4
-REST = 3.2e-3  # the rate of all else where that of queries and keys is swept
+REST = 3.2e-3  # learning rate of all else where that of queries and keys is swept
 
 
 class Picture(NamedTuple):

@@ -1,4 +1,4 @@
-"""Minimise a function of orthonormal matrices, and of free parameters beside them."""
+"""Minimise a function of orthonormal matrices, and of unconstrained parameters beside them."""
 
 from benchopt import BaseObjective
 

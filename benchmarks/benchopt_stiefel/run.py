@@ -123,7 +123,7 @@ Runs = dict[str, dict[str, Run]]  # by solver, then by "rate seed"
 
 
 def solve(problem: str, rates: Mapping[Solver, Sequence[float]], seeds: Sequence[int]) -> Runs:
-    """Let benchopt run solvers at some rates on some seeds."""
+    """Let benchopt run solvers at some learning rates on some seeds."""
     import pandas
     from benchopt import run_benchmark
 
@@ -206,12 +206,12 @@ def fill(problem: str, folder: Path) -> Runs:
 def lacking(
     runs: Mapping[str, Run], rates: Sequence[float], seeds: Sequence[int]
 ) -> tuple[float, ...]:
-    """The rates that have not run at all of the seeds."""
+    """The learning rates that have not run at all of the seeds."""
     return tuple(r for r in rates if any(key_of(r, seed) not in runs for seed in seeds))
 
 
 def end(runs: Mapping[str, Run], rate: float) -> tuple[int, float, float]:
-    """What a rate ends with: how many seeds miss the target, and means of steps and of values."""
+    """How a learning rate ends: how many seeds miss the target, means of steps and of values."""
     ends = [score(runs[key_of(rate, seed)]) for seed in CHOOSING]
     arrived = [steps for steps, _ in ends if math.isfinite(steps)]
     steps = statistics.fmean(arrived) if arrived else math.inf
@@ -225,14 +225,14 @@ def best_rate(runs: Mapping[str, Run]) -> float:
 
 
 def shown(runs: Mapping[str, Run]) -> dict[str, Run]:
-    """The runs at the best rate, without the seeds that chose it."""
+    """The runs at the best learning rate, without the seeds that chose it."""
     rate = best_rate(runs) if runs else math.nan
     keys = [key_of(rate, seed) for seed in SEEDS]
     return {key: runs[key] for key in keys if key in runs}
 
 
 def next_rates(runs: Mapping[str, Run]) -> tuple[float, ...]:
-    """The best rate and its neighbours."""
+    """The best learning rate and its neighbours."""
     best = best_rate(runs)
     if math.isnan(best):
         return NO_RATE
@@ -255,7 +255,7 @@ def rows(store: dict[str, Runs], table: str, problems: list[str]) -> list[list[s
 
 
 def rate_rows(store: dict[str, Runs], problems: list[str]) -> list[list[str]]:
-    """What the rate does that suits the other problems of the kind, at the seeds of the choice."""
+    """How the learning rate of the other problems of the kind ends, at the seeds of the choice."""
     found = []
     for label, problem in product(("StiefelSGD, Nesterov", "StiefelAdam"), problems):
         solver, noisy = PACKAGES[label].key, PROBLEMS[problem][1] == "loss"

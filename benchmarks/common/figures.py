@@ -285,7 +285,7 @@ def muon_transformer(path: Path) -> None:
 
 
 def manifold_muon(path: Path) -> None:
-    """Training loss and test accuracy over the rates; the best rate of each with all its seeds."""
+    """Loss and accuracy over the learning rates; the best one of each method with all its seeds."""
     runs, methods = read(path)["runs"], {}
     rates = sorted({float(key.split()[1]) for key in runs})
     for key, (loss, right, *_) in runs.items():

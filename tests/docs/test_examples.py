@@ -77,12 +77,12 @@ def test_the_demo(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     text = shown("rnn_memory", tmp_path)
-    tagged = numbers(r"orthogonal transition +rate [\d.]+ +(\d+)%", text)
-    free = numbers(r"free transition +rate [\d.]+ +(\d+)%", text)
+    tagged = numbers(r"orthogonal transition +learning rate [\d.]+ +(\d+)%", text)
+    free = numbers(r"unconstrained transition +learning rate [\d.]+ +(\d+)%", text)
     assert min(tagged[0], free[0]) > 90
     assert tagged[1] > 60
     assert free[1] < 40
-    assert numbers(r"LSTM +rate [\d.]+ +(\d+)%", text)[0] < 30
+    assert numbers(r"LSTM +learning rate [\d.]+ +(\d+)%", text)[0] < 30
 
 
 def test_memory_for_a_few_steps(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def scaling() -> dict[str, Any]:
 
 
 def inner_iterations(problems: Sequence[Problem]) -> dict[str, Any]:
-    """Gaps and |X'X - I| after `ITERATIONS` steps at the published rate, by inner iterations."""
+    """Gaps and |X'X - I| after `ITERATIONS` steps, published learning rate, by inner iterations."""
     limit = Limit(ITERATIONS, target=-math.inf)
     cases = {f"Cayley map, {k} iterations": loop(CayleyLoop, iterations=k) for k in CAYLEY}
     for k in (1, 10, 100):

@@ -249,7 +249,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--again", action="store_true", help="also what has been done; same rates")
+    parser.add_argument("--again", action="store_true", help="also what has been done")
     parser.add_argument("--output", type=Path, default=RESULTS / "eigen_methods.json")
     return parser.parse_args(argv)
 

@@ -92,7 +92,7 @@ def reference(pair: Pair) -> dict[str, Any]:
 
 
 def tune(pairs: Sequence[Pair], dataset: str, store: Store) -> None:
-    """Choose the multiple of each published rate whose runs end with the largest objectives."""
+    """The multiples of published learning rates whose runs end with the largest objectives."""
     chosen = store.get("tuned", dataset)
     scores = store.get("tuning", dataset)
     selected = [pair for pair in pairs if pair.name in TUNING_PAIRS[dataset]] or pairs[:1]
@@ -118,7 +118,7 @@ def tune(pairs: Sequence[Pair], dataset: str, store: Store) -> None:
 
 
 def pace(pairs: Sequence[Pair], dataset: str, store: Store) -> None:
-    """How many iterations of each rule, at its tuned rate, fit into `SECONDS`."""
+    """How many iterations of each rule, at its tuned learning rate, fit into `SECONDS`."""
     found, tuned = store.get("iterations", dataset), store.get("tuned", dataset)
     selected = [pair for pair in pairs if pair.name in TUNING_PAIRS[dataset]] or pairs[:1]
     for rule in ("line search", *RULES):
@@ -137,7 +137,7 @@ def pace(pairs: Sequence[Pair], dataset: str, store: Store) -> None:
 def contest(
     pair: Pair, dataset: str, tuned: dict[str, float], iterations: dict[str, int]
 ) -> dict[str, Callable[[], Run]]:
-    """Every rule on one pair from one random start, equal iterations and equal seconds."""
+    """Every rule on one pair from one random initialisation: equal iterations, equal seconds."""
     start = {"init": pair.start(), "tol": 0.0}
     jobs: dict[str, Callable[[], Run]] = {}
     for rule in RULES:
@@ -226,8 +226,9 @@ def results(store: Store, dataset: str) -> dict[str, dict[str, Any]]:
 
 
 def table(found: dict[str, Any], eight: bool = False) -> str:
-    """The rules from one random start: gaps after equal iterations and after equal seconds."""
-    header = ["Method, rate", "Gap % after 50 steps", "Largest", "Gap % after 0.15 s", "Largest"]
+    """The rules from one initialisation: gaps after equal iterations and after equal seconds."""
+    gaps = ["Gap % after 50 steps", "Largest", "Gap % after 0.15 s", "Largest"]
+    header = ["Method, learning rate", *gaps]
     methods = {
         method: row["eight_plays"] if eight else row for method, row in found["methods"].items()
     }
@@ -244,7 +245,7 @@ def table(found: dict[str, Any], eight: bool = False) -> str:
 
 
 def other_table(found: dict[str, Any]) -> str:
-    """Other starts, our whole call, and other implementations."""
+    """Other initialisations, our whole call, and other implementations."""
     header, rows = ["Method", "Pairs", "Failed", "Gap %", "Largest", "CPU s"], []
     for method, row in found["methods"].items():
         if not method.startswith((*RULES, SEARCH)) or "authors" in method:

@@ -129,7 +129,7 @@ TUNING_PAIRS = {
 
 
 def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]], Any]:
-    """The optimizer of our own solver, with a fixed rate."""
+    """The optimizer of our own solver, with a fixed learning rate."""
     released = {"momentum": 0.0}  # it stays zero there
     rules: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "RGAS": (so.ot.RGAS, {}),
@@ -158,7 +158,7 @@ def run_ours(pair: Pair, **options: Any) -> Run:
 
 
 def run_fixed(pair: Pair, rule: str, lr: float, dataset: str, iterations: int = ITERATIONS) -> Run:
-    """Our solver with a fixed rate, for as many iterations as everybody has."""
+    """Our solver with a fixed learning rate, for as many iterations as everybody has."""
     optimizer = factory(rule, lr, dataset)
     return run_ours(pair, init=pair.start(), optimizer=optimizer, max_iter=iterations, tol=0.0)
 

@@ -26,7 +26,7 @@ PLACES = {"within": " within heads", "across": " across heads", "none": ""}
 
 
 class Settings(NamedTuple):
-    """How one optimizer is called; ``ratio`` is the constrained weights' rate over the others'."""
+    """How one optimizer is called; ``ratio``: learning rate of constrained weights over others."""
 
     title: str
     kind: Callable[..., torch.optim.Optimizer]
@@ -131,9 +131,9 @@ def parse_method(text: str, rate: float | None = None, batch_size: int = 128) ->
     constrained_lr = float(constrained_rate) if constrained_rate else lr * settings.ratio
     title = settings.title + PLACES[constraint]
     if constrained_lr != lr * settings.ratio:
-        title += f" at rates {lr:g} and {constrained_lr:g}"
+        title += f" at learning rates {lr:g} and {constrained_lr:g}"
     elif lr != default:
-        title += f" at rate {lr:g}"
+        title += f" at learning rate {lr:g}"
     return Method(optimizer, constraint, lr, constrained_lr, title)
 
 

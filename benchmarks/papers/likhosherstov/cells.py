@@ -135,7 +135,7 @@ class Both(torch.optim.Optimizer):
 def build_optimizer(
     name: str, model: SequenceModel, rate: float, transition_rate: float
 ) -> torch.optim.Optimizer:
-    """RMSprop with a rate of its own for the transition, or the rule of the tagged transition."""
+    """RMSprop, the transition with its own learning rate, or the rule of a tagged transition."""
     cell = CELLS[name]
     inner = {
         id(parameter)
@@ -163,7 +163,7 @@ def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:
     add("--lstm-hidden", type=int, help="units of the LSTM; by default as many")
     add("--lr", type=float, default=1e-3, help="of RMSprop")
     add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
-    add("--decay", choices=["cosine", "none"], default="cosine", help="of all rates")
+    add("--decay", choices=["cosine", "none"], default="cosine", help="of all learning rates")
     add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu",
         help="of the orthogonal cells")  # fmt: skip
     add("--start", choices=["henaff", "helfrich"], default=start, help="of the transition")

@@ -111,13 +111,13 @@ def build_trainer(options: Namespace, title: str, seed: int) -> Trainer:
 
 
 def at_rate(options: Namespace, rate: float | None) -> Namespace:
-    """The same with another rate, a tenth of it for transitions; None leaves both."""
+    """The same with another learning rate, a tenth of it for transitions; None leaves both."""
     rates = {} if rate is None else {"lr": rate, "transition_lr": rate / 10}
     return Namespace(**vars(options) | rates)
 
 
 def try_rates(options: Namespace) -> dict[str, dict[str, float]]:
-    """The loss over the baseline that each cell reaches at T = 100, mean over seeds, by rate."""
+    """Loss over the baseline of each cell at T = 100, mean over seeds, by learning rate."""
     tried: dict[str, dict[str, float]] = {title: {} for title in options.methods}
     for rate in options.grid:
         short = at_rate(options, rate)
@@ -184,7 +184,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--every", type=int, default=25, help="steps between two measurements and checkpoints")
     add("--batch-size", type=int, default=128, help="sequences in a step")
     add("--grid", type=float, nargs="+", default=[], metavar="LR",
-        help=f"first choose the rates of each cell from these, at T = {GRID_LENGTH}")  # fmt: skip
+        help=f"choose each cell's learning rates from these, at T = {GRID_LENGTH}")  # fmt: skip
     cells.add_cell_flags(parser, hidden=64, start="henaff")
     programs.add_flags(parser, Path("runs/copying"), seeds=2)
     options = programs.parsed(parser, argv, {"seeds": [1], **SMOKE}, PRESETS)

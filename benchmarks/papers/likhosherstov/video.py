@@ -52,7 +52,7 @@ METHODS = {
     "RGD-E-C": descent("euclidean", "cayley"),
     "RGD-C-QR": descent("canonical", "qr"),
     "RGD-E-QR": descent("euclidean", "qr"),
-    "Cayley Adam": video_units.Method("tagged", so.CayleyAdam),
+    "CayleyAdam": video_units.Method("tagged", so.CayleyAdam),
     "Glorot initialisation": video_units.Method(start="glorot"),
     "Orthogonal initialisation": video_units.Method(start="orthogonal"),
     "Zero kernel": video_units.Method(start="zero"),
@@ -186,7 +186,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--epochs", type=int, default=8, help="of --steps batches, each with a test")
     add("--steps", type=int, default=50, help="batches an epoch")
     add("--batch-size", type=int, default=8, help="clips in a step")
-    add("--lr", type=float, default=3e-3, help="of Adam, StiefelAdam and Cayley Adam")
+    add("--lr", type=float, default=3e-3, help="of Adam, StiefelAdam and CayleyAdam")
     add("--sgd-lr", type=float, default=0.1, help="of StiefelSGD and RGD")
     add("--action", choices=video_units.ACTIONS, default="walking", help="of kth")
     add("--first-stride", type=int, choices=[1, 2], default=1, help="of the first convolution")
