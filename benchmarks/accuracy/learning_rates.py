@@ -1,4 +1,4 @@
-"""What each piece of the step is worth, and what the constraint is, on 25 small problems.
+"""What each piece of the step is worth, and what the constraint is, on 27 small problems.
 
     python -m benchmarks.accuracy.learning_rates --data-dir DIR          # goes on where it stopped
     python -m benchmarks.accuracy.learning_rates --data-dir DIR --methods "StiefelAdam"
@@ -7,18 +7,19 @@
 
 This was written down before the runs.
 
-**Problems**, :mod:`benchmarks.accuracy.small_problems`: 15 that are trained on batches (perceptrons
+**Problems**, :mod:`benchmarks.accuracy.small_problems`: 17 that are trained on batches (perceptrons
 with all or some weights constrained, eight layers, fine-tuning, recurrent networks, convolutions,
-attention, an autoencoder, a character model, copying, streaming PCA and dictionary), 10 without
-noise (leading eigenvalues with and without weights, with small gaps and of condition 1e4,
-Procrustes of condition 1e3, joint diagonalisation, independent components, dictionary, completion,
-projection-robust transport). They contain the ten of ``benchmarks/benchopt_stiefel``, most of them
-smaller.
+attention, an autoencoder, a character model, copying, streaming PCA and dictionary, and of
+:mod:`benchmarks.accuracy.smollm2_problems` the fine-tuning of SmolLM2 and the rotations of its
+heads), 10 without noise (leading eigenvalues with and without weights, with small gaps and of
+condition 1e4, Procrustes of condition 1e3, joint diagonalisation, independent components,
+dictionary, completion, projection-robust transport). They contain the ten of
+``benchmarks/benchopt_stiefel``, most of them smaller.
 
 **Methods**: ours with and without each piece; geoopt's Adam, its SGD with momentum, with Nesterov
 and without either; POGO; AdamW and NAdam without the constraint from the same orthonormal start,
 which tell what the constraint is worth; Prodigy and schedule-free AdamW on free tensors of
-``so.orthogonal``. Methods without the constraint, and those of ``so.orthogonal``, run on the 13
+``so.orthogonal``. Methods without the constraint, and those of ``so.orthogonal``, run on the 14
 networks only.
 
 **Runs.** Problems with batches are trained short (50 steps, copying 80), the ten that cost least
@@ -26,7 +27,8 @@ also ten times as long, at a constant rate and with one that falls linearly to 0
 noise for 300 steps at a constant rate. One learning rate serves constrained and plain parameters,
 which follow the rule of torch that belongs to the optimizer. Rates: 0.001, 0.003, 0.01, 0.03, 0.1,
 for SGD and where all parameters are constrained ten times as much (there the smaller ones had been
-planned; the first runs ended at the largest). Prodigy has the rate 1, as its authors want it.
+planned; the first runs ended at the largest), but not for the rotations, which start from a good
+point: on other seeds the default's best was 0.01. Prodigy has the rate 1, as its authors want it.
 Every rate and seed has the same starts and batches for every method.
 
 **Score**, smaller is better. With batches: the mean loss of the last tenth of the steps
@@ -37,8 +39,8 @@ is not finite counts as 1e3.
 
 **Rates are chosen** for each method, problem, length and schedule by the geometric mean of the
 scores of seeds 100 and 101; seeds 0 to 4 are reported, by their geometric mean. *One rate for all*
-is, for each method, the rate with the least geometric mean over all problems with plain parameters,
-or over all without.
+is, for each method, the rate with the least geometric mean over all problems with plain parameters
+and the rotations, or over all others.
 
 **Decision.** A piece becomes the default if, against the same method without it and each at its
 chosen rates, the geometric mean over the runs of a problem is at most 1.02 (level or better) on
@@ -46,9 +48,9 @@ four fifths of the problems, no run of any problem is worse by more than a tenth
 documentation says so, and a step takes at most a tenth longer
 (:mod:`benchmarks.speed.step_options`). Beside it stands one learning rate for all.
 
-**Left out**, for want of time: fine-tuning a pretrained transformer, rotations of a language model,
-networks that take longer than seconds; long runs of the five costly problems, and of copying as
-printed at a falling rate.
+**Left out**, for want of time: rotations of SmolLM2's residual stream, 576 x 576; networks that
+take longer than seconds; long runs of the seven costly problems, and of copying as printed at a
+falling learning rate.
 
 **Tried outside the package**, by the same rules: the adaptive rule of StiefelSGD with forces that
 Adam's second moments divide; a factor on Adam's step that follows the cosine between gradient and
@@ -73,7 +75,14 @@ import torch
 from torch import Tensor
 
 import stiefel_opt as so
-from benchmarks.accuracy.small_problems import WITHOUT_PLAIN, Problem, Solve, problems
+from benchmarks.accuracy.small_problems import (
+    LARGE_RATES,
+    WITHOUT_PLAIN,
+    Problem,
+    Solve,
+    problems,
+)
+from benchmarks.accuracy.smollm2_problems import SMOLLM2, smollm2_problems
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
@@ -239,10 +248,10 @@ def is_run(method: str, problem: str) -> bool:
 
 
 def rates_of(method: str, problem: str) -> list[float]:
-    """Return the learning rates: of SGD, and without plain parameters, ten times as large."""
+    """Return the learning rates: of SGD, and on problems in `LARGE_RATES`, ten times as large."""
     if "Prodigy" in method:
         return [1.0]
-    is_large = "SGD" in method or problem in WITHOUT_PLAIN
+    is_large = "SGD" in method or problem in LARGE_RATES
     return [rate * 10 if is_large else rate for rate in RATES]
 
 
@@ -383,8 +392,8 @@ def ratios(store: Store, new: str, old: str) -> tuple[dict[Key, float], dict[Key
     pairs = [pair for pair in pairs if pair[1] in store]
     at_best = {key: tuned(store[key]) / tuned(store[other]) for key, other in pairs}
     at_one = {}
-    for is_solve in (False, True):
-        own = [pair for pair in pairs if (pair[0][0] in WITHOUT_PLAIN) == is_solve]
+    for is_large in (False, True):
+        own = [pair for pair in pairs if (pair[0][0] in LARGE_RATES) == is_large]
         places = [one_rate(store, keys) for keys in zip(*own, strict=True)]
         for pair in own:
             values = [means(store[k], SEEDS)[p] for k, p in zip(pair, places, strict=True)]
@@ -447,8 +456,8 @@ PAIRS = (
 )
 FAMILIES = {  # which runs, as length and schedule
     "trained short": (("short", "constant"), ("short", "decay")),
-    "long, falling rate": (("long", "decay"),),
-    "long, constant rate": (("long", "constant"),),
+    "long, falling learning rate": (("long", "decay"),),
+    "long, constant learning rate": (("long", "constant"),),
     "without noise": (("", "constant"),),
 }
 
@@ -623,6 +632,15 @@ def measure(store: Store, options: Any, method: str, name: str, problem: Problem
         print(f"{name}, {method}, {length} {schedule}: {row}; {found['seconds']} s", flush=True)
 
 
+def chosen_problems(options: Any) -> dict[str, Problem]:
+    """Return the problems to run; SmolLM2 is needed for its own only."""
+    found = problems(options.data_dir)
+    if options.problems is None or SMOLLM2.keys() & options.problems:
+        found |= smollm2_problems(options.data_dir, options.store.with_suffix(".pt"))
+    wanted = options.problems or found
+    return {name: problem for name, problem in found.items() if name in wanted}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="a folder")
@@ -638,11 +656,10 @@ def main(argv: list[str] | None = None) -> int:
     if not options.figure:
         store = read(options.store)
         options.store.parent.mkdir(parents=True, exist_ok=True)
-        everything = {} if options.tables else problems(options.data_dir)
+        chosen = {} if options.tables else chosen_problems(options)
         for method in options.methods:
-            for name, problem in everything.items():
-                if options.problems is None or name in options.problems:
-                    measure(store, options, method, name, problem)
+            for name, problem in chosen.items():
+                measure(store, options, method, name, problem)
         content = content_of(store)
         write_json(options.output, content)
         for title in ("methods", "verdicts"):

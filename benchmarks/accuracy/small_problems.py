@@ -522,7 +522,7 @@ class Transport(Solve):
         return -(plan * cost).sum((1, 2)) - entropy
 
 
-WITHOUT_PLAIN = (
+LARGE_RATES = (
     "streaming PCA",
     "streaming dictionary",
     "PCA",
@@ -536,6 +536,7 @@ WITHOUT_PLAIN = (
     "completion",
     "transport",
 )
+WITHOUT_PLAIN = (*LARGE_RATES, "SmolLM2, rotations")
 COSTLY = (
     "digits, fine-tuned",
     "digits, convolutions",
