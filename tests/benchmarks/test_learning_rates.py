@@ -122,12 +122,10 @@ def decoder_problems() -> dict[str, Problem]:
 def test_problems_of_a_decoder_are_learned(name: str) -> None:
     """More than at a learning rate that hardly moves."""
     problem = decoder_problems()[name]
-    problem.steps = 25
     for method in ("StiefelAdam", "StiefelSGD"):
-        found = learning_rates.run(problem, method, [1e-6, 0.03, 0.1], "short", "constant", (0, 1))
-        still, *moved = found["scores"]
-        for initial, *scores in zip(still, *moved, strict=True):
-            assert min(scores) < 0.97 * initial
+        found = learning_rates.run(problem, method, [1e-6, 0.03], "short", "constant", (0, 1))
+        still, moved = found["scores"]
+        assert all(new < 0.97 * old for old, new in zip(still, moved, strict=True))
 
 
 def test_the_noise_of_heads_is_that_of_the_package() -> None:
