@@ -53,8 +53,11 @@ take longer than seconds; long runs of the seven costly problems, and of copying
 falling learning rate.
 
 **Tried outside the package**, by the same rules: the adaptive rule of StiefelSGD with forces that
-Adam's second moments divide; a factor on Adam's step that follows the cosine between gradient and
-momentum; a virtual radius in StiefelSGD. ``docs/choosing.md`` has the results.
+Adam's second moments divide (``docs/choosing.md``); a factor on Adam's step that follows the cosine
+between gradient and momentum (level or better in 15 of 15 short trainings, on 4 of 10 problems
+without noise); a virtual radius in StiefelSGD (13 of 15 short trainings; no others were run); one
+that grows by the step as it was taken (ten times the best learning rate costs a third of the loss);
+nominal steps of at most 0.3 rad (without noise up to five times as many steps).
 """
 
 from __future__ import annotations
