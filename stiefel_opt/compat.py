@@ -164,6 +164,7 @@ class AdamG(_Splitting, SGDLike):
     """
 
     rule = "AdamG"
+    sums_over_rows = True
 
     def __init__(
         self,

@@ -191,7 +191,8 @@ class StiefelOptimizer(Optimizer, ABC):
     Attributes:
         rule: The name under which a checkpoint is saved. Default: that of the class.
         sums_over_rows: Whether the rule forms products over rows only by ``sums``, so that
-            rows may be shared by several processes. Default: False, and such weights are refused.
+            rows may be shared by several processes. A class that overrides :meth:`rule_for` must
+            say it again. Default: False, and such weights are refused.
         plain_is_elementwise: Whether :meth:`update_plain` moves each entry by itself, so that plain
             rows of a constrained weight may be shared by several processes: each passes only its
             part. A class that overrides that method must say it again. Default: False,
@@ -218,8 +219,10 @@ class StiefelOptimizer(Optimizer, ABC):
         if family is not StiefelOptimizer:
             check_family(cls, family)
         cls._known = {}
-        if "update_plain" in vars(cls):  # what a class inherits was said of another function
-            cls.plain_is_elementwise = bool(vars(cls).get("plain_is_elementwise"))
+        said_of = {"sums_over_rows": "rule_for", "plain_is_elementwise": "update_plain"}
+        for name, function in said_of.items():  # what a class inherits was said of another one
+            if function in vars(cls):
+                setattr(cls, name, bool(vars(cls).get(name)))
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__

@@ -49,6 +49,7 @@ class CayleySGD(SGDLike):
     """
 
     rule = "CayleySGD"
+    sums_over_rows = True
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class CayleyAdam(AdamLike):
     """
 
     rule = "CayleyAdam"
+    sums_over_rows = True
 
     def __init__(
         self,

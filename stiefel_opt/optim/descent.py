@@ -47,6 +47,7 @@ class ProjectedRGD(SGDLike):
     """
 
     rule = "ProjectedRGD"
+    sums_over_rows = True
 
     def __init__(
         self,

@@ -34,7 +34,6 @@ class SGDLike(StiefelOptimizer):
     Checkpoints of ``torch.optim.SGD`` can be loaded; the momentum of constrained tensors starts.
     """
 
-    sums_over_rows = True
     plain_is_elementwise = True
     _sparse_allowed = True
     _torch_rule = TorchRule(
@@ -103,7 +102,6 @@ class AdamLike(StiefelOptimizer):
     constrained tensors starts.
     """
 
-    sums_over_rows = True
     plain_is_elementwise = True
     _torch_rule = TorchRule(
         "torch.optim.Adam or AdamW",

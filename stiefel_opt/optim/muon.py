@@ -66,6 +66,7 @@ class StiefelMuon(MuonLike):
     """
 
     rule = "StiefelMuon"
+    sums_over_rows = True
     velocity_names = (AMBIENT,)
 
     def __init__(

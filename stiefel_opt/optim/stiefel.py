@@ -122,6 +122,7 @@ class StiefelSGD(SGDLike):
     """
 
     rule = "StiefelSGD"
+    sums_over_rows = True
     velocity_names = (SKEW, NORMAL, UNPROJECTED, OVERLAP, FACTOR)
     _legacy_defaults: ClassVar = {"adaptive": False}
 
@@ -239,6 +240,7 @@ class StiefelAdam(AdamLike):
     """
 
     rule = "StiefelAdam"
+    sums_over_rows = True
     _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False}
 
     def __init__(

@@ -361,14 +361,28 @@ class Undeclared(Lion):  # type: ignore[misc]
     sums_over_rows = False
 
 
-def refuse_shared_rows() -> None:
+class Inherited(so.ProjectedRGD):
+    """Another rule in a class whose own rule forms every sum over rows by ``sums``."""
+
+    rule = "Inherited"
+
+    def rule_for(self, group: Any) -> Any:  # noqa: ARG002
+        return move_straight
+
+
+def move_straight(X: Tensor, G: Tensor, state: Any, *, lr: Any, sums: Any, **_: Any) -> Any:  # noqa: ARG001
+    new_X, length = retract(X, project_tangent(X, -G), lr=lr)
+    return new_X, {}, length
+
+
+def refuse_shared_rows(own: Any) -> None:
     _, shard, share = parts("tall", 0)
     _, other_shard, _ = parts("batch", 0)  # whole matrices: nothing is shared
-    opt = Undeclared([("other", other_shard), ("mine", shard)], lr=LR)
+    opt = own([("other", other_shard), ("mine", shard)], lr=LR)
     for parameter in (shard, other_shard):
         parameter.grad = share(grad_of(parameter, 0))
     before = shard.to_local().clone(), other_shard.to_local().clone()
-    with pytest.raises(ValueError, match=r"`mine` must not have its rows .* for Undeclared"):
+    with pytest.raises(ValueError, match=f"`mine` must not have its rows .* for {own.__name__}"):
         opt.step()
     assert torch.equal(shard.to_local(), before[0])
     assert torch.equal(other_shard.to_local(), before[1])
@@ -409,7 +423,8 @@ def refuse_shared_plain_rows() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="this torch has no processes")
 def test_two_processes_that_share_rows_follow_one() -> None:
-    run(2, (follow_one_process,), (refuse_shared_rows,), (refuse_shared_plain_rows,))
+    refused = [(refuse_shared_rows, own) for own in (Undeclared, Inherited)]
+    run(2, (follow_one_process,), *refused, (refuse_shared_plain_rows,))
 
 
 # ---- whatever it is called
