@@ -97,8 +97,9 @@ def constrain(
         lost but the record stays: call :func:`retag` or :func:`param_groups`. The next forward pass
         warns of it (:class:`LostTagWarning`). Loading values that are off the manifold, from
         bfloat16 or another training, warns: call :func:`project_`. So do weights that look trained
-        and are moved here, the first step of an optimizer that knows no constraint, and a forward
-        pass without gradients of weights that were averaged or merged off the manifold.
+        and are moved here, an embedding with more rows than columns and no ``scale``, the first
+        step of an optimizer that knows no constraint, and a forward pass without gradients of
+        weights that were averaged or merged off the manifold.
     """
     if not isinstance(module, nn.Module):
         given = type(module).__name__
@@ -127,6 +128,7 @@ def constrain(
         elif scale == "rms":
             reading = replace(reading, scale=rms_scale(parameter, reading, each))
         _warn_if_mixed(parameter, reading, each)
+        _warn_if_table(owner, parameter, reading, each)
         asked[each] = reading
     apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
@@ -257,6 +259,20 @@ def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
             "for queries and keys",
             stacklevel=users_level(),
         )
+
+
+def _warn_if_table(owner: nn.Module, parameter: Tensor, reading: Stiefel, name: str) -> None:
+    """Warn of an embedding whose rows, which are what it returns, would become short."""
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and reading == Stiefel():
+        count, width = parameter.shape
+        if count > width:
+            warnings.warn(
+                f"`{name}` has {count} rows and {width} columns: its columns become orthonormal, "
+                f"and its rows {math.sqrt(width / count):.2g} long on average, without being "
+                "orthogonal; pass scale='keep' for rows as long as now, scale='rms' for length 1, "
+                "or leave the embedding unconstrained",
+                stacklevel=users_level(),
+            )
 
 
 def release(module: ModuleT, name: str = "weight") -> ModuleT:

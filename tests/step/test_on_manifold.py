@@ -484,7 +484,7 @@ def test_options_that_run_without_hooks_are_refused_before_the_step(option: str)
 
 
 def test_sparse_gradients_of_constrained_weights_are_refused() -> None:
-    layer = so.constrain(nn.Embedding(9, 3, sparse=True))
+    layer = so.constrain(nn.Embedding(9, 3, sparse=True), scale="keep")
     rule = so.on_manifold(O.SGD(layer.named_parameters(), 0.1))
     layer(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(TypeError, match="`weight` must have a dense gradient"):

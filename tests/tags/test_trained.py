@@ -47,7 +47,6 @@ def test_initialisations_are_silent(name: str) -> None:
         lambda: (nn.LSTM(16, 32), "*weight_*"),
         lambda: (nn.Conv2d(16, 32, 3, groups=2), "weight"),
         lambda: (nn.ConvTranspose2d(16, 32, 3), "weight"),
-        lambda: (nn.Embedding(100, 16, padding_idx=0), "weight"),
         lambda: (nn.Bilinear(8, 8, 4), "weight"),
         lambda: (nn.Linear(16, 32, dtype=torch.bfloat16), "weight"),
         lambda: (nn.Linear(16, 32, dtype=torch.complex64), "weight"),
@@ -61,6 +60,22 @@ def test_modules_of_torch_are_silent(make: Any) -> None:
     for _ in range(5):
         module, name = make()
         assert not warnings_of(lambda: so.constrain(module, name))  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_is_told_how_short_its_rows_become(kind: Any) -> None:
+    def length(scale: Any) -> float:
+        table = so.constrain(kind(64, 16, padding_idx=0), scale=scale)
+        return float(table.weight.detach().square().sum(1).mean().sqrt())
+
+    torch.manual_seed(0)
+    (text,) = warnings_of(lambda: so.constrain(kind(64, 16, padding_idx=0)))
+    assert "has 64 rows and 16 columns" in text
+    assert "its rows 0.5 long on average" in text
+    assert "scale='keep'" in text
+    assert not warnings_of(lambda: so.constrain(kind(16, 64)))  # rows are orthonormal
+    assert length("rms") == pytest.approx(1)
+    assert length("keep") == pytest.approx(4, rel=0.1)
 
 
 def classifier(kind: str) -> nn.Module:
