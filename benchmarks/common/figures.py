@@ -362,8 +362,9 @@ def errors(path: Path, sets: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     size = (3.2 * len(sets) + 3, 1.2 + 0.23 * count)
     figure, axes = start(len(sets), size, sharey=True)
     for axis, (title, runs) in zip(axes[0], sets.items(), strict=True):
-        dots(axis, final_test_errors(runs), "test error (%)")
+        dots(axis, final_test_errors(runs), "")
         axis.set_title(title, fontsize=10)
+    figure.supxlabel("test error (%); every seed, and the mean", fontsize=10)
     save(figure, path)
 
 
