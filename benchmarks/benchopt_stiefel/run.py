@@ -5,10 +5,10 @@
     python -m benchmarks.benchopt_stiefel.run         # resumes; two problems at a time
     benchopt run benchmarks/benchopt_stiefel             # any other selection, with its plots
 
-Every method has the same starts and batches, momentum 0.9 and the same number of steps. The
-rate is chosen by how five runs end, so that its neighbours, a half decade away, are worse: those
-that miss the target count first, then the mean of steps or values. Five other seeds are shown, by
-their median.
+Every method has the same initialisations and batches, momentum 0.9 and the same number of steps.
+The learning rate is chosen by how five runs end, so that its neighbours, a half decade away, are
+worse: those that miss the target count first, then the mean of steps or values. Five other seeds
+are shown, by their median.
 One table compares packages, the other the options of StiefelSGD and StiefelAdam.
 """
 

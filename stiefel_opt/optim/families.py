@@ -31,7 +31,7 @@ _NO_OPTIONS: Final = ("self", "params", "__class__")
 class SGDLike(StiefelOptimizer):
     """Base of optimizers whose plain tensors move by ``torch.optim.SGD``, by its options.
 
-    Checkpoints of ``torch.optim.SGD`` can be loaded; the momentum of constrained tensors starts.
+    Checkpoints of ``torch.optim.SGD`` can be loaded; constrained tensors begin without momentum.
     """
 
     plain_is_elementwise = True
@@ -98,8 +98,8 @@ def _scaled(
 class AdamLike(StiefelOptimizer):
     """Base of optimizers whose plain tensors move by ``torch.optim.Adam``, by its options.
 
-    ``decoupled_weight_decay=True`` is AdamW. Checkpoints of both can be loaded; the momentum of
-    constrained tensors starts.
+    ``decoupled_weight_decay=True`` is AdamW. Checkpoints of both can be loaded; constrained
+    tensors begin without momentum.
     """
 
     plain_is_elementwise = True

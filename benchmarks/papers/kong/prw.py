@@ -9,10 +9,10 @@
 
 DIR holds mnist_features.npz (digit_0 ... digit_9: points x 128) and shakespeare_w2v.npz (for each
 play NAME_x: words x 200 and NAME_w: their weights). The reference of a pair is the best of ten
-starts of our own solver at relative gradient 1e-6; gaps are (reference - objective) / reference of
-the entropic objective under a converged plan. From one random start every rule gets the same number
-of iterations, and then as many as fit into the same processor time. Times are those of
-the processor, in one thread.
+initialisations of our own solver at relative gradient 1e-6; gaps are (reference - objective) /
+reference of the entropic objective under a converged plan. From one random initialisation every
+rule gets the same number of iterations, and then as many as fit into the same processor time. Times
+are those of the processor, in one thread.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Store:
 
 
 def reference(pair: Pair) -> dict[str, Any]:
-    """Ten starts: the default one and nine random ones."""
+    """Ten initialisations: the default one and nine random ones."""
     starts = [None, *(pair.start(number) for number in range(STARTS - 1))]
     results = [pair.solve(init=start, tol=TOL, max_iter=2000) for start in starts]
     best = max(results, key=lambda result: result.objective)

@@ -35,7 +35,7 @@ PLAYS_SCALE = 9.03907924297
 
 @dataclass(frozen=True)
 class Pair:
-    """Two clouds with weights and the regularization, and the start that everybody shares."""
+    """Two clouds with weights, the regularization, and the initialisation that all share."""
 
     name: str
     x: Array
@@ -45,7 +45,7 @@ class Pair:
     reg: float
 
     def start(self, number: int = 0, k: int = 2) -> Array:
-        """Random starts; the same for all methods."""
+        """Random initialisations; the same for all methods."""
         seed = [zlib.crc32(self.name.encode()), number]
         gaussian = np.random.default_rng(seed).standard_normal((self.x.shape[1], k))
         point, triangular = np.linalg.qr(gaussian)

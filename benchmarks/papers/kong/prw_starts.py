@@ -1,4 +1,4 @@
-"""Projection-robust Wasserstein distances from five starts, at published and at tuned rates.
+"""Projection-robust Wasserstein distances from five initialisations, published and tuned.
 
     export OMP_NUM_THREADS=1
     python -m benchmarks.papers.kong.prw_starts --data-dir DIR  # an hour; resumes run by run
@@ -6,14 +6,14 @@
 
 Projection-robust Wasserstein distances of figure 1 and table 3 of Kong, Wang & Tao (2023), with
 their Algorithms 1 and 2, SGD with momentum and Adam, in rows of their own. Every method makes 50
-iterations from each of five random starts on every pair. A learning rate is tuned by the mean gap
-over all pairs, from a sixth start that is not reported: from 1/4 to 256 times the published rate by
-factors of four, then by factors of two around the best until both neighbours are worse, up to 1024
-times the published rate.
+iterations from each of five random initialisations on every pair. A learning rate is tuned by the
+mean gap over all pairs, from a sixth initialisation that is not reported: from 1/4 to 256 times the
+published learning rate by factors of four, then by factors of two around the best until both
+neighbours are worse, up to 1024 times the published one.
 
-The reference of a pair is the best objective that any solver reached from any start, here or in
-`prw`. Gaps are (reference - objective) / reference of the entropic objective under a converged
-plan. The standard error is that of the mean over the starts.
+The reference of a pair is the best objective that any solver reached from any initialisation, here
+or in `prw`. Gaps are (reference - objective) / reference of the entropic objective under a
+converged plan. The standard error is that of the mean over the initialisations.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Contest:
 
 
 def summary(gaps: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Over all pairs and starts; the standard error is that of the mean over starts."""
+    """Over all pairs and initialisations, of whose mean the standard error is."""
     means, all_gaps = [float(own.mean()) for own in gaps], np.concatenate(gaps)
     error = float(np.std(means, ddof=1)) / math.sqrt(len(means)) if len(means) > 1 else math.nan
     return {

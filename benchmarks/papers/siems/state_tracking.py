@@ -10,7 +10,7 @@ turns its state by n_h generalized Householder factors for each token. One layer
 state can answer exactly if every element is a product of n_h reflections: parity needs 1, S3
 needs 2, S4 needs 2 as the rotations of a cube, S5 needs 4 (Siems et al., DeltaProduct, 2025).
 
-Everything is learned from a random start. Lengths grow from 2 up to --length as the answers
+Everything is learned from a random initialisation. Lengths grow from 2 up to --length as answers
 become right; tested are the places around four times that length. The state starts learned and
 is only turned, not written to (--writes allows that), and noise on what is read from it during
 training asks for states that lie far apart, which is what lasts beyond the trained lengths.
