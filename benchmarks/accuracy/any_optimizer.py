@@ -31,6 +31,7 @@ from torch.nn.functional import cross_entropy
 
 import stiefel_opt as so
 from benchmarks.common.harness import (
+    PRINTED,
     RESULTS,
     Contestant,
     interleave,
@@ -42,10 +43,7 @@ from benchmarks.common.harness import (
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
 METHODS: dict[str, tuple[Callable[[Any, float], Any], float]] = {  # and a factor of the rates
     "StiefelAdam": (so.StiefelAdam, 0.3),
-    "StiefelAdam, as printed": (
-        lambda p, lr: so.StiefelAdam(p, lr, radius=1.0, nesterov=False),
-        0.3,
-    ),
+    "StiefelAdam, as printed": (PRINTED, 0.3),
     "on_manifold(Adam)": (lambda p, lr: so.on_manifold(torch.optim.Adam(p, lr)), 0.3),
     "StiefelSGD": (lambda p, lr: so.StiefelSGD(p, lr, momentum=0.9), 1.0),
     "on_manifold(SGD)": (

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import stiefel_opt as so
 from benchmarks.accuracy.flow_order import FORMS, SETTINGS, Order, measure_orders
 from benchmarks.common import figures
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
+from benchmarks.common.harness import PRINTED, RESULTS, machine, markdown_table, write_json
 
 MOMENTUM = 0.9
 BLOW_UP_SHAPE = (40, 7)
@@ -56,8 +56,7 @@ def run_blow_up(kind: str, form: str, lr: float, steps: int) -> BlowUp:
         options = FORMS[form] | {"nonfinite": "ignore"}
         optimizer = so.StiefelSGD([parameter], lr=lr, momentum=MOMENTUM, **options)
     else:
-        options = {"radius": 1.0, "nesterov": False} | FORMS[form]
-        optimizer = so.StiefelAdam([parameter], lr=lr, **options)
+        optimizer = PRINTED([parameter], lr=lr, **FORMS[form])
     largest_momentum = largest_error = 0.0
     for step in range(1, steps + 1):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -17,8 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.common.programs import require
-
 Split = tuple[NDArray[np.uint8], NDArray[np.int64]]  # (N, channels, height, width), (N,)
 
 DIGITS_HELD_OUT = 360  # of 1797
@@ -127,7 +125,8 @@ def crop_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 def auto_augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """AutoAugment's policy for CIFAR-10 (Cubuk et al., 2019), an image at a time; grey comes in."""
-    transforms = require("torchvision.transforms")
+    from torchvision import transforms  # for this preset only
+
     policy = transforms.AutoAugment(transforms.AutoAugmentPolicy.CIFAR10, fill=[128.0] * 3)
     with torch.random.fork_rng(devices=[]):  # torchvision draws from the global generator
         torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))

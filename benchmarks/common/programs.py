@@ -1,6 +1,5 @@
 """What programs that train share: optional packages, flags, reports of runs."""
 
-import importlib
 import statistics
 import sys
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -15,16 +14,6 @@ from benchmarks.common.figures import Panel as Panel
 from benchmarks.common.harness import machine, markdown_table, write_json, write_text
 
 History = Sequence[Mapping[str, float]]  # one entry an epoch
-
-
-def require(name: str) -> Any:
-    """Import an optional package, or say in one line how to get it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        package = name.partition(".")[0]
-        remedy = f"run: pip install {package}"
-        raise SystemExit(f"{name} must be installed, got {error}; {remedy}") from error
 
 
 # ---- flags ----
@@ -165,5 +154,4 @@ def plot_curves(
     path: Path, title: str, histories: Mapping[str, Sequence[History]], panels: Sequence[Panel]
 ) -> None:
     """Each method's mean over seeds as a line, with the range as a band; one diagram a panel."""
-    require("matplotlib")
     figures.plot_curves(path, title, histories, panels)

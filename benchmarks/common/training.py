@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from benchmarks.common.harness import atomic, machine, write_json
-from benchmarks.common.programs import announce, require
+from benchmarks.common.programs import announce
 
 Record = dict[str, Any]  # the configuration of a finished run, its history and its machine
 
@@ -116,9 +117,7 @@ class Trainer:
     def train(self, title: str) -> None:
         """Train the epochs that are missing and save after each."""
         epochs, done, steps = self.configuration["epochs"], len(self.history), self.task.steps
-        bar = require("tqdm").tqdm(
-            desc=title, total=epochs * steps, initial=done * steps, disable=None
-        )
+        bar = tqdm(desc=title, total=epochs * steps, initial=done * steps, disable=None)
         for epoch in range(done + 1, epochs + 1):
             record = {"epoch": epoch, "step": epoch * steps} | self.train_epoch(bar)
             self.history.append(record)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import stiefel_opt as so
 from benchmarks.common.harness import (
+    PRINTED,
     Timings,
     flags,
     interleave,
@@ -50,7 +51,7 @@ def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
     return {
         "StiefelAdam": adam,
         "StiefelAdam, nesterov=False": partial(adam, nesterov=False),
-        "StiefelAdam, as printed": partial(adam, radius=1.0, nesterov=False),
+        "StiefelAdam, as printed": partial(PRINTED, lr=adam_lr(row)),
         "StiefelSGD": sgd,
         "StiefelSGD, projected": partial(sgd, transport="projected"),
         "StiefelSGD, adaptive": adaptive,

@@ -13,6 +13,7 @@ import geoopt
 import torch
 
 import stiefel_opt as so
+from benchmarks.common.harness import PRINTED
 from benchmarks.papers.kong.eigen_loops import PolarLoop, PublishedLoop, WenYinLoop
 from benchmarks.papers.kong.eigen_problem import (
     Limit,
@@ -83,7 +84,6 @@ def vanishing_friction(optimizer: torch.optim.Optimizer, options: Options, itera
 
 PUBLISHED_FAMILY, PUBLISHED_RATE = ({"momentum": 0.9},), (0.1,)
 PUBLISHED = {"transport": "published", "rotation": "euler"}
-PRINTED = {"radius": 1.0, "nesterov": False}
 STIEFEL_SGD = Method("StiefelSGD", ours(so.StiefelSGD))
 MOMENTUMLESS = Method("RGD-C-C (ours)", ours(so.ProjectedRGD), NOTHING)
 CAYLEY = Method("CayleySGD", ours(so.CayleySGD))
@@ -93,7 +93,7 @@ POGO = Method("POGO", partial(optimize, tag=torch.nn.Parameter, build=pogo_sgd, 
 METHODS = (
     STIEFEL_SGD,
     Method("StiefelSGD, published flows", ours(so.StiefelSGD, **PUBLISHED)),
-    Method("StiefelAdam", ours(so.StiefelAdam, **PRINTED), BETAS, ADAM_RATES, elementwise=True),
+    Method("StiefelAdam", ours(PRINTED), BETAS, ADAM_RATES, elementwise=True),
     MOMENTUMLESS,
     Method("ProjectedRGD, cayley", ours(so.ProjectedRGD)),
     Method("ProjectedRGD, qr", ours(so.ProjectedRGD, retraction="qr")),
@@ -131,7 +131,7 @@ TABLE_5 = (
     Method("projected Stiefel SGD", ours(so.CayleySGD), PUBLISHED_FAMILY, (0.2,)),
     Method("the same, as released", ours(so.CayleySGD), ({"momentum": 0.0},), (0.2,)),
     Method("Wen & Yin", loop(WenYinLoop), NOTHING, PUBLISHED_RATE),
-    Method("StiefelAdam", ours(so.StiefelAdam, **PRINTED), NOTHING, (1e-3,), elementwise=True),
+    Method("StiefelAdam", ours(PRINTED), NOTHING, (1e-3,), elementwise=True),
     Method("algorithm 2", ours(so.StiefelAdam, **PUBLISHED), NOTHING, (1e-3,), elementwise=True),
 )  # fmt: skip
 

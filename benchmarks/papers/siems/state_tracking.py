@@ -182,7 +182,6 @@ def report(options: Namespace, records: Mapping[str, Sequence[Record]]) -> None:
     )
     runs = [run for group in records.values() for run in group]
     programs.write_table(options.output, title, markdown_table(header, rows), {"runs": runs})
-    programs.require("matplotlib")
     lengths = (options.length, LONGER * options.length)
     theory = {task: THEORY[task] for task in options.tasks}
     path = options.output / "accuracy.png"
