@@ -157,7 +157,9 @@ class OptimizerCase:
         options = {key: value for key, value in self.options.items() if key not in dropped}
         if self.options.get("decoupled_weight_decay"):
             options["decay"] = self.lr * self.options["weight_decay"]
-        is_angle = self.options.get("adaptive") or self.options.get("radius") == "angle"
+        is_angle = self.options.get("radius") == "angle" or (
+            self.options.get("adaptive") and self.algorithm == "sgd"
+        )
         lr = self.lr if is_angle else self.lr / scale
         return TABLE[self.algorithm].reference(point, lr=lr, **options)
 
@@ -191,6 +193,7 @@ READING_CASES = [
     OptimizerCase("sgd-projected", "sgd", {"metric": 0.3, **PROJECTED}),
     OptimizerCase("sgd-adaptive", "sgd", {"adaptive": True, "metric": 0.3}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
+    OptimizerCase("adam-adaptive", "adam", {"adaptive": True, "metric": 0.3}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-projected", "adam", PROJECTED),
     OptimizerCase("adam-not-nesterov", "adam", {"nesterov": False, "metric": 0.3}),
@@ -252,6 +255,23 @@ VARIANTS = [
     ),
     *(
         OptimizerCase(
+            f"adam-adaptive-{metric}-{transport}-{radius}{'-nesterov' * nesterov}",
+            "adam",
+            {
+                "adaptive": True,
+                "metric": metric,
+                "transport": transport,
+                "nesterov": nesterov,
+                "radius": radius,
+            },
+        )
+        for metric, transport, nesterov, radius in pairwise(
+            METRICS, TRANSPORTS, (False, True), (1.0, "virtual")
+        )
+    ),
+    OptimizerCase("adam-adaptive-amsgrad", "adam", {"adaptive": True, "amsgrad": True}),
+    *(
+        OptimizerCase(
             f"adam-not-nesterov-{metric}-{transport}{'-amsgrad' * amsgrad}",
             "adam",
             {"nesterov": False, "metric": metric, "transport": transport, "amsgrad": amsgrad},
@@ -259,6 +279,7 @@ VARIANTS = [
         for metric, transport, amsgrad in pairwise(METRICS, TRANSPORTS, (False, True))
     ),
     OptimizerCase("sgd-adaptive-maximize", "sgd", {"adaptive": True, "maximize": True}),
+    OptimizerCase("adam-adaptive-maximize", "adam", {"adaptive": True, "maximize": True}),
     OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),
     OptimizerCase(
         "adam-no-first-moment-published", "adam", {"betas": (0.0, 0.99), "metric": 0.3, **PUBLISHED}

@@ -117,6 +117,13 @@ TABLE = {
         variant=True,
         published_lr=0.01,
     ),
+    "adam-adaptive": Rule(
+        so.StiefelAdam,
+        {"adaptive": True},
+        plain=torch.optim.Adam,
+        own={"adaptive": True, "metric": -1.0},
+        variant=True,
+    ),
     "rgd": Rule(
         so.ProjectedRGD,
         {"momentum": 0.9, "weight_decay": 0.1},

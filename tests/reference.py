@@ -197,15 +197,20 @@ class SGDReference(StiefelReference):
         def inner(Z: Matrix, U: Matrix) -> float:
             return float(((1 - self.a) * (f.conj() * Z).sum() + (g.conj() * U).sum()).real)
 
-        b, s, w, mu = inner(f, g), inner(self.Z, self.U), self.slope, self.momentum
+        b, s = inner(f, g), inner(self.Z, self.U)
         if self.steps == 0:
             self.lr = self.largest_lr * np.sqrt(self.m / b)
-        else:
-            ratio = np.exp(0.2 * min(max(-s / w, -0.7), 0.7))
-            self.factor, self.lr = self.factor * ratio, self.lr * ratio
-            mu = min(mu, b / (w + s)) if w + s > 0 else mu
-        self.slope = b - mu * s
+        ratio, mu, self.slope = followed(self.slope, b, s, self.momentum)
+        self.factor, self.lr = self.factor * ratio, self.lr * ratio
         return mu
+
+
+def followed(w: float, b: float, s: float, momentum: float) -> tuple[float, float, float]:
+    """What the step's length is multiplied by, mu, and -<F, v> of the new v; w was the last."""
+    if w == 0:
+        return 1.0, momentum, b - momentum * s
+    mu = min(momentum, b / (w + s)) if w + s > 0 else momentum
+    return float(np.exp(0.2 * min(max(-s / w, -0.7), 0.7))), mu, b - mu * s
 
 
 class AdamReference(StiefelReference):
@@ -221,15 +226,18 @@ class AdamReference(StiefelReference):
         nesterov: bool | None = None,
         radius: str | float | None = None,
         decay: float = 0.0,
+        adaptive: bool = False,
         **options,
     ) -> None:
         super().__init__(point, **options)
         self.nominal_lr, self.squared_radius, self.decay = self.lr, 1.0, decay
-        self.radius = "virtual" if radius is None and self.transport != "published" else radius
+        is_default = self.transport != "published" and not adaptive
+        self.radius = "virtual" if radius is None and is_default else radius
         self.betas = betas
+        self.adaptive, self.slope, self.factor = adaptive, 0.0, 1.0
         self.eps = eps
         self.amsgrad = amsgrad
-        self.nesterov = self.transport != "published" if nesterov is None else nesterov
+        self.nesterov = is_default if nesterov is None else nesterov
         self.p, self.p_max = np.zeros(self.Z.shape), np.zeros(self.Z.shape)
         self.q, self.q_max = np.zeros(self.U.shape), np.zeros(self.U.shape)
 
@@ -256,25 +264,18 @@ class AdamReference(StiefelReference):
 
     def step(self, grad: Matrix) -> None:
         X, f, g = self.split_gradient(grad)
-        beta1, beta2 = self.betas
-        if self.radius == "virtual":
-            self.squared_radius *= (1 - self.decay) ** 2
-            self.squared_radius += self.nominal_lr**2 * self.n
-            self.lr = self.nominal_lr / np.sqrt(self.squared_radius)
-        elif self.radius is not None:
-            self.lr = self.nominal_lr / (np.sqrt(self.n) if self.radius == "angle" else self.radius)
+        beta1 = self.betas[0]
+        self.set_lr()
+        if self.adaptive:
+            self.adaptive_step(X, f, g)
+            return
         if self.transport == "published":
             coupling = self.Z
         else:
             coupling = self.precondition(self.Z, self.p_max if self.amsgrad else self.p, self.steps)
         U = self.couple(beta1, coupling) - (1 - beta1) * g
         Z = beta1 * self.Z - (1 - beta1) * f
-
-        self.steps += 1
-        self.p = beta2 * self.p + (1 - beta2) * np.abs(f) ** 2
-        self.q = beta2 * self.q + (1 - beta2) * np.abs(g) ** 2
-        self.p_max, self.q_max = np.maximum(self.p_max, self.p), np.maximum(self.q_max, self.q)
-        p, q = (self.p_max, self.q_max) if self.amsgrad else (self.p, self.q)
+        p, q = self.second_moments(f, g)
 
         ahead_Z, ahead_U = Z, U
         if self.nesterov:
@@ -283,6 +284,45 @@ class AdamReference(StiefelReference):
         direction = self.precondition(ahead_U, q, self.steps, ahead=self.nesterov)
         V = direction - X @ (X.conj().T @ direction)
         self.U, self.Z = self.move(X, U, turn, V, Z)
+
+    def adaptive_step(self, X: Matrix, f: Matrix, g: Matrix) -> None:
+        """Momentum of divided forces; its friction and length follow the slope."""
+        p, q = self.second_moments(f, g)
+        beta1, beta2 = self.betas
+        c2 = 1 - beta2**self.steps
+        turn = divide(f, np.sqrt(p / c2) + self.eps)
+        V = divide(g, np.sqrt(q / c2) + self.eps)
+        V = V - X @ (X.conj().T @ V)
+
+        def inner(Z: Matrix, U: Matrix) -> float:
+            return float(((1 - self.a) * (f.conj() * Z).sum() + (g.conj() * U).sum()).real)
+
+        ratio, mu, self.slope = followed(self.slope, inner(turn, V), inner(self.Z, self.U), beta1)
+        self.factor *= ratio
+        self.lr *= self.factor * (1 - beta1) / (1 - beta1 ** (self.steps + self.nesterov))
+        U, Z = self.couple(mu, self.Z) - V, mu * self.Z - turn
+        if self.nesterov:
+            self.U, self.Z = self.move(X, U, mu * Z - turn, mu * U - V, Z)
+        else:
+            self.U, self.Z = self.move(X, U, Z, U, Z)
+
+    def set_lr(self) -> None:
+        """Divide the learning rate by the radius."""
+        if self.radius == "virtual":
+            self.squared_radius *= (1 - self.decay) ** 2
+            self.squared_radius += self.nominal_lr**2 * self.n
+            self.lr = self.nominal_lr / np.sqrt(self.squared_radius)
+        elif self.radius is not None:
+            self.lr = self.nominal_lr / (np.sqrt(self.n) if self.radius == "angle" else self.radius)
+
+    def second_moments(self, f: Matrix, g: Matrix) -> tuple[Matrix, Matrix]:
+        """Count the step; return p and q, with amsgrad their maxima."""
+        self.steps += 1
+        beta2 = self.betas[1]
+        self.p = beta2 * self.p + (1 - beta2) * np.abs(f) ** 2
+        self.q = beta2 * self.q + (1 - beta2) * np.abs(g) ** 2
+        self.p_max, self.q_max = np.maximum(self.p_max, self.p), np.maximum(self.q_max, self.q)
+        return (self.p_max, self.q_max) if self.amsgrad else (self.p, self.q)
 
 
 def momentum_dynamics(

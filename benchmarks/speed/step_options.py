@@ -40,6 +40,7 @@ ROWS = (
 PAIRS = {  # the step with the option, and without
     "virtual radius": ("StiefelAdam, nesterov=False", "StiefelAdam, as printed"),
     "Nesterov": ("StiefelAdam", "StiefelAdam, nesterov=False"),
+    "adaptive Adam": ("StiefelAdam, adaptive", "StiefelAdam"),
     "adaptive": ("StiefelSGD, adaptive", "StiefelSGD"),
     "adaptive, projected": ("StiefelSGD, adaptive, projected", "StiefelSGD, projected"),
 }
@@ -51,6 +52,7 @@ def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
     return {
         "StiefelAdam": adam,
         "StiefelAdam, nesterov=False": partial(adam, nesterov=False),
+        "StiefelAdam, adaptive": partial(adam, adaptive=True, transport="projected"),
         "StiefelAdam, as printed": partial(PRINTED, lr=adam_lr(row)),
         "StiefelSGD": sgd,
         "StiefelSGD, projected": partial(sgd, transport="projected"),

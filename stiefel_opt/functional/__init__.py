@@ -1,5 +1,6 @@
 """Pure functions on batches of matrices, tensors in and tensors out: update rules and maps."""
 
+from stiefel_opt.functional.adaptive import adaptive_adam as adaptive_adam
 from stiefel_opt.functional.adaptive import adaptive_sgd as adaptive_sgd
 from stiefel_opt.functional.adaptive import with_radius as with_radius
 from stiefel_opt.functional.cayley import cayley_adam as cayley_adam

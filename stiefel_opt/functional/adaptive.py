@@ -22,6 +22,14 @@ to X, in the inner product of the metric, <F, v> = (1 - a) tr f'Z + tr g'U:
 minimum along it, negative behind that. b / (w + s) is the factor of Dai and Yuan (1999), so that
 without noise this is a nonlinear conjugate gradient method without line searches; with noise mu
 stays what it is. At first c = sqrt(m / b): eta is the angle of the first step.
+
+**With Adam's second moments** the velocity is that of the divided force, entry by entry
+
+    f~ = f / (sqrt(p/c2) + eps),  g~ = (I - XX') g / (sqrt(q/c2) + eps)
+    b = <F, F~>,  s = <F, v>,  Z <- mu Z - f~,  U <- mu U - g~
+
+and w = b - mu s > 0 as before, whatever F is divided by. The step is eta c (1 - b1) / (1 - b1^t)
+times X Z + U, with c = 1 at first: eta means what it does in Adam.
 """
 
 from __future__ import annotations
@@ -40,12 +48,22 @@ from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
     advance,
+    bias_correction,
     carried_skew,
+    denominator_of,
     metric_parameter,
     normal_force,
+    second_moments,
     skew_force,
 )
-from stiefel_opt.linalg import LOCAL_SUMS, Sums, add_product, inner_product, product
+from stiefel_opt.linalg import (
+    LOCAL_SUMS,
+    Sums,
+    add_product,
+    add_product_,
+    inner_product,
+    product,
+)
 
 # Names of state: r^2 - 1; w, c over its first value, and that value.
 GROWTH: Final = "radius_growth"
@@ -60,6 +78,8 @@ _MOST: Final = 0.7
 # c over its first value. Batches drawn without replacement have gradients that are negatively
 # correlated within an epoch, which looks like steps that are too long however short they are.
 _FACTORS: Final = (1e-3, 1e6)
+Parts = tuple[Tensor, Tensor | None]  # the skew and, of tall matrices, the normal part of a vector
+
 # How many times as long as the first a gradient may be: at a minimum that one is only rounding, and
 # steps of any length would follow.
 _SHORT_GRADIENT: Final = 100.0
@@ -151,32 +171,69 @@ def adaptive_sgd(
     Reference: Dai & Yuan, A Nonlinear Conjugate Gradient Method with a Strong Global Convergence
         Property (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
     """
-    reader = reader or reader_for(X)
-    if not (reader.is_exact or reader.is_blind):
-        reader = _FarReader(reader)
-    a, Z, U = metric_parameter(metric), state[SKEW], state.get(NORMAL)
+    a = metric_parameter(metric)
     (S,) = sums((X, G))
-    minus_f = skew_force(S, a)  # -f
-    minus_g = minus_f if U is None else normal_force(X, S, G)  # -g
-    slopes = (1 - a) * _slopes(minus_f, Z)
-    if U is not None:
-        slopes = slopes + sums.add(_slopes(minus_g, U))
-    b, s = slopes.unsafe_chunk(2, dim=-1)
-    mu, new = _friction(b, -s, state, momentum, X.size(-1) * sums.scale**2)
-    new[SLOPE] = new[SLOPE] * (lr != 0)  # of a step that goes nowhere nothing is to be learned
+    forces = skew_force(S, a), normal_force(X, S, G) if NORMAL in state else None
+    b, mu, new = _friction(forces, forces, state, lr, momentum, a, sums)
+    new[UNIT] = _unit(b, state[UNIT], X.size(-1) * sums.scale**2)
     unit = new[FACTOR] * new[UNIT]
     eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
-    new_Z = torch.addcmul(minus_f, mu, Z)
-    direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z
-    if U is None:
-        rotation, turned = rotation_of_square(lambda: direction, eta, reader)
-        new |= carried_skew(new_Z, rotation, transport)
-        return add_product(X, X, rotation), new, turned._replace(inner=S)
-    turn = coupling(Z, 1.0, eta, a, reader)
-    new_U = torch.addcmul(minus_g, mu, U if turn is None else product(U, turn))
-    V = torch.addcmul(minus_g, mu, new_U) if nesterov else new_U.clone()
-    new_X, carried, length = advance(X, V, new_U, direction, new_Z, eta, transport, S, sums, reader)
-    return new_X, new | carried, length
+    reader, along = reader or reader_for(X), (mu, eta, a)
+    return _moved(X, S, forces, state, new, along, nesterov, transport, sums, reader)
+
+
+def adaptive_adam(
+    X: Tensor,
+    G: Tensor,
+    state: Mapping[str, Tensor],
+    *,
+    lr: Scalar,
+    step: Scalar,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    nesterov: bool = False,
+    metric: str | float = "canonical",
+    transport: str = "projected",
+    sums: Sums = LOCAL_SUMS,
+    reader: Reader | None = None,
+) -> Move:
+    r"""Return the new point, the new state and the length of one step of StiefelAdam, adaptive.
+
+    Args:
+        X, G, step, eps, metric, transport, sums, reader: as in :func:`stiefel_opt.functional.adam`.
+        state: That of :func:`stiefel_opt.functional.adam`, where Z and U have no unit, and two
+            numbers for each matrix, ``(k, 1, 1)``: ``slope`` w, which starts as 0, and
+            ``step_factor`` c, which starts as 1.
+        lr: eta, about the size of the entries of the first step, a number or ``(k, 1, 1)``.
+        betas: b1, in (0, 1), the most that mu may be, and b2.
+        nesterov: X moves along mu Z - f~ and mu U - g~.
+
+    Note: 9 products of n x m by m x m, 10 if "projected", and one more sum over rows. A constant
+        factor on the loss changes nothing but what eps does.
+    Reference: that of :func:`adaptive_sgd`.
+    """
+    a, dtype = metric_parameter(metric), X.real.dtype
+    (S,) = sums((X, G))
+    forces = skew_force(S, a), normal_force(X, S, G) if NORMAL in state else None
+    root = bias_correction(betas[1], step, dtype) ** 0.5
+    moments: Tensors = {}
+
+    def divided_by_moments(part: str, force: Tensor) -> Tensor:
+        moments.update(second_moments(state, part, force, betas[1]))
+        return force / denominator_of(moments, part, step, betas[1], eps) * root
+
+    skew, normal = divided_by_moments("skew", forces[0]), None
+    if forces[1] is not None:
+        normal = divided_by_moments("normal", forces[1])
+        (overlap,) = sums((X, normal))
+        normal = add_product_(normal, X, overlap, alpha=-1.0)
+    divided = skew, normal
+    _, mu, new = _friction(forces, divided, state, lr, betas[0], a, sums)
+    of_next = step + 1 if nesterov else step
+    eta = lr * new[FACTOR] * ((1 - betas[0]) / bias_correction(betas[0], of_next, dtype))
+    reader, along = reader or reader_for(X), (mu, eta, a)
+    new |= moments
+    return _moved(X, None, divided, state, new, along, nesterov, transport, sums, reader)
 
 
 class _FarReader(Reader):
@@ -194,26 +251,72 @@ class _FarReader(Reader):
 
 
 def _friction(
-    b: Tensor, s: Tensor, state: Mapping[str, Tensor], momentum: float, m: float
-) -> tuple[Tensor, Tensors]:
-    """Return mu, and the new w and c.
+    forces: Parts,
+    divided: Parts,
+    state: Mapping[str, Tensor],
+    lr: Scalar,
+    momentum: float,
+    a: float,
+    sums: Sums,
+) -> tuple[Tensor, Tensor, Tensors]:
+    """Return b, mu, and the new w and c, for -F and -F~.
 
     By induction w > 0: where the bound is active the new w is b - b s / (w + s) = b w / (w + s);
     where it is not, w + s <= 0, so that s < 0, or mu s < mu (w + s) < b.
     """
-    w, unit = state[SLOPE], state[UNIT]
-    own = (m / b).clamp(max=torch.finfo(b.dtype).max).sqrt()  # b may be hardly a number
-    first = torch.where(unit > 0, torch.minimum(unit, _SHORT_GRADIENT * own), own)
-    unit = torch.where(b > 0, first, unit)
-    left = torch.where(w > 0, -s / w, 0.0).clamp(-_MOST, _MOST)
+    w = state[SLOPE]
+    slopes = (1 - a) * _slopes(forces[0], divided[0], state[SKEW])
+    if forces[1] is not None and divided[1] is not None:
+        slopes = slopes + sums.add(_slopes(forces[1], divided[1], state[NORMAL]))
+    b, minus_s = slopes.unsafe_chunk(2, dim=-1)
+    left = torch.where(w > 0, minus_s / w, 0.0).clamp(-_MOST, _MOST)
     factor = (state[FACTOR] * torch.exp(_SPEED * left)).clamp(*_FACTORS)
-    bound = torch.where(w + s > 0, b / (w + s), math.inf)
+    bound = torch.where(w > minus_s, b / (w - minus_s), math.inf)
     is_bound = bound < momentum
     mu = torch.where(is_bound, bound, momentum)
-    slope = torch.where(is_bound, mu * w, b - mu * s)  # equal where bound, and never negative
-    return mu, {SLOPE: slope, FACTOR: factor, UNIT: unit}
+    slope = torch.where(is_bound, mu * w, b + mu * minus_s)  # equal where bound, never negative
+    # Of a step that goes nowhere nothing is to be learned.
+    return b, mu, {SLOPE: slope * (lr != 0), FACTOR: factor}
 
 
-def _slopes(force: Tensor, velocity: Tensor) -> Tensor:
-    """Return <F, F> and <F, v> of each matrix, ``(k, 1, 2)``."""
-    return torch.cat([inner_product(force, force), inner_product(force, velocity)], dim=-1)
+def _slopes(force: Tensor, divided: Tensor, velocity: Tensor) -> Tensor:
+    """Return <F, F~> and <F, v> of each matrix, ``(k, 1, 2)``."""
+    return torch.cat([inner_product(force, divided), inner_product(force, velocity)], dim=-1)
+
+
+def _unit(b: Tensor, unit: Tensor, m: float) -> Tensor:
+    """Return the first c, less after a gradient that is far longer than the first."""
+    own = (m / b).clamp(max=torch.finfo(b.dtype).max).sqrt()  # b may be hardly a number
+    first = torch.where(unit > 0, torch.minimum(unit, _SHORT_GRADIENT * own), own)
+    return torch.where(b > 0, first, unit)
+
+
+def _moved(
+    X: Tensor,
+    S: Tensor | None,
+    forces: Parts,
+    state: Mapping[str, Tensor],
+    new: Tensors,
+    along: tuple[Tensor, Tensor, float],
+    nesterov: bool,
+    transport: str,
+    sums: Sums,
+    reader: Reader,
+) -> Move:
+    """Add -F~ to mu v, and take the step; ``new`` is the rest of the new state."""
+    mu, eta, a = along
+    minus_f, minus_g = forces
+    if not (reader.is_exact or reader.is_blind):
+        reader = _FarReader(reader)
+    new_Z = torch.addcmul(minus_f, mu, state[SKEW])
+    direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z
+    if minus_g is None:
+        rotation, turned = rotation_of_square(lambda: direction, eta, reader)
+        new = new | carried_skew(new_Z, rotation, transport)
+        return add_product(X, X, rotation), new, turned._replace(inner=S)
+    turn = coupling(state[SKEW], 1.0, eta, a, reader)
+    U = state[NORMAL] if turn is None else product(state[NORMAL], turn)
+    new_U = torch.addcmul(minus_g, mu, U)
+    V = torch.addcmul(minus_g, mu, new_U) if nesterov else new_U.clone()
+    new_X, carried, length = advance(X, V, new_U, direction, new_Z, eta, transport, S, sums, reader)
+    return new_X, new | carried, length

@@ -396,18 +396,24 @@ def moments(
 
     The part of the velocity is "skew" or "normal"; ``mu`` is b1 times a rotation.
     """
-    first, second = state["momentum_" + part], state["exp_avg_sq_" + part]
-    square = _absolute_square(value)
-    torch.lerp(second, square, 1 - betas[1], out=square)
+    first = state["momentum_" + part]
+    new = second_moments(state, part, value, betas[1])
     if mu is None:
         mean = torch.lerp(first, value, 1 - betas[0])
     else:
         mean = product(first, mu).add_(value, alpha=1 - betas[0])
-    new = {"momentum_" + part: mean, "exp_avg_sq_" + part: square}
-    largest = state.get("max_exp_avg_sq_" + part)
-    return (
-        new if largest is None else new | {"max_exp_avg_sq_" + part: torch.maximum(largest, square)}
-    )
+    return new | {"momentum_" + part: mean}
+
+
+def second_moments(state: Mapping[str, Tensor], part: str, value: Tensor, beta: float) -> Tensors:
+    """Return the second moment of ``value``, and with amsgrad its maximum."""
+    second, largest = (state.get(name + part) for name in ("exp_avg_sq_", "max_exp_avg_sq_"))
+    square = _absolute_square(value)
+    torch.lerp(second, square, 1 - beta, out=square)  # type: ignore[arg-type]
+    new = {"exp_avg_sq_" + part: square}
+    if largest is not None:
+        new["max_exp_avg_sq_" + part] = torch.maximum(largest, square)
+    return new
 
 
 def precondition(
@@ -427,15 +433,23 @@ def precondition(
     first = state["momentum_" + part]
     if latest is not None:
         first = torch.lerp(first, latest, 1 - betas[0])
-    second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
-    denominator = torch.sqrt(second)  # real
-    denominator.add_(bias_correction(betas[1], step, second.dtype) ** 0.5 * eps)
-    if eps < _LEAST_EPS:
-        denominator.masked_fill_(denominator == 0, 1.0)
+    denominator = denominator_of(state, part, step, betas[1], eps)
     quotient = torch.div(first, denominator, out=None if first.is_complex() else denominator)
     if quotient.is_complex():
         return quotient.mul_((most / quotient.abs()).clamp_(max=1.0))
     return quotient.clamp_(-most, most)  # type: ignore[arg-type]
+
+
+def denominator_of(
+    state: Mapping[str, Tensor], part: str, step: Scalar, beta: float, eps: float
+) -> Tensor:
+    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0."""
+    second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
+    denominator = torch.sqrt(second)  # real
+    denominator.add_(bias_correction(beta, step, second.dtype) ** 0.5 * eps)
+    if eps < _LEAST_EPS:
+        denominator.masked_fill_(denominator == 0, 1.0)
+    return denominator
 
 
 def largest_quotient(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:

@@ -102,9 +102,10 @@ def described(name: str, groups: list[Group]) -> str:
 def resolved(group: Group) -> Group:
     """Return what options mean that are None in a group; torch decides ``foreach``, ``fused``."""
     published = group.get("transport") == "published"
+    as_printed = published or group.get("adaptive", False)
     meant = {
-        "nesterov": not published,
-        "radius": 1.0 if published else "virtual",
+        "nesterov": not as_printed,
+        "radius": 1.0 if as_printed else "virtual",
         "rotation": "euler" if published else "polar",
         "stiefel": "by tags",
     }
@@ -211,10 +212,13 @@ def check_adaptive(group: Group) -> None:
     if group["transport"] == "published":
         remedy = "choose 'isometric' or 'projected'"
         raise ValueError(fail("transport", "not be 'published' if adaptive", "it", remedy))
-    if not 0 < group["momentum"] < 1:
-        wanted = "be in (0, 1) if adaptive: it is the most that there may be"
-        raise ValueError(fail("momentum", wanted, group["momentum"]))
-    if group["dampening"] != 0:
+    name, most = "momentum", group.get("momentum")
+    if most is None:
+        name, most = "betas[0]", group["betas"][0]
+    if not 0 < most < 1:
+        wanted = "be in (0, 1) if adaptive: it is the most momentum that there may be"
+        raise ValueError(fail(name, wanted, most))
+    if group.get("dampening", 0) != 0:
         raise ValueError(fail("dampening", "be 0 if adaptive", group["dampening"]))
 
 

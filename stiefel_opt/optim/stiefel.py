@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.functional import adaptive
-from stiefel_opt.functional.adaptive import adaptive_sgd, with_radius
+from stiefel_opt.functional.adaptive import adaptive_adam, adaptive_sgd, with_radius
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.momentum import (
     FACTOR,
@@ -216,23 +216,30 @@ class StiefelAdam(AdamLike):
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: Nesterov's momentum for constrained parameters, as in ``torch.optim.NAdam`` with
             constant betas; plain ones follow Adam. False moves along Z and U, as printed. Default:
-            None, which is True, with published transport False. Checkpoints from before it was an
-            option go on with False.
+            None, which is True, with ``adaptive`` or published transport False. Checkpoints from
+            before it was an option go on with False.
         radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
             number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
             would, ``r^2 <- (1 - lr d)^2 r^2 + (lr / s)^2 n`` for matrices of n rows times a scale s
             and the decoupled weight decay d, so that they turn less and less as it does. "angle":
             sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; the step as
-            printed has 1. Default: None, which is "virtual", with published transport 1. See
-            :func:`stiefel_opt.functional.with_radius`. Checkpoints from before there was a radius
-            go on with 1.
+            printed has 1. Default: None, which is "virtual", with ``adaptive`` or published
+            transport 1. See :func:`stiefel_opt.functional.with_radius`. Checkpoints from before
+            there was a radius go on with 1.
+        adaptive: Whether momentum and length of a step of constrained parameters follow the slope
+            of the loss along the last step: entries of the first steps are about ``lr``, and
+            ``betas[0]`` is the most momentum that there may be; see
+            :func:`stiefel_opt.functional.adaptive_adam`. For losses without noise; with
+            ``transport="projected"`` it needs fewer steps. Needs ``betas[0]`` in (0, 1). A closure
+            must evaluate one loss. Default: False.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
         Nine products of n x m by m x m a step, batched over equal matrices, and no factorisation;
-        state is two tensors like the parameter and two of m x m, with ``amsgrad`` three each.
+        state is two tensors like the parameter and two of m x m, with ``amsgrad`` three each. With
+        ``transport="projected"`` eight products, ten if adaptive.
 
     Reference:
         After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2: other maps of
@@ -241,7 +248,7 @@ class StiefelAdam(AdamLike):
 
     rule = "StiefelAdam"
     sums_over_rows = True
-    _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False}
+    _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False, "adaptive": False}
 
     def __init__(
         self,
@@ -263,6 +270,7 @@ class StiefelAdam(AdamLike):
         rotation: str | None = None,
         nesterov: bool | None = None,
         radius: str | float | None = None,
+        adaptive: bool = False,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -275,18 +283,21 @@ class StiefelAdam(AdamLike):
         check_transport(group)
         check_radius(group)
         check_nesterov(group)
+        check_adaptive(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
         growth = (_GROWTH,) if (group | resolved(group))["radius"] == "virtual" else ()
-        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *growth)
+        numbers = (*growth, *(_FRICTION[:2] if group["adaptive"] else ()))
+        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
 
     @override
     def rule_for(self, group: Group) -> Rule:
         group = group | resolved(group)
         if group["transport"] == "published":
             return self.bound(group, published_adam, "metric", "rotation")
-        rule, radius = self.bound(group, adam, "nesterov", "metric", "transport"), group["radius"]
+        function, radius = adaptive_adam if group["adaptive"] else adam, group["radius"]
+        rule = self.bound(group, function, "nesterov", "metric", "transport")
         if radius == 1:
             return rule
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
@@ -301,7 +312,7 @@ class StiefelAdamW(StiefelAdam):
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
-        nesterov: As in :class:`StiefelAdam`.
+        nesterov, adaptive: As in :class:`StiefelAdam`.
         radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` acts only on
             the virtual radius; the angle of its steps tends to sqrt(2 lr weight_decay).
 
@@ -331,6 +342,7 @@ class StiefelAdamW(StiefelAdam):
         rotation: str | None = None,
         nesterov: bool | None = None,
         radius: str | float | None = None,
+        adaptive: bool = False,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:

@@ -42,6 +42,7 @@ SMALL = {
     "sgd-adaptive": {"momentum_skew"},
     "adam": {"momentum_skew", "exp_avg_sq_skew"},
     "adam-amsgrad": {"momentum_skew", "exp_avg_sq_skew", "max_exp_avg_sq_skew"},
+    "adam-adaptive": {"momentum_skew", "exp_avg_sq_skew"},
     "rgd": {"momentum_skew"},
     "cayley-sgd": {"momentum_skew"},
     "cayley-adam": {"momentum_skew"},
@@ -50,6 +51,7 @@ NORMS = {  # one number a matrix
     "adam": {"radius_growth"},
     "adam-amsgrad": {"radius_growth"},
     "sgd-adaptive": {"slope", "step_factor", "step_unit"},
+    "adam-adaptive": {"slope", "step_factor"},
     "cayley-adam": {"exp_avg_sq_norm", "max_exp_avg_sq_norm"},
 }
 OF_SGD = {"momentum_buffer"}
@@ -60,6 +62,7 @@ ROWS = {  # torch's own, of each part of the plain rows
     "sgd-adaptive": OF_SGD,
     "adam": OF_ADAM,
     "adam-amsgrad": {*OF_ADAM, "max_exp_avg_sq"},
+    "adam-adaptive": OF_ADAM,
     "rgd": OF_SGD,
     "cayley-sgd": OF_SGD,
     "cayley-adam": {*OF_ADAM, "max_exp_avg_sq"},
@@ -70,6 +73,7 @@ TALL = {
     "sgd-adaptive": {"momentum_normal"},
     "adam": {"momentum_normal", "exp_avg_sq_normal"},
     "adam-amsgrad": {"momentum_normal", "exp_avg_sq_normal", "max_exp_avg_sq_normal"},
+    "adam-adaptive": {"momentum_normal", "exp_avg_sq_normal"},
     "rgd": {"momentum_normal"},
     "cayley-sgd": {"momentum_normal"},
     "cayley-adam": {"momentum_normal"},
