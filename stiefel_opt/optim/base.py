@@ -83,7 +83,8 @@ _GRAD = operator.attrgetter("grad")
 class GroupIndex:
     """Which parameters of a group are plain, and which are constrained and have state.
 
-    Lists hold places in the group: of plain ones, and of those ``waiting`` for a first gradient.
+    ``plain`` and ``waiting`` hold places in the group. A constrained parameter is waiting until it
+    has a first gradient.
     """
 
     def __init__(self, optimizer: StiefelOptimizer, group: Group) -> None:
@@ -104,7 +105,7 @@ class GroupIndex:
         self.correction = optimizer.correction_for(group)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
-        """Say whether this still describes the group, and holds the state of its options."""
+        """Say whether parameters, tags and state are as they were; bind options that are new."""
         if [group[name] for name in self._names] != self._options:
             declared = self.declared
             self._bind(optimizer, group)
@@ -136,7 +137,7 @@ class GroupIndex:
         return plain
 
     def admit(self, optimizer: StiefelOptimizer, group: Group, late: list[int]) -> None:
-        """Stack the state of these parameters together with that of the ones before."""
+        """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
         waiting = set(self.waiting).difference(late)
         layouts: dict[Any, Shards | None] = {}
         weights: dict[torch.device, list[Weight]] = {}
@@ -208,7 +209,7 @@ class StiefelOptimizer(Optimizer, ABC):
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
-    # What an option that is missing in an older checkpoint stands for.
+    # Values of options that an older checkpoint lacks.
     _legacy_defaults: ClassVar[Group] = {}
     _known: ClassVar[dict[str, State]]  # every declaration of the class so far, by whatever options
 
@@ -261,7 +262,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Move plain tensors in place; ``states`` holds a dict for each, see :meth:`init_plain`."""
 
     def declared_for(self, group: Group) -> tuple[State, ...]:
-        """Return what :meth:`state_for` does, and remember it: a state may be left by options."""
+        """Return what :meth:`state_for` does; remember it, to drop it when options have changed."""
         declared = self.state_for(group)
         self._known.update({kind.name: kind for kind in declared})
         return declared
@@ -276,7 +277,7 @@ class StiefelOptimizer(Optimizer, ABC):
         X: Tensor,  # noqa: ARG002
         state: Tensors,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return Z and U of the momentum X Z + U at X; None for what there is not."""
+        """Return Z and U of the momentum X Z + U at X; None for a part that is missing."""
         return state.get(SKEW), state.get(NORMAL)
 
     def state_of_velocity(self, X: Tensor, Z: Tensor, U: Tensor) -> Tensors:  # noqa: ARG002
@@ -286,7 +287,7 @@ class StiefelOptimizer(Optimizer, ABC):
     # ---- plain tensors -------------------------------------------------------------------------
 
     def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
-        """Make what is missing of the state of a plain tensor, before its first step."""
+        """Make the state of a plain tensor, as far as it is missing, before its first step."""
 
     def _step_plain(
         self,
@@ -397,8 +398,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
 
-        Of all groups: the compiler looks at the state after the first call, and writes over what it
-        has not seen there.
+        It is made for all groups by the first call: the compiler looks at the state after it, and
+        writes over state that comes later.
         """
         for place, each in enumerate(self.param_groups):
             for plain in self._init(place, each).plain:
@@ -418,7 +419,7 @@ class StiefelOptimizer(Optimizer, ABC):
         return index
 
     def _renew(self, place: int, group: Group) -> GroupIndex:
-        """Tell the parameters of a group apart anew; those that have state are admitted."""
+        """Divide the parameters of a group anew, plain from constrained; admit those with state."""
         earlier = self._indices[place]
         self.records.recall(group["params"])
         index = self._indices[place] = GroupIndex(self, group)
@@ -451,8 +452,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
         """Do what :func:`in_graph` stands for: the step of all constrained parameters.
 
-        They are in the order of :meth:`all_constrained`, learning rates that are tensors in that of
-        groups.
+        Gradients are in the order of :meth:`all_constrained`; ``lrs`` are the learning rates that
+        are tensors, in the order of groups.
         """
         first, rates = 0, iter(lrs)
         for group, weight_groups in self._constrained():

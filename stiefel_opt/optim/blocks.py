@@ -57,7 +57,7 @@ class Weight:
 
     @property
     def local_manifold(self) -> Stiefel:
-        """How what this process has of it is read."""
+        """The reading of the part that this process has."""
         return self.manifold if self.shards is None else self.shards.manifold
 
     def local(self) -> Tensor:
@@ -91,7 +91,7 @@ class Block:
     weight: Weight
     index: int  # of the range
     reading: Stiefel  # of the range by itself
-    wide: bool  # whether its matrices are; the shape of our shard does not say it
+    wide: bool  # whether the whole matrices are: the shape of our shard does not say it
     narrow: tuple[int, int, int] | None  # dimension, start and length; None: all of the parameter
 
     def part(self, tensor: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Block:
         return tensor if self.narrow is None else tensor.narrow(*self.narrow)
 
     def matrices(self, part: Tensor, *, stacked: bool = False) -> Tensor:
-        """Read the range as tall matrices ``(..., n, m)``, or as our rows of such."""
+        """Read the range as tall matrices ``(..., n, m)``, or as our rows of them."""
         return self.reading.matrices(part, stacked=stacked, wide=self.wide)
 
     def stored(self, matrices: Tensor, shape: torch.Size, *, stacked: bool = False) -> Tensor:
@@ -125,8 +125,8 @@ class Stack:
     """Blocks of one shape, dtype, device and reading, and their ``declared`` state.
 
     The state lies in tensors ``(blocks, ..., n, m)`` or ``(blocks, ..., m, m)``, tall or as the
-    matrices are stored. Each of ``pieces`` is a batch for a rule: its first block, the one behind
-    its last, and its share of the matrices of each.
+    matrices are stored. ``pieces`` says what one call of a rule works on: some whole blocks, or
+    some matrices of a single block; see :meth:`_divided`.
     """
 
     def __init__(self, blocks: list[Block], declared: Sequence[State], *, on_cpu: bool) -> None:
@@ -155,7 +155,7 @@ class Stack:
         self.pieces = self._divided(value)
 
     def release(self) -> None:
-        """Leave the state to the batches that have views on it."""
+        """Drop the state: the batches have views on it."""
         self._whole = {}
 
     def state_of(self, rows: slice) -> Tensors:
@@ -187,9 +187,9 @@ class Stack:
         return whole
 
     def _divided(self, value: Tensor) -> list[tuple[int, int, slice]]:
-        """Divide the stack into batches: some whole blocks, or some matrices of a single one.
+        """Divide the stack into batches: some whole blocks, or some matrices of a single block.
 
-        Returns: For each batch its first block, the one behind its last, and its share of each.
+        Returns: Start and stop of the blocks of each batch, and the slice of matrices in a block.
         """
         count, everything, part = len(self.blocks), slice(0, self.each), self.blocks[0].part(value)
         if self.sums.row_sum is not None:  # one sum for all, and as many on every process

@@ -31,7 +31,7 @@ class TorchRule(NamedTuple):
 
 
 def mark(saved_groups: list[Group], groups: list[Group], rule: str) -> None:
-    """Write into saved groups which rule has saved them, how, and the readings of ``groups``."""
+    """Write into saved groups the rule, the version of the format and the readings."""
     for saved, group in zip(saved_groups, groups, strict=True):
         saved[_RULE], saved[_FORMAT] = rule, FORMAT
         readings = [reading(parameter, group) for parameter in group["params"]]
@@ -51,7 +51,7 @@ def check_state_dict(state_dict: object) -> None:
 
 
 def take_marks(saved_groups: list[Group], rule: str) -> bool:
-    """Take the marks out of saved groups; return whether an optimizer of torch has saved them."""
+    """Take the marks out of saved groups; return whether they come from an optimizer of torch."""
     of_torch = all("stiefel" not in saved for saved in saved_groups)
     for saved in saved_groups:
         number, other = saved.pop(_FORMAT, FORMAT), saved.pop(_RULE, rule)
@@ -198,7 +198,7 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
 def complete_options(
     saved_groups: list[Group], groups: list[Group], names: Iterable[str], before: Group
 ) -> None:
-    """Give saved groups the options that they lack: as ``before`` says, or as they are now."""
+    """Give saved groups the options that they lack, from ``before`` or as they are now."""
     for group, saved in zip(groups, saved_groups, strict=False):
         saved["stiefel"] = group["stiefel"]
         earlier = {**group, **before}

@@ -71,7 +71,7 @@ def check_params(params: Any) -> None:
 
 
 def plain_numbers(group: Group) -> Group:
-    """Return the options that are numbers of numpy as Python's: a checkpoint holds plain ones."""
+    """Return the options that are numbers of numpy as numbers of Python, for checkpoints."""
     foreign = {
         name: value
         for name, value in group.items()
@@ -100,7 +100,7 @@ def described(name: str, groups: list[Group]) -> str:
 
 
 def resolved(group: Group) -> Group:
-    """Return what options mean that are None in a group; torch decides ``foreach``, ``fused``."""
+    """Return the values of options that are None; ``foreach`` and ``fused`` are left to torch."""
     published = group.get("transport") == "published"
     as_printed = published or group.get("adaptive", False)
     meant = {
@@ -314,7 +314,7 @@ def check_plain_rows_may_be_shared(
 
 
 def check_family(kind: type, family: type) -> None:
-    """Raise for a plain rule in front of that of a ``family``, which calls torch's instead."""
+    """Raise for a plain rule in a class of a ``family``, which calls torch's rule instead."""
     for each in kind.__mro__[: kind.__mro__.index(family)]:
         for name in ("init_plain", "update_plain"):
             if name in vars(each):
@@ -324,7 +324,7 @@ def check_family(kind: type, family: type) -> None:
 
 
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
-    """Warn where matrices are optimized, none is tagged, and nobody said that this is intended."""
+    """Warn where matrices are optimized and none is tagged, unless that is intended."""
     parameters = [p for group in groups for p in group["params"]]
     if (
         all(group["stiefel"] is None for group in groups)
@@ -379,7 +379,7 @@ def refuse_sparse(parameter: Tensor, groups: list[Group]) -> NoReturn:
 def refuse_other_precision(
     parameters: Sequence[Tensor], state: Mapping[Any, Any], groups: list[Group], error: Exception
 ) -> None:
-    """Raise for state of another dtype than its parameter, at which torch's own rules stop."""
+    """Raise where torch's own rule stops at state of another dtype than its parameter."""
     for parameter in parameters:
         for name, value in state[parameter].items():
             if name != "step" and isinstance(value, Tensor) and value.dtype != parameter.dtype:

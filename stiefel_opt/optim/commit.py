@@ -3,9 +3,9 @@
 A rule is pure: it reads a point, a gradient and a state, and returns new ones. What may go wrong
 is handled here. A gradient is safe if its squares are finite: the point and the state of a matrix
 with any other gradient stay. A matrix whose new point is not finite keeps its point, and the state
-that the step would have changed starts again. Where numbers may be read only the batch with an
-unsafe gradient has a mask; elsewhere every batch has. A write can be repeated: one that an
-exception interrupts is completed before the exception goes on.
+that the step would have changed starts again. Where numbers may be read, a batch has a mask only if
+one of its gradients is unsafe; elsewhere every batch has one. A write that an exception interrupts
+is repeated before the exception goes on.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class LastStep(NamedTuple):
 class Batch:
     """Some matrices of a stack, ``(k, n, m)``: what one call of a rule works on.
 
-    They are those of the blocks from ``start`` to ``stop``, or the ``share`` of a single block.
+    They belong to the blocks from ``start`` to ``stop``; of a single block they may be a slice,
+    ``share``.
     """
 
     def __init__(self, stack: Stack, start: int, stop: int, share: slice) -> None:
@@ -210,9 +211,9 @@ class Task(NamedTuple):
 
     Attributes:
         batch: The matrices.
-        chosen: Its blocks that take part; None: all.
+        chosen: Which of its blocks take part; None: all.
         places: Their weights.
-        tensors, grads: What moves, and its gradient, for each of these.
+        tensors, grads: What moves and its gradient, for each of these weights.
         lr, number: Learning rate for the tensors as they are scaled; the number of this step.
         ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not judged yet.
         is_due: Whether rounding is removed in this step.
@@ -269,7 +270,7 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
     new_X, new, length, overflowed = _new_point(stored, grad, state, ok, size, task, rule, correct)
     if isinstance(task.lr, Tensor):
         new_X = torch.where(task.lr == 0, stored, new_X)
-    is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else bits stay, also of X C
+    is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else no bit changes
 
     def write() -> None:
         if new and index is None and ok is None:
@@ -348,7 +349,7 @@ def _write(
 
 
 def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
-    """Return which matrices have safe gradients, the length of those, and the other weights."""
+    """Return a mask of safe gradients, the length of all that are safe, and the unsafe weights."""
     length, limit = float(torch.linalg.vector_norm(grad)), LARGEST_SAFE[grad.dtype]
     if length <= limit:  # False for NaN
         return task.ok, length, []
@@ -370,8 +371,8 @@ def _on_manifold(
 ) -> tuple[Tensor, Tensors]:
     """Return the point with rounding removed if that is due, and the state that has changed.
 
-    A point that is off the manifold is projected. That shows where somebody else has written to a
-    parameter, and, where numbers may be read, once in a while: writes to ``.data`` leave no trace.
+    A point that is off the manifold is projected. It is looked at where somebody else has written
+    to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
     batch, sums = task.batch, task.batch.sums
     is_due = task.is_due or reader.is_blind
@@ -401,7 +402,7 @@ def _on_manifold(
 
 
 def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
-    """Say whether a momentum is off its tangent space by more than rounding: of another point."""
+    """Say whether a momentum belongs to another point: it is off the tangent space of this one."""
     matrices = [t for t in state.values() if t.shape[-2:] != (1, 1)]  # not numbers beside them
     if not (fixed and matrices):
         return False
@@ -412,7 +413,7 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
     return any(bool(change.any()) for change in changes)
 
 
-# ---- behind it -----------------------------------------------------------------------------------
+# ---- after the rule ------------------------------------------------------------------------------
 
 
 def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> bool:

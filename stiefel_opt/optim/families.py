@@ -55,8 +55,8 @@ class SGDLike(StiefelOptimizer):
     def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
         """Return ``rule`` with ``momentum``, ``nesterov`` and more options bound.
 
-        ``names`` are those of the further options. The gradient that it is given is multiplied for
-        ``maximize`` and ``dampening`` before.
+        ``names`` are the further options. For ``maximize`` and ``dampening`` the gradient is
+        multiplied before the rule sees it.
         """
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
         dampening = group["dampening"] if group["momentum"] else 0.0
@@ -127,8 +127,8 @@ class AdamLike(StiefelOptimizer):
     def bound(self, group: Group, rule: Callable[..., Move], *names: str) -> Rule:
         """Return ``rule`` with ``betas``, ``eps`` and more options bound.
 
-        ``names`` are those of the further options. With ``maximize`` the gradient that it is given
-        has the other sign.
+        ``names`` are the further options. With ``maximize`` the rule sees the gradient with the
+        other sign.
         """
         options = {name: group[name] for name in ("betas", "eps", *names)}
         return _with_factor(partial(rule, **options), group["maximize"])

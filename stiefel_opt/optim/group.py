@@ -1,8 +1,8 @@
 """The constrained parameters of a group on one device: which of them move in a step, as batches.
 
-A gradient is looked at before its parameter moves. A parameter without one, or with one that is
-not finite, stays as it is, and so does its state. Parameters that several batches share, or several
-processes, are judged as a whole before anything moves.
+A gradient is looked at before its parameter moves. A parameter whose gradient is missing or not
+finite keeps its value and its state. A parameter that several batches or several processes share is
+judged as a whole before anything moves.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None]
 
 
 class StateViews:
-    """The state that a user sees: views on that of a stack, watched for being replaced or moved."""
+    """The state that a user sees: views on the state of a stack, watched for replacement."""
 
     def __init__(
         self, weights: list[Weight], names: Container[str], forget: Callable[[], None]
@@ -116,9 +116,9 @@ class StateViews:
 
 
 class WeightGroup:
-    """The constrained parameters of a group on one device that have ever had a gradient.
+    """The constrained parameters of a group on one device that have had a gradient.
 
-    The tensors in their state, which is complete, and in their tallies are replaced by views.
+    The tensors in their state and in their tallies are replaced by views.
     """
 
     def __init__(
@@ -138,15 +138,15 @@ class WeightGroup:
         for stack in stacks:
             stack.release()
         self._rows = plain_rows_of(weights, values)
-        # parameters themselves move, unless a master or a shard does, which every step looks up
+        # what moves, if it is the parameters; masters and shards are looked up in every step
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
         self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
-        # the step under way: gradients, places that stay, and the same as a mask
+        # the step under way: gradients, places of weights that stay, and a mask of those that move
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
-        # places with an unsafe gradient, and with a step that overflowed, where that may be read
+        # places of weights whose gradient is unsafe or whose step overflowed, where it may be read
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
         self._overflows: Tensor | None = None  # matrices of each
@@ -178,13 +178,13 @@ class WeightGroup:
         return changed
 
     def forget(self) -> None:
-        """Let go of all state: a view is gone, perhaps so that its memory is freed."""
+        """Let go of all state: a user has dropped a view, perhaps to free its memory."""
         for batch in self.batches:
             batch.state = {}
         self.masters = []
 
     def is_intact(self, states: object) -> bool:
-        """Say whether parameters and state, of all ``states``, are those this was built of."""
+        """Say whether this was built of these parameters and of the tensors in ``states``."""
         if not self.views.are_intact(states):
             return False
         self._now = self._look()
@@ -215,7 +215,7 @@ class WeightGroup:
     # ---- before anything changes ---------------------------------------------------------------
 
     def check_gradients(self, grads: list[Tensor | None], groups: list[Group]) -> bool:
-        """Raise for gradients of another kind; return False if a parameter is of another now."""
+        """Raise for gradients of another kind; return False if a parameter has changed its kind."""
         for weight, grad in zip(self.weights, grads, strict=True):
             if grad is None or _KIND(grad) == weight.kind:
                 continue
@@ -229,9 +229,9 @@ class WeightGroup:
     def set_gradients(
         self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
     ) -> list[Weight]:
-        """Set the gradients of this step, one for each parameter and already checked; judge them.
+        """Set and judge the gradients of this step, one for each parameter, already checked.
 
-        Returns: The weights that somebody else has written to; a compiled graph is not meant.
+        Returns: The weights that somebody else has written to; a compiled graph does not count.
         """
         self._grads = grads
         if self.is_shared:
@@ -269,7 +269,7 @@ class WeightGroup:
         return list(map(operator.add, own, local))
 
     def _judge(self, nonfinite: str) -> None:
-        """Find the parameters with unsafe gradients: all processes that have a part agree."""
+        """Find the parameters with unsafe gradients; processes that share one agree."""
         places = list(range(len(self.weights)))
         if self.reads and nonfinite == "skip":  # each batch judges the others
             if not self._joint:
@@ -345,7 +345,7 @@ class WeightGroup:
             if self._rows:
                 staying, ok = self._staying, self._ok
                 _move_rows(self._rows, values, self._grads, staying, ok, self.reads, move_rows)
-            moved.update(range(len(self.weights)))  # also where this process has no matrices
+            moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
         self._report_overflows(nonfinite)
@@ -383,7 +383,7 @@ class WeightGroup:
         )
 
     def _next_numbers(self) -> list[float] | Tensor:
-        """Return the number of this step for each parameter: one if it is the same for all."""
+        """Return the number of this step for each parameter, or a single one if all are equal."""
         if not self.reads:
             return self.steps + 1.0
         counts = self.steps.tolist()
@@ -413,7 +413,7 @@ class WeightGroup:
         self._overflows.index_add_(0, index, overflowed.view(len(places), -1).sum(dim=1))
 
     def _report_overflows(self, nonfinite: str) -> None:
-        """Count overflows; of weights that processes share, for the next step to report."""
+        """Count overflows; those of weights that processes share are reported by the next step."""
         if self._overflows is None:
             return
         some = self._overflows > 0
@@ -498,7 +498,7 @@ def _move_rows(
         grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
         split, value = weight.local_manifold.plain_parts, values[weight.place]
         parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-        if not reads:  # its kernels take a verdict, but only one
+        if not reads:  # a kernel takes one verdict for all that it moves
             found_inf = grad.new_zeros((), dtype=torch.float32)
             if ok is not None:
                 found_inf = (~ok[weight.place]).float()

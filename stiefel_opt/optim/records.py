@@ -19,7 +19,7 @@ class Records:
     """Tags, readings and counts of skipped steps, by parameter.
 
     Attributes:
-        readings: The reading by which state was made; None: that of a plain parameter.
+        readings: The reading by which state was made; None: as that of a plain parameter.
         reported: How many skipped steps warnings have named.
     """
 
@@ -39,9 +39,9 @@ class Records:
                 self._tags[parameter] = seen
 
     def drop_other(self, states: Any, parameter: Tensor, manifold: Stiefel | None) -> None:
-        """Drop state that was made by another reading, or, for None, not as a plain parameter's.
+        """Drop state that was made by another reading; None is that of a plain parameter.
 
-        Their names do not distinguish them: a rule may call both alike.
+        Names do not tell: a rule may call both kinds of state alike.
         """
         if self.readings.setdefault(parameter, manifold) != manifold:
             states.pop(parameter, None)

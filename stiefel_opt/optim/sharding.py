@@ -1,6 +1,6 @@
 """How the parameters of a stack are shared out over processes (DTensor), and who must talk to whom.
 
-A step works on local shards. What that takes depends on the sharded dimension:
+A step works on local shards. What is sent depends on the sharded dimension:
 
 - batch dimensions, and heads that no border cuts: each process has whole matrices, nothing is sent;
 - the long one, rows of tall matrices and columns of wide ones: sums of m x m over the processes;
@@ -64,7 +64,7 @@ class Shards:
             own.copy_(shard)
 
     def like(self, shard: Tensor, tensor: Tensor) -> Tensor:
-        """Return ``shard`` as what ``tensor`` is: a part of a DTensor, or all there is."""
+        """Return ``shard`` as part of a DTensor if ``tensor`` is one, else as it is."""
         if not is_sharded(tensor):
             return shard
         return self._whole(shard, tensor, tensor.placements)
@@ -95,7 +95,7 @@ class Shards:
 
 
 def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
-    """Return how a parameter is shared out; None for one that is not a DTensor."""
+    """Return the layout of a parameter over processes; None for one that is not a DTensor."""
     if not is_sharded(parameter):
         return None
     from torch.distributed.tensor import Replicate, Shard
@@ -132,7 +132,7 @@ def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
 
 
 def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return a state tensor in this layout; one that is no DTensor is the same everywhere."""
+    """Return a state tensor in this layout; a plain tensor is the same on every process."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if not is_sharded(tensor):
@@ -152,7 +152,7 @@ def sharded_zeros(
 def _working_placements(
     stored: tuple[Placement, ...], manifold: Stiefel, shape: torch.Size, mesh: DeviceMesh
 ) -> tuple[Placement, ...]:
-    """Return the layout in which a step can work, the nearest to ``stored``."""
+    """Return the placements nearest to ``stored`` in which a step can work."""
     from torch.distributed.tensor import Replicate, Shard
 
     replicated = (Replicate(),) * mesh.ndim
@@ -179,7 +179,7 @@ def _working_placements(
 
 
 def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int) -> str | None:
-    """Say what a process gets of a tensor cut in ``size``; None: what no step can work on."""
+    """Say what a process gets of a tensor cut in ``size``; None if no step can work on that."""
     from torch.distributed.tensor import Replicate, Shard
 
     if isinstance(placement, Replicate):

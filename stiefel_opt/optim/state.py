@@ -1,10 +1,10 @@
 """Which state a constrained parameter has: declared by its rule, completed and converted here.
 
-Each constrained range of a parameter has state of its own; that of the second range and on has the
-number of the range behind its name: ``momentum_skew``, ``momentum_skew.1``. Plain rows have the
-state of torch's own rule behind ``rows.``. Half-precision parameters have a float32 ``master``:
-bfloat16 has 8 bits, a step of 1e-3 would vanish in its rounding, and X'X = I can hold only to that.
-So the point lives in float32 in the state, and the parameter is what it rounds to.
+Each constrained range of a parameter has state of its own; from the second range on its name ends
+with the number of the range: ``momentum_skew``, ``momentum_skew.1``. For plain rows, which follow
+torch's own rule, names begin with ``rows.``. Half-precision parameters have a float32
+``master``. bfloat16 has 8 bits: a step of 1e-3 would vanish, and X'X = I could not hold to more.
+So the point lives in float32 in the state, and the parameter is that point rounded.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def key_of(name: str, index: int) -> str:
 
 
 def is_declared(key: str, names: Container[str]) -> bool:
-    """Say whether a key is of state of these ``names``, a master or plain rows, not a user's."""
+    """Say whether a key is one of ours: of these ``names``, a master, or of plain rows."""
     return key.partition(".")[0] in names or key == MASTER or key.startswith(ROWS)
 
 
@@ -124,9 +124,9 @@ def complete_state(
 ) -> StateDict:
     """Make in ``state`` what is missing, and drop what the rule does not keep; raise for a shape.
 
-    Dropped are the names that are ``known`` to be of the rule by other options; what a user has put
-    there stays. The state of a plain parameter is started anew. ``called`` gives what a message
-    calls the parameter.
+    A name is dropped if it is ``known``: the rule keeps it by other options. What a user has put
+    there stays. The state of a plain parameter starts anew. ``called`` returns the name of the
+    parameter for a message.
     """
     expected = expected_state(declared, parameter, manifold)
     if any(name in state for name in _OF_TORCH[:-1]):  # of a plain parameter until now
@@ -187,7 +187,7 @@ def _started(
 
 
 def _placements(kind: State | None, shards: Shards) -> Any:
-    """Return how a state is shared out; m x m sums over rows are not."""
+    """Return the placements of a state; None for m x m, which every process has whole."""
     return shards.small if kind is not None and kind.is_small else shards.working
 
 
