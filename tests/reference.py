@@ -232,7 +232,7 @@ class AdamReference(StiefelReference):
         super().__init__(point, **options)
         self.nominal_lr, self.squared_radius, self.decay = self.lr, 1.0, decay
         is_default = self.transport != "published" and not adaptive
-        self.radius = "virtual" if radius is None and is_default else radius
+        self.radius = radius or ("virtual" if is_default else 1.0)
         self.betas = betas
         self.adaptive, self.slope, self.factor = adaptive, 0.0, 1.0
         self.eps = eps
@@ -312,7 +312,7 @@ class AdamReference(StiefelReference):
             self.squared_radius *= (1 - self.decay) ** 2
             self.squared_radius += self.nominal_lr**2 * self.n
             self.lr = self.nominal_lr / np.sqrt(self.squared_radius)
-        elif self.radius is not None:
+        else:
             self.lr = self.nominal_lr / (np.sqrt(self.n) if self.radius == "angle" else self.radius)
 
     def second_moments(self, f: Matrix, g: Matrix) -> tuple[Matrix, Matrix]:
