@@ -86,6 +86,7 @@ TABLE = {
         plain_options=SGD,
         own={"adaptive": True, "metric": -1.0},
         variant=True,
+        sums=3,
     ),
     "adam-printed": Rule(
         so.StiefelAdam,
@@ -123,6 +124,7 @@ TABLE = {
         plain=torch.optim.Adam,
         own={"adaptive": True, "metric": -1.0},
         variant=True,
+        sums=4,
     ),
     "rgd": Rule(
         so.ProjectedRGD,

@@ -215,7 +215,8 @@ PUBLISHED = [
         for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
     ),
 ]
-RULES = [*map(declared_case, NAMES), *SGD, *ADAMS, *DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
+ADAPTIVE = [declared_case("sgd-adaptive"), declared_case("adam-adaptive")]
+RULES = [*map(declared_case, NAMES), *ADAPTIVE, *SGD, *ADAMS, *DESCENTS, *CAYLEY, *MUON, *PUBLISHED]
 SUMS |= {declared_case(name).function: row.sums for name, row in TABLE.items() if row.sums}
 
 

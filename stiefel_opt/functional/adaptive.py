@@ -43,7 +43,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.device import Reader, reader_for
-from stiefel_opt.functional.flows import Move, Scalar, Tensors, coupling, rotation_of_square
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, coupling, rotation_of_square
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
@@ -233,7 +233,8 @@ def adaptive_adam(
     eta = lr * new[FACTOR] * ((1 - betas[0]) / bias_correction(betas[0], of_next, dtype))
     reader, along = reader or reader_for(X), (mu, eta, a)
     new |= moments
-    return _moved(X, None, divided, state, new, along, nesterov, transport, sums, reader)
+    move = _moved(X, S, divided, state, new, along, nesterov, transport, sums, reader)
+    return *move[:2], move[2]._replace(inner=None)  # S is not divided
 
 
 class _FarReader(Reader):
@@ -293,7 +294,7 @@ def _unit(b: Tensor, unit: Tensor, m: float) -> Tensor:
 
 def _moved(
     X: Tensor,
-    S: Tensor | None,
+    S: Tensor,
     forces: Parts,
     state: Mapping[str, Tensor],
     new: Tensors,
@@ -302,7 +303,7 @@ def _moved(
     transport: str,
     sums: Sums,
     reader: Reader,
-) -> Move:
+) -> tuple[Tensor, Tensors, Length]:
     """Add -F~ to mu v, and take the step; ``new`` is the rest of the new state."""
     mu, eta, a = along
     minus_f, minus_g = forces

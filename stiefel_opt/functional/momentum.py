@@ -58,6 +58,7 @@ from torch import Tensor
 from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import (
     METRICS,
+    Length,
     Move,
     Scalar,
     Tensors,
@@ -287,7 +288,7 @@ def advance(
     S: Tensor | None,
     sums: Sums,
     reader: Reader,
-) -> Move:
+) -> tuple[Tensor, Tensors, Length]:
     r"""Turn along ``direction`` and move along V; carry Z and U. Both U and V are written to.
 
     With C = V'U the transport of U, for which X_new'U = eta R C, is
