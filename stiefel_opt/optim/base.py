@@ -98,15 +98,16 @@ class GroupIndex:
         self.weight_groups: list[WeightGroup] = []
 
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
-        self._names = [name for name in optimizer.defaults if name != "lr"]
-        self._options = [group[name] for name in self._names]
+        names = [name for name in optimizer.defaults if name != "lr"]
+        self._options_of = operator.itemgetter(*names)
+        self._options = self._options_of(group)
         self.declared = optimizer.declared_for(group)
         self.rule = optimizer.rule_for(group)
         self.correction = optimizer.correction_for(group)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
         """Say whether parameters, tags and state are as they were; bind options that are new."""
-        if [group[name] for name in self._names] != self._options:
+        if self._options_of(group) != self._options:
             declared = self.declared
             self._bind(optimizer, group)
             if declared != self.declared:

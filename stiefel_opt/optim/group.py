@@ -97,10 +97,7 @@ class StateViews:
             map(operator.is_, map(states.get, self._parameters), self._states)
         ):
             return False
-        try:
-            views = [state[key] for state, key in self._slots]
-        except KeyError:
-            return False
+        views: list[Any] = list(itertools.starmap(dict.get, self._slots))
         return list(map(id, views)) == self._ids and self._addresses(views) == self._memory
 
     def release(self) -> None:
