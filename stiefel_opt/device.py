@@ -1,8 +1,8 @@
 """Machines: the only file that asks where a tensor lives, whether code is traced, what may be read.
 
-A step may choose its work by the size of a number, if the number can be had. :class:`Now` reads it
-(a CPU, where reading is free). :class:`Lagged` knows that of the step before, copied by the device
-without anybody waiting. :class:`Fixed` knows nothing: a captured graph would freeze what it read.
+A step may choose its work by a number, if that can be read. :class:`Now` reads it (a CPU, where
+reading is free). :class:`Lagged` knows the number of the step before, which the device has copied
+while nobody waited. :class:`Fixed` knows nothing: a captured graph would freeze what it read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def lives_on(tensor: Tensor, kind: str) -> bool:
 
 
 def finest_dtype(tensor: Tensor) -> torch.dtype:
-    """Return float64 or complex128, or what comes nearest where a tensor lives."""
+    """Return float64 or complex128, or the finest dtype that the device of a tensor has."""
     if tensor.device.type == "mps":
         return torch.complex64 if tensor.is_complex() else torch.float32
     return torch.complex128 if tensor.is_complex() else torch.float64

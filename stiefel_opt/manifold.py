@@ -145,8 +145,8 @@ class Stiefel:
     ) -> Tensor:
         """Read range ``index`` as tall matrices ``(..., n, m)``: a view where strides allow.
 
-        With ``stacked`` the first dimension of ``part`` counts parameters. ``wide`` says which way
-        a shard is turned, of which its own shape tells nothing.
+        With ``stacked`` the first dimension of ``part`` counts parameters. ``wide`` says whether
+        the whole matrices of a shard are wide, which its own shape does not show.
         """
         if self.flatten:
             part = part.flatten(2 if stacked else 1)

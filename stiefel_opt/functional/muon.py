@@ -94,24 +94,24 @@ def spectral_direction(
     Args:
         point: X, orthonormal, ``(k, n, m)``, n >= m, real or complex.
         grad: M, the gradient or the momentum, same shape.
-        tolerance: How far from 1 singular values of D may be, unless they count too little.
-            Default: 5e-5, and 1e-10 in float64.
-        smoothing: What the value may lack of the optimum, relative to it, at the most; where values
-            cannot be read (accelerators, compiled) that may be 1e-3 in any case. Default: 1e-4.
+        tolerance: The largest distance from 1 of the singular values of D that count. Default:
+            5e-5, and 1e-10 in float64.
+        smoothing: The largest distance of the value from the optimum, relative to it. Where numbers
+            cannot be read (accelerators, compiled) it may be 1e-3 in any case. Default: 1e-4.
         sums: Products of tall matrices, summed over the rows. Default: all rows are here.
 
-    Returns: D ``(k, n, m)``, without a history for backward; 0 where M is 0, not finite, or too
-        large or too small for its square, which for n = m it may be.
+    Returns: D ``(k, n, m)``, without a history for backward; 0 where M is 0 or not finite, and for
+        n > m where squares of M over- or underflow in the dtype of the sums.
     Raises:
         ValueError: for shapes that do not fit, or numbers out of range.
         TypeError: for a real point with a complex gradient, and for integers.
     Note: Two products of n x m by m x m and two symmetric halves before, two after; for square
         matrices one and one. One sum of m (2m + 1) numbers over the rows. Between them a Cholesky
-        factor of m x m and 14 to 40 products of 2m x 2m, for square matrices of m x m, about half
-        of the flops of each by symmetry: as many as the smallest singular values that count ask
-        for, and 40 where nothing can be read. Sums over the rows and the Cholesky factor are in
-        float64 where the device has it, and on a CPU the last tall products of an ill-conditioned
-        M; where M is all but radial, one more product and the sums again.
+        factor of m x m and 14 to 40 products of 2m x 2m, for square matrices of m x m, each at
+        about half of its flops by symmetry. The smaller the singular values that count, the more
+        there are; where nothing can be read there are 40. Sums over the rows and the Cholesky
+        factor are in float64 where the device has it, and so are, on a CPU, the last tall products
+        of an ill-conditioned M. Where M is all but radial, one more product and the sums again.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem; Parrott
         (1978), On a quotient norm and the Sz.-Nagy-Foias lifting theorem, for the missing block.
     """
@@ -135,7 +135,7 @@ def spectral_direction(
 def spectral_gap(
     point: Tensor, grad: Tensor, direction: Tensor, *, sums: Sums = LOCAL_SUMS
 ) -> Tensor:
-    r"""Return how much a direction lacks of the optimal value, relative to it, ``(k,)``.
+    r"""Return the distance of a direction from the optimal value, relative to it, ``(k,)``.
 
     The optimal value is the nuclear norm of the W of :func:`spectral_direction`; the gap is
     1 - <M, D> / (that norm max(1, |D|_2)).

@@ -152,11 +152,11 @@ class _Point:
         return self.matrices(stack, self.parameters) / stack.scale
 
     def owners(self, stack: _Stack) -> list[Tensor]:
-        """Return to which parameter each place of a stack belongs."""
+        """Return the parameter of each place of a stack."""
         return [self.parameters[place] for place, _, _ in stack.places]
 
     def pick(self, stack: _Stack, names: list[str], marked: Tensor) -> list[str]:
-        """Return the names of the places some of whose matrices are ``marked``."""
+        """Return the names of the places with a matrix that is ``marked``."""
         marks = marked.split_with_sizes(self.counts(stack))
         return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
 
@@ -180,7 +180,7 @@ class _Point:
         self.states[self.parameters[0]]["order"] = []
 
     def note_angles(self, line: _Line) -> None:
-        """Keep by how much a line has turned each constrained parameter, in radians."""
+        """Keep the angle by which a line has turned each constrained parameter, in radians."""
         largest: dict[Tensor, float] = {}
         for stack in self.stacks:
             angles = line.angles(stack).split_with_sizes(self.counts(stack))
@@ -272,7 +272,7 @@ class _Line:
         self.t = t
 
     def longest(self) -> float:
-        """Return up to where a first trial may go: beyond, matrices only turn around again."""
+        """Return the longest t of a first trial: beyond it matrices only turn around again."""
         speed = max(largest_speed(path) for path in self._curves)
         return _LONGEST_TURN / speed if speed > 0 else math.inf
 
@@ -786,7 +786,7 @@ def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
 
 
 def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | None]) -> None:
-    """Forget a memory of other readings or another precision, or torch's where tags are new."""
+    """Forget pairs of other readings or another precision, and torch's pairs if tags are new."""
     state, data = states.get(params[0], {}), _as_data(readings)
     if any(readings) and state.get("readings") != data:
         is_fit = not state
