@@ -17,7 +17,6 @@ figures = importlib.import_module("benchmarks.common.figures")
 SAME = [  # one method under two names
     {"ProjectedRGD", "ProjectedRGD, cayley"},
     {"RGD-C-C", "RGD-C-C (ours)"},
-    {"CayleyAdam", "Cayley Adam"},
     {"unconstrained", "unconstrained, same initialisation"},
     {"HR", "sequential HR"},
     {"EXPRNN", "exponential"},

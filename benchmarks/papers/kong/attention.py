@@ -26,7 +26,7 @@ METHODS = {  # and the published rate
     "SGD": ("sgd:none", 0.1),
     "StiefelSGD": ("stiefel-sgd:within", 0.15),
 }
-CASES = {  # by what rates are multiplied, and flags
+CASES = {  # by what learning rates are multiplied, and flags
     "as it is": (1, ""),
     "no warm-up": (1, "--warmup 0"),
     "four times the learning rates": (4, ""),

@@ -64,7 +64,7 @@ except ImportError as error:
 SIZES = ((1000, 10), (2000, 50))
 VARIANT_SIZE = (300, 5)
 INNER_SIZE = (100, 10)
-SMALL = ("variants", "weighted", "retractions")  # the first two at rate 0.1, momentum 0.9
+SMALL = ("variants", "weighted", "retractions")  # the first two at learning rate 0.1, momentum 0.9
 ONCE = (*SMALL, "published", "inner", "scaling")  # not for every size
 CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
