@@ -205,7 +205,7 @@ def decisions(best: str) -> str:
             "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)",
         ],
         [
-            *right("vit_long", "0", "Test error %", "StiefelAdam within heads", "AdamW"),
+            *right("vit_long", "0", "Test error %", "StiefelAdamW within heads", "AdamW"),
             "[CIFAR-10](measured.md#orthogonal-vision-transformer)",
         ],
         ["-", "-", "[fine-tuning](recipes.md#fine-tune-a-trained-model)"],
