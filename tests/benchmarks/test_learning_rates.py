@@ -118,14 +118,18 @@ def decoder_problems() -> dict[str, Problem]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # what POGO imports
 @pytest.mark.parametrize("name", decoder_problems())
-def test_problems_of_a_decoder_are_learned(name: str) -> None:
-    """More than at a learning rate that hardly moves."""
+@pytest.mark.parametrize("method", ["StiefelAdam", "StiefelSGD", "POGO, SGD"])
+def test_problems_of_a_decoder_are_learned(method: str, name: str) -> None:
+    """More than at a rate that hardly moves; some factors begin with a gradient of zero."""
+    if method.startswith("POGO"):
+        pytest.importorskip("pogo")
     problem = decoder_problems()[name]
-    for method in ("StiefelAdam", "StiefelSGD"):
-        found = learning_rates.run(problem, method, [1e-6, 0.03], "short", "constant", (0, 1))
-        still, moved = found["scores"]
-        assert all(new < 0.97 * old for old, new in zip(still, moved, strict=True))
+    rates = [1e-6, 0.01, 0.03]
+    found = learning_rates.run(problem, method, rates, "short", "constant", (0, 1))
+    for still, *moved in zip(*found["scores"], strict=True):
+        assert min(moved) < 0.99 * still
 
 
 def test_the_noise_of_heads_is_that_of_the_package() -> None:
