@@ -80,9 +80,9 @@ _MOST: Final = 0.7
 _FACTORS: Final = (1e-3, 1e6)
 Parts = tuple[Tensor, Tensor | None]  # the skew and, of tall matrices, the normal part of a vector
 
-# How many times as long as the first a gradient may be: at a minimum that one is only rounding, and
-# steps of any length would follow.
-_SHORT_GRADIENT: Final = 100.0
+# How many times as long as the first a gradient may be: that one is only rounding at a minimum, and
+# short where another factor begins at zero. Steps of any length would follow.
+_SHORT_GRADIENT: Final = 10.0
 
 
 def with_radius(
@@ -161,7 +161,7 @@ def adaptive_sgd(
         state: Z as ``momentum_skew``, for n > m U as ``momentum_normal``, and three numbers for
             each matrix, ``(k, 1, 1)``: ``slope`` w, which starts as 0, ``step_factor``, c over its
             first value, which starts as 1, and ``step_unit``, that value, which starts as 0 and
-            falls where a gradient is more than 100 times as long as the first.
+            falls where a gradient is more than 10 times as long as the first.
         lr: eta, the angle of the first step, a number or ``(k, 1, 1)``.
         momentum: The most that mu may be, less than 1.
         nesterov: X moves along mu Z - f and mu U - g.

@@ -320,6 +320,19 @@ def test_batches_without_replacement_do_not_stop_steps_for_good(name: str) -> No
     assert optimizer.factors_of()[parameter] > 3 * least
 
 
+@pytest.mark.parametrize("growth", [1e2, 1e4, 1e8])
+def test_a_gradient_that_begins_short_lengthens_steps_little(growth: float) -> None:
+    """As that of an adapter does whose other factor begins at zero."""
+    parameter, gradient = weight((8, 2)), weight((8, 2)).detach().roll(1, 0)
+    optimizer, lengths = make("adaptive", parameter, lr=1e-3), []
+    for factor in (1.0, growth):
+        before = parameter.detach().clone()
+        parameter.grad = factor * gradient
+        optimizer.step()
+        lengths.append(float((parameter.detach() - before).norm()))
+    assert lengths[1] <= 12 * lengths[0]  # the factor grows, too
+
+
 @either
 def test_a_gradient_of_zero_moves_nothing_and_spoils_nothing(name: str) -> None:
     parameter = weight((8, 2))
