@@ -166,4 +166,4 @@ def test_small_steps_of_half_precision_add_up(
         torch.testing.assert_close(master, expected, rtol=0, atol=2e-6)
         assert (master - start).abs().max() > 2e-5
         assert torch.equal(master.to(dtype), own)
-        assert so.orthonormality_error(master, own.manifold) < 1e-6
+        assert so.orthonormality_error(master, own.manifold) < 2e-6

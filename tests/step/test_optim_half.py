@@ -118,7 +118,7 @@ def test_the_master_moves_like_a_float32_parameter(name, dtype):
         pytest.param("sgd", 1e-3, torch.float16, 10_000, marks=pytest.mark.slow),
         pytest.param("adam", 1e-4, torch.bfloat16, 10_000, marks=pytest.mark.slow),
         pytest.param("adam", 1e-4, torch.float16, 10_000, marks=pytest.mark.slow),
-        pytest.param("cayley-adam", 2e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
+        pytest.param("cayley-adam", 2e-2, torch.bfloat16, 10_000, marks=pytest.mark.slow),
         pytest.param("rgd", 1e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
     ],
 )
