@@ -220,7 +220,8 @@ def adaptive_adam(
 
     def divided_by_moments(part: str, force: Tensor) -> Tensor:
         moments.update(second_moments(state, part, force, betas[1]))
-        return force / denominator_of(moments, part, step, betas[1], eps) * root
+        denominator = denominator_of(moments, part, step, betas[1], eps)
+        return torch.div(force, denominator, out=None if X.is_complex() else denominator).mul_(root)
 
     skew, normal = divided_by_moments("skew", forces[0]), None
     if forces[1] is not None:

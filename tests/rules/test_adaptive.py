@@ -176,9 +176,10 @@ def test_the_last_step_is_measured_along_the_direction_that_was_taken(
     [
         ({"radius": 1.0, "nesterov": False}, ["radius", "nesterov"]),
         ({"nesterov": False}, ["nesterov"]),
+        ({"nesterov": True, "radius": "virtual", "adaptive": False}, ["adaptive"]),
         ({"nesterov": False}, []),  # as the default was written when it was an option
     ],
-    ids=["before radius", "before nesterov", "before the default"],
+    ids=["before radius", "before nesterov", "before adaptive", "before the default"],
 )
 def test_what_was_saved_by_an_earlier_version_goes_on_as_it_was(
     options: dict[str, Any], missing: list[str], saved: str
@@ -191,7 +192,7 @@ def test_what_was_saved_by_an_earlier_version_goes_on_as_it_was(
         checkpoint = after.state_dict()
         for name in missing:
             del checkpoint["param_groups"][0][name]
-        after = make("radius", other)
+        after = make("adaptive Adam", other)
         after.load_state_dict(checkpoint)
     else:
         for name in missing:
