@@ -546,7 +546,6 @@ def method_row(store: Store, method: str) -> list[str]:
 
 SHOWN = {
     "unconstrained, AdamW": ("unconstrained weights, AdamW", "#000000"),
-    EARLIER: (EARLIER, "#0072B2"),
     DEFAULT: (DEFAULT, "#D55E00"),
 }
 
@@ -590,12 +589,12 @@ def draw(content: dict[str, Any], path: Path) -> None:
         for method, values in found.items():
             name, color = SHOWN[method]
             axis.plot(RATES, values, "o-", color=color, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="learning rate", ylim=(1, 20))
+        axis.set(xscale="log", yscale="log", xlabel="learning rate", ylim=(1, 30))
         axis.set_title(f"{title}\n{count} trainings a method")
-        axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+        axis.set_yticks(ticks := [1, 2, 5, 10, 20, 30], [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("loss, in multiples of the lowest")
+    axes[0].set_ylabel("loss / lowest loss of either method")
     axes[0].legend()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

@@ -21,8 +21,8 @@ SAME = [  # one method under two names
     {"HR", "sequential HR"},
     {"EXPRNN", "exponential"},
     {"SCORNN", "Cayley by solve"},
-    {"StiefelSGD, published flows", "Kong et al. as published"},
-    {"SGDG", "Li et al. as published"},
+    {"StiefelSGD, published flows", "Kong et al. as published", "Algorithm 1"},
+    {"SGDG", "Li et al. as published", "CayleySGD as released"},
     {"SGD with penalty", "SGD, regularized"},
     {"Adam with penalty", "Adam, regularized"},
 ]

@@ -166,7 +166,7 @@ def test_tables_and_figure(tmp_path: Path) -> None:
             found = learning_rates.run(problem, *key[1:2], rates, *key[2:], seeds)
             learning_rates.add(store, line | found)
     content = learning_rates.content_of(store)
-    assert content["tables"]["methods"].count("\n| ") == 3
+    assert content["tables"]["methods"].count("\n| ") == len(learning_rates.SHOWN)
     assert "1.00" in content["tables"]["methods"]
     learning_rates.draw(content, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size < 100_000

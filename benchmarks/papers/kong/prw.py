@@ -344,7 +344,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "shakespeare" in sets:
         content["tables"]["eight plays"] = table(summaries["shakespeare"], eight=True)
     write_json(arguments.output, content)
-    figures.prw(arguments.output.with_suffix(".png"))
     if "shakespeare" in sets:
         figures.prw_plays(arguments.output.with_name(f"{arguments.output.stem}_plays.png"))
     for dataset, found in summaries.items():

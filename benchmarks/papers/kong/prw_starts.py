@@ -3,6 +3,7 @@
     export OMP_NUM_THREADS=1
     python -m benchmarks.papers.kong.prw_starts --data-dir DIR  # an hour; resumes run by run
     python -m benchmarks.papers.kong.prw_starts --data-dir DIR --every 3 --kinds published
+    python -m benchmarks.common.figures prw                     # the picture
 
 Projection-robust Wasserstein distances of figure 1 and table 3 of Kong, Wang & Tao (2023), with
 their Algorithms 1 and 2, SGD with momentum and Adam, in rows of their own. Every method makes 50
