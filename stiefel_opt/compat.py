@@ -21,13 +21,13 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt._checks import HALF, check_range, fail
-from stiefel_opt.functional.cayley import SQUARE, cayley_adam
+from stiefel_opt.functional.cayley import cayley_adam
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.cayley import CayleySGD
+from stiefel_opt.optim.cayley import SQUARES, CayleySGD
 from stiefel_opt.optim.checks import listed
 from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import SGDLike
+from stiefel_opt.optim.families import SGDLike, with_factor
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group
@@ -200,12 +200,13 @@ class AdamG(_Splitting, SGDLike):
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
-        return Z_STATE, U_STATE, State(SQUARE, "1", dtype="real")
+        return Z_STATE, U_STATE, SQUARES[0]
 
     @override
     def rule_for(self, group: Group) -> Rule:
         betas = group["momentum"], group["beta2"]
-        return partial(cayley_adam, betas=betas, eps=group["epsilon"], steps=_STEPS)
+        rule = partial(cayley_adam, betas=betas, eps=group["epsilon"], steps=_STEPS)
+        return with_factor(rule, group["maximize"])
 
 
 def _refuse_what_was_ignored(omega: float, grad_clip: float | None) -> None:

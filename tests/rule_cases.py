@@ -196,7 +196,7 @@ CAYLEY = [
 MUON = [
     RuleCase(functional.muon),
     RuleCase(functional.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
-    RuleCase(functional.muon, {"maximize": True, "tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
+    RuleCase(functional.muon, {"tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
 ]
 PUBLISHED = [
     *(

@@ -185,7 +185,6 @@ def muon(
     step: Scalar = 1.0,
     momentum: float = 0.95,
     nesterov: bool = True,
-    maximize: bool = False,
     tolerance: float | None = None,
     smoothing: float | None = None,
     sums: Sums = LOCAL_SUMS,
@@ -209,7 +208,6 @@ def muon(
         step: The number of this step; it makes no difference.
         momentum: mu.
         nesterov: M is a lookahead, as above; else the buffer.
-        maximize: X moves along D.
         tolerance, smoothing, sums: as in :func:`spectral_direction`.
         reader: Whether numbers of this step may be read. Default: where that is free.
 
@@ -234,7 +232,6 @@ def muon(
     step, limit = _step_of(lr, solved.length)
     length = Length(solved.length * (step * step), 1.0, limit)
     difference = roots(length.squares, limit, reads=reads).difference
-    step = -step if maximize else step
     if solved.along is None:
         return _turned(X, solved, step, difference, limit), new, length
     # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.

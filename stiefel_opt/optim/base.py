@@ -7,7 +7,6 @@ parameters then follow the plain rule of the subclass, constrained ones its rule
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing_extensions import override
 from stiefel_opt._checks import fail
 from stiefel_opt.device import exact_products, is_compiling, readable
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.functional.adaptive import FACTOR, GROWTH
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.manifold import Stiefel
@@ -44,6 +42,8 @@ from stiefel_opt.optim.checks import (
     check_common_options,
     check_family,
     check_finite,
+    check_lr,
+    check_lr_of_step,
     check_new_group,
     check_option_names,
     check_params,
@@ -66,7 +66,7 @@ from stiefel_opt.optim.checks import (
 )
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.group import WeightGroup
-from stiefel_opt.optim.records import Records, largest_of
+from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
@@ -98,6 +98,7 @@ class GroupIndex:
         self.weight_groups: list[WeightGroup] = []
 
     def _bind(self, optimizer: StiefelOptimizer, group: Group) -> None:
+        optimizer.check_options(group)
         names = [name for name in optimizer.defaults if name != "lr"]
         self._options_of = operator.itemgetter(*names)
         self._options = self._options_of(group)
@@ -111,6 +112,7 @@ class GroupIndex:
             declared = self.declared
             self._bind(optimizer, group)
             if declared != self.declared:
+                for parameter in self._params:
                 return False
         params = group["params"]
         return (
@@ -242,6 +244,10 @@ class StiefelOptimizer(Optimizer, ABC):
         check_common_options(group)
 
     @abstractmethod
+    def resolved(self, group: Group) -> Group:
+        """Return a group in which options that are None have the value they stand for."""
+        return group
+
     def state_for(self, group: Group) -> tuple[State, ...]:
         """Return the state of a matrix, which may depend on the options of its group."""
 
@@ -320,6 +326,7 @@ class StiefelOptimizer(Optimizer, ABC):
         group["params"] = listed(group["params"])
         group |= plain_numbers(group)
         self.check_options(group)
+        check_lr(group["lr"])
         check_new_group(group, self.param_groups)
         if group["stiefel"]:
             untagged = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -436,10 +443,8 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return the plain parameters."""
-        lr, index = group["lr"], self._init(place, group)
-        lr = readable(lr) if isinstance(lr, Tensor) else lr
-        if lr is not None and not math.isfinite(lr):
-            raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
+        check_lr_of_step(group["lr"])
+        index = self._init(place, group)
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
             if not weights.check_gradients(grads, self.param_groups):
@@ -542,6 +547,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 given["state"] = without_plain(given["state"], *groups)
             for group, saved in zip(*groups, strict=False):
                 self.check_options({**group, **saved})
+                check_lr({**group, **saved}["lr"])
             check_states(given["state"], *groups, self.declared_for)
             final.update(given)
 
@@ -603,14 +609,6 @@ class StiefelOptimizer(Optimizer, ABC):
             parameters[place]: angles[place] for parameters, angles in pairs for place in angles
         }
 
-    def radii_of(self) -> dict[Tensor, float]:
-        """Return the largest virtual radius of each weight that has one."""
-        return {p: math.sqrt(1 + growth) for p, growth in largest_of(self.state, GROWTH).items()}
-
-    def factors_of(self) -> dict[Tensor, float]:
-        """Return the largest factor on the learning rate of each weight that has one."""
-        return largest_of(self.state, FACTOR)
-
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.
 
@@ -661,4 +659,4 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        return described(type(self).__name__, self.param_groups)
+        return described(type(self).__name__, self.param_groups, self.resolved)

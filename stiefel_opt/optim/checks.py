@@ -83,11 +83,11 @@ def plain_numbers(group: Group) -> Group:
     }
 
 
-def described(name: str, groups: list[Group]) -> str:
+def described(name: str, groups: list[Group], resolve: Callable[[Group], Group]) -> str:
     """Return an optimizer in words: its options, as torch prints them, and what is constrained."""
     lines = [f"{name} ("]
     for number, group in enumerate(groups):
-        shown = group | resolved(group)
+        shown = resolved(resolve(group), stiefel="by tags")
         options = [f"    {key}: {shown[key]}" for key in sorted(shown) if key != "params"]
         lines += [f"Parameter Group {number}", *options, ""]
     lines[-1] = ")"
@@ -99,17 +99,9 @@ def described(name: str, groups: list[Group]) -> str:
     )
 
 
-def resolved(group: Group) -> Group:
-    """Return the values of options that are None; ``foreach`` and ``fused`` are left to torch."""
-    published = group.get("transport") == "published"
-    as_printed = published or group.get("adaptive", False)
-    meant = {
-        "nesterov": not as_printed,
-        "radius": 1.0 if as_printed else "virtual",
-        "rotation": "euler" if published else "polar",
-        "stiefel": "by tags",
-    }
-    return {name: value for name, value in meant.items() if group.get(name, value) is None}
+def resolved(group: Group, **meant: Any) -> Group:
+    """Return a group in which options that are None have these values."""
+    return group | {name: value for name, value in meant.items() if group[name] is None}
 
 
 def _counted(number: int, one: str = "parameter", several: str = "parameters") -> str:
@@ -143,14 +135,6 @@ def name_of(parameter: Tensor, groups: list[Group]) -> str:
 def check_common_options(group: Group) -> None:
     """Raise unless the options that all optimizers share, and those of torch, make sense."""
     check_choice("nonfinite", group["nonfinite"], NONFINITE)
-    lr = group["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
-        if (value := readable(lr)) is not None:
-            check_range("lr", float(value), 0.0)
-    else:
-        check_range("lr", lr, 0.0)
     check_range("weight_decay", group.get("weight_decay", 0.0), 0.0)
     check_flag("maximize", group.get("maximize", False))
     if group.get("differentiable", False) is not False:
@@ -161,6 +145,30 @@ def check_common_options(group: Group) -> None:
             check_flag(name, group[name])
     if group.get("foreach") and group.get("fused"):
         raise ValueError(fail("fused", "not be True together with foreach", True))
+
+
+def check_lr(lr: Any) -> None:
+    """Raise unless a learning rate is a number of at least 0, or a tensor of one."""
+    if not isinstance(lr, Tensor):
+        check_range("lr", lr, 0.0)
+    elif lr.numel() != 1:
+        raise ValueError(fail("lr", "have one element", f"shape {tuple(lr.shape)}"))
+    elif (value := readable(lr)) is not None:
+        check_range("lr", float(value), 0.0)
+
+
+def check_lr_of_step(lr: Any) -> None:
+    """Raise unless a learning rate can be used; that of a schedule past its end may be below 0."""
+    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
+    if value is None and isinstance(lr, Tensor):
+        return
+    try:
+        is_finite = math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):  # no number, or several
+        check_lr(lr)
+        raise
+    if not is_finite:
+        raise ValueError(fail("lr", "be finite", float(value), "look at its schedule"))
 
 
 def check_metric(group: Group) -> None:
@@ -231,6 +239,8 @@ def check_iterations(group: Group) -> None:
 # ---- parameters and gradients --------------------------------------------------------------------
 
 
+# Words for what a group can say by ``stiefel`` only, as ``stiefel=so.Stiefel(heads=4)``.
+_READINGS = ("heads", "blocks", "manifold", "orthogonal", "constrained", "scale")
 # Other libraries' and papers' names of options, which no scheduler stores in a group.
 _SYNONYMS = {
     "learningrate": "lr",
@@ -241,6 +251,7 @@ _SYNONYMS = {
     "decay": "weight_decay",
     "l2": "weight_decay",
     "beta": "momentum",
+    **dict.fromkeys(_READINGS, "stiefel"),
 }
 
 

@@ -60,7 +60,7 @@ class SGDLike(StiefelOptimizer):
         """
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
         dampening = group["dampening"] if group["momentum"] else 0.0
-        return _with_factor(partial(rule, **options), group["maximize"], 1.0 - dampening)
+        return with_factor(partial(rule, **options), group["maximize"], 1.0 - dampening)
 
     _step_plain = staticmethod(step_sgd)
 
@@ -69,7 +69,7 @@ class SGDLike(StiefelOptimizer):
         step_sgd(*arguments)
 
 
-def _with_factor(rule: Callable[..., Move], maximize: bool, factor: float = 1.0) -> Rule:
+def with_factor(rule: Callable[..., Move], maximize: bool, factor: float = 1.0) -> Rule:
     """Return a rule whose gradient changes its sign, and has a factor from the second step on."""
     if not maximize and factor == 1.0:
         return rule
@@ -131,7 +131,7 @@ class AdamLike(StiefelOptimizer):
         other sign.
         """
         options = {name: group[name] for name in ("betas", "eps", *names)}
-        return _with_factor(partial(rule, **options), group["maximize"])
+        return with_factor(partial(rule, **options), group["maximize"])
 
     @override
     def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:

@@ -50,6 +50,7 @@ from stiefel_opt.linalg import are_finite, own_gram
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import (
     as_plain_data,
+    check_lr,
     check_option_names,
     described,
     listed,
@@ -635,11 +636,14 @@ class StiefelLBFGS(LBFGS):
         super().__init__([group], *numbers, line_search_fn)
         self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
         check_option_names(group, self.defaults, type(self).__name__)
-        _check_group(self.param_groups[0])
+        check_lr(self.param_groups[0]["lr"])
+        _check_options(self.param_groups[0])
+        _readings(self.param_groups[0])
+        warn_if_nothing_is_constrained(self.param_groups)
 
     @override
     def __repr__(self) -> str:
-        return described(type(self).__name__, self.param_groups)
+        return described(type(self).__name__, self.param_groups, dict)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -667,6 +671,7 @@ class StiefelLBFGS(LBFGS):
             remedy = "L-BFGS evaluates the loss several times in a step"
             raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
         group = self.param_groups[0]
+        _check_options(group)
         readings = _readings(group)
         _fit_state(self.state, self._params, readings)
         if not any(readings):
@@ -727,9 +732,8 @@ def _one_group(params: Any, options: Group) -> Group:
     return group
 
 
-def _check_group(group: Group) -> None:
-    """Raise for options that make no sense, and parameters that cannot be constrained here."""
-    check_range("lr", float(group["lr"]) if isinstance(group["lr"], Tensor) else group["lr"], 0.0)
+def _check_options(group: Group) -> None:
+    """Raise for options that make no sense."""
     for name in ("max_iter", "max_eval", "history_size"):
         check_count(name, group[name])
     for name in ("tolerance_grad", "tolerance_change"):
@@ -737,8 +741,6 @@ def _check_group(group: Group) -> None:
     if group["line_search_fn"] is not None:
         check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
     check_choice("nonfinite", group["nonfinite"], _NONFINITE)
-    _readings(group)
-    warn_if_nothing_is_constrained([group])
 
 
 def _readings(group: Group) -> list[Stiefel | None]:

@@ -14,7 +14,7 @@ from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.muon import AMBIENT, muon
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import MuonLike, options_of
+from stiefel_opt.optim.families import MuonLike, options_of, with_factor
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 
@@ -104,8 +104,8 @@ class StiefelMuon(MuonLike):
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        options = {name: group[name] for name in ("momentum", "nesterov", "maximize")}
-        return partial(muon, **options)
+        rule = partial(muon, momentum=group["momentum"], nesterov=group["nesterov"])
+        return with_factor(rule, group["maximize"])
 
     @override
     def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -37,6 +38,7 @@ from stiefel_opt.optim.checks import (
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State
+from stiefel_opt.optim.records import largest_of
 from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
@@ -157,6 +159,10 @@ class StiefelSGD(SGDLike):
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
+    @override
+    def resolved(self, group: Group) -> Group:
+        return resolved(group, rotation=_rotation(group))
+
         if group["adaptive"]:
             return Z_STATE, U_STATE, *_FRICTION
         if group["transport"] == "published":
@@ -169,7 +175,7 @@ class StiefelSGD(SGDLike):
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        group = group | resolved(group)
+        group = self.resolved(group)
         if group["transport"] == "published":
             return self.bound(group, published_sgd, "metric", "rotation")
         rule = adaptive_sgd if group["adaptive"] else sgd
@@ -190,6 +196,15 @@ class StiefelSGD(SGDLike):
 
 
 class StiefelAdam(AdamLike):
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return largest_of(self.state, adaptive.FACTOR)
+
+
+def _rotation(group: Group) -> str:
+    """Return how X turns within its span if ``rotation`` is None."""
+    return "euler" if group["transport"] == "published" else "polar"
+
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -287,13 +302,20 @@ class StiefelAdam(AdamLike):
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
-        growth = (_GROWTH,) if (group | resolved(group))["radius"] == "virtual" else ()
+    @override
+    def resolved(self, group: Group) -> Group:
+        as_printed = group["adaptive"] or group["transport"] == "published"
+        radius, nesterov = (1.0, False) if as_printed else ("virtual", True)
+        meant = {"radius": radius, "nesterov": nesterov, "rotation": _rotation(group)}
+        return resolved(group, **meant)
+
+        growth = (_GROWTH,) if self.resolved(group)["radius"] == "virtual" else ()
         numbers = (*growth, *(_FRICTION[:2] if group["adaptive"] else ()))
         return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        group = group | resolved(group)
+        group = self.resolved(group)
         if group["transport"] == "published":
             return self.bound(group, published_adam, "metric", "rotation")
         function, radius = adaptive_adam if group["adaptive"] else adam, group["radius"]
@@ -306,6 +328,15 @@ class StiefelAdam(AdamLike):
 
 class StiefelAdamW(StiefelAdam):
     """:class:`StiefelAdam` whose plain parameters get ``torch.optim.AdamW``, with its defaults.
+    def radii_of(self) -> dict[Tensor, float]:
+        """Return the largest virtual radius of each weight that has one."""
+        growths = largest_of(self.state, adaptive.GROWTH)
+        return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
+
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return largest_of(self.state, adaptive.FACTOR)
+
 
     Args:
         params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: As in

@@ -107,6 +107,33 @@ def test_groups_without_the_flag_move_by_sgd(rule):
     assert all(map(torch.equal, params, twins))
 
 
+@pytest.mark.parametrize("rule", [SGDG, CaileySGD, AdamG])
+def test_a_group_that_maximizes_does_so_for_both_kinds(rule):
+    shapes = [(3, 5), (7,)]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    twins = copy.deepcopy(params)
+    down = rule([{"params": params, "stiefel": True}], lr=0.1, momentum=0.9)
+    up = rule([{"params": twins, "stiefel": True, "maximize": True}], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for p, twin in zip(params, twins, strict=True):
+            p.grad = torch.randn(p.shape)
+            twin.grad = -p.grad
+        down.step()
+        up.step()
+    assert all(map(torch.equal, params, twins))
+
+
+def test_a_negative_second_moment_is_refused():
+    (weight,) = params = [nn.Parameter(torch.randn(3, 5))]
+    opt = AdamG(params, lr=0.1, stiefel=True)
+    weight.grad = torch.randn(3, 5)
+    opt.step()
+    saved = copy.deepcopy(opt.state_dict())
+    saved["state"][0]["exp_avg_sq_norm"] -= 1e3
+    with pytest.raises(ValueError, match=r"`exp_avg_sq_norm of .* must have no entry below 0"):
+        opt.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("rule", [SGDG, CaileySGD])
 def test_they_are_cayley_sgd_with_momentum(rule):
     params, twins = rotations(), rotations()

@@ -465,10 +465,10 @@ def test_rank_one_in_float64_stays_to_rounding(generator):
     assert gram_error(new).max() <= orthonormality_tolerance(DOUBLE, 64)
 
 
-def test_a_rate_of_zero_stays_and_maximizing_mirrors(generator):
+def test_a_learning_rate_of_zero_stays_and_one_below_zero_mirrors(generator):
     point, grad = problem((1, 30, 6), "gaussian", generator)
     torch.testing.assert_close(stepped(point, grad, lr=0.0), point)
-    up = stepped(point, grad, lr=0.1, maximize=True)
+    up = stepped(point, grad, lr=-0.1)
     down = stepped(point, -grad, lr=0.1)
     torch.testing.assert_close(up, down)
 

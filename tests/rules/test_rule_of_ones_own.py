@@ -79,6 +79,39 @@ def test_it_prints_a_report_of_its_last_step() -> None:
     assert " rad" in PRINTED
 
 
+class OwnWords(so.optim.StiefelOptimizer):
+    """A rule whose options and state have names that rules of the package have, too."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        none = dict.fromkeys(("radius", "nesterov", "rotation"))
+        super().__init__(params, {"lr": lr, "transport": None, "adaptive": 1, **none})
+
+    def state_for(self, group: Any) -> Any:  # noqa: ARG002
+        names = "step_factor", "radius_growth"
+        return tuple(so.optim.State(name, "1", start=-3.0) for name in names)
+
+    def rule_for(self, group: Any) -> Any:  # noqa: ARG002
+        return move_straight
+
+    def update_plain(self, *_: Any) -> None:
+        pass
+
+
+def test_options_and_state_of_the_same_names_mean_nothing_here() -> None:
+    holder = nn.ParameterDict({"w": weight_of("tall")})
+    opt = OwnWords(holder.parameters())
+    shown = repr(opt)
+    for name in ("radius", "nesterov", "rotation"):
+        assert f"    {name}: None\n" in shown
+    assert "    stiefel: by tags\n" in shown
+    holder["w"].grad = grad_of(holder["w"], 0)
+    opt.step()
+    assert "radius_growth" in opt.state[holder["w"]]
+    (line,) = so.report(holder, opt).lines
+    assert line.radius is None
+    assert line.factor is None
+
+
 # ---- the same as a slow loop ---------------------------------------------------------------------
 
 

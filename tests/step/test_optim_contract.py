@@ -11,6 +11,7 @@ from contract import (
     assert_same,
     assert_same_training,
     backward,
+    every_optimizer,
     model,
     on_machines,
     optimizer,
@@ -75,6 +76,24 @@ def test_gradients_keep_their_bits_and_their_objects(name):
         opt.step()
         assert all(p.grad is grad for p, grad in zip(net.parameters(), grads, strict=True))
         assert_same(grads, before)
+
+
+@every_optimizer
+def test_to_maximize_a_loss_is_to_minimize_its_negative(name):
+    """The momentum, too: a velocity points to where a parameter moves."""
+    net = model().double()
+    other = copy.deepcopy(net)
+    opt, up = optimizer(name, net.parameters()), optimizer(name, other.parameters(), maximize=True)
+    for step in range(3):
+        backward(net, step)
+        for p, q in zip(net.parameters(), other.parameters(), strict=True):
+            q.grad = -p.grad
+        opt.step()
+        up.step()
+    for (path, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-9, rtol=0, msg=path)
+    for left, right in zip(opt.velocity(net.up.weight), up.velocity(other.up.weight), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-9, rtol=0)
 
 
 @on_machines(cpu="rgd cayley-adam", as_accelerator="sgd-nesterov adam", compiled="sgd")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +142,56 @@ def test_options_are_checked_for_the_optimizer_and_for_late_groups(rule, options
     assert_refused(opt, net, {"params": [p], **options}, error, message)
 
 
+LATER = [
+    (rule, options, error, message)
+    for rule, options, error, message in OPTIONS
+    if not {"stiefel", "steps"} & options.keys() and not ("lr" in options and error is ValueError)
+] + [
+    (SGD, {"lr": None}, TypeError, r"`lr` must be a number in \[0, inf\), got None"),
+    (ADAM, {"lr": math.inf}, ValueError, "`lr` must be finite, got inf"),
+    (RGD, {"lr": torch.ones(2)}, ValueError, r"`lr` must have one element, got shape \(2,\)"),
+    (CAYLEY_SGD, {"steps": -1}, ValueError, "`steps` must be at least 0, got -1"),
+    (ADAM, {"radius": "virtuel"}, ValueError, r"`radius` must be one of \['angle', 'virtual'\]"),
+    (ADAM, {"radius": 0}, ValueError, r"`radius` must be in \(0, inf\), got 0"),
+    (ADAM, {"nonfinite": "drop"}, ValueError, "`nonfinite` must be one of"),
+    (so.StiefelMuon, {"plain": "Adam"}, ValueError, r"`plain` must be one of \['adamw', 'muon'\]"),
+    (so.StiefelMuon, {"momentum": 2.0}, ValueError, r"`momentum` must be in \[0, 1\), got 2.0"),
+]
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize(("rule", "options", "error", "message"), LATER)
+def test_options_that_a_group_is_given_later_are_checked_before_anything_moves(
+    rule, options, error, message, taken
+):
+    """Before the first step and behind it, and again by a second try."""
+    net = nn.Sequential(so.constrain(nn.Linear(8, 8)), nn.Linear(8, 8))
+    opt = rule(so.param_groups(net))
+    for step in range(taken):
+        backward(net, step)
+        opt.step()
+    backward(net, 1)
+    group, earlier = opt.param_groups[-1], dict(opt.param_groups[-1])
+    group.update(options)
+    before = snapshot(net, opt)
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            opt.step()
+        assert_same(snapshot(net, opt)[0], before[0])
+    group.update(earlier)
+    opt.step()
+    assert not torch.equal(net[1].weight, before[0][2][0])
+
+
+def test_a_learning_rate_below_zero_of_a_schedule_passes_with_other_options():
+    """A schedule that runs past its end, of several options."""
+    net = so.constrain(nn.Linear(8, 8))
+    opt = SGD(net.parameters(), lr=0.1)
+    backward(net, 0)
+    opt.param_groups[0].update(lr=-0.01, momentum=0.8)
+    opt.step()
+
+
 MISSPELLED = {
     "weightdecay": "weight_decay",
     "weight-decay": "weight_decay",
@@ -152,6 +203,18 @@ MISSPELLED = {
     "step_size": "lr",
     "wd": "weight_decay",
     "l2": "weight_decay",
+    "heads": "stiefel",
+    "blocks": "stiefel",
+    "manifold": "stiefel",
+    "orthogonal": "stiefel",
+    "constrained": "stiefel",
+    "scale": "stiefel",
+}
+# Keys that torch writes into groups: options of its optimizers, and what schedules store there.
+OF_TORCH = {
+    key
+    for file in Path(torch.optim.__file__).parent.rglob("*.py")
+    for key in re.findall(r'group(?:\[|\.setdefault\()"(\w+)"', file.read_text(encoding="utf-8"))
 }
 
 
@@ -196,6 +259,11 @@ def test_a_module_in_place_of_parameters_is_refused(name, given):
     message = r"`params` must be parameters, got a Sequential; pass model.parameters\(\)"
     with pytest.raises(TypeError, match=message):
         rule(given(net), lr=0.1)
+
+
+def test_no_word_that_is_refused_is_a_key_of_torch():
+    assert {"initial_lr", "betas", "swa_lr", "max_momentum"} <= OF_TORCH
+    assert not OF_TORCH & MISSPELLED.keys()
 
 
 # Keys of schedules, of torch's other optimizers, of timm and of users.
