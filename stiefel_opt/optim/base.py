@@ -112,7 +112,6 @@ class GroupIndex:
             declared = self.declared
             self._bind(optimizer, group)
             if declared != self.declared:
-                for parameter in self._params:
                 return False
         params = group["params"]
         return (
@@ -243,11 +242,11 @@ class StiefelOptimizer(Optimizer, ABC):
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
         check_common_options(group)
 
-    @abstractmethod
     def resolved(self, group: Group) -> Group:
         """Return a group in which options that are None have the value they stand for."""
         return group
 
+    @abstractmethod
     def state_for(self, group: Group) -> tuple[State, ...]:
         """Return the state of a matrix, which may depend on the options of its group."""
 
@@ -325,8 +324,8 @@ class StiefelOptimizer(Optimizer, ABC):
         group["stiefel"] = as_plain_data(group["stiefel"])
         group["params"] = listed(group["params"])
         group |= plain_numbers(group)
-        self.check_options(group)
         check_lr(group["lr"])
+        self.check_options(group)
         check_new_group(group, self.param_groups)
         if group["stiefel"]:
             untagged = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -546,8 +545,8 @@ class StiefelOptimizer(Optimizer, ABC):
             if of_torch:
                 given["state"] = without_plain(given["state"], *groups)
             for group, saved in zip(*groups, strict=False):
-                self.check_options({**group, **saved})
                 check_lr({**group, **saved}["lr"])
+                self.check_options({**group, **saved})
             check_states(given["state"], *groups, self.declared_for)
             final.update(given)
 

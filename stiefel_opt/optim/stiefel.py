@@ -37,8 +37,8 @@ from stiefel_opt.optim.checks import (
 )
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.state import State
 from stiefel_opt.optim.records import largest_of
+from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
@@ -158,11 +158,11 @@ class StiefelSGD(SGDLike):
         check_adaptive(group)
 
     @override
-    def state_for(self, group: Group) -> tuple[State, ...]:
-    @override
     def resolved(self, group: Group) -> Group:
         return resolved(group, rotation=_rotation(group))
 
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
         if group["adaptive"]:
             return Z_STATE, U_STATE, *_FRICTION
         if group["transport"] == "published":
@@ -194,8 +194,6 @@ class StiefelSGD(SGDLike):
         identity = torch.eye(Z.size(-1), dtype=Z.dtype, device=Z.device).expand_as(Z)
         return {SKEW: Z, NORMAL: U, UNPROJECTED: U, OVERLAP: torch.zeros_like(Z), FACTOR: identity}
 
-
-class StiefelAdam(AdamLike):
     def factors_of(self) -> dict[Tensor, float]:
         """Return the largest factor on the learning rate of each weight that has one."""
         return largest_of(self.state, adaptive.FACTOR)
@@ -205,6 +203,8 @@ def _rotation(group: Group) -> str:
     """Return how X turns within its span if ``rotation`` is None."""
     return "euler" if group["transport"] == "published" else "polar"
 
+
+class StiefelAdam(AdamLike):
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -301,14 +301,14 @@ def _rotation(group: Group) -> str:
         check_adaptive(group)
 
     @override
-    def state_for(self, group: Group) -> tuple[State, ...]:
-    @override
     def resolved(self, group: Group) -> Group:
         as_printed = group["adaptive"] or group["transport"] == "published"
         radius, nesterov = (1.0, False) if as_printed else ("virtual", True)
         meant = {"radius": radius, "nesterov": nesterov, "rotation": _rotation(group)}
         return resolved(group, **meant)
 
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
         growth = (_GROWTH,) if self.resolved(group)["radius"] == "virtual" else ()
         numbers = (*growth, *(_FRICTION[:2] if group["adaptive"] else ()))
         return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
@@ -325,9 +325,6 @@ def _rotation(group: Group) -> str:
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         return partial(with_radius, rule, radius, weight_decay=decay)
 
-
-class StiefelAdamW(StiefelAdam):
-    """:class:`StiefelAdam` whose plain parameters get ``torch.optim.AdamW``, with its defaults.
     def radii_of(self) -> dict[Tensor, float]:
         """Return the largest virtual radius of each weight that has one."""
         growths = largest_of(self.state, adaptive.GROWTH)
@@ -337,6 +334,9 @@ class StiefelAdamW(StiefelAdam):
         """Return the largest factor on the learning rate of each weight that has one."""
         return largest_of(self.state, adaptive.FACTOR)
 
+
+class StiefelAdamW(StiefelAdam):
+    """:class:`StiefelAdam` whose plain parameters get ``torch.optim.AdamW``, with its defaults.
 
     Args:
         params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: As in
