@@ -49,8 +49,10 @@ def _look_at(optimizer: Optimizer) -> None:
     if optimizer.__dict__.get(_LOOKED, -1) >= seen:
         return
     keeps = _keeps_tags(optimizer)
-    tagged = [] if keeps else _tagged(optimizer)
-    at_risk = [parameter for parameter in tagged if parameter.requires_grad]
+    tagged = _tagged(optimizer)
+    for parameter in tagged:
+        parameter.is_stepped = True
+    at_risk = [p for p in tagged if p.requires_grad and not keeps]
     if keeps or at_risk:
         optimizer.__dict__[_LOOKED] = math.inf
     elif not tagged:  # a frozen weight may thaw: it is looked at before every step
@@ -96,7 +98,7 @@ def is_own(thing: object) -> bool:
     return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
 
 
-def _tagged(optimizer: Optimizer) -> list[Tensor]:
+def _tagged(optimizer: Optimizer) -> list[Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tagged = [p for p in parameters if is_own(getattr(p, "manifold", None))]
     return [p for p in tagged if not hasattr(p, "is_unconstrained")]

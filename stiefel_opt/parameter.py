@@ -41,6 +41,7 @@ class ManifoldParameter(nn.Parameter):
 
     manifold: Stiefel
     is_unconstrained: bool  # where leaving the manifold is intended
+    is_stepped: bool = False  # whether an optimizer trains it
 
     def __new__(
         cls,
@@ -87,7 +88,8 @@ class ManifoldParameter(nn.Parameter):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.data, self.requires_grad, self.__dict__.copy())
+        attributes = {name: it for name, it in self.__dict__.items() if name != "is_stepped"}
+        return _rebuild, (type(self), self.data, self.requires_grad, attributes)
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
@@ -144,21 +146,23 @@ def has_lost_tag(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
-    """Project in place the untagged ``parameters`` of a group that are read as ``manifold``.
+    """Project in place, and tag, the ``parameters`` of a group that are untagged.
 
     For the key ``stiefel`` of a group, when it is added: the first forward pass then sees a point,
-    as of a :class:`ManifoldParameter`. Tagged parameters, DTensors and those on the meta device
-    stay as they are.
+    and averages and reports a tag, as of a :class:`ManifoldParameter`. Tagged parameters stay as
+    they are; DTensors and those on the meta device are only tagged.
 
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
-    points = []
+    points: list[tuple[Any, Tensor | None]] = []
     for parameter in parameters:
-        if manifold_of(parameter) is None and not (parameter.is_meta or is_sharded(parameter)):
+        if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
             manifold.check(parameter.shape, name)
-            points.append((parameter, nearest(parameter, manifold, name)))
+            stays = parameter.is_meta or is_sharded(parameter)
+            points.append((parameter, None if stays else nearest(parameter, manifold, name)))
     for parameter, point in points:
         if point is not None:
             parameter.copy_(point)
+        tag(parameter, manifold)

@@ -7,6 +7,7 @@ tag on the parameter is what optimizers see.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,11 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from stiefel_opt._checks import users_level
-from stiefel_opt.device import is_compiling, lives_on, may_wait_for, no_autocast, untraced
+from stiefel_opt._checks import CONSTRAINABLE, users_level
+from stiefel_opt.device import (
+    Lagged,
+    Now,
+    is_compiling,
+    lives_on,
+    may_wait_for,
+    no_autocast,
+    reader_for,
+    untraced,
+)
 from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -87,18 +98,21 @@ class _Watched(dict[str, Any]):
         self.hooks = module._forward_pre_hooks
         self.kind = type(module).__name__
         self.looks: dict[str, _Looks] = {}
-        self.unread: set[str] = set()  # of a copy, which is looked at once in any case
         self.silent = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
-        return {**self.__dict__, "looks": {}, "unread": set(self.records)}
+        return {**self.__dict__, "looks": {}}
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if self.unread or not torch.is_grad_enabled():
+        value = dict.__getitem__(self, name)  # faster than super()
+        if name in self.records and not (
+            getattr(value, "is_stepped", True)
+            and getattr(value, "requires_grad", True)
+            and torch.is_grad_enabled()
+        ):
             self.look(name, value)
         return value
 
@@ -107,13 +121,15 @@ class _Watched(dict[str, Any]):
         super().__setitem__(name, value)
         if (reading := self._reading_of(name)) is None:
             return
-        self.looks.pop(name, None)
+        is_swapped = _is_swapped(sys._getframe(1))
+        if not is_swapped:
+            self.looks.pop(name, None)
         if isinstance(value, ManifoldParameter):
             if value.manifold is UNSTATED:  # type(p)(value) has no reading of its own
                 value.manifold = reading
             self.records[name] = value.manifold  # of functional_call, until the former is back
             self.silent = False
-        elif isinstance(value, nn.Parameter) and not (self.silent or _is_swapped(sys._getframe(1))):
+        elif isinstance(value, nn.Parameter) and not (self.silent or is_swapped):
             self.arm()
 
     @override
@@ -142,12 +158,11 @@ class _Watched(dict[str, Any]):
     @untraced
     def look(self, name: str, value: Any) -> None:
         """Warn of a value off the manifold, or of a package that quantises it."""
-        if name not in self.records or not isinstance(value, ManifoldParameter):
+        is_given = type(value) is Tensor  # to functional_call
+        if not (is_given or isinstance(value, ManifoldParameter)) or value.is_inference():
             return
-        if value.is_inference():
-            return
-        looks = self.looks.setdefault(name, _Looks())
-        if not (name in self.unread or looks.is_due(value)):
+        looks = self.looks.setdefault(f"{name}, given" if is_given else name, _Looks())
+        if not looks.is_due(value):
             return
         called, frame = False, cast("FrameType | None", sys._getframe(1))
         while frame is not None and not called:
@@ -158,9 +173,30 @@ class _Watched(dict[str, Any]):
             called, frame = frame.f_code is _CALL, frame.f_back
         if not called:  # to be projected, or initialised
             return
-        self.unread.discard(name)
-        if value._version > 0 or not torch.is_grad_enabled():
-            looks.note(value, _warn_if_far(value, name, self.kind))
+        looks.note(value, self.warn_if_far(name, value, looks, waits=not torch.is_grad_enabled()))
+
+    @torch.no_grad()
+    def warn_if_far(self, name: str, value: Tensor, looks: _Looks, *, waits: bool) -> bool:
+        """Warn of a weight off the manifold; return whether it need not be checked again."""
+        if getattr(value, "is_unconstrained", False):
+            return True
+        if (
+            value.is_meta
+            or value.dtype not in CONSTRAINABLE
+            or not may_wait_for(value)
+            or is_in_torch_dispatch_mode()
+            or torch.func.debug_unwrap(value) is not value
+        ):
+            return False
+        reading = self.records[name]
+        with no_autocast(value):
+            reader = Now() if waits else reader_for(value, looks.lagged)
+            error = reader.number("error", lambda: largest_error(widened(value.detach()), reading))
+        if error <= _FAR or error == math.inf:  # not known yet
+            return False
+        text = _FUNCTIONAL if type(value) is Tensor else _WRITTEN
+        warnings.warn(text.format(name, self.kind, error), stacklevel=users_level())
+        return True
 
     def arm(self) -> None:
         """Let the next forward pass check for lost tags."""
@@ -182,7 +218,17 @@ def _is_swapped(frame: FrameType) -> bool:
 
 _FAR: Final = 1e-2  # |X'X - I| above which a weight is off the manifold: more than bfloat16
 _WRITES: Final = 32  # between two looks in evaluations, at most
+_READS: Final = 16  # with gradients, before the second look
 _CALL: Final = nn.Module._call_impl.__code__  # around every forward pass
+_WRITTEN: Final = (
+    "`{}` of {} is off the manifold, |X'X - I| = {:.0e}: it was written to, as the average of a "
+    "training or a merged adapter is; call so.project_(model) before it is used, and for averages "
+    "take so.averaged(model)"
+)
+_FUNCTIONAL: Final = (
+    "`{}` of {} is off the manifold, |X'X - I| = {:.0e}, in a functional_call: project what that "
+    "is given, so.project_(value, manifold), or take averages from so.averaged(model)"
+)
 _CONVERTED: Final = (
     "`{}` of {} is constrained, and is quantised: what is made of it is not orthonormal, and knows "
     "no constraint; use it for inference only, and train the model that it was made of"
@@ -191,9 +237,10 @@ _CONVERTED: Final = (
 
 @dataclasses.dataclass
 class _Looks:
-    """When the value of one parameter is checked again: seldom, and only without gradients.
+    """When the value of one parameter is checked again: seldom.
 
-    Averages are read without gradients, and code that knows no constraint writes to them.
+    Averages are read without gradients, or no optimizer steps them, and code that knows no
+    constraint writes to them.
     """
 
     reads: int = 0
@@ -201,10 +248,15 @@ class _Looks:
     next_version: int = 1
     writes: int = 1  # between two looks: more where the value stayed on the manifold
     is_over: bool = False
+    lagged: Lagged = dataclasses.field(default_factory=Lagged)
 
     def is_due(self, value: Tensor) -> bool:
         self.reads += 1
-        is_due = self.reads >= self.next_read or value._version >= self.next_version
+        is_due = self.reads >= self.next_read
+        if torch.is_grad_enabled():  # an optimizer may be about to project what was written
+            is_due &= self.reads == 1 or self.reads >= _READS
+        else:
+            is_due |= value._version >= self.next_version
         return is_due and not self.is_over
 
     def note(self, value: Tensor, is_over: bool) -> None:
@@ -212,26 +264,6 @@ class _Looks:
         if value._version >= self.next_version:
             self.writes = min(2 * self.writes, _WRITES)
         self.next_version = value._version + self.writes
-
-
-@torch.no_grad()
-def _warn_if_far(value: ManifoldParameter, name: str, kind: str) -> bool:
-    """Warn of a weight off the manifold; return whether it need not be checked again."""
-    if getattr(value, "is_unconstrained", False):
-        return True
-    if value.is_meta or not may_wait_for(value):
-        return False
-    with no_autocast(value):
-        error = float(largest_error(widened(value.detach()), value.manifold))
-    if error <= _FAR:
-        return False
-    warnings.warn(
-        f"`{name}` of {kind} is off the manifold, |X'X - I| = {error:.0e}: it was written to, as "
-        "the average of a training or a merged adapter is; call so.project_(model) before it is "
-        "used, and for averages take so.averaged(model)",
-        stacklevel=users_level(),
-    )
-    return True
 
 
 def watch(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import warnings_of
+from contract import IS_ON_CPU, warnings_of
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
@@ -185,6 +185,79 @@ def test_another_average_is_told_once_where_it_is_used(
         assert not warnings_of(lambda: [model(x) for _ in range(20)])
 
 
+def by_data(p: Tensor, q: Tensor) -> None:
+    p.data.copy_(0.98 * p.data + 0.02 * q.data)  # counts no version
+
+
+def by_another(p: Tensor, q: Tensor) -> None:
+    p.data = 0.98 * p.data + 0.02 * q.data
+
+
+@torch.no_grad()
+def in_place(p: Tensor, q: Tensor) -> None:
+    p.lerp_(q, 0.02)
+
+
+def functional(model: nn.Module, target: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(model, dict(target.state_dict()), (x,))
+
+
+READS: dict[str, Any] = {
+    "detached": lambda _, target, x: target(x).detach(),
+    "frozen": lambda _, target, x: target.requires_grad_(False)(x),
+    "functional": functional,
+    "functional, evaluated": torch.no_grad()(functional),
+}
+
+
+@pytest.mark.parametrize("write", [by_data, by_another, in_place, None])
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+def test_a_target_network_is_told_wherever_it_is_read(
+    read: str, write: Any, is_on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No optimizer steps it: also where gradients are enabled; an accelerator is read later."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(IS_ON_CPU, lambda _: is_on_cpu)
+    model = so.constrain(nn.Linear(4, 8))
+    target, goal = copy.deepcopy(model), so.random_point(8, 4)
+    optimizer = so.StiefelAdam(model.parameters(), lr=0.1)
+
+    def train_both() -> None:
+        for _ in range(70):
+            x = torch.randn(8, 4)
+            READS[read](model, target, x)
+            optimizer.zero_grad()
+            (model(x) - x @ goal.T).square().mean().backward()
+            optimizer.step()
+            for p, q in zip(target.parameters(), model.parameters(), strict=True):
+                if write is not None:
+                    write(p, q)
+
+    texts = warnings_of(train_both)
+    assert len(texts) == (write is not None)
+    for text in texts:
+        assert "`weight` of Linear is off the manifold, |X'X - I| = " in text
+        assert "so.averaged(model)" in text
+        assert ("so.project_(value, manifold)" in text) == ("functional" in read)
+
+
+@pytest.mark.parametrize("kind", ["vmap", "make_fx"])
+def test_transforms_of_a_functional_call_are_not_looked_at(kind: str) -> None:
+    model, x = so.constrain(nn.Linear(4, 8)), torch.ones(2, 4)
+    values = {name: 2 * value.detach() for name, value in model.named_parameters()}
+
+    def call(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, values, (x,)).sum()
+
+    if kind == "vmap":
+        several = {name: torch.stack([value] * 3) for name, value in values.items()}
+        torch.vmap(call)(several)
+    else:
+        traced = torch.fx.experimental.proxy_tensor.make_fx(call)(values)
+        assert sum("mm" in str(node.target) for node in traced.graph.nodes) == 1
+
+
 def test_an_average_that_was_projected_is_silent() -> None:
     model = net()
     optimizer = so.StiefelAdam(model.parameters(), lr=0.3)
@@ -229,7 +302,8 @@ def test_a_weight_that_is_meant_to_be_off_is_silent(rule: str) -> None:
 
 def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
-    monkeypatch.setattr("stiefel_opt.watching._warn_if_far", lambda *seen: bool(looks.append(seen)))
+    checked = "stiefel_opt.watching._Watched.warn_if_far"
+    monkeypatch.setattr(checked, lambda *seen, **how: bool(looks.append((seen, how))))
     model = so.constrain(nn.Linear(4, 4))
     optimizer = so.StiefelSGD(model.parameters(), lr=0.1)
     for _ in range(200):

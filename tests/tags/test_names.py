@@ -111,14 +111,44 @@ def test_untagged_weights_of_a_group_are_projected() -> None:
     kept = tagged.detach().clone(), point.detach().clone()
     project_untagged([tagged, plain, point, meta], so.Stiefel(heads=2))
     assert torch.equal(tagged, kept[0])
-    assert so.orthonormality_error(plain, so.Stiefel(heads=2)) < 1e-5
-    project_untagged([point], so.Stiefel())
-    assert so.orthonormality_error(point) < 1e-5
+    assert tagged.manifold == so.Stiefel()
+    assert plain.manifold == meta.manifold == so.Stiefel(heads=2)
+    assert so.orthonormality_error(plain) < 1e-5
+    again = nn.Parameter(kept[1].clone())
+    project_untagged([again], so.Stiefel())
+    assert torch.equal(again, kept[1])
     whole = [nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.full((8, 4), float("nan")))]
     before = whole[0].detach().clone()
     with pytest.raises(ValueError, match=r"`parameter of shape \(8, 4\)` must be finite"):
         project_untagged(whole, so.Stiefel())
     assert torch.equal(whole[0], before)
+    assert not hasattr(whole[0], "manifold")
+
+
+@pytest.mark.parametrize("key", [True, so.Stiefel(heads=2), {"heads": 2, "scale": 3.0}])
+def test_a_weight_of_a_group_counts_as_one_that_was_constrained(key: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 2))
+    groups = [
+        {"params": model[0].parameters(), "stiefel": key},
+        {"params": model[1].parameters(), "lr": 1e-3},
+    ]
+    optimizer = so.StiefelSGD(groups, lr=1.0)
+    average = so.averaged(model, decay=0.95)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(torch.randn(8, 8)) - 1).relu().square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+    assert so.orthonormality_error(average) < 1e-5
+    (line,) = so.report(model, optimizer).lines
+    assert (line.name, line.skipped) == ("0.weight", 0)
+    assert line.error < 1e-5
+    assert so.clip_grad_norm_(model[0].parameters(), 1e9) < 0.99 * model[0].weight.grad.norm()
+    so.project_(model)
+    with pytest.warns(UserWarning, match="weight of shape .* would not stay orthonormal"):
+        torch.optim.Adam(model.parameters()).step()
+    assert so.release(model, "0.weight")[0].weight.__class__ is nn.Parameter
 
 
 # ---- a table for any optimizer -----------------------------------------------------------------
