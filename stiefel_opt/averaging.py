@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from stiefel_opt.constraints import project_, readings
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.watching import mark_maps
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
 
@@ -64,6 +66,7 @@ def averaged(
     Raises:
         TypeError: if ``model`` is no module, or one of its tagged weights is sharded.
         ValueError: for a decay out of range.
+    Warns: if nothing is constrained yet: tags are copied with the model.
     Note: Up to nine products of n x m by m x m for each tagged matrix and update; a singular value
         decomposition only where the average is far from orthonormal.
     Reference: Moakher, Means and averaging in the group of rotations (2002): of points, the
@@ -73,10 +76,19 @@ def averaged(
     check_flag("use_buffers", use_buffers)
     if decay is not None:
         check_range("decay", decay, 0.0, 1.0, open_low=True)
-    for name, (parameter, reading) in readings(model).items():
-        if reading is not None and is_sharded(parameter):
+    tagged = [
+        (name, parameter) for name, (parameter, reading) in readings(model).items() if reading
+    ]
+    for name, parameter in tagged:
+        if is_sharded(parameter):
             remedy = "gather the weights into a model that is not sharded, and average that"
             raise TypeError(fail(name, "not be sharded to be averaged", "a DTensor", remedy))
+    if not (tagged or mark_maps(model)):
+        warnings.warn(
+            "nothing in `model` is constrained, and its average will be torch's; call so.constrain "
+            "first, or build the optimizer whose group constrains it",
+            stacklevel=2,
+        )
     function = None
     if decay is not None:
         function = swa_utils.get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "points": {*BASE, "distributed"},
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign"},
     "watching": {*BASE, "parameter", "points", "device", "distributed"},
-    "averaging": {"manifold", "geometry", "_checks", "constraints", "distributed"},
+    "averaging": {"manifold", "geometry", "_checks", "constraints", "distributed", "watching"},
     "constraints": {*BASE, "parameter", "points", "distributed", "foreign", "stacked", "watching"},
     "on_manifold": {*BASE, "points", "linalg", "roots", "device", "distributed", "foreign"},
     "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},

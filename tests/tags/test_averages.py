@@ -110,12 +110,15 @@ def test_an_average_goes_on_after_saving_and_copying() -> None:
 
 def test_a_model_without_tags_is_averaged_as_torch_does() -> None:
     model = nn.Linear(3, 2)
-    average, plain = so.averaged(model), swa_utils.AveragedModel(model)
+    with pytest.warns(UserWarning, match="nothing in `model` is constrained.*call so.constrain fi"):
+        average = so.averaged(model)
+    plain = swa_utils.AveragedModel(model)
     for each in (average, plain, average, plain):
         with torch.no_grad():
             model.weight += 1
         each.update_parameters(model)
     assert int(average.n_averaged) == 2
+    assert not warnings_of(lambda: so.averaged(so.orthogonal(nn.Linear(3, 2))))
 
 
 @pytest.mark.parametrize(
