@@ -100,7 +100,8 @@ class Reader(ABC):
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         """Return what is known of the largest entry of ``value()``; inf if nothing is.
 
-        Each ``name`` has one place in a step; ``value`` is not called where it would not be used.
+        ``name`` is the key of the stored number: use it once a step. ``value`` is called only where
+        its number is used.
         """
 
 

@@ -92,13 +92,13 @@ def roots(
     # P = Q - I for Q = A^(1/2), and Q must be exactly A R, or the iteration drifts.
     grow = symmetric_product(matrix, difference, into=difference.clone(), beta=1.0, alpha=scale)
     grow.add_(matrix, alpha=scale)
-    for left in reversed(range(plan.iterations)):
+    for remaining in reversed(range(plan.iterations)):
         residual = symmetric_product(difference, grow, into=grow.clone(), beta=1.0).add_(difference)
         difference = symmetric_product(
             residual, difference, into=difference.clone(), beta=1.0, alpha=-0.5
         )
         difference.add_(residual, alpha=-0.5)  # residual is R Q - I
-        if left:
+        if remaining:
             grow = symmetric_product(grow, residual, into=grow.clone(), beta=1.0, alpha=-0.5)
             grow.add_(residual, alpha=-0.5)
     if not companions:

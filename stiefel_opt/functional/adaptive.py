@@ -80,8 +80,9 @@ _MOST: Final = 0.7
 _FACTORS: Final = (1e-3, 1e6)
 Parts = tuple[Tensor, Tensor | None]  # the skew and, of tall matrices, the normal part of a vector
 
-# How many times as long as the first a gradient may be: that one is only rounding at a minimum, and
-# short where another factor begins at zero. Steps of any length would follow.
+# A gradient counts as at most so many times as long as the first. The first is only rounding if
+# training begins at a minimum, and short if another factor begins at zero; without a limit the
+# steps after it would be arbitrarily long.
 _SHORT_GRADIENT: Final = 10.0
 
 
@@ -98,7 +99,7 @@ def with_radius(
     reader: Reader | None = None,
     **options: Any,
 ) -> Move:
-    r"""Return the step of a rule whose steps have entries of about eta, at the rate eta / r.
+    r"""Return the step of a rule whose steps have entries of about eta, with learning rate eta / r.
 
     Args:
         rule: As :func:`stiefel_opt.functional.adam`.
@@ -115,20 +116,20 @@ def with_radius(
     """
     reader, n = reader or reader_for(X), X.size(-2) if sums.rows is None else sums.rows
     if radius != "virtual":
-        rate = lr / (math.sqrt(n) / sums.scale if isinstance(radius, str) else radius)
-        return rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
-    kept = (1 - lr * sums.scale * weight_decay) ** 2
-    growth, rate, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
+        divided = lr / (math.sqrt(n) / sums.scale if isinstance(radius, str) else radius)
+        return rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
+    decay = (1 - lr * sums.scale * weight_decay) ** 2
+    growth, divided, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
     least, most = math.inf, -math.inf
     if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
         least, most = _range_of(growth)
     if least == most:
-        number = min(float(most * kept + (lr * lr * n - (1 - kept))), largest)
-        growth, rate = torch.full_like(growth, number), lr / math.sqrt(1 + number)
+        number = min(float(most * decay + (lr * lr * n - (1 - decay))), largest)
+        growth, divided = torch.full_like(growth, number), lr / math.sqrt(1 + number)
     else:
-        growth = (growth * kept + (lr * lr * n - (1 - kept))).clamp(max=largest)
-        rate = lr * torch.rsqrt(1 + growth)
-    new_X, new, length = rule(X, G, state, lr=rate, sums=sums, reader=reader, **options)
+        growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
+        divided = lr * torch.rsqrt(1 + growth)
+    new_X, new, length = rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
     return new_X, {**new, GROWTH: growth}, length
 
 

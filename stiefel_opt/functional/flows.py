@@ -39,8 +39,8 @@ METRICS: Final = {"canonical": 0.5, "euclidean": 0.0}
 
 # An angle atan(eta sigma) gains nothing beyond this, while I + eta^2 U'U becomes ill-conditioned.
 SATURATION: Final = 4.0
-# Bounds of the step before: steps below the root of the first, 14 degrees, cost hardly less if more
-# is known; longer ones may grow by the root of the second from step to step.
+# Limits on the last step's bound, squares of tangents: below 14 degrees exact knowledge saves
+# little; above, the square may grow fourfold from step to step.
 _SHORT: Final = 0.06
 _MARGIN: Final = 4.0
 # Squares of numbers beyond this may overflow.
@@ -50,16 +50,16 @@ _LARGE: Final = 2.0**60
 class Length(NamedTuple):
     """The length of a step: the largest singular value of its tangent vector, for each matrix.
 
-    A rule returns what it has worked out anyway; the rest is computed when somebody asks. Of square
-    matrices with m > 64 a number is stored, a few per cent too low.
+    A rule returns products that it has anyway; singular values are computed on demand, by
+    :meth:`tangents`. For square matrices with m > 64 one number is stored, a few per cent too low.
 
     Attributes:
         squares: ``(k, m, m)``, or two such batches one behind the other; their sum times ``scale``
             is xi'xi for the step xi.
         scale: A number, the square of the learning rate, or 1.
-        limit: A number that no eigenvalue of a batch of ``squares`` times ``scale`` exceeds, known
-            without waiting for a device: above 1 rounding is removed after the step, at inf the new
-            point is checked for values that are not finite.
+        limit: Upper bound on the eigenvalues of ``squares`` times ``scale``, known without waiting
+            for a device. Above 1 rounding is removed after the step; at inf the new point is
+            checked for values that are not finite.
         inner: X'G, times any factor that the rule puts on the learning rate: its size says how far
             a step amplifies rounding. None: not known.
     """
@@ -200,8 +200,8 @@ def _spectra(
 ) -> tuple[Tensor, Tensor | None, float, float, Scalar, Scalar]:
     """Measure a step, and shorten it where it saturates or outgrows what the reader knows.
 
-    Returns: E / s for K'K, and behind it for eta^2 W if there is a W, its square if it is known, s,
-        a bound on E, and eta of the turn and of the move.
+    Returns: E / s, of K'K first and then, if there is a W, of eta^2 W; its square, or None; s; a
+        bound on E; eta of the turn; eta of the move.
     """
     count, size, most = skew.size(0), skew.size(-1), SATURATION**2
     squares = own_gram(skew)  # -Z^2: its bound is the sharper one
@@ -294,8 +294,8 @@ def _longest(
 ) -> float:
     """Return the eigenvalue bound for which the polynomial of the roots is planned.
 
-    ``value()`` is that of the step before, over lr^2; a learning rate that is a tensor is part of
-    it already.
+    ``value()`` is the bound of this step, which the reader keeps for the next one. It is divided by
+    lr^2 if lr is a number, and not if lr is a tensor.
     """
     if reader.is_exact or (not isinstance(lr, Tensor) and lr == 0):
         return most

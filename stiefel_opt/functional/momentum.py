@@ -36,10 +36,10 @@ No entry of a mean of several g can exceed what their mean square says of it (Ca
 
     |U| <= (1 - b1) sum b1^s |g_s| <= h sqrt(q),   h^2 = (1 - b1)^2 / (1 - b2) sum r^s,  r = b1^2/b2
 
-with s from 0 to t - 1. T turns U and leaves q as it is, so that an entry of U may stand over a q
-that has never seen it: both quotients are cut off at h, before the corrections c1 and c2. With
-Nesterov's momentum the quotients are those of b1 U - (1 - b1) g and b1 Z - (1 - b1) f, with the sum
-of their weights c1 = 1 - b1^(t+1) and the bound b1 h + (1 - b1) / sqrt(1 - b2).
+with s from 0 to t - 1. T turns U but not q, so that an entry of U may be divided by a q that was
+accumulated without it. Both quotients are therefore limited to h, before the corrections c1 and c2.
+With Nesterov's momentum the quotients are those of b1 U - (1 - b1) g and b1 Z - (1 - b1) f, with
+the sum of their weights c1 = 1 - b1^(t+1) and the bound b1 h + (1 - b1) / sqrt(1 - b2).
 
 Rules are pure: tensors in, new tensors out. All batches are ``(k, n, m)`` with n >= m, or
 ``(k, m, m)``; for complex ones ' is the conjugate transpose.
@@ -429,7 +429,7 @@ def precondition(
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
     The factor gamma of :func:`gain` is left to the learning rate. No entry of D exceeds ``most``.
-    ``latest``: -f of this step, with which Z is one step direction.
+    ``latest``: -f of this step, for Nesterov's momentum: b1 Z - (1 - b1) f takes the place of Z.
     """
     first = state["momentum_" + part]
     if latest is not None:

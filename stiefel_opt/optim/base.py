@@ -74,7 +74,7 @@ from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import group_of, keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.parameter import project_untagged
 
-# Rotations saturate long before; the square of the learning rate must be a number of float32.
+# The learning rate is limited so that its square fits float32; rotations saturate long before.
 _LARGEST_LR: Final = 2.0**50
 
 _GRAD = operator.attrgetter("grad")
@@ -196,10 +196,10 @@ class StiefelOptimizer(Optimizer, ABC):
         sums_over_rows: Whether the rule forms products over rows only by ``sums``, so that
             rows may be shared by several processes. A class that overrides :meth:`rule_for` must
             say it again. Default: False, and such weights are refused.
-        plain_is_elementwise: Whether :meth:`update_plain` moves each entry by itself, so that plain
-            rows of a constrained weight may be shared by several processes: each passes only its
-            part. A class that overrides that method must say it again. Default: False,
-            and such weights are refused.
+        plain_is_elementwise: Whether :meth:`update_plain` treats entries independently of each
+            other. Processes that share the plain rows of a constrained weight then pass only their
+            own rows. A class that overrides that method must say it again. Default: False, and such
+            weights are refused.
         velocity_names: The state from which :meth:`velocity` is read. A rule that keeps its
             momentum otherwise than as ``momentum_skew`` and ``momentum_normal`` names it here, and
             overrides :meth:`velocity_in` and :meth:`state_of_velocity`.
@@ -405,8 +405,8 @@ class StiefelOptimizer(Optimizer, ABC):
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
 
-        It is made for all groups by the first call: the compiler looks at the state after it, and
-        writes over state that comes later.
+        The first call makes the state of all groups: the compiler would overwrite state that is
+        made later.
         """
         for place, each in enumerate(self.param_groups):
             for plain in self._init(place, each).plain:
@@ -455,7 +455,7 @@ class StiefelOptimizer(Optimizer, ABC):
         return index.plain_with_gradient(group, self.param_groups, sparse=self._sparse_allowed)
 
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
-        """Do what :func:`in_graph` stands for: the step of all constrained parameters.
+        """Step all constrained parameters; called by the compiled operation.
 
         Gradients are in the order of :meth:`all_constrained`; ``lrs`` are the learning rates that
         are tensors, in the order of groups.

@@ -53,8 +53,8 @@ class Rule(Protocol):
         sums: ``sums((A, B), ...)`` returns A'B, ``(k, m, m)``, for each pair; ``sums.add(a)`` adds
             ``(k, ., .)`` over processes. Rows may be on several processes: a rule forms every sum
             over rows by these.
-        reader: What reads the size of a tensor by which the rule chooses how much work it does: at
-            once on a CPU, that of an earlier step on an accelerator. Pass it on to ``retract``.
+        reader: Reads numbers that decide the amount of work: this step's on a CPU, an earlier
+            step's on accelerators. Pass it on to ``retract``.
 
     Returns: The new points; the new state by name, where it has changed; and the length of the
         step, the largest singular value of its tangent vector: a number, ``(k, 1, 1)``, or a
@@ -337,7 +337,7 @@ def _new_point(
 def _write(
     target: Tensor, value: Tensor, earlier: Tensor, index: Tensor | None, ok: Tensor | None
 ) -> None:
-    """Write new state where matrices move; ``index`` says of which rows ``earlier`` is."""
+    """Write new state where ``ok``; ``index`` selects the rows of ``target``."""
     value = value if ok is None else torch.where(ok, value, earlier)
     if index is None:
         target.copy_(value)
@@ -379,7 +379,7 @@ def _on_manifold(
     looks = is_due and reader.is_exact
     if not (looks or task.is_changed):
         return correct(point, state, sums) if is_due else (point, {})
-    if looks and sums.row_sum is None:  # without a gradient no bit moves, not even by a correction
+    if looks and sums.row_sum is None:  # with a zero gradient nothing changes: no correction either
         is_due = (length if length < math.inf else float(torch.linalg.vector_norm(grad))) != 0.0
     (gram,) = sums((point, point))
     error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
@@ -468,4 +468,4 @@ def _corrections_of(
         stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
     if stretch <= _STEEP:
         return 0
-    return 5 if stretch > _VERY_STEEP else 1  # once for NaN, of a gradient that is discarded
+    return 5 if stretch > _VERY_STEEP else 1  # NaN counts as 1: such a gradient is discarded

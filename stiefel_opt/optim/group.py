@@ -56,7 +56,7 @@ TALLIES: Final = ("skipped", "unreported")
 _VERSION = operator.attrgetter("_version")
 _KIND = operator.attrgetter("shape", "dtype", "layout")
 
-# parameters, gradients, states, and a number that is not 0 where all of them are to stay
+# parameters, gradients, states, and None or a tensor: where it is nonzero, nothing moves
 MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
 
 
@@ -143,7 +143,7 @@ class WeightGroup:
         self._grads: list[Tensor | None] = []
         self._staying: set[int] = set()
         self._ok: Tensor | None = None
-        # places of weights whose gradient is unsafe or whose step overflowed, where it may be read
+        # indices of weights with unsafe gradients or overflow; empty where reading would wait
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
         self._overflows: Tensor | None = None  # matrices of each
@@ -165,7 +165,7 @@ class WeightGroup:
         ]
 
     def tensors(self) -> list[Tensor]:
-        """Return all that a step changes beside the parameters, each memory once."""
+        """Return all tensors that a step writes except parameters, without duplicates."""
         changed = [self.steps, self.skipped, self._unreported]
         changed += [whole for whole, _ in self.masters]
         for batch in self.batches:
@@ -228,7 +228,7 @@ class WeightGroup:
     ) -> list[Weight]:
         """Set and judge the gradients of this step, one for each parameter, already checked.
 
-        Returns: The weights that somebody else has written to; a compiled graph does not count.
+        Returns: The weights written to from outside; writes of a compiled graph are ignored.
         """
         self._grads = grads
         if self.is_shared:

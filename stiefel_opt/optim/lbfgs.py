@@ -842,8 +842,8 @@ def _report_nonfinite(point: _Point, group: Group) -> None:
         remedy = "look for its cause; the parameters are where it was finite"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
     warnings.warn(
-        f"{called}: not finite, or too long to be squared; the parameters are left where that was "
-        "not so. Look for its cause; nonfinite='raise' stops there.",
+        f"{called}: not finite, or too long to be squared; the parameters keep their last values "
+        "with a finite loss. Look for its cause; nonfinite='raise' stops there.",
         stacklevel=users_level(),
     )
 

@@ -114,9 +114,9 @@ class StiefelSGD(SGDLike):
     Note:
         A step costs six products of n x m by m x m, five if "projected", batched over equal
         matrices, and no factorisation; state is one tensor like the parameter and three of m x m,
-        and none without momentum. A start off the
-        manifold is projected by the first step with lr > 0. The first step and one after an
-        outside change of a parameter may wait for an accelerator.
+        and none without momentum. An initialisation off the manifold is projected by the first step
+        with lr > 0. The first step and one after an outside change of a parameter may wait for an
+        accelerator.
 
     Reference:
         After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1: other maps of
@@ -258,7 +258,8 @@ class StiefelAdam(AdamLike):
 
     Reference:
         After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2: other maps of
-        the same splitting, with the geometry corrected, and both moments for their start at zero.
+        the same splitting, with the geometry corrected, and both moments corrected for their
+        initialisation at zero.
     """
 
     rule = "StiefelAdam"
