@@ -76,8 +76,10 @@ UNIT: Final = "step_unit"
 _SPEED: Final = 0.2
 _MOST: Final = 0.7
 # c over its first value. Batches drawn without replacement have gradients that are negatively
-# correlated within an epoch, which looks like steps that are too long however short they are.
-_FACTORS: Final = (1e-3, 1e6)
+# correlated within an epoch, which looks like steps that are too long however short they are. Those
+# of Adam do not become shorter with the gradient: at a thousandth of lr they would stop.
+_FACTORS_OF_SGD: Final = (1e-3, 1e6)
+_FACTORS_OF_ADAM: Final = (0.1, 1e6)
 Parts = tuple[Tensor, Tensor | None]  # the skew and, of tall matrices, the normal part of a vector
 
 # A gradient counts as at most so many times as long as the first. The first is only rounding if
@@ -175,7 +177,7 @@ def adaptive_sgd(
     a = metric_parameter(metric)
     (S,) = sums((X, G))
     forces = skew_force(S, a), normal_force(X, S, G) if NORMAL in state else None
-    b, mu, new = _friction(forces, forces, state, lr, momentum, a, sums)
+    b, mu, new = _friction(forces, forces, state, lr, momentum, _FACTORS_OF_SGD, a, sums)
     new[UNIT] = _unit(b, state[UNIT], X.size(-1) * sums.scale**2)
     unit = new[FACTOR] * new[UNIT]
     eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
@@ -230,7 +232,7 @@ def adaptive_adam(
         (overlap,) = sums((X, normal))
         normal = add_product_(normal, X, overlap, alpha=-1.0)
     divided = skew, normal
-    _, mu, new = _friction(forces, divided, state, lr, betas[0], a, sums)
+    _, mu, new = _friction(forces, divided, state, lr, betas[0], _FACTORS_OF_ADAM, a, sums)
     of_next = step + 1 if nesterov else step
     eta = lr * new[FACTOR] * ((1 - betas[0]) / bias_correction(betas[0], of_next, dtype))
     reader, along = reader or reader_for(X), (mu, eta, a)
@@ -259,6 +261,7 @@ def _friction(
     state: Mapping[str, Tensor],
     lr: Scalar,
     momentum: float,
+    factors: tuple[float, float],
     a: float,
     sums: Sums,
 ) -> tuple[Tensor, Tensor, Tensors]:
@@ -272,8 +275,9 @@ def _friction(
     if forces[1] is not None and divided[1] is not None:
         slopes = slopes + sums.add(_slopes(forces[1], divided[1], state[NORMAL]))
     b, minus_s = slopes.unsafe_chunk(2, dim=-1)
-    left = torch.where(w > 0, minus_s / w, 0.0).clamp(-_MOST, _MOST)
-    factor = (state[FACTOR] * torch.exp(_SPEED * left)).clamp(*_FACTORS)
+    b = b.clamp(min=0.0)  # <F, F~> of a gradient that is only rounding may be negative
+    remaining = torch.where(w > 0, minus_s / w, 0.0).clamp(-_MOST, _MOST)
+    factor = (state[FACTOR] * torch.exp(_SPEED * remaining)).clamp(*factors)
     bound = torch.where(w > minus_s, b / (w - minus_s), math.inf)
     is_bound = bound < momentum
     mu = torch.where(is_bound, bound, momentum)

@@ -68,7 +68,7 @@ from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.group import WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateDict, complete_state
+from stiefel_opt.optim.state import State, StateDict, complete_state, restart
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import group_of, keep_velocity, set_velocity_, velocity_of
@@ -112,6 +112,8 @@ class GroupIndex:
             declared = self.declared
             self._bind(optimizer, group)
             if declared != self.declared:
+                for parameter in self._params:
+                    restart(optimizer.state.get(parameter, {}), declared, self.declared)
                 return False
         params = group["params"]
         return (

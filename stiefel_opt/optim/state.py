@@ -47,6 +47,7 @@ class State:
             rounding removed with X, and does not exist for square matrices.
         tall_only: It does not exist for square matrices.
         least: Its least value: a loaded tensor with an entry below is refused.
+        unit: What it is measured in, any word: where an option changes it, the state starts again.
 
     Raises:
         ValueError: for other shapes and symmetries, and for names that torch has.
@@ -59,6 +60,7 @@ class State:
     symmetry: str | None = None
     tall_only: bool = False
     least: float = -math.inf
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("shape", self.shape, _SHAPES)
@@ -101,6 +103,14 @@ class State:
 def key_of(name: str, index: int) -> str:
     """Return the key of the state of range ``index``."""
     return f"{name}.{index}" if index else name
+
+
+def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> None:
+    """Drop state that is declared otherwise than before under the same name."""
+    known = {kind.name: kind for kind in earlier}
+    changed = {kind.name for kind in declared if known.get(kind.name, kind) != kind}
+    for key in [key for key in state if key.partition(".")[0] in changed]:
+        del state[key]
 
 
 def is_declared(key: str, names: Container[str]) -> bool:

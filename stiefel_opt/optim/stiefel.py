@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -43,6 +44,7 @@ from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
 U_STATE: Final = State(NORMAL, symmetry="normal")
+_DIVIDED_STATE: Final = tuple(replace(each, unit="divided") for each in (Z_STATE, U_STATE))
 _UNPROJECTED: Final = (
     State(UNPROJECTED, tall_only=True),
     State(OVERLAP, "mm", tall_only=True),
@@ -312,7 +314,8 @@ class StiefelAdam(AdamLike):
     def state_for(self, group: Group) -> tuple[State, ...]:
         growth = (_GROWTH,) if self.resolved(group)["radius"] == "virtual" else ()
         numbers = (*growth, *(_FRICTION[:2] if group["adaptive"] else ()))
-        return (Z_STATE, U_STATE, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
+        velocity = _DIVIDED_STATE if group["adaptive"] else (Z_STATE, U_STATE)
+        return (*velocity, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
 
     @override
     def rule_for(self, group: Group) -> Rule:

@@ -291,6 +291,60 @@ def test_every_step_goes_down_along_the_gradient_at_hand(name: str, shape: tuple
         assert float(((parameter.detach() - before) * parameter.grad).sum((-2, -1)).max()) < 0
 
 
+@pytest.mark.parametrize("seed", range(6))
+@every_adaptive
+def test_an_optimum_is_not_left_again(name: str, seed: int) -> None:
+    """Where the gradient is only rounding, no slope may be negative."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(5, 1, generator=generator, dtype=torch.float64)
+    parameter = so.ManifoldParameter(torch.randn(5, 1, generator=generator, dtype=torch.float64))
+    optimizer, gaps = make(name, parameter), []
+    for _ in range(250):
+        optimizer.zero_grad()
+        loss = -(parameter * target).sum()
+        loss.backward()
+        optimizer.step()
+        gaps.append(1 + float(loss.detach() / target.norm()))
+        assert float(optimizer.state[parameter]["slope"].min()) >= 0
+    arrived = next(step for step, gap in enumerate(gaps) if gap < 1e-13)
+    assert max(gaps[arrived:]) < 1e-9
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1.0, 1e4])
+@every_adaptive
+def test_the_option_may_change_in_mid_training(name: str, factor: float) -> None:
+    """The velocity of Adam is measured otherwise with it: it starts again."""
+    parameter = weight((12, 3))
+    is_adam = "Adam" in name
+    optimizer = make(name, parameter, **({"eps": 0.0} if is_adam else {}))
+    before = descend(parameter, optimizer, 20, factor)[-1]
+    optimizer.param_groups[0].update(adaptive=False, lr=0.01 if is_adam else 1e-2 / factor)
+    after = descend(parameter, optimizer, 60, factor)
+    assert max(after) < before + 0.02 * abs(before)
+    optimizer.param_groups[0].update(adaptive=True, lr=0.01)
+    assert descend(parameter, optimizer, 100, factor)[-1] < after[-1] + 1e-3
+
+
+@pytest.mark.parametrize("part", [1.0, 0.25])
+@every_adaptive
+def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
+    """Steps of Adam do not become shorter with the gradient, so their factor may fall less."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(400, 16, generator=generator, dtype=torch.float64)
+    data *= torch.linspace(2, 0.3, 16, dtype=torch.float64)
+    best = torch.linalg.eigvalsh(data.T @ data)[-3:].sum()
+    parameter = weight((16, 3))
+    optimizer, gaps = make(name, parameter, lr=part * RULES[name][1]["lr"]), []
+    for _ in range(100):
+        for batch in torch.randperm(400, generator=generator).view(20, 20):
+            optimizer.zero_grad()
+            (-(data[batch] @ parameter).square().sum() / 20).backward()
+            optimizer.step()
+        gaps.append(1 - float((data @ parameter.detach()).square().sum() / best))
+    middle, end = sum(gaps[10:20]), sum(gaps[90:])
+    assert end < max(0.75 * middle, 10 * 1e-3)
+
+
 @either
 def test_noise_alone_neither_stops_nor_speeds_steps(name: str) -> None:
     parameter, generator = weight((64, 8, 2)), torch.Generator().manual_seed(0)
