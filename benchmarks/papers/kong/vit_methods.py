@@ -67,6 +67,12 @@ OPTIMIZERS = {
         "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
     ),
     "stiefel-adamw": Settings("StiefelAdamW", so.StiefelAdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
+    "adaptive-stiefel-adamw": Settings(
+        "StiefelAdamW, adaptive",
+        partial(so.StiefelAdamW, adaptive=True),
+        1e-3,
+        ADAM | {"weight_decay": 0.2},
+    ),
     "cayley-adam": Settings("CayleyAdam", so.CayleyAdam, 1e-2, ADAM, ratio=0.1),
     "regularizer-adam": Settings("Adam, regularized", PRINTED, 1e-3, ADAM, soft="step"),
     "penalty-adam": Settings("Adam with penalty", PRINTED, 1e-3, ADAM, soft="loss"),
