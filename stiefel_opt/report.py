@@ -114,6 +114,7 @@ class Line:
             known, as after a gradient that was not finite without momentum.
         radius: Virtual radius, by which the learning rate is divided; None if there is none.
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
+        momentum: Of the last step, which an adaptive optimizer chooses; None if there is none.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Line:
     angle: float | None = None
     radius: float | None = None
     factor: float | None = None
+    momentum: float | None = None
 
 
 _COLUMNS: Final = {  # title: attribute of a line, and its form
@@ -136,6 +138,7 @@ _COLUMNS: Final = {  # title: attribute of a line, and its form
     "last step": ("angle", "{:.1e} rad"),
     "radius": ("radius", "{:.3g}"),
     "factor": ("factor", "{:.3g}"),
+    "momentum": ("momentum", "{:.2f}"),
 }
 
 
@@ -204,9 +207,9 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
     Args:
         model: A model; without constrained weights the table says so.
         optimizer: An optimizer, also in the wrapper of accelerate: adds for each parameter the
-            number of skipped steps, the largest angle of the last step, and the virtual radius or
-            the factor on the learning rate if there is one; "-" where the optimizer, as one of
-            torch, does not know. Default: none.
+            number of skipped steps, the largest angle of the last step, and the virtual radius, or
+            the factor on the learning rate and the momentum, if there is one; "-" where the
+            optimizer, as one of torch, does not know. Default: none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
     Raises:
@@ -224,6 +227,7 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
     angles: Mapping[Tensor, float] = {}
     radii: Mapping[Tensor, float] = getattr(counter, "radii_of", dict)()
     factors: Mapping[Tensor, float] = getattr(counter, "factors_of", dict)()
+    momenta: Mapping[Tensor, float] = getattr(counter, "momenta_of", dict)()
     if isinstance(counter, StepCounter):
         skipped, angles = counter.skipped_steps_of(), counter.angles_of()
     lines = []
@@ -247,6 +251,7 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
             angle=angles.get(weight),
             radius=radii.get(weight),
             factor=factors.get(weight),
+            momentum=momenta.get(weight),
         )
         lines.append(line)
     return Report(tuple(lines), with_steps=optimizer is not None)

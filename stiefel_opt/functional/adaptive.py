@@ -65,10 +65,11 @@ from stiefel_opt.linalg import (
     product,
 )
 
-# Names of state: r^2 - 1; w, c over its first value, and that value.
+# Names of state: r^2 - 1; w, c over its first value, mu, and the first value of c.
 GROWTH: Final = "radius_growth"
 SLOPE: Final = "slope"
 FACTOR: Final = "step_factor"
+MOMENTUM: Final = "step_momentum"
 UNIT: Final = "step_unit"
 
 # How fast c follows, and how much of the slope counts at most: symmetric, so that noise alone has
@@ -164,7 +165,8 @@ def adaptive_sgd(
         state: Z as ``momentum_skew``, for n > m U as ``momentum_normal``, and three numbers for
             each matrix, ``(k, 1, 1)``: ``slope`` w, which starts as 0, ``step_factor``, c over its
             first value, which starts as 1, and ``step_unit``, that value, which starts as 0 and
-            falls where a gradient is more than 10 times as long as the first.
+            falls where a gradient is more than 10 times as long as the first. Returned is also mu
+            as ``step_momentum``.
         lr: eta, the angle of the first step, a number or ``(k, 1, 1)``.
         momentum: The most that mu may be, less than 1.
         nesterov: X moves along mu Z - f and mu U - g.
@@ -206,7 +208,7 @@ def adaptive_adam(
         X, G, step, eps, metric, transport, sums, reader: as in :func:`stiefel_opt.functional.adam`.
         state: That of :func:`stiefel_opt.functional.adam`, where Z and U have no unit, and two
             numbers for each matrix, ``(k, 1, 1)``: ``slope`` w, which starts as 0, and
-            ``step_factor`` c, which starts as 1.
+            ``step_factor`` c, which starts as 1. Returned is also mu as ``step_momentum``.
         lr: eta, about the size of the entries of the first step, a number or ``(k, 1, 1)``.
         betas: b1, in (0, 1), the most that mu may be, and b2.
         nesterov: X moves along mu Z - f~ and mu U - g~.
@@ -283,7 +285,7 @@ def _friction(
     mu = torch.where(is_bound, bound, momentum)
     slope = torch.where(is_bound, mu * w, b + mu * minus_s)  # equal where bound, never negative
     # Of a step that goes nowhere nothing is to be learned.
-    return b, mu, {SLOPE: slope * (lr != 0), FACTOR: factor}
+    return b, mu, {SLOPE: slope * (lr != 0), FACTOR: factor, MOMENTUM: mu}
 
 
 def _slopes(force: Tensor, divided: Tensor, velocity: Tensor) -> Tensor:

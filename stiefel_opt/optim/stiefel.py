@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -39,7 +40,7 @@ from stiefel_opt.optim.checks import (
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.records import largest_of
-from stiefel_opt.optim.state import State
+from stiefel_opt.optim.state import State, StateDict
 from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
@@ -53,6 +54,7 @@ _UNPROJECTED: Final = (
 _FRICTION: Final = (
     State(adaptive.SLOPE, "1", dtype="real", least=0.0),
     State(adaptive.FACTOR, "1", start=1.0, dtype="real", least=0.0),
+    State(adaptive.MOMENTUM, "1", dtype="real"),
     State(adaptive.UNIT, "1", dtype="real", least=0.0),
 )
 _GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real", least=-1.0)
@@ -64,7 +66,21 @@ _SECOND_MOMENTS: Final = (
 )
 
 
-class StiefelSGD(SGDLike):
+class _Adaptive:
+    """The numbers of the option ``adaptive`` that a report shows."""
+
+    state: Mapping[Tensor, StateDict]
+
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return largest_of(self.state, adaptive.FACTOR)
+
+    def momenta_of(self) -> dict[Tensor, float]:
+        """Return the largest momentum of the last step of each weight that chooses it."""
+        return largest_of(self.state, adaptive.MOMENTUM)
+
+
+class StiefelSGD(_Adaptive, SGDLike):
     r"""SGD with momentum (0.9, torch: 0) that keeps constrained parameters orthonormal.
 
     With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
@@ -196,17 +212,13 @@ class StiefelSGD(SGDLike):
         identity = torch.eye(Z.size(-1), dtype=Z.dtype, device=Z.device).expand_as(Z)
         return {SKEW: Z, NORMAL: U, UNPROJECTED: U, OVERLAP: torch.zeros_like(Z), FACTOR: identity}
 
-    def factors_of(self) -> dict[Tensor, float]:
-        """Return the largest factor on the learning rate of each weight that has one."""
-        return largest_of(self.state, adaptive.FACTOR)
-
 
 def _rotation(group: Group) -> str:
     """Return how X turns within its span if ``rotation`` is None."""
     return "euler" if group["transport"] == "published" else "polar"
 
 
-class StiefelAdam(AdamLike):
+class StiefelAdam(_Adaptive, AdamLike):
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -313,7 +325,7 @@ class StiefelAdam(AdamLike):
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
         growth = (_GROWTH,) if self.resolved(group)["radius"] == "virtual" else ()
-        numbers = (*growth, *(_FRICTION[:2] if group["adaptive"] else ()))
+        numbers = (*growth, *(_FRICTION[:3] if group["adaptive"] else ()))
         velocity = _DIVIDED_STATE if group["adaptive"] else (Z_STATE, U_STATE)
         return (*velocity, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
 
@@ -333,10 +345,6 @@ class StiefelAdam(AdamLike):
         """Return the largest virtual radius of each weight that has one."""
         growths = largest_of(self.state, adaptive.GROWTH)
         return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
-
-    def factors_of(self) -> dict[Tensor, float]:
-        """Return the largest factor on the learning rate of each weight that has one."""
-        return largest_of(self.state, adaptive.FACTOR)
 
 
 class StiefelAdamW(StiefelAdam):

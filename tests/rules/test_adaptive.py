@@ -64,7 +64,7 @@ def descend(parameter: Tensor, optimizer: Any, steps: int, factor: float = 1.0) 
 
 
 def numbers(state: dict[str, Any]) -> dict[str, Tensor]:
-    names = ("radius_growth", "slope", "step_factor", "step_unit")
+    names = ("radius_growth", "slope", "step_factor", "step_momentum", "step_unit")
     return {name: state[name].clone() for name in names if name in state}
 
 
@@ -480,6 +480,8 @@ def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str
     shown = str(so.report(layer, optimizer))
     assert (line.radius is None) == ("radius" not in shown) == name.startswith("adaptive")
     assert (line.factor is None) == ("factor" not in shown) == name.startswith("radius")
+    most = 0.9 if line.factor else None  # a first step chooses nothing
+    assert line.momentum == (most and pytest.approx(most))
 
 
 @every_rule

@@ -50,8 +50,8 @@ SMALL = {
 NORMS = {  # one number a matrix
     "adam": {"radius_growth"},
     "adam-amsgrad": {"radius_growth"},
-    "sgd-adaptive": {"slope", "step_factor", "step_unit"},
-    "adam-adaptive": {"slope", "step_factor"},
+    "sgd-adaptive": {"slope", "step_factor", "step_momentum", "step_unit"},
+    "adam-adaptive": {"slope", "step_factor", "step_momentum"},
     "cayley-adam": {"exp_avg_sq_norm", "max_exp_avg_sq_norm"},
 }
 OF_SGD = {"momentum_buffer"}
