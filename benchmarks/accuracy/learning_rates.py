@@ -150,6 +150,45 @@ def unconstrained(cls: Any, **options: Any) -> Build:
     return one(cls, torch.nn.Parameter, **options)
 
 
+class Marked(torch.nn.Parameter):
+    """A weight that :class:`AdaptiveSGD` takes for constrained."""
+
+
+class AdaptiveSGD(torch.optim.Optimizer):
+    """The rule of ``StiefelSGD(adaptive=True)`` without the constraint; SGD for other tensors."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, grad = self.state[parameter], parameter.grad
+                velocity = state.setdefault("velocity", torch.zeros_like(grad))
+                momentum, lr = 0.9, group["lr"]
+                if isinstance(parameter, Marked):
+                    momentum, factor = self._friction(state, grad, velocity)
+                    lr = lr * factor
+                velocity.mul_(momentum).sub_(grad)
+                parameter.add_(lr * velocity)
+
+    def _friction(self, state: Any, grad: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mu and c, `functional/adaptive.py`, with F = G."""
+        square = grad.square().sum((-2, -1), keepdim=True)
+        minus_s = -(grad * velocity).sum((-2, -1), keepdim=True)
+        slope = state.get("slope", torch.zeros_like(square))
+        own = (grad.size(-1) / square.clamp(min=1e-30)).sqrt()
+        state["unit"] = torch.minimum(state.get("unit", own), 10 * own)
+        part = torch.where(slope > 0, minus_s / slope, 0.0).clamp(-0.7, 0.7)
+        factor = state.get("factor", 1.0) * (0.2 * part).exp()
+        state["factor"] = factor.clamp(1e-3, 1e6)
+        bound = torch.where(slope > minus_s, square / (slope - minus_s), math.inf)
+        momentum = bound.clamp(max=0.9)
+        state["slope"] = torch.where(bound < 0.9, momentum * slope, square + momentum * minus_s)
+        return momentum, state["factor"] * state["unit"]
+
+
 def geoopt(name: str, **options: Any) -> Build:
     """One optimizer of geoopt, its Euclidean metric."""
 
@@ -240,6 +279,11 @@ METHODS: dict[str, Build] = {
         so.StiefelSGD, adaptive=True, nesterov=True, transport="projected"
     ),
     "StiefelAdam, adaptive": ours(so.StiefelAdam, adaptive=True, transport="projected"),
+    "StiefelAdam, adaptive, isometric": ours(so.StiefelAdam, adaptive=True),
+    "StiefelAdam, adaptive, Nesterov": ours(
+        so.StiefelAdam, adaptive=True, nesterov=True, transport="projected"
+    ),
+    "unconstrained, adaptive SGD": one(AdaptiveSGD, Marked),
     "geoopt Adam": geoopt("RiemannianAdam"),
     "geoopt SGD": geoopt("RiemannianSGD", momentum=0.9),
     "geoopt SGD, Nesterov": geoopt("RiemannianSGD", momentum=0.9, nesterov=True),
@@ -458,6 +502,9 @@ PAIRS = (
     (f"{EARLIER}, projected", EARLIER),
     (f"{DEFAULT}, adaptive", DEFAULT),
     (f"{DEFAULT}, adaptive", "StiefelSGD, adaptive"),
+    (f"{DEFAULT}, adaptive, isometric", f"{DEFAULT}, adaptive"),
+    (f"{DEFAULT}, adaptive, Nesterov", f"{DEFAULT}, adaptive"),
+    ("StiefelSGD, adaptive", "unconstrained, adaptive SGD"),
     ("StiefelSGD, adaptive", "StiefelSGD"),
     ("StiefelSGD, adaptive, Nesterov", "StiefelSGD, Nesterov"),
     ("StiefelSGD, Nesterov", "StiefelSGD"),
@@ -546,6 +593,7 @@ def method_row(store: Store, method: str) -> list[str]:
 
 SHOWN = {
     "unconstrained, AdamW": ("unconstrained weights, AdamW", "#000000"),
+    PRINTED: ("StiefelAdam, radius=1.0, nesterov=False", "#999999"),
     DEFAULT: (DEFAULT, "#D55E00"),
 }
 
@@ -581,7 +629,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         ", long, decay": "500 steps, falling learning rate",
         ", long, constant": "500 steps, constant learning rate",
     }
-    figure, axes = pyplot.subplots(1, len(titles), figsize=(11, 3.4), layout="constrained")
+    figure, axes = pyplot.subplots(1, len(titles), figsize=(11, 3.7), layout="constrained")
     for axis, (part, title) in zip(axes, titles.items(), strict=True):
         count, found = curves(content, part)
         if count == 0:
@@ -594,8 +642,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
         axis.set_yticks(ticks := [1, 2, 5, 10, 20, 30], [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("loss / lowest loss of either method")
-    axes[0].legend()
+    axes[0].set_ylabel("loss / lowest loss of any method")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

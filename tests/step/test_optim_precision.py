@@ -44,7 +44,11 @@ def scaled_backward(net: nn.Module, scaler: torch.amp.GradScaler, step: int, fac
 
 @pytest.mark.parametrize(
     ("name", "overflow", "unscale"),
-    in_turn(["sgd", "adam-amsgrad", "rgd", "cayley-adam"], [0, 3, 3, 0], [False, True]),
+    in_turn(
+        ["sgd", "adam-amsgrad", "rgd", "cayley-adam", "sgd-adaptive", "adam-adaptive"],
+        [0, 3, 3, 0],
+        [False, True],
+    ),
 )
 def test_an_overflow_leaves_no_trace(name, overflow, unscale):
     net = model()
