@@ -89,7 +89,8 @@ def check_options(name: str, options: Collection[str], known: Callable[..., obje
     """Raise unless all ``options`` are parameters of ``known``."""
     allowed = set(inspect.signature(known).parameters) - {"generator", "manifold", "module", "name"}
     if unknown := sorted(set(options) - allowed):
-        remedy = "choose the map by map=; " if any("map" in each for each in unknown) else ""
+        is_torch = {"orthogonal_map", "use_trivialization"} & set(unknown)
+        remedy = "choose the map by map=, or take compat.orthogonal; " if is_torch else ""
         remedy += f"its options are: {', '.join(sorted(allowed)) or 'none'}"
         raise TypeError(fail(f"options of {name!r}", "be known", ", ".join(unknown), remedy))
 

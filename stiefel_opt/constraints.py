@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,15 +29,17 @@ from stiefel_opt._checks import (
 )
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_module
-from stiefel_opt.geometry import widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import tag, untag
 from stiefel_opt.points import kept_scale, nearest, reading_of, rms_scale
 from stiefel_opt.stacked import CONVOLUTIONS, stacked
+from stiefel_opt.trained import distance, is_lost, warn_of_lost
 from stiefel_opt.watching import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.watching import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
+
+_TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -86,8 +89,8 @@ def constrain(
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
-        ValueError: for an unknown name, a pattern that matches nothing, or a value that cannot be
-            read so or is not finite. Nothing is changed then.
+        ValueError: for an unknown name, a pattern that matches nothing, a value that cannot be
+            read so or is not finite, or an embedding with ``max_norm``. Nothing is changed then.
         TypeError: for a dtype that has no fraction, or less than float16, and for values that
             should be projected and are sharded already.
 
@@ -97,9 +100,10 @@ def constrain(
         lost but the record stays: call :func:`retag` or :func:`param_groups`. The next forward pass
         warns of it (:class:`LostTagWarning`). Loading values that are off the manifold, from
         bfloat16 or another training, warns: call :func:`project_`. So do weights that look trained
-        and are moved here, an embedding with more rows than columns and no ``scale``, the first
-        step of an optimizer that knows no constraint, and a forward pass without gradients of
-        weights that were averaged or merged off the manifold.
+        and are moved here, a weight that is zero, an embedding with more rows than columns and no
+        ``scale``, the first step of an optimizer that knows no constraint, and now and then a
+        forward pass, without gradients or of weights that no optimizer steps, where these were
+        averaged or merged off the manifold.
     """
     if not isinstance(module, nn.Module):
         given = type(module).__name__
@@ -112,6 +116,9 @@ def constrain(
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
     asked: dict[str, Stiefel] = {}
+    tables = {
+        id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _TABLES)
+    }
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
         manifold_of(parameter, each)  # another package's is no reading: refused
@@ -128,7 +135,7 @@ def constrain(
         elif scale == "rms":
             reading = replace(reading, scale=rms_scale(parameter, reading, each))
         _warn_if_mixed(parameter, reading, each)
-        _warn_if_table(owner, parameter, reading, each)
+        _check_table(tables.pop(id(parameter), None), parameter, reading, each)
         asked[each] = reading
     apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
@@ -183,16 +190,19 @@ def apply_readings(
 ) -> dict[str, float | None]:
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
     moved: dict[str, float | None] = {}
-    trained: dict[str, float] = {}
+    lost: list[tuple[str, float]] = []
+    zero: list[str] = []
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and not parameter.is_meta:
             point = nearest(parameter, reading, name)
-            writes = 0 if parameter.is_inference() else parameter._version
-            share = moved[name] = 0.0 if point is None else _distance(parameter, point)
-            if share > _FAR and (writes > _WRITES or _outlier(parameter, reading) > _OUTLIER):
-                trained[name] = share
+            share = distance(parameter, point)
+            if share == math.inf:
+                zero.append(name)
+            else:
+                moved[name] = share
+                lost += [(name, share)] if is_lost(parameter, reading, share) else []
             _write(parameter, point)
         _warn_if_grouped(owner, leaf, reading)
         record(owner, leaf, reading, keeps=keeps)
@@ -200,49 +210,15 @@ def apply_readings(
         tag(parameter, reading)
         watch(owner)
     note_module(module)
-    if trained:
-        first, *others = trained
-        more = f" and {len(others)} more seem" if others else " seems"
+    warn_of_lost(lost)
+    if zero:
         warnings.warn(
-            f"`{first}`{more} trained, judging by singular values and writes, and moved by up to "
-            f"{max(trained.values()):.0%} of their length to be orthonormal: what the model had "
-            "learned there is lost. Train it on before it is used, with scale='keep' if the norm "
-            "of these weights matters; or constrain a model that is not trained yet",
+            f"`{zero[0]}`{f' and {len(zero) - 1} more' if len(zero) > 1 else ''}, which was zero, "
+            "becomes orthonormal: the layer does not return zero any more, as the second factor of "
+            "an adapter does at first; constrain the other factor, or initialise it otherwise",
             stacklevel=users_level(),
         )
     return moved
-
-
-# Independent entries have no singular value above (sqrt(n) + sqrt(m)) times their standard
-# deviation but for fluctuations: at most 1.1 times it in 100 draws of each initialisation of torch.
-# Training adds some: 1.5 times it in a classifier of digits after a few epochs, 1.4 to 5 times it
-# in queries and keys of a language model.
-_OUTLIER: Final = 1.25
-# In-place writes to a fresh weight: at most 12 in modules of torch and in 44 models of torchvision,
-# timm and transformers. An optimizer writes in each step (fused ones unseen), which shows small
-# matrices that were trained in this process.
-_WRITES: Final = 32
-_FAR: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
-
-
-@torch.no_grad()
-def _outlier(parameter: Tensor, reading: Stiefel) -> float:
-    """Return the largest singular value over that of independent entries of the same spread."""
-    largest_ratio = 0.0
-    whole = replace(reading, heads=None)  # blocks have one initialisation
-    for index, part in enumerate(whole.parts(parameter)):
-        matrices = widened(whole.matrices(part, index))
-        mean = matrices.mean((-2, -1), keepdim=True)
-        n, m = matrices.shape[-2:]
-        spread = (matrices - mean).abs().square().mean((-2, -1)).sqrt()
-        gram = (matrices - mean).mH @ (matrices - mean)
-        if bool(torch.isfinite(gram).all()):
-            largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()
-            ratio = largest / (spread * (math.sqrt(n) + math.sqrt(m)))
-            is_constant = spread <= 1e-4 * mean[..., 0, 0].abs()
-            ratio = ratio.masked_fill(is_constant, 0.0).amax()
-            largest_ratio = max(largest_ratio, float(ratio))
-    return largest_ratio
 
 
 def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
@@ -259,11 +235,23 @@ def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
             "for queries and keys",
             stacklevel=users_level(),
         )
+    is_pair = re.search("(?<!q)kv|key_?value", name.lower()) and row_count % 2 == 0
+    if is_pair and reading.rows is None and type(heads) is int:
+        half = row_count // 2
+        warnings.warn(
+            f"`{name}` seems to hold keys and values: {heads} blocks of {row_count // heads} rows "
+            f"mix them, or two heads of one; pass rows=((0, {half}), ({half}, {row_count})) as "
+            "well, with the heads of one of them",
+            stacklevel=users_level(),
+        )
 
 
-def _warn_if_table(owner: nn.Module, parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Warn of an embedding whose rows, which are what it returns, would become short."""
-    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and reading == Stiefel():
+def _check_table(table: Any, parameter: Tensor, reading: Stiefel, name: str) -> None:
+    """Refuse an embedding that rewrites its rows; warn of rows, what it returns, that get short."""
+    if table is not None and table.max_norm is not None:
+        remedy = "set it to None: each forward pass would shorten rows of a constrained weight"
+        raise ValueError(fail(f"max_norm of {name}", "be None", table.max_norm, remedy))
+    if table is not None and reading == Stiefel():
         count, width = parameter.shape
         if count > width:
             warnings.warn(
@@ -363,13 +351,6 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         if not parameter.is_meta:
             _write(parameter, nearest(parameter, reading, name))
     return x
-
-
-@torch.no_grad()
-def _distance(tensor: Tensor, point: Tensor) -> float:
-    """Return the distance from ``tensor`` to ``point`` over the norm of ``tensor``."""
-    distance = torch.linalg.vector_norm(widened(point) - widened(tensor))
-    return float(distance / torch.linalg.vector_norm(widened(tensor)))
 
 
 @torch.no_grad()

@@ -97,7 +97,10 @@ class Stiefel:
         """Raise ``ValueError`` naming ``name`` unless a tensor of ``shape`` can be read so."""
         size = tuple(shape)
         if len(size) < 2:
-            remedy = "leave it untagged, and out of groups with stiefel=True"
+            remedy = (
+                "leave it untagged, as so.constrain(model, lambda name, p: p.ndim > 1) does, and "
+                "out of groups with stiefel=True"
+            )
             wanted = "have at least 2 dimensions to be constrained"
             raise ValueError(fail(name, wanted, f"shape {size}", remedy))
         if math.prod(size) == 0:

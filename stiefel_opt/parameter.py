@@ -16,6 +16,7 @@ from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.points import nearest, reading_of
+from stiefel_opt.trained import distance, is_lost, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 _RELEASED: Final[set[int]] = set()  # ids of parameters whose tag `untag` removed
@@ -61,8 +62,10 @@ class ManifoldParameter(nn.Parameter):
             cls = _Tagged  # type: ignore[assignment]
             stated = True
             if project and not (data.is_meta or is_sharded(data)):
-                moved = nearest(data, manifold, "data")
-                data = data if moved is None else moved
+                point = nearest(data, manifold, "data")
+                share = distance(data, point)
+                warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
+                data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED
         _RELEASED.discard(id(parameter))
@@ -156,6 +159,7 @@ def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
     points: list[tuple[Any, Tensor | None]] = []
+    lost: list[tuple[str, float]] = []
     for parameter in parameters:
         if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
@@ -163,6 +167,10 @@ def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
             stays = parameter.is_meta or is_sharded(parameter)
             points.append((parameter, None if stays else nearest(parameter, manifold, name)))
     for parameter, point in points:
+        share = distance(parameter, point)
+        name = f"parameter of shape {tuple(parameter.shape)}"
+        lost += [(name, share)] if is_lost(parameter, manifold, share) else []
         if point is not None:
             parameter.copy_(point)
         tag(parameter, manifold)
+    warn_of_lost(lost)

@@ -37,7 +37,8 @@ from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import UNSTATED, ManifoldParameter
-from stiefel_opt.points import kept_scale, largest_error
+from stiefel_opt.points import kept_scale, largest_error, nearest
+from stiefel_opt.trained import distance, is_lost
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 KEEPS: Final = "_stiefel_keeps"  # names of parameters whose scale follows the loaded value
@@ -297,7 +298,7 @@ def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
             warnings.warn(
                 f"`{name}` of {type(module).__name__} has lost its Stiefel tag because its "
                 "parameter was replaced, and would be trained without its constraint; call "
-                "so.retag(model), or build the optimizer from so.param_groups(model)",
+                "so.retag(model), and then build the optimizer anew: it holds the former parameter",
                 LostTagWarning,
                 stacklevel=users_level(),
             )
@@ -356,7 +357,18 @@ def _warn_if_off(
         source = "" if value.dtype == parameter.dtype else f" in {value.dtype}"
         remedy = "call so.project_(model), or the first step projects"
         if metadata.get("assign_to_params_buffers") and not isinstance(value, ManifoldParameter):
-            remedy = "assign=True replaces the parameter: call so.retag, then so.project_(model)"
+            remedy = (
+                "assign=True replaces the parameter: call so.retag, then so.project_(model), and "
+                "build the optimizer anew"
+            )
+        if 0.1 < error < math.inf:
+            share = distance(loaded, nearest(loaded, reading, leaf))
+            if is_lost(loaded, reading, share):
+                remedy += (
+                    f". It seems trained, and moves by {share:.0%} of its length to be "
+                    "orthonormal: what was learned there is lost. Train it on, with scale='keep' "
+                    "in so.constrain if its norm matters, or leave it unconstrained"
+                )
         if isinstance(module._parameters, _Watched):
             module._parameters.looks[leaf] = _Looks(is_over=True)  # one warning is enough
         warnings.warn(

@@ -150,8 +150,8 @@ def projection_robust_wasserstein(
         steps = len(result.log) - 1
         warnings.warn(
             f"projection_robust_wasserstein has not converged: its relative gradient is "
-            f"{result.gradient:.1e} after {steps} steps, tol={tol:g}; raise max_iter={max_iter}, "
-            f"or reg={reg:.2g}, which makes the objective smoother",
+            f"{result.gradient:.1e} after {steps} steps, tol={tol:g}; raise max_iter, which is "
+            f"{max_iter}, or reg, {reg:.2g}, which makes the objective smoother",
             stacklevel=users_level(),
         )
     return result

@@ -20,6 +20,7 @@ from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.stacked import CONVOLUTIONS, stacked
+from stiefel_opt.trained import FAR, distance, looks_trained, warn_of_lost
 from stiefel_opt.watching import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -108,7 +109,8 @@ def orthogonal(
     if value is not None and parametrization.starts_at_random(columns):
         kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
-    before = None if value is None else parameter.detach().clone()
+    is_trained = value is None and not parameter.is_meta and looks_trained(parameter, manifold)
+    before = parameter.detach().clone() if is_trained or value is not None else None
     try:
         if value is not None:
             with torch.no_grad():
@@ -122,6 +124,8 @@ def orthogonal(
                 parameter.copy_(before)
         raise
     mark_maps(owner)
+    if is_trained and (share := distance(before, getattr(owner, leaf))) > FAR:  # type: ignore[arg-type]
+        warn_of_lost([(name, share)])
     return module
 
 

@@ -41,7 +41,7 @@ def test_clouds_in_one_point_have_a_default_too() -> None:
 
 def test_what_has_not_converged_is_told_with_a_remedy() -> None:
     x, y = clouds(shift=0.0)
-    text = r"has not converged: .* after 2 steps, tol=1e-06; raise max_iter=2, or reg="
+    text = r"has not converged: .* after 2 steps, tol=1e-06; raise max_iter, which is 2, or reg, "
     with pytest.warns(UserWarning, match=text) as caught:
         result = projection_robust_wasserstein(x, y, max_iter=2, tol=1e-6)
     assert not result.converged

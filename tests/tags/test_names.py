@@ -96,8 +96,23 @@ def test_heads_that_mix_queries_keys_and_values_are_told() -> None:
     silent += [{"heads": 1}, {"heads": 3}, {"heads": 4, "rows": (0, 192)}]
     for options in silent:
         assert not warnings_of(lambda: so.constrain(nn.Linear(64, 192), **options))  # noqa: B023
-    assert not warnings_of(lambda: so.constrain(nn.Linear(64, 128), heads=4))
+    assert not warnings_of(lambda: so.constrain(nn.Linear(64, 128), heads=4))  # may be queries
     assert not warnings_of(lambda: so.constrain(nn.MultiheadAttention(8, 4), "in_proj_weight"))
+
+
+@pytest.mark.parametrize("name", ["kv_proj", "to_kv", "Wkv", "key_value"])
+def test_heads_that_mix_keys_and_values_are_told_by_the_name(name: str) -> None:
+    def layer() -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(64, 128), "qkv": nn.Linear(64, 192)})
+
+    weight = f"{name}.weight"
+    (text,) = warnings_of(lambda: so.constrain(layer(), weight, heads=4))
+    assert f"`{weight}` seems to hold keys and values: 4 blocks of 32 rows mix them" in text
+    assert "pass rows=((0, 64), (64, 128)) as well" in text
+    rows = ((0, 64), (64, 128))
+    assert not warnings_of(lambda: so.constrain(layer(), weight, heads=4, rows=rows))
+    assert not warnings_of(lambda: so.constrain(layer(), weight))
+    assert not warnings_of(lambda: so.constrain(layer(), "qkv.weight", heads=12))
 
 
 # ---- groups of untagged weights ----------------------------------------------------------------

@@ -66,6 +66,28 @@ def test_parameters_of_a_functional_call_are_no_loss_and_hide_none() -> None:
     assert "has lost its Stiefel tag" in text
 
 
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_replaced_weight_moves_again_as_the_warning_says(assigned: bool) -> None:
+    """By the optimizer that is built anew; the former one steps the former parameter."""
+    layer = so.constrain(nn.Linear(8, 4))
+    optimizer = so.StiefelSGD(layer.parameters(), lr=0.1)
+    value = {name: value.clone() for name, value in layer.state_dict().items()}
+    if assigned:
+        layer.load_state_dict(value, assign=True)
+    else:
+        layer.weight = nn.Parameter(value["weight"])
+    (text,) = warnings_of(lambda: layer(torch.ones(1, 8)))
+    assert "call so.retag(model), and then build the optimizer anew" in text
+    before = so.retag(layer).weight.detach().clone()
+    for moves in (False, True):
+        if moves:
+            optimizer = so.StiefelSGD(layer.parameters(), lr=0.1)
+        layer(torch.ones(1, 8)).square().sum().backward()
+        optimizer.step()
+        assert torch.equal(layer.weight, before) != moves
+    assert so.orthonormality_error(layer) < 1e-6
+
+
 def test_a_kind_of_manifold_of_ones_own_is_refused() -> None:
     with pytest.raises(TypeError, match=r"`Stiefel` must not be derived from.*got Oblique"):
         type("Oblique", (Stiefel,), {})
@@ -77,7 +99,10 @@ def test_loading_by_assignment_tells_the_truth() -> None:
     (text,) = warnings_of(lambda: layer.load_state_dict(state))
     assert "call so.project_(model), or the first step projects" in text
     (text,) = warnings_of(lambda: layer.load_state_dict(state, assign=True))
-    assert "assign=True replaces the parameter: call so.retag, then so.project_(model)" in text
+    assert (
+        "assign=True replaces the parameter: call so.retag, then so.project_(model), and " in text
+    )
+    assert "build the optimizer anew" in text
     so.project_(so.retag(layer))
     assert so.orthonormality_error(layer) < 1e-5
     state["weight"] = layer.weight  # a parameter stays itself

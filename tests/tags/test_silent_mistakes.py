@@ -338,7 +338,12 @@ WRONG = [
     (
         lambda: so.orthogonal(nn.Linear(2, 2), orthogonal_map="cayley"),
         TypeError,
-        "got orthogonal_map; choose the map by map=; its options are: none",
+        "got orthogonal_map; choose the map by map=, or take compat.orthogonal; its options are",
+    ),
+    (
+        lambda: so.constrain(nn.TransformerEncoderLayer(8, 2), "*.weight"),
+        ValueError,
+        r"leave it untagged, as so.constrain\(model, lambda name, p: p.ndim > 1\) does",
     ),
     (
         lambda: so.orthogonal(nn.Linear(2, 2), map="cwy", reflexions=1),

@@ -24,7 +24,6 @@ FRESH: dict[str, Callable[[Tensor], Any]] = {
     "kaiming normal": init.kaiming_normal_,
     "orthogonal": lambda w: init.orthogonal_(w, gain=2.0),
     "constant": lambda w: init.constant_(w, 0.3),
-    "zeros": init.zeros_,
     "one and noise": lambda w: init.normal_(w, std=0.01).fill_diagonal_(1.0),
 }
 SHAPES = [(4, 4), (8, 8), (8, 64), (64, 64), (96, 32), (192, 64), (300, 200)]
@@ -62,6 +61,16 @@ def test_modules_of_torch_are_silent(make: Any) -> None:
         assert not warnings_of(lambda: so.constrain(module, name))  # noqa: B023
 
 
+@pytest.mark.parametrize("name", ["1.weight", "*.weight"])
+def test_a_weight_that_is_zero_is_told_that_its_layer_is_not_any_more(name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 8))
+    init.zeros_(model[1].weight)
+    (text,) = warnings_of(lambda: so.constrain(model, name))
+    assert "`1.weight`, which was zero, becomes orthonormal: the layer does not return zero" in text
+    assert [line.moved for line in so.report(model).lines if line.name == "1.weight"] == [None]
+    assert not warnings_of(lambda: so.constrain(model, name))
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_is_told_how_short_its_rows_become(kind: Any) -> None:
     def length(scale: Any) -> float:
@@ -76,6 +85,19 @@ def test_an_embedding_is_told_how_short_its_rows_become(kind: Any) -> None:
     assert not warnings_of(lambda: so.constrain(kind(16, 64)))  # rows are orthonormal
     assert length("rms") == pytest.approx(1)
     assert length("keep") == pytest.approx(4, rel=0.1)
+    with pytest.raises(ValueError, match="`max_norm of weight` must be None, got 1"):
+        so.constrain(kind(64, 16, max_norm=1.0), scale="rms")
+
+
+@pytest.mark.parametrize("name", ["head.weight", "table.weight", "*.weight"])
+def test_a_head_that_is_tied_to_an_embedding_is_told_too(name: str) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(64, 16), "head": nn.Linear(16, 64, bias=False)})
+    model["head"].weight = model["table"].weight
+    (text,) = warnings_of(lambda: so.constrain(model, name))
+    assert "its rows 0.5 long on average" in text
+    model["table"].max_norm = 1.0
+    with pytest.raises(ValueError, match="`max_norm of "):
+        so.constrain(model, name)
 
 
 def classifier(kind: str) -> nn.Module:
@@ -117,6 +139,49 @@ def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, 
     assert f"{line.moved:.0%} of their length" in text
     assert "Train it on before it is used, with scale='keep'" in text
     assert not warnings_of(lambda: so.constrain(model, name, scale=scale))  # it is a point now
+
+
+DOORS: dict[str, Callable[[nn.Linear], Any]] = {
+    "parameter": lambda layer: so.ManifoldParameter(layer.weight),
+    "group": lambda layer: so.StiefelSGD([{"params": layer.weight, "stiefel": True}], lr=0.1),
+    **{
+        name: lambda layer, name=name: so.orthogonal(layer, map=name)
+        for name in ("tcwy", "matrix_exp", "trivialization")
+    },
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_trained_weights_are_told_by_whatever_door_they_come(door: str) -> None:
+    torch.manual_seed(0)
+    weight = trained("dense")[0].weight
+    for layer in (nn.Linear(64, 64), so.constrain(nn.Linear(64, 64))):
+        fresh = nn.Linear(64, 64)
+        with torch.no_grad():
+            fresh.weight.copy_(layer.weight)
+        assert not warnings_of(lambda: DOORS[door](fresh))  # noqa: B023
+    layer = nn.Linear(64, 64)
+    layer.load_state_dict({"weight": weight, "bias": layer.bias})
+    (text,) = warnings_of(lambda: DOORS[door](layer))
+    assert "seems trained, judging by singular values and writes, and moved by up to" in text
+
+
+@pytest.mark.parametrize("kind", ["trained", "fresh", "average", "rounded"])
+def test_loading_says_where_what_was_learned_is_lost(kind: str) -> None:
+    torch.manual_seed(0)
+    point = so.random_point(64, 64)
+    value = {
+        "trained": trained("dense")[0].weight.detach(),
+        "fresh": nn.Linear(64, 64).weight.detach(),
+        "average": (point + so.random_point(64, 64)) / 2,
+        "rounded": point.bfloat16(),
+    }[kind]
+    layer = so.constrain(nn.Linear(64, 64))
+    (text,) = warnings_of(lambda: layer.load_state_dict({"weight": value, "bias": layer.bias}))
+    assert "call so.project_(model), or the first step projects" in text
+    assert ("what was learned there is lost. Train it on, with scale='keep'" in text) == (
+        kind == "trained"
+    )
 
 
 @pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adam, so.StiefelSGD])
