@@ -24,6 +24,10 @@ SIZES = {
     "n": [(n, 16) for n in (500, 1000, 2000, 4000, 8000, 16000)],
 }
 STEPS, ROUNDS = 10, 7
+BESIDE = ((2000, 32), (2000, 128), (16000, 16))
+BESIDE_ROUNDS = 48
+WEN_YIN = "Wen & Yin as published"
+COMPARED = ("StiefelSGD", "RGD-C-C (ours)", "Kong et al. as published")
 # The largest sizes: below them calls cost more than arithmetic.
 FITTED = 3
 STEP = 0.05
@@ -41,7 +45,7 @@ def contestants() -> dict[str, tuple[Any, Any, bool]]:
     return {
         "StiefelSGD": (so.ManifoldParameter, partial(so.StiefelSGD, **heavy), False),
         "RGD-C-C (ours)": (so.ManifoldParameter, partial(so.ProjectedRGD, lr=STEP), False),
-        "Wen & Yin as published": (plain, partial(WenYinLoop, lr=STEP), False),
+        WEN_YIN: (plain, partial(WenYinLoop, lr=STEP), False),
         "CayleySGD": (so.ManifoldParameter, partial(so.CayleySGD, **heavy), False),
         "Li et al. as published": (plain, partial(CayleyLoop, **heavy), False),
         "Kong et al. as published": (plain, partial(PublishedLoop, iterations=8, **heavy), False),
@@ -50,38 +54,79 @@ def contestants() -> dict[str, tuple[Any, Any, bool]]:
     }
 
 
+def rounds_of(names: Sequence[str], n: int, m: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of `optimizer.step()` alone, in rounds that take turns, without the first."""
+    generator = torch.Generator().manual_seed(n + m)
+    start = torch.linalg.qr(torch.randn(n, m, generator=generator).double()).Q
+    grad = torch.randn(n, m, generator=generator).double() / n**0.5
+    rivals, known = [], contestants()
+    for name in names:
+        tag, build, wide = known[name]
+        own, slope = (start.T[None], grad.T[None]) if wide else (start, grad)
+        parameter = tag(own.clone().contiguous())
+        rivals.append((parameter, build([parameter]), slope.contiguous(), []))
+    for number in range(rounds + 1):
+        for parameter, optimizer, slope, found in rivals:
+            spent = 0.0
+            for step in range(STEPS):
+                # The sign alternates, so that the point neither converges nor drifts.
+                parameter.grad = slope * (-1) ** step
+                began = clock()
+                optimizer.step()
+                spent += clock() - began
+            if number:
+                found.append(1e3 * spent / STEPS)
+    return {name: found for name, (*_, found) in zip(names, rivals, strict=True)}
+
+
 def scaling() -> dict[str, Any]:
-    """Milliseconds of `optimizer.step()` alone: medians of rounds that take turns."""
+    """Medians at every size, and exponents."""
     result: dict[str, Any] = {}
     for letter, sizes in SIZES.items():
         for n, m in sizes:
-            generator = torch.Generator().manual_seed(n + m)
-            start = torch.linalg.qr(torch.randn(n, m, generator=generator).double()).Q
-            grad = torch.randn(n, m, generator=generator).double() / n**0.5
-            rivals = []
-            for name, (tag, build, wide) in contestants().items():
-                own, slope = (start.T[None], grad.T[None]) if wide else (start, grad)
-                parameter = tag(own.clone().contiguous())
-                rivals.append((name, parameter, build([parameter]), slope.contiguous(), []))
-            for number in range(ROUNDS + 1):
-                for _, parameter, optimizer, slope, seconds in rivals:
-                    spent = 0.0
-                    for step in range(STEPS):
-                        # The sign alternates, so that the point neither converges nor drifts.
-                        parameter.grad = slope * (-1) ** step
-                        began = clock()
-                        optimizer.step()
-                        spent += clock() - began
-                    if number:
-                        seconds.append(1e3 * spent / STEPS)
-            for name, *_, seconds in rivals:
+            for name, found in rounds_of(list(contestants()), n, m, ROUNDS).items():
                 entry = result.setdefault(letter, {}).setdefault(name, {"sizes": sizes, "ms": []})
-                entry["ms"].append(statistics.median(seconds))
+                entry["ms"].append(statistics.median(found))
         for entry in result[letter].values():
             along = [n if letter == "n" else m for n, m in sizes][-FITTED:]
             fit = np.polyfit(np.log(along), np.log(entry["ms"][-FITTED:]), 1)
             entry["exponent"] = float(fit[0])
     return result
+
+
+def beside() -> dict[str, dict[str, list[float]]]:
+    """Time of a step over that of Wen & Yin in the same round: quartiles by size and method."""
+    result: dict[str, dict[str, list[float]]] = {}
+    for n, m in BESIDE:
+        found = rounds_of([WEN_YIN, *COMPARED], n, m, BESIDE_ROUNDS)
+        for name in COMPARED:
+            ratios = [a / b for a, b in zip(found[name], found[WEN_YIN], strict=True)]
+            result.setdefault(name, {})[f"{n} x {m}"] = statistics.quantiles(ratios)
+    return result
+
+
+def beside_table(found: dict[str, dict[str, list[float]]]) -> str:
+    rows = [
+        [name, *(f"{middle:.2f} ({low:.2f} - {high:.2f})" for low, middle, high in own.values())]
+        for name, own in found.items()
+    ]
+    header = ["Time over that of Wen & Yin", *(f"{n} x {m}" for n, m in BESIDE)]
+    return markdown_table(header, rows)
+
+
+def scaling_table(found: dict[str, Any]) -> str:
+    """Both sweeps, one below the other."""
+    tables = []
+    for letter, sizes in SIZES.items():
+        n, m = sizes[0]
+        own = [f"{letter} = {size[0] if letter == 'n' else size[1]}" for size in sizes]
+        header = [f"ms of a step, {f'm = {m}' if letter == 'n' else f'n = {n}'}", *own, "Exponent"]
+        rows = [
+            [name, *(f"{ms:.2f}" for ms in entry["ms"]), f"{entry['exponent']:.2f}"]
+            for name, entry in found[letter].items()
+        ]
+        tables.append(markdown_table(header, rows))
+    return "\n\n".join(tables)
 
 
 def inner_iterations(problems: Sequence[Problem]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ Then all methods run on all draws, in turns; medians count. Groups of methods:
     weighted     the same on tr(X'AXN), N = diag(1/m ... 1), where the metrics differ
     retractions  Cayley SGD with other retractions, its momentum made tangent or not   (figure 6)
     inner        iterations of the Cayley map and of the inverse root, QR now and then (figure 5)
-    scaling      milliseconds of a step against m and against n, with fitted exponents (figure 3)
+    scaling      milliseconds of a step against m and against n, with fitted exponents, and over
+                 those of Wen & Yin (figure 3)
 
     export OMP_NUM_THREADS=1
     python -m benchmarks.papers.kong.eigen_methods  # about an hour; resumes by group
@@ -49,7 +50,14 @@ try:
         STIEFEL_SGD,
         Method,
     )
-    from benchmarks.papers.kong.eigen_costs import inner_iterations, inner_table, scaling
+    from benchmarks.papers.kong.eigen_costs import (
+        beside,
+        beside_table,
+        inner_iterations,
+        inner_table,
+        scaling,
+        scaling_table,
+    )
     from benchmarks.papers.kong.eigen_problem import (
         TARGET,
         Limit,
@@ -263,8 +271,10 @@ def run_group(
     content["machine"] = machine()
     if group == "scaling":
         found = content["results"][label] = scaling()
-        for entries in found.values():
-            print({name: round(entry["exponent"], 2) for name, entry in entries.items()})
+        content["tables"][label] = scaling_table(found)
+        ratios = content["results"]["beside Wen & Yin"] = beside()
+        content["tables"]["beside Wen & Yin"] = beside_table(ratios)
+        print(f"\n{content['tables'][label]}\n\n{beside_table(ratios)}\n", flush=True)
     elif group == "inner":
         problems = [draw_problem(rows, columns, number)[0] for number in numbers]
         found = content["results"][label] = inner_iterations(problems)
