@@ -84,12 +84,16 @@ class Sums:
         row_sum: Sum over the processes that share the rows. None: all rows are here.
         rows: How many rows a matrix has, with those elsewhere. None: as many as are here.
         scale: s in parameter = s X; the learning rate of X is lr / s.
+
+    Attributes:
+        are_local: Whether all rows are here.
     """
 
     def __init__(
         self, row_sum: RowSum | None = None, rows: int | None = None, scale: float = 1.0
     ) -> None:
         self.row_sum, self.rows, self.scale = row_sum, rows, scale
+        self.are_local = row_sum is None
 
     def __call__(self, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Return A'B, ``(k, m, m)``, for each pair; processes talk once."""
@@ -105,7 +109,7 @@ class Sums:
 
     def are_square(self, tall: Tensor) -> bool:
         """Say whether the matrices are square, and all of their rows here."""
-        return self.row_sum is None and tall.size(-2) == tall.size(-1)
+        return self.are_local and tall.size(-2) == tall.size(-1)
 
 
 LOCAL_SUMS: Final = Sums()

@@ -85,12 +85,6 @@ Move = tuple[Tensor, Tensors, "Length | Tensor | float"]
 # ---- rounding ----------------------------------------------------------------------------------
 
 
-def orthonormalized(point: Tensor, sums: Sums) -> Tensor:
-    """Return X + X (I - X'X)/2: one Newton-Schulz step, enough to remove rounding."""
-    (own,) = sums((point, point))
-    return add_product(point, point, half_error_(own))
-
-
 def corrected(
     point: Tensor,
     state: Mapping[str, Tensor],
@@ -99,6 +93,8 @@ def corrected(
     normal: tuple[str, ...] = (),
 ) -> tuple[Tensor, Tensors]:
     """Remove rounding from X'X = I, and from X'U = 0 of the state of these names.
+
+    X + X (I - X'X)/2 is one Newton-Schulz step, enough for rounding.
 
     Args:
         point: X, ``(k, n, m)``.

@@ -488,7 +488,7 @@ def _tangent_parts(point: Tensor, moving: Tensor, sums: Sums, reads: bool) -> tu
 def _parts_of(tall: Tensor, other: Tensor, sums: Sums) -> _Parts:
     """Sum over the rows: X'M, and the triangles of X'X and M'M, which are symmetric."""
     inner, own, point_own = gram(tall, other), own_gram(other), own_gram(tall)
-    if sums.row_sum is not None:
+    if not sums.are_local:
         diagonal = point_own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         triangles = own.triu() + point_own.tril(-1)
         m = inner.size(-1)
@@ -536,7 +536,7 @@ def _is_double(tensor: Tensor) -> bool:
 
 def _check(point: Tensor, grad: Tensor, sums: Sums) -> None:
     shape = tuple(point.shape)
-    if point.ndim != 3 or (sums.row_sum is None and shape[-2] < shape[-1]):
+    if point.ndim != 3 or (sums.are_local and shape[-2] < shape[-1]):
         raise ValueError(fail("point", "be tall matrices (k, n, m)", f"shape {shape}"))
     if grad.shape != point.shape:
         raise ValueError(fail("grad", f"have the shape {shape} of point", tuple(grad.shape)))

@@ -60,7 +60,7 @@ from stiefel_opt.functional.flows import (
     Move,
     Scalar,
     Tensors,
-    orthonormalized,
+    corrected,
     shortened,
 )
 from stiefel_opt.functional.momentum import (
@@ -209,7 +209,7 @@ def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
         inverse = torch.linalg.solve_ex(small, identity).result.mH
         scale = (norm(inverse, keepdim=True) / norm(small, keepdim=True)).sqrt()
         small = (small * scale + inverse / scale) / 2
-    return orthonormalized(product(tall, small.to(tall.dtype)), sums)
+    return corrected(product(tall, small.to(tall.dtype)), {}, sums)[0]
 
 
 def _turn_square(

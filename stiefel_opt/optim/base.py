@@ -7,6 +7,7 @@ parameters then follow the plain rule of the subclass, constrained ones its rule
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +44,6 @@ from stiefel_opt.optim.checks import (
     check_family,
     check_finite,
     check_lr,
-    check_lr_of_step,
     check_new_group,
     check_option_names,
     check_params,
@@ -56,6 +56,7 @@ from stiefel_opt.optim.checks import (
     plain_numbers,
     reading,
     refuse_gradient,
+    refuse_lr,
     refuse_nonfinite,
     refuse_other_precision,
     refuse_overflow,
@@ -64,7 +65,7 @@ from stiefel_opt.optim.checks import (
     warn_of_skipped,
     warn_of_tallies,
 )
-from stiefel_opt.optim.commit import Correction, Rule
+from stiefel_opt.optim.commit import Correction, Rule, StepOptions
 from stiefel_opt.optim.group import WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
@@ -78,6 +79,16 @@ from stiefel_opt.parameter import project_untagged
 _LARGEST_LR: Final = 2.0**50
 
 _GRAD = operator.attrgetter("grad")
+
+
+def _is_finite(lr: Any) -> bool:
+    """Say whether a learning rate is one finite number, or a tensor that cannot be read."""
+    if isinstance(lr, Tensor) and (lr := readable(lr)) is None:
+        return True
+    try:
+        return math.isfinite(lr)
+    except (TypeError, ValueError, RuntimeError):  # no number, or several
+        return False
 
 
 class GroupIndex:
@@ -308,11 +319,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """Move plain tensors unless ``found_inf``, a number on their device, is not 0."""
         for parameter, state in zip(parameters, states, strict=True):
             self.init_plain(group, parameter, state)
-        update = partial(self.update_plain, group)
-        if found_inf is None:
-            update(parameters, grads, states)
-        else:
-            step_unless(found_inf, update, parameters, grads, states)
+        step_unless(found_inf, partial(self.update_plain, group), parameters, grads, states)
 
     # ---- groups --------------------------------------------------------------------------------
 
@@ -372,24 +379,10 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _step_all(self) -> None:
         """Look at the gradients of every group, then move every group."""
-        skipped: tuple[list[Tensor], list[Tensor]] = [], []
-        prepared = [self._prepare(*item) for item in enumerate(self.param_groups)]
-        for group, index, plain in zip(self.param_groups, self._indices, prepared, strict=True):
-            if plain:
-                grads: list[Tensor] = [p.grad for p in plain]  # type: ignore[misc]
-                try:
-                    self._step_plain(group, plain, grads, [self.state[p] for p in plain])
-                except RuntimeError as error:
-                    refuse_other_precision(plain, self.state, self.param_groups, error)
-                    raise
-                for parameter in plain:
-                    if not self.state[parameter]:  # torch's SGD has none without momentum
-                        del self.state[parameter]
-            if index is not None and index.weight_groups:
-                staying = self._move_all(group, index, group["lr"])
-                skipped[group["nonfinite"] == "raise"].extend(staying)
-        if any(skipped):  # last: it may be an error
-            self._report(*skipped)
+        plain = [self._prepare(*item) for item in enumerate(self.param_groups)]
+        for group, parameters in zip(self.param_groups, plain, strict=True):
+            self._move_plain(group, parameters)
+        self._move_constrained([group["lr"] for group in self.param_groups])
 
     def _step_traced(self) -> None:
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
@@ -400,9 +393,7 @@ class StiefelOptimizer(Optimizer, ABC):
         for group, index in zip(self.param_groups, self._indices, strict=True):
             params, places = group["params"], index.plain if index else ()
             plain = [params[place] for place in places if params[place].grad is not None]
-            if plain:
-                grads = [p.grad for p in plain]
-                self._step_plain(group, plain, grads, [self.state[p] for p in plain])
+            self._move_plain(group, plain)
 
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
@@ -444,7 +435,8 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return the plain parameters."""
-        check_lr_of_step(group["lr"])
+        if not _is_finite(group["lr"]):
+            refuse_lr(group["lr"])
         index = self._init(place, group)
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
@@ -462,49 +454,56 @@ class StiefelOptimizer(Optimizer, ABC):
         Gradients are in the order of :meth:`all_constrained`; ``lrs`` are the learning rates that
         are tensors, in the order of groups.
         """
-        first, rates = 0, iter(lrs)
-        for group, weight_groups in self._constrained():
-            for weights in weight_groups:
-                last = first + len(weights.weights)
-                ours, first = grads[first:last], last
+        given, tensors = iter(grads), iter(lrs)
+        for group, index in zip(self.param_groups, self._indices, strict=True):
+            for weights in index.weight_groups if index else ():
+                ours = list(itertools.islice(given, len(weights.weights)))
                 changed = weights.set_gradients(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, weights, changed)
-        skipped: tuple[list[Tensor], list[Tensor]] = [], []
-        for group, index in zip(self.param_groups, self._indices, strict=True):
-            lr = next(rates) if isinstance(group["lr"], Tensor) else group["lr"]
-            if index is not None:
-                staying = self._move_all(group, index, lr)
-                skipped[group["nonfinite"] == "raise"].extend(staying)
-        self._report(*skipped)
+        known = [group["lr"] for group in self.param_groups]
+        self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
-    def _refuse(self, group: Group, weights: WeightGroup, changed: list[Weight]) -> None:
+    def _refuse(self, group: Group, weights: WeightGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
         reasons = (weights.unsafe, refuse_nonfinite), (weights.overflowed, refuse_overflow)
         for places, refuse in reasons if group["nonfinite"] == "raise" else ():
             if places:
-                refuse(weights.weights[places[0]].parameter, self.param_groups)
-        check_finite([weight.parameter for weight in changed], self.param_groups)
+                refuse(weights.parameters[places[0]], self.param_groups)
+        check_finite(changed, self.param_groups)
 
-    def _move_all(self, group: Group, index: GroupIndex, lr: float | Tensor) -> list[Tensor]:
-        """Move the constrained parameters of a group; return those that were left as they were."""
-        value = readable(lr) if isinstance(lr, Tensor) else lr
-        if value is not None:
-            lr = min(float(value), _LARGEST_LR)
-        skipped: list[Tensor] = []
-        move_rows = partial(step_rows, self._step_plain, group)
-        for weights in index.weight_groups:
-            with exact_products(weights.steps):
-                weights.step(index.rule, index.correction, move_rows, lr, group["nonfinite"])
-            places = [*weights.unsafe, *weights.overflowed]
-            skipped += map(weights.parameters.__getitem__, places)
-        return skipped
+    def _move_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        """Move the plain parameters of a group that have a gradient."""
+        if not parameters:
+            return
+        grads: list[Tensor] = [p.grad for p in parameters]  # type: ignore[misc]
+        try:
+            self._step_plain(group, parameters, grads, [self.state[p] for p in parameters])
+        except RuntimeError as error:
+            refuse_other_precision(parameters, self.state, self.param_groups, error)
+            raise
+        for parameter in parameters:
+            if not self.state[parameter]:  # torch's SGD has none without momentum
+                del self.state[parameter]
 
-    def _report(self, skipped: list[Tensor], overflowed: list[Tensor]) -> None:
-        """Warn of skipped steps; raise for those of ``nonfinite="raise"``."""
-        if skipped:
-            warn_of_skipped(names_of(skipped, self.param_groups), skipped)
-        if overflowed:
-            refuse_overflow(overflowed[0], self.param_groups)
+    def _move_constrained(self, lrs: Sequence[float | Tensor]) -> None:
+        """Move the constrained parameters of every group; last, warn or raise for missed steps."""
+        missed: dict[bool, list[Tensor]] = {False: [], True: []}
+        for group, index, lr in zip(self.param_groups, self._indices, lrs, strict=True):
+            if index is None:
+                continue
+            value = readable(lr) if isinstance(lr, Tensor) else lr
+            lr = lr if value is None else min(float(value), _LARGEST_LR)
+            rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
+            options = StepOptions(*rules, lr, group["nonfinite"])
+            for weights in index.weight_groups:
+                with exact_products(weights.steps):
+                    weights.step(options)
+                places = [*weights.unsafe, *weights.overflowed]
+                missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
+        if missed[False]:
+            warn_of_skipped(names_of(missed[False], self.param_groups), missed[False])
+        if missed[True]:
+            refuse_overflow(missed[True][0], self.param_groups)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -652,11 +651,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""
-        return [weights for _, each in self._constrained() for weights in each]
-
-    def _constrained(self) -> list[tuple[Group, list[WeightGroup]]]:
-        each = ([] if index is None else index.weight_groups for index in self._indices)
-        return list(zip(self.param_groups, each, strict=False))
+        return [weights for index in self._indices if index for weights in index.weight_groups]
 
     @override
     def __repr__(self) -> str:

@@ -74,8 +74,8 @@ class Weight:
         """Return state of plain rows as the user sees it, of the shape of those rows."""
         if self.shards is None or not isinstance(tensor, Tensor) or tensor.ndim == 0:
             return tensor
-        model = torch.empty(self.shape, device="meta")
-        return self.shards.like_whole(tensor, self.manifold.plain_parts(model)[index].contiguous())
+        model = self.manifold.plain_parts(torch.empty(self.shape, device="meta"))[index]
+        return self.shards.whole(tensor, model.contiguous(), self.shards.working)
 
     def moving(self) -> Tensor:
         """Return the tensor that moves: the parameter, our shard of it, or its master."""
@@ -192,7 +192,7 @@ class Stack:
         Returns: Start and stop of the blocks of each batch, and the slice of matrices in a block.
         """
         count, everything, part = len(self.blocks), slice(0, self.each), self.blocks[0].part(value)
-        if self.sums.row_sum is not None:  # one sum for all, and as many on every process
+        if not self.sums.are_local:  # one sum for all, and as many on every process
             return [(0, count, everything)]
         size = part.numel() * part.element_size()
         if size == 0:

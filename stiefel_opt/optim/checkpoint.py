@@ -103,13 +103,12 @@ def check_states(
 ) -> None:
     """Raise for ``state``, by number or name, that a step would refuse, naming the parameter."""
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=False)):
-        labels = group.get("param_names")
         declared = declare({**group, **saved, "params": group["params"]})
         pairs = zip(group["params"], saved["params"], strict=False)
         for index, (parameter, key) in enumerate(pairs):
             if not (values := state.get(key)):
                 continue
-            called = label(labels[index] if labels else None, index, number)
+            called = label(group, index, number)
             if not isinstance(values, Mapping):
                 wanted, given = "be a dict", type(values).__name__
                 raise TypeError(fail(f"state of {called}", wanted, given, _AS_SAVED))
@@ -184,12 +183,11 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
         wanted = f"have {len(own)} groups of {own} parameters"
         raise ValueError(fail("state_dict", wanted, f"{len(given)} of {given}", remedy))
     for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        names = group.get("param_names")
         pairs = zip(group["params"], _saved_readings(saved), strict=False)
         for index, (parameter, earlier) in enumerate(pairs):
             current = reading(parameter, group)
             if earlier is not None and (current is None or current.as_dict() != earlier):
-                called = f"reading of {label(names[index] if names else None, index, number)}"
+                called = f"reading of {label(group, index, number)}"
                 condition = f"be the saved one, {Stiefel.from_dict(earlier)}"
                 remedy = "constrain it as it was when the checkpoint was written"
                 raise ValueError(fail(called, condition, current, remedy))

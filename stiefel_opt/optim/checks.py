@@ -108,19 +108,19 @@ def _counted(number: int, one: str = "parameter", several: str = "parameters") -
     return f"{number} {one if number == 1 else several}"
 
 
-def label(name: str | None, index: int, group_number: int) -> str:
-    """Return what a message calls a parameter: its name, or its place in the groups."""
-    return f"parameter {index} of group {group_number}" if name is None else name
+def label(group: Group, index: int, number: int) -> str:
+    """Return what a message calls a parameter: its name, or its place in the group ``number``."""
+    names = group.get("param_names")
+    return f"parameter {index} of group {number}" if names is None else str(names[index])
 
 
 def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     """Return the label of each of some parameters of ``groups``, after one walk through them."""
     wanted, labels = {id(parameter) for parameter in parameters}, {}
     for number, group in enumerate(groups):
-        names = group.get("param_names")
         for index, other in enumerate(group["params"]):
             if id(other) in wanted:
-                labels[id(other)] = label(names[index] if names else None, index, number)
+                labels[id(other)] = label(group, index, number)
     return [labels[id(parameter)] for parameter in parameters]
 
 
@@ -157,18 +157,12 @@ def check_lr(lr: Any) -> None:
         check_range("lr", float(value), 0.0)
 
 
-def check_lr_of_step(lr: Any) -> None:
-    """Raise unless a learning rate can be used; that of a schedule past its end may be below 0."""
-    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
-    if value is None and isinstance(lr, Tensor):
-        return
-    try:
-        is_finite = math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):  # no number, or several
+def refuse_lr(lr: Any) -> NoReturn:
+    """Raise for a learning rate that no step can use; one below 0, of a schedule, it can."""
+    is_number = isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
+    if not is_number:
         check_lr(lr)
-        raise
-    if not is_finite:
-        raise ValueError(fail("lr", "be finite", float(value), "look at its schedule"))
+    raise ValueError(fail("lr", "be finite", float(lr), "look at its schedule"))
 
 
 def check_metric(group: Group) -> None:
@@ -286,7 +280,7 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
         name, parameter = item if isinstance(item, tuple) else (None, item)
         if not isinstance(parameter, Tensor):
             continue  # refused by torch
-        called = label(name, index, len(groups))
+        called = name or label({}, index, len(groups))
         if id(parameter) in seen:
             remedy = "list every parameter in one group only"
             raise ValueError(fail(called, "appear once", "it twice", remedy))

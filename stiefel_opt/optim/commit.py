@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import Sums, are_finite, largest_stretch, square_norm
 from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
-from stiefel_opt.optim.state import working_dtype
+from stiefel_opt.optim.state import StateDict, working_dtype
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
 # of the largest number leaves room for momenta and sums of squares. Half precision is summed in
@@ -109,7 +109,8 @@ class Batch:
         count = (stop - start - 1) * stack.each + self.each
         self.state = stack.state_of(slice(low, low + count))  # views
         self.scale = self.blocks[0].reading.scale
-        self.now, self.lagged = Now(), Lagged()  # readers of numbers, on a CPU and elsewhere
+        # readers of numbers, on a CPU and elsewhere
+        self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.last: LastStep | None = None
         self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
         # shape of the matrices of several blocks, as they lie in memory one behind the other
@@ -206,35 +207,46 @@ class Batch:
         return [block.part(tensor) for block, tensor in zip(chosen, tensors, strict=True)]
 
 
+# parameters, gradients, states, and None or a tensor: where it is nonzero, nothing moves
+MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
+
+
+class StepOptions(NamedTuple):
+    """What a group says about a step: its rules, and its options of these names."""
+
+    rule: Rule
+    correct: Correction
+    move_rows: MoveRows  # the plain rule
+    lr: Scalar
+    nonfinite: str
+
+
 class Task(NamedTuple):
     """One step of a batch.
 
     Attributes:
         batch: The matrices.
+        options: What its group says.
         chosen: Which of its blocks take part; None: all.
         places: Their weights.
         tensors, grads: What moves and its gradient, for each of these weights.
-        lr, number: Learning rate for the tensors as they are scaled; the number of this step.
+        number: Of this step.
         ok: Which matrices have safe gradients, ``(k, 1, 1)``. None: all, or not judged yet.
         is_due: Whether rounding is removed in this step.
         is_changed: Whether somebody else has written to one of the tensors.
-        nonfinite: The option of this name.
-        reads: Whether numbers may be read without waiting.
         done: Takes the places of what has been written.
     """
 
     batch: Batch
+    options: StepOptions
     chosen: list[int] | None
     places: list[int]
     tensors: list[Tensor]
     grads: list[Tensor]
-    lr: Scalar
     number: Scalar
     ok: Tensor | None
     is_due: bool
     is_changed: bool
-    nonfinite: str
-    reads: bool
     done: set[int]
 
 
@@ -250,16 +262,18 @@ class Verdict(NamedTuple):
     overflowed: Tensor | None = None
 
 
-def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
+def take_step(task: Task) -> Verdict:
     """Correct the batch, run its rule, judge what it returned, and write it."""
-    batch, chosen = task.batch, task.chosen
+    batch, chosen, lr = task.batch, task.chosen, task.options.lr
     stored = batch.read(task.tensors, chosen)
+    reader = batch.now or reader_for(stored, batch.lagged)
+    reader.is_lost = False
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
     unsafe: list[int] = []
     ok, size = task.ok, math.inf
-    if task.nonfinite == "skip" and task.reads:
+    if task.options.nonfinite == "skip" and reader.is_exact:
         ok, size, unsafe = _judge(grad, task)
         if len(unsafe) == len(task.places):
             return Verdict(unsafe)
@@ -267,10 +281,10 @@ def take_step(task: Task, rule: Rule, correct: Correction) -> Verdict:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
-    new_X, new, length, overflowed = _new_point(stored, grad, state, ok, size, task, rule, correct)
-    if isinstance(task.lr, Tensor):
-        new_X = torch.where(task.lr == 0, stored, new_X)
-    is_moving = isinstance(task.lr, Tensor) or task.lr != 0  # else no bit changes
+    new_X, new, length, overflowed = _new_point(stored, grad, state, ok, size, task, reader)
+    if isinstance(lr, Tensor):
+        new_X = torch.where(lr == 0, stored, new_X)
+    is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
 
     def write() -> None:
         if new and index is None and ok is None:
@@ -302,8 +316,7 @@ def _new_point(
     ok: Tensor | None,
     gradient_length: float,
     task: Task,
-    rule: Rule,
-    correct: Correction,
+    reader: Reader,
 ) -> tuple[Tensor, Tensors, Length | Tensor | float, Tensor | None]:
     """Return the new point and state, the length of the step, and which matrices overflowed.
 
@@ -311,13 +324,12 @@ def _new_point(
     again.
     """
     batch, sums, scale = task.batch, task.batch.sums, task.batch.scale
-    reader = batch.now if task.reads else reader_for(stored, batch.lagged)
-    reader.is_lost = False
+    rule, correct, _, lr, nonfinite = task.options
     unscaled = stored if scale == 1.0 else stored / scale
-    lr = task.lr if scale == 1.0 else task.lr / scale
-    if sums.row_sum is not None:  # all processes must decide alike
+    lr = lr if scale == 1.0 else lr / scale
+    if not sums.are_local:  # all processes must decide alike
         gradient_length = math.inf
-    X, fixed = _on_manifold(unscaled, state, grad, task, gradient_length, reader, correct)
+    X, fixed = _on_manifold(unscaled, state, grad, task, gradient_length, reader)
     current = {**state, **fixed}
     new_X, new, length = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
     new = {**fixed, **new}
@@ -325,7 +337,7 @@ def _new_point(
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
     overflowed = None
-    if task.nonfinite != "ignore" and _may_have_overflowed(length, reader):
+    if nonfinite != "ignore" and _may_have_overflowed(length, reader):
         overflowed = _overflowed(new_X, sums, ok)
         new_X = torch.where(overflowed, unscaled, new_X)
         for name, tensor in new.items():
@@ -367,19 +379,18 @@ def _on_manifold(
     task: Task,
     length: float,
     reader: Reader,
-    correct: Correction,
 ) -> tuple[Tensor, Tensors]:
     """Return the point with rounding removed if that is due, and the state that has changed.
 
     A point that is off the manifold is projected. It is looked at where somebody else has written
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
-    batch, sums = task.batch, task.batch.sums
+    batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due or reader.is_blind
     looks = is_due and reader.is_exact
     if not (looks or task.is_changed):
         return correct(point, state, sums) if is_due else (point, {})
-    if looks and sums.row_sum is None:  # with a zero gradient nothing changes: no correction either
+    if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
         is_due = (length if length < math.inf else float(torch.linalg.vector_norm(grad))) != 0.0
     (gram,) = sums((point, point))
     error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
@@ -390,7 +401,7 @@ def _on_manifold(
             return new_point, fixed
         return point, {}
     off = ~(error <= 10 * tolerance)
-    if sums.row_sum is None:  # X'X may overflow where X does not
+    if sums.are_local:  # X'X may overflow where X does not
         off &= are_finite(point)
     point = point.clone()
     project = polar_factor
@@ -429,7 +440,7 @@ def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> boo
 def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
     """Return which matrices are not finite, ``(k, 1, 1)``."""
     lost: Tensor = ~torch.linalg.vector_norm(new_X, dim=(-2, -1), keepdim=True).isfinite()
-    if sums.row_sum is not None:  # in the rows of any process; all come here alike
+    if not sums.are_local:  # in the rows of any process; all come here alike
         lost = sums.add(lost.float()) > 0
     return lost if ok is None else lost & ok
 

@@ -62,11 +62,7 @@ class SGDLike(StiefelOptimizer):
         dampening = group["dampening"] if group["momentum"] else 0.0
         return with_factor(partial(rule, **options), group["maximize"], 1.0 - dampening)
 
-    _step_plain = staticmethod(step_sgd)
-
-    @override
-    def update_plain(self, *arguments: Any) -> None:
-        step_sgd(*arguments)
+    update_plain = _step_plain = staticmethod(step_sgd)
 
 
 def with_factor(rule: Callable[..., Move], maximize: bool, factor: float = 1.0) -> Rule:
@@ -137,11 +133,7 @@ class AdamLike(StiefelOptimizer):
     def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
         init_adam(group, parameter, state)
 
-    _step_plain = staticmethod(step_adam)
-
-    @override
-    def update_plain(self, *arguments: Any) -> None:
-        step_adam(*arguments)
+    update_plain = _step_plain = staticmethod(step_adam)
 
 
 class MuonLike(AdamLike):

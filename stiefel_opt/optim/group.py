@@ -30,8 +30,8 @@ from stiefel_opt.optim.checks import refuse_gradient, refuse_sparse
 from stiefel_opt.optim.commit import (
     LARGEST_SAFE,
     Batch,
-    Correction,
-    Rule,
+    MoveRows,
+    StepOptions,
     Task,
     take_step,
 )
@@ -55,9 +55,6 @@ TALLIES: Final = ("skipped", "unreported")
 
 _VERSION = operator.attrgetter("_version")
 _KIND = operator.attrgetter("shape", "dtype", "layout")
-
-# parameters, gradients, states, and None or a tensor: where it is nonzero, nothing moves
-MoveRows = Callable[[list[Tensor], list[Tensor], list[StateDict], Tensor | None], None]
 
 
 class StateViews:
@@ -152,7 +149,7 @@ class WeightGroup:
         self._seen = [-1] * len(weights), [-1] * len(weights)
         self._changed: set[int] = set()  # places that somebody else has written to
         self._steps_begun = 0
-        self._numbers: list[float] | Tensor = []
+        self._numbers: float | Tensor = 0.0
 
     def _find_joint(self) -> list[int]:
         """Return the places of weights that no single batch can judge."""
@@ -225,10 +222,10 @@ class WeightGroup:
 
     def set_gradients(
         self, grads: list[Tensor | None], nonfinite: str, *, in_graph: bool = False
-    ) -> list[Weight]:
+    ) -> list[Tensor]:
         """Set and judge the gradients of this step, one for each parameter, already checked.
 
-        Returns: The weights written to from outside; writes of a compiled graph are ignored.
+        Returns: The parameters written to from outside; writes of a compiled graph are ignored.
         """
         self._grads = grads
         if self.is_shared:
@@ -250,7 +247,7 @@ class WeightGroup:
             }
         if nonfinite != "ignore" or self.is_shared:
             self._judge(nonfinite)
-        return [self.weights[place] for place in sorted(self._changed - self._staying)]
+        return [self.parameters[place] for place in sorted(self._changed - self._staying)]
 
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
@@ -305,14 +302,7 @@ class WeightGroup:
 
     # ---- the step ------------------------------------------------------------------------------
 
-    def step(
-        self,
-        rule: Rule,
-        correct: Correction,
-        move_rows: MoveRows,
-        lr: float | Tensor,
-        nonfinite: str,
-    ) -> None:
+    def step(self, options: StepOptions) -> None:
         """Move the parameters that have a gradient, and count the step."""
         for batch in self.batches:
             batch.last = None
@@ -321,8 +311,9 @@ class WeightGroup:
             self._grads = []
             return
         values = self._values or [weight.moving() for weight in self.weights]
+        lr = options.lr
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
-            lr = 0.0  # nothing is projected
+            lr, options = 0.0, options._replace(lr=0.0)  # nothing is projected
         for whole, members in self.masters:
             follow_(whole, torch.stack([weight.local() for weight in members]))
         self._steps_begun += 1
@@ -330,10 +321,10 @@ class WeightGroup:
         moved: set[int] = set()
         try:
             for batch in self.batches:
-                task = self._task_for(batch, values, lr, nonfinite, moved)
+                task = self._task_for(batch, options, values, moved)
                 if task is None:
                     continue
-                verdict = take_step(task, rule, correct)
+                verdict = take_step(task)
                 if verdict.unsafe:
                     self.unsafe += verdict.unsafe
                     self._staying.update(verdict.unsafe)
@@ -341,19 +332,15 @@ class WeightGroup:
                     self._count(verdict.overflowed, task.places)
             if self._rows:
                 staying, ok = self._staying, self._ok
+                move_rows = options.move_rows
                 _move_rows(self._rows, values, self._grads, staying, ok, self.reads, move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
-        self._report_overflows(nonfinite)
+        self._report_overflows(options.nonfinite)
 
     def _task_for(
-        self,
-        batch: Batch,
-        values: list[Tensor],
-        lr: float | Tensor,
-        nonfinite: str,
-        done: set[int],
+        self, batch: Batch, options: StepOptions, values: list[Tensor], done: set[int]
     ) -> Task | None:
         """Return the step of a batch; None if none of its weights moves."""
         places, chosen = batch.places, None
@@ -365,42 +352,36 @@ class WeightGroup:
         number, is_due = self._number(batch, places)
         return Task(
             batch,
+            options,
             chosen,
             places,
             [values[place] for place in places],
             [self._grads[place] for place in places],  # type: ignore[misc]
-            lr,
             number,
             None if self._ok is None else batch.of_each(self._ok[places]),
             is_due,
             bool(self._changed) and not self._changed.isdisjoint(places),
-            nonfinite,
-            self.reads,
             done,
         )
 
-    def _next_numbers(self) -> list[float] | Tensor:
+    def _next_numbers(self) -> float | Tensor:
         """Return the number of this step for each parameter, or a single one if all are equal."""
-        if not self.reads:
-            return self.steps + 1.0
-        counts = self.steps.tolist()
-        if min(counts) == max(counts):
-            counts = counts[:1]
-        return [count + 1.0 for count in counts]
+        if self.reads:
+            counts = self.steps.tolist()
+            if min(counts) == max(counts):
+                return float(counts[0] + 1.0)
+        return self.steps + 1.0
 
     def _number(self, batch: Batch, places: list[int]) -> tuple[float | Tensor, bool]:
         """Return the number of this step for a batch, and whether rounding is to be removed."""
-        numbers = self._numbers
-        if isinstance(numbers, Tensor):
-            is_due = self._steps_begun % _CORRECTION_PERIOD == 0
-            return batch.of_each(numbers[places]), is_due
-        if len(numbers) == 1:
-            return numbers[0], numbers[0] % _CORRECTION_PERIOD == 0
-        each = [numbers[place] for place in places]
-        is_due = any(number % _CORRECTION_PERIOD == 0 for number in set(each))
-        if min(each) == max(each):
-            return each[0], is_due
-        return batch.of_each(torch.tensor(each, device=self.steps.device)), is_due
+        if isinstance(self._numbers, float):
+            return self._numbers, self._numbers % _CORRECTION_PERIOD == 0
+        numbers = self._numbers[places]
+        if not self.reads:
+            return batch.of_each(numbers), self._steps_begun % _CORRECTION_PERIOD == 0
+        each = set(numbers.tolist())
+        is_due = any(number % _CORRECTION_PERIOD == 0 for number in each)
+        return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
 
     def _count(self, overflowed: Tensor, places: list[int]) -> None:
         """Count the matrices of each parameter that left floating point."""
@@ -421,15 +402,13 @@ class WeightGroup:
 
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        gained, new_skipped = 1.0 if self._ok is None else self._ok, None
-        places: Any = slice(None)
-        new_steps: Tensor | float
-        if len(moved) < len(self.weights):
-            places, new_steps = sorted(moved), self.steps.clone()
-            new_steps[places] += gained if self._ok is None else self._ok[places]
-        elif isinstance(self._numbers, list) and len(self._numbers) == 1:
-            new_steps = self._numbers[0]
-        else:
+        places: Any = slice(None) if len(moved) == len(self.weights) else sorted(moved)
+        gained = 1.0 if self._ok is None else self._ok[places]
+        new_steps, new_skipped = self._numbers, None
+        if isinstance(places, list):
+            new_steps = self.steps.clone()
+            new_steps[places] += gained
+        elif isinstance(new_steps, Tensor):
             new_steps = self.steps + gained
         if self._ok is not None or self.unsafe:
             new_skipped = self.skipped.clone()

@@ -636,10 +636,7 @@ class StiefelLBFGS(LBFGS):
         super().__init__([group], *numbers, line_search_fn)
         self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
         check_option_names(group, self.defaults, type(self).__name__)
-        check_lr(self.param_groups[0]["lr"])
-        _check_options(self.param_groups[0])
-        _readings(self.param_groups[0])
-        warn_if_nothing_is_constrained(self.param_groups)
+        _check_group(self.param_groups[0])
 
     @override
     def __repr__(self) -> str:
@@ -730,6 +727,14 @@ def _one_group(params: Any, options: Group) -> Group:
         raise ValueError(fail("params", "hold each parameter once", "one of them twice"))
     group["stiefel"] = as_plain_data(group["stiefel"])
     return group
+
+
+def _check_group(group: Group) -> None:
+    """Raise for options that make no sense, and parameters that cannot be constrained here."""
+    check_lr(group["lr"])
+    _check_options(group)
+    _readings(group)
+    warn_if_nothing_is_constrained([group])
 
 
 def _check_options(group: Group) -> None:

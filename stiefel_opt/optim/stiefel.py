@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -29,6 +28,7 @@ from stiefel_opt.functional.momentum import (
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checks import (
     check_adaptive,
     check_metric,
@@ -40,7 +40,7 @@ from stiefel_opt.optim.checks import (
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.records import largest_of
-from stiefel_opt.optim.state import State, StateDict
+from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
@@ -66,10 +66,25 @@ _SECOND_MOMENTS: Final = (
 )
 
 
-class _Adaptive:
-    """The numbers of the option ``adaptive`` that a report shows."""
+class _Flows(StiefelOptimizer):
+    """What both classes say of options that they share, and the numbers that a report shows."""
 
-    state: Mapping[Tensor, StateDict]
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_metric(group)
+        check_transport(group)
+        check_adaptive(group)
+
+    @override
+    def resolved(self, group: Group) -> Group:
+        is_published = group["transport"] == "published"
+        return resolved(group, rotation="euler" if is_published else "polar")
+
+    def radii_of(self) -> dict[Tensor, float]:
+        """Return the largest virtual radius of each weight that has one."""
+        growths = largest_of(self.state, adaptive.GROWTH)
+        return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
 
     def factors_of(self) -> dict[Tensor, float]:
         """Return the largest factor on the learning rate of each weight that has one."""
@@ -80,7 +95,7 @@ class _Adaptive:
         return largest_of(self.state, adaptive.MOMENTUM)
 
 
-class StiefelSGD(_Adaptive, SGDLike):
+class StiefelSGD(_Flows, SGDLike):
     r"""SGD with momentum (0.9, torch: 0) that keeps constrained parameters orthonormal.
 
     With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
@@ -169,17 +184,6 @@ class StiefelSGD(_Adaptive, SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def check_options(self, group: Group) -> None:
-        super().check_options(group)
-        check_metric(group)
-        check_transport(group)
-        check_adaptive(group)
-
-    @override
-    def resolved(self, group: Group) -> Group:
-        return resolved(group, rotation=_rotation(group))
-
-    @override
     def state_for(self, group: Group) -> tuple[State, ...]:
         if group["adaptive"]:
             return Z_STATE, U_STATE, *_FRICTION
@@ -213,12 +217,7 @@ class StiefelSGD(_Adaptive, SGDLike):
         return {SKEW: Z, NORMAL: U, UNPROJECTED: U, OVERLAP: torch.zeros_like(Z), FACTOR: identity}
 
 
-def _rotation(group: Group) -> str:
-    """Return how X turns within its span if ``rotation`` is None."""
-    return "euler" if group["transport"] == "published" else "polar"
-
-
-class StiefelAdam(_Adaptive, AdamLike):
+class StiefelAdam(_Flows, AdamLike):
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -309,18 +308,14 @@ class StiefelAdam(_Adaptive, AdamLike):
     @override
     def check_options(self, group: Group) -> None:
         super().check_options(group)
-        check_metric(group)
-        check_transport(group)
         check_radius(group)
         check_nesterov(group)
-        check_adaptive(group)
 
     @override
     def resolved(self, group: Group) -> Group:
         as_printed = group["adaptive"] or group["transport"] == "published"
         radius, nesterov = (1.0, False) if as_printed else ("virtual", True)
-        meant = {"radius": radius, "nesterov": nesterov, "rotation": _rotation(group)}
-        return resolved(group, **meant)
+        return resolved(super().resolved(group), radius=radius, nesterov=nesterov)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
@@ -340,11 +335,6 @@ class StiefelAdam(_Adaptive, AdamLike):
             return rule
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
         return partial(with_radius, rule, radius, weight_decay=decay)
-
-    def radii_of(self) -> dict[Tensor, float]:
-        """Return the largest virtual radius of each weight that has one."""
-        growths = largest_of(self.state, adaptive.GROWTH)
-        return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
 
 
 class StiefelAdamW(StiefelAdam):

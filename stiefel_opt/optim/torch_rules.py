@@ -163,13 +163,16 @@ def step_rows(
 
 
 def step_unless(
-    found_inf: Tensor,
+    found_inf: Tensor | None,
     update: Callable[[list[Tensor], list[Tensor], Sequence[Group]], None],
     parameters: list[Tensor],
     grads: list[Tensor],
     states: Sequence[Group],
 ) -> None:
-    """Apply a rule to copies; keep them if ``found_inf``, a number on their device, is 0."""
+    """Apply a rule; to copies where there is a ``found_inf``, kept if that number is 0."""
+    if found_inf is None:
+        update(parameters, grads, states)
+        return
     values = [parameter.clone() for parameter in parameters]
     copies = [
         {key: t.clone() if isinstance(t, Tensor) else t for key, t in state.items()}

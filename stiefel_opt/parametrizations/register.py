@@ -95,8 +95,7 @@ def orthogonal(
     if manifold_of(parameter) is not None:
         given = "a parameter that so.constrain put there"
         raise ValueError(fail(name, "not be tagged", given, "so.release it first"))
-    kind = MAPS[map]
-    check_options(map, options, kind)
+    check_options(map, options, kind := MAPS[map])
     if heads is None and not transposed and flatten is not False:
         heads = stacked(owner, leaf)[0]
     if flatten is None:

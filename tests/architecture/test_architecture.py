@@ -139,24 +139,41 @@ METHODS = [
 NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_a_declaration_of_sixty_lines(method: type) -> None:
-    """Of code: without docstrings, comments and blank lines."""
+def lines_of_code(text: str) -> set[int]:
+    """The numbers of its lines of code: no docstrings, comments and blank lines."""
     lines: set[int] = set()
     statement: list[tokenize.TokenInfo] = []
-    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(method)).readline):
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.NEWLINE:
             statement += [token] if token.type not in NOT_CODE else []
             continue
         if {part.type for part in statement} != {tokenize.STRING}:
             lines |= {row for part in statement for row in range(part.start[0], part.end[0] + 1)}
         statement = []
-    assert 0 < len(lines) <= 60
+    return lines
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_is_a_declaration_of_sixty_lines(method: type) -> None:
+    assert 0 < len(lines_of_code(inspect.getsource(method))) <= 60
+
+
+@pytest.mark.parametrize(("kind", "most"), [(ast.FunctionDef, 50), (ast.ClassDef, 300)])
+def test_functions_have_fifty_lines_of_code_and_classes_three_hundred(
+    kind: type[ast.FunctionDef | ast.ClassDef], most: int
+) -> None:
+    """At most, with their signatures."""
+    for place, tree in trees("stiefel_opt"):
+        code = lines_of_code((ROOT / place).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, kind):
+                size = len(code.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+                assert 0 < size <= most, f"{place}:{node.lineno}: {node.name} has {size}"
 
 
 @pytest.mark.parametrize(
     ("method", "files", "changes"),
-    [(so.StiefelSGD, 8, 17), (so.StiefelAdam, 9, 24), (so.StiefelMuon, 8, 35)],
+    [(so.StiefelSGD, 8, 17), (so.StiefelAdam, 9, 22), (so.StiefelMuon, 7, 35)],
 )
 def test_a_gradient_passes_few_files(method: Any, files: int, changes: int) -> None:
     """A steady step of one tall weight, without the hook that torch calls before it."""
