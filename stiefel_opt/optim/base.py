@@ -62,11 +62,12 @@ from stiefel_opt.optim.checks import (
     refuse_overflow,
     refuse_sparse,
     warn_if_nothing_is_constrained,
+    warn_of_long_steps,
     warn_of_skipped,
     warn_of_tallies,
 )
 from stiefel_opt.optim.commit import Correction, Rule, StepOptions
-from stiefel_opt.optim.group import WeightGroup
+from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state, restart
@@ -500,6 +501,10 @@ class StiefelOptimizer(Optimizer, ABC):
                     weights.step(options)
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
+                if weights.turning:
+                    turning = [weights.parameters[place] for place in weights.turning]
+                    warn_of_long_steps(names_of(turning, self.param_groups), MANY_STEPS)
+                    weights.turning = []
         if missed[False]:
             warn_of_skipped(names_of(missed[False], self.param_groups), missed[False])
         if missed[True]:

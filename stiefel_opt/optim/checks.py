@@ -401,6 +401,15 @@ def warn_of_skipped(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
     _warn(shown + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
 
 
+def warn_of_long_steps(names: Sequence[str], steps: int) -> None:
+    """Say which parameters every step turns by more than half a right angle."""
+    warnings.warn(
+        f"Each of the last {steps} steps turned {', '.join(names[:8])} by more than 45 degrees: "
+        "nothing can be learned so. Begin again with a tenth of lr.",
+        stacklevel=users_level(),
+    )
+
+
 def warn_of_tallies(tallies: Mapping[str, int], reported: int) -> int:
     """Say which parameters missed steps if more did than ``reported``; return their number."""
     total = sum(tallies.values())

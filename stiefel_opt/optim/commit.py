@@ -112,6 +112,7 @@ class Batch:
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.last: LastStep | None = None
+        self.long_steps = 0  # in a row, by the bound on their length
         self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
@@ -306,6 +307,8 @@ def take_step(task: Task) -> Verdict:
     if isinstance(length, Length):
         length = Length(*length[:3])  # inner may be large
     batch.last = LastStep(task.places, length, ok)
+    is_long = reader.is_exact and isinstance(length, Length) and length.limit > 1
+    batch.long_steps = batch.long_steps + 1 if is_long else 0
     return Verdict(unsafe, overflowed)
 
 

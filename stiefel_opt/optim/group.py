@@ -8,6 +8,7 @@ judged as a whole before anything moves.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import weakref
 from collections import Counter
@@ -47,6 +48,9 @@ from stiefel_opt.optim.state import (
 )
 from stiefel_opt.optim.torch_rules import Group
 
+# So many steps in a row that turn a weight by more than this, in radians, are told once.
+MANY_STEPS: Final = 100
+_LONG: Final = math.pi / 4
 # Rounding in X'X and X'U is measured and removed once in so many steps.
 _CORRECTION_PERIOD: Final = 8
 
@@ -144,6 +148,7 @@ class WeightGroup:
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
         self._overflows: Tensor | None = None  # matrices of each
+        self.turning: list[int] = []  # places of weights that every step turns far
         # versions and addresses of the parameters: now, and after our last write
         self._now = self._look()
         self._seen = [-1] * len(weights), [-1] * len(weights)
@@ -330,6 +335,8 @@ class WeightGroup:
                     self._staying.update(verdict.unsafe)
                 if verdict.overflowed is not None:
                     self._count(verdict.overflowed, task.places)
+                if batch.long_steps == MANY_STEPS:
+                    self.turning += [p for p, angle in batch.angles().items() if angle > _LONG]
             if self._rows:
                 staying, ok = self._staying, self._ok
                 move_rows = options.move_rows
