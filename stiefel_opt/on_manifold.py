@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
+from stiefel_opt.batches import Block, Stack, stacks_of
 from stiefel_opt.device import exact_products, reader_for
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import inner_optimizers, is_own, trust
@@ -143,81 +144,6 @@ def _constrained(optimizer: Optimizer) -> list[_Weight]:
     return weights
 
 
-class _Block:
-    """A range of rows of a parameter, read as ``(k, n, m)``."""
-
-    def __init__(self, parameter: Tensor, reading: Stiefel, index: int) -> None:
-        self.parameter, self.reading, self.index = parameter, reading, index
-        self.is_all = reading.rows is None
-        value = parameter.detach()
-        part = reading.parts(value)[index]
-        self._stored, self._shape = part.shape, reading.matrices(part, index).shape
-        matrices = self.read(value)
-        storages = (tensor.untyped_storage().data_ptr() for tensor in (matrices, value))
-        self._view = matrices if len(set(storages)) == 1 else None  # where strides allow
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """Return the matrices ``(k, n, m)`` of a tensor like the parameter."""
-        part = tensor if self.is_all else self.reading.parts(tensor)[self.index]
-        return self.reading.matrices(part, self.index).reshape(-1, *self._shape[-2:])
-
-    def stored(self, matrices: Tensor) -> Tensor:
-        """Undo :meth:`read`, for the range of rows."""
-        matrices = matrices.reshape(self._shape)
-        return self.reading.stored(matrices, self._stored, self.index)
-
-    def point(self) -> Tensor:
-        """Return the matrices of the parameter, perhaps a view."""
-        return self.read(self.parameter.detach()) if self._view is None else self._view
-
-    def write(self, matrices: Tensor, tensor: Tensor | None = None) -> None:
-        """Write matrices into a tensor like the parameter. Default: the parameter."""
-        if tensor is None and self._view is not None:
-            self._view.copy_(matrices)
-            return
-        tensor = self.parameter.detach() if tensor is None else tensor
-        self.reading.parts(tensor)[self.index].copy_(self.stored(matrices))
-
-
-class _Stack:
-    """Blocks of equal shape, kind and scale: one batch ``(k, n, m)``."""
-
-    def __init__(self, blocks: list[_Block]) -> None:
-        self.blocks, self.scale = blocks, blocks[0].reading.scale
-        self._sizes = [block.point().size(0) for block in blocks]
-
-    def points(self) -> Tensor:
-        """Return the values of the parameters in new memory, in float32 at least."""
-        return widened(torch.cat([block.point() for block in self.blocks]))
-
-    def gradients(self) -> Tensor:
-        """Return the gradients alike; zero where there is none."""
-        grads = ((block, block.parameter.grad) for block in self.blocks)
-        return widened(
-            torch.cat([torch.zeros_like(b.point()) if g is None else b.read(g) for b, g in grads])
-        )
-
-    def pieces(self, matrices: Tensor) -> Iterator[tuple[_Block, Tensor]]:
-        """Return each block with its part of a batch."""
-        return zip(self.blocks, torch.split(matrices, self._sizes), strict=True)
-
-    def write(self, matrices: Tensor) -> None:
-        """Write a batch into the parameters."""
-        for block, piece in self.pieces(matrices):
-            block.write(piece)
-
-
-def _stacks(weights: list[_Weight]) -> list[_Stack]:
-    alike: dict[Any, list[_Block]] = {}
-    for parameter, reading, _ in weights:
-        for index in range(len(reading.parts(parameter))):
-            block = _Block(parameter, reading, index)
-            point = block.point()
-            key = (*point.shape[-2:], point.dtype, point.device, reading.scale)
-            alike.setdefault(key, []).append(block)
-    return list(map(_Stack, alike.values()))
-
-
 # ---- the hooks ---------------------------------------------------------------------------------
 
 
@@ -226,7 +152,8 @@ class _Keeper:
 
     def __init__(self) -> None:
         self._weights: list[_Weight] = []  # of the step before
-        self._stacks: list[_Stack] = []
+        self._values: list[Tensor] = []  # of their parameters
+        self._stacks: list[Stack] = []
         self._points: list[Tensor] = []  # X of each stack during a step
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
@@ -269,7 +196,7 @@ class _Keeper:
         self._give_back()
         for stack, point in zip(self._stacks, self._points, strict=True):
             with exact_products(point):
-                _move(stack, point, type(optimizer).__name__)
+                _move(stack, self._values, point, type(optimizer).__name__)
         self._points = []
         for weight in self._weights:
             self._written[weight.parameter] = _version_of(weight.parameter)
@@ -284,23 +211,33 @@ class _Keeper:
             if point is not None:
                 weight.parameter.copy_(point)
         if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
-            self._stacks, self._weights = _stacks(weights), weights
-        self._points = [stack.points() for stack in self._stacks]
+            self._weights, self._values = weights, [w.parameter.detach() for w in weights]
+            self._stacks = stacks_of(self._values, [weight.reading for weight in weights])
+        self._points = self._here()
+
+    def _here(self) -> list[Tensor]:
+        """Return the values of the parameters in new memory, in float32 at least."""
+        return [widened(stack.read(self._values)) for stack in self._stacks]
 
     def _make_tangent(self, moved: list[Tensor] | None = None) -> None:
         """Put new gradients in the place of those that are there; ``moved``: tangent vectors."""
-        ours: dict[Tensor, Tensor] = {}
+        ours: dict[int, Tensor] = {}
+        grads = [weight.parameter.grad for weight in self._weights]
+        pairs = zip(self._values, grads, strict=True)
+        whole = [torch.zeros_like(value) if grad is None else grad for value, grad in pairs]
         for place, (stack, point) in enumerate(zip(self._stacks, self._points, strict=True)):
-            grad = _finite(stack.gradients(), self._is_scaled)
+            grad = _finite(widened(stack.read(whole)), self._is_scaled)
             with exact_products(point):
                 x = _unscaled(point, stack)
                 if moved is not None:
                     grad = _pulled_back(x, moved[place], grad)
                 tangents = project_tangent(x, grad)
             for block, piece in stack.pieces(tangents):
-                _give(block, piece, ours)
-        for parameter, tangent in ours.items():
-            self._grads.append((parameter, parameter.grad, tangent))  # type: ignore[arg-type]
+                if (own := grads[block.place]) is not None:
+                    ours[block.place] = _given(block, piece, own, ours.get(block.place))
+        for place, tangent in ours.items():
+            parameter = self._weights[place].parameter
+            self._grads.append((parameter, whole[place], tangent))
             parameter.grad = tangent
 
     def _give_back(self) -> None:
@@ -319,10 +256,11 @@ class _Keeper:
         def evaluate() -> Any:
             with torch.no_grad():
                 self._give_back()
-                here = [stack.points() for stack in self._stacks]
+                here = self._here()
                 moved = None
                 if not all(map(torch.equal, here, self._points)):
-                    moved = list(map(_move, self._stacks, self._points))
+                    pairs = zip(self._stacks, self._points, strict=True)
+                    moved = [_move(stack, self._values, point) for stack, point in pairs]
             with torch.enable_grad():
                 loss = closure()
             with torch.no_grad():
@@ -330,7 +268,7 @@ class _Keeper:
                 self._make_tangent(moved)
                 if moved is not None:
                     for stack, matrices in zip(self._stacks, here, strict=True):
-                        stack.write(matrices)
+                        stack.write(self._values, matrices)
             return loss
 
         return evaluate
@@ -380,19 +318,15 @@ def _check_gradients(weights: list[_Weight]) -> None:
             raise TypeError(fail(weight.called(), wanted, str(grad.layout)))
 
 
-def _give(block: _Block, tangent: Tensor, ours: dict[Tensor, Tensor]) -> None:
-    """Put the tangent vectors of a block into the new gradient of its parameter, if it has one."""
-    parameter, grad = block.parameter, block.parameter.grad
-    if grad is None:
-        return
+def _given(block: Block, tangent: Tensor, grad: Tensor, ours: Tensor | None) -> Tensor:
+    """Return the new gradient of a parameter, with the tangent vectors of a block."""
     if block.is_all:
         stored = block.stored(tangent)
         is_like = (stored.dtype, stored.stride()) == (grad.dtype, grad.stride())
-        ours[parameter] = stored if is_like else torch.empty_like(grad).copy_(stored)
-        return
-    if parameter not in ours:
-        ours[parameter] = grad.clone()
-    block.write(tangent, ours[parameter])
+        return stored if is_like else torch.empty_like(grad).copy_(stored)
+    ours = grad.clone() if ours is None else ours
+    block.write(ours, tangent)
+    return ours
 
 
 # ---- on batches --------------------------------------------------------------------------------
@@ -414,16 +348,16 @@ def _finite(grad: Tensor, is_expected: bool) -> Tensor:
     return torch.where(ok, grad, 0.0)
 
 
-def _unscaled(matrices: Tensor, stack: _Stack) -> Tensor:
+def _unscaled(matrices: Tensor, stack: Stack) -> Tensor:
     return matrices if stack.scale == 1.0 else matrices / stack.scale
 
 
-def _move(stack: _Stack, point: Tensor, rule: str = "the optimizer") -> Tensor:
+def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the optimizer") -> Tensor:
     """Write the retraction of what has moved from ``point``, and return the tangent vectors.
 
     Matrices that have not moved keep their bits; what is not finite goes back to ``point``.
     """
-    here = stack.points()
+    here = widened(stack.read(values))
     step = here - point
     x = _unscaled(point, stack)
     new_point, tangent = _retracted(x, project_tangent(x, _unscaled(step, stack)))
@@ -432,7 +366,7 @@ def _move(stack: _Stack, point: Tensor, rule: str = "the optimizer") -> Tensor:
     moved = step.abs().amax(dim=(-2, -1), keepdim=True) != 0  # NaN has moved
     reads = reader_for(moved).is_exact
     if reads and bool(moved.all() & torch.isfinite(new_point.sum())):
-        stack.write(new_point)
+        stack.write(values, new_point)
         return tangent
     ok = torch.isfinite(new_point).all(dim=-1).all(dim=-1)[..., None, None]
     if reads and not bool(ok.all()):
@@ -442,7 +376,7 @@ def _move(stack: _Stack, point: Tensor, rule: str = "the optimizer") -> Tensor:
             "stay where they were",
             stacklevel=users_level(),
         )
-    stack.write(torch.where(moved, torch.where(ok, new_point, point), here))
+    stack.write(values, torch.where(moved, torch.where(ok, new_point, point), here))
     return tangent
 
 

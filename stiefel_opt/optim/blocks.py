@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from stiefel_opt.batches import as_batch
 from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import Sums
@@ -270,18 +271,6 @@ def plain_rows_of(
                     states[int(index)][word] = weight.local_rows(tensor)
             pairs.append((weight, states))
     return pairs
-
-
-def as_batch(matrices: Tensor) -> Tensor:
-    """Return ``(..., n, m)`` as ``(k, n, m)``: a view where strides allow."""
-    if matrices.ndim == 2:
-        return matrices.unsqueeze(0)
-    return matrices if matrices.ndim == 3 else matrices.flatten(0, -3)
-
-
-def shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Say whether one tensor is a view on the memory of the other."""
-    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def views_of(whole: Tensor) -> list[Tensor]:

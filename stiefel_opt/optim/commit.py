@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import CONSTRAINABLE
+from stiefel_opt.batches import as_batch, shares_memory
 from stiefel_opt.device import Lagged, Now, Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.linalg import Sums, are_finite, largest_stretch, square_norm
-from stiefel_opt.optim.blocks import Stack, as_batch, shares_memory
+from stiefel_opt.optim.blocks import Stack
 from stiefel_opt.optim.state import StateDict, working_dtype
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root

@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from stiefel_opt._checks import (
     fail,
     users_level,
 )
+from stiefel_opt.batches import Stack, stacks_of
 from stiefel_opt.device import exact_products
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.lbfgs import (
@@ -75,13 +76,6 @@ _step_of_torch: Final = inspect.unwrap(LBFGS.step)  # without hooks: they belong
 # ---- all parameters as one point, vectors there as flat tensors ----------------------------------
 
 
-class _Stack(NamedTuple):
-    """Matrices of one shape: which parameter, which range of rows, and how that is read."""
-
-    places: list[tuple[int, int, Stiefel]]
-    scale: float
-
-
 class _Point:
     """The parameters as one point of a product of manifolds.
 
@@ -95,21 +89,7 @@ class _Point:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
         self._frames: list[Frame] | None = None  # at this point
-        stacks: dict[Any, list[tuple[int, int, Stiefel]]] = {}
-        for place, (parameter, manifold) in enumerate(zip(parameters, readings, strict=True)):
-            for index, (part, own) in enumerate(manifold.blocks(parameter) if manifold else ()):
-                shape = own.matrices(part).shape[-2:]
-                key = shape, parameter.dtype, own.scale
-                stacks.setdefault(key, []).append((place, index, own))
-        self.stacks = [_Stack(places, key[-1]) for key, places in stacks.items()]
-
-    def counts(self, stack: _Stack) -> list[int]:
-        """Return how many matrices of a stack each of its places has."""
-        shapes = (
-            own.matrices(self._part(self.parameters, place, index)).shape
-            for place, index, own in stack.places
-        )
-        return [math.prod(shape[:-2]) for shape in shapes]
+        self.stacks = stacks_of([parameter.detach() for parameter in parameters], readings)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return tensors like the parameters as one new flat real tensor."""
@@ -125,45 +105,22 @@ class _Point:
             start += math.prod(shape)
         return views
 
-    def matrices(self, stack: _Stack, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the matrices of a stack in tensors like the parameters, ``(k, n, m)``."""
-        matrices = []
-        for place, index, own in stack.places:
-            part = own.matrices(self._part(tensors, place, index))
-            matrices.append(part.reshape(-1, *part.shape[-2:]))
-        return torch.cat(matrices)
-
-    def write(self, stack: _Stack, tensors: Sequence[Tensor], matrices: Tensor) -> None:
-        """Write the matrices of a stack into tensors like the parameters."""
-        start = 0
-        self._frames = None if tensors is self.parameters else self._frames
-        for place, index, own in stack.places:
-            part = self._part(tensors, place, index)
-            shape = own.matrices(part).shape
-            values = matrices[start : start + math.prod(shape[:-2])].reshape(shape)
-            part.copy_(own.stored(values, part.shape))
-            start += math.prod(shape[:-2])
-
-    def _part(self, tensors: Sequence[Tensor], place: int, index: int) -> Tensor:
-        manifold: Stiefel = self.readings[place]  # type: ignore[assignment]
-        return manifold.parts(tensors[place])[index]
-
-    def points(self, stack: _Stack) -> Tensor:
+    def points(self, stack: Stack) -> Tensor:
         """Return the orthonormal matrices of a stack."""
-        return self.matrices(stack, self.parameters) / stack.scale
+        return stack.read(self.parameters) / stack.scale
 
-    def owners(self, stack: _Stack) -> list[Tensor]:
-        """Return the parameter of each place of a stack."""
-        return [self.parameters[place] for place, _, _ in stack.places]
+    def owners(self, stack: Stack) -> list[Tensor]:
+        """Return the parameter of each block of a stack."""
+        return [self.parameters[block.place] for block in stack.blocks]
 
-    def pick(self, stack: _Stack, names: list[str], marked: Tensor) -> list[str]:
-        """Return the names of the places with a matrix that is ``marked``."""
-        marks = marked.split_with_sizes(self.counts(stack))
+    def pick(self, stack: Stack, names: list[str], marked: Tensor) -> list[str]:
+        """Return the names of the blocks with a matrix that is ``marked``."""
+        marks = (mark for _, mark in stack.pieces(marked))
         return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
 
     def refer_here(self) -> None:
         """Make this point the reference of the frames."""
-        self._frames = None
+        self.leave()
         for parameter, manifold in zip(self.parameters, self.readings, strict=True):
             if manifold is not None:
                 self.states[parameter]["reference"] = parameter.detach().clone()
@@ -174,21 +131,24 @@ class _Point:
 
     def forget(self) -> None:
         """Forget all pairs and the reference."""
-        self._frames = None
+        self.leave()
         for parameter in self.parameters:
-            for name in ("reference", *_PAIRS, *_LAST):
-                self.states[parameter].pop(name, None)
-        self.states[self.parameters[0]]["order"] = []
+            self.states[parameter].pop("reference", None)
+        _forget(self.states[self.parameters[0]])
 
     def note_angles(self, line: _Line) -> None:
         """Keep the angle by which a line has turned each constrained parameter, in radians."""
         largest: dict[Tensor, float] = {}
         for stack in self.stacks:
-            angles = line.angles(stack).split_with_sizes(self.counts(stack))
-            for parameter, angle in zip(self.owners(stack), angles, strict=True):
+            for block, angle in stack.pieces(line.angles(stack)):
+                parameter = self.parameters[block.place]
                 largest[parameter] = max(largest.get(parameter, 0.0), float(angle.max()))
         for parameter, size in largest.items():
             self.states[parameter]["angle"] = size
+
+    def leave(self) -> None:
+        """Forget the frames: the parameters move, or another reference is chosen."""
+        self._frames = None
 
     def frames(self) -> list[Frame]:
         """Return the frames of all stacks at this point."""
@@ -196,7 +156,7 @@ class _Point:
             # a parameter without one is its own
             references = [self.states[p].get("reference", p) for p in self.parameters]
             self._frames = [
-                frame(self.points(stack), self.matrices(stack, references) / stack.scale)
+                frame(self.points(stack), stack.read(references) / stack.scale)
                 for stack in self.stacks
             ]
         return self._frames
@@ -210,7 +170,7 @@ class _Point:
         result = flat.clone()
         tensors = self.shaped(result)
         for stack, at in zip(self.stacks, self.frames(), strict=True):
-            self.write(stack, tensors, function(at, self.matrices(stack, tensors)))
+            stack.write(tensors, function(at, stack.read(tensors)))
         return result
 
     def gradient(self) -> Tensor:
@@ -223,8 +183,7 @@ class _Point:
         flat = self.flat(grads)
         tensors = self.shaped(flat)
         for stack, at in zip(self.stacks, self.frames(), strict=True):
-            grad = riemannian_gradient(at.point, self.matrices(stack, tensors))
-            self.write(stack, tensors, grad)
+            stack.write(tensors, riemannian_gradient(at.point, stack.read(tensors)))
         return flat
 
     def values(self) -> list[Tensor]:
@@ -233,9 +192,16 @@ class _Point:
 
     def restore(self, values: Sequence[Tensor]) -> None:
         """Go back to where :meth:`values` were read."""
-        self._frames = None
+        self.leave()
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
+
+
+def _forget(state: dict[str, Any]) -> None:
+    """Drop all pairs from the state of the first parameter."""
+    for name in (*_PAIRS, *_LAST):
+        state.pop(name, None)
+    state["order"] = []
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -254,7 +220,7 @@ class _Line:
             self.before = self.after = direction / self._length
             tensors = point.shaped(self._vector)
             self._curves: list[Curve] = [
-                curve(at.point, point.matrices(stack, tensors) / stack.scale)
+                curve(at.point, stack.read(tensors) / stack.scale)
                 for stack, at in zip(point.stacks, point.frames(), strict=True)
             ]
 
@@ -267,8 +233,9 @@ class _Line:
                 parameter.copy_(torch.add(value, move, alpha=t))
             for stack, path in zip(point.stacks, self._curves, strict=True):
                 matrices, speeds = along(path, t)
-                point.write(stack, point.parameters, stack.scale * matrices)
-                point.write(stack, velocities, stack.scale * speeds)
+                stack.write(point.parameters, stack.scale * matrices)
+                stack.write(velocities, stack.scale * speeds)
+            point.leave()
             self.after = point.mapped(coordinates, velocity) / self._length
         self.t = t
 
@@ -305,9 +272,9 @@ class _Line:
         with exact_products(vectors):
             return rotated_(vectors, self.after, self.before)
 
-    def angles(self, stack: _Stack) -> Tensor:
+    def angles(self, stack: Stack) -> Tensor:
         """Return by how much each matrix of a stack was turned at most, in radians."""
-        vectors = self.point.matrices(stack, self.point.shaped(self._vector)) / stack.scale
+        vectors = stack.read(self.point.shaped(self._vector)) / stack.scale
         with exact_products(vectors):
             squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
         return squares.clamp(min=0.0).sqrt() * self.t
@@ -333,9 +300,7 @@ class _Memory:
 
     def forget(self) -> None:
         """Start anew."""
-        for name in (*_PAIRS, *_LAST):
-            self._state.pop(name, None)
-        self._state["order"] = []
+        _forget(self._state)
 
     def note(self, step: Tensor, gradient: Tensor) -> None:
         """Keep the step of this iteration, and the gradient before it."""
@@ -822,7 +787,7 @@ def _settle(point: _Point, group: Group) -> None:
         wrong = error > 10 * orthonormality_tolerance(matrices.dtype, matrices.size(-2))
         if bool(wrong.any()):
             matrices[wrong] = polar_factor(matrices[wrong])
-            point.write(stack, point.parameters, stack.scale * matrices)
+            stack.write(point.parameters, stack.scale * matrices)
             off += point.pick(stack, names, wrong)
     if off:
         point.forget()
