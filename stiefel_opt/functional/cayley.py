@@ -149,25 +149,11 @@ def _transform(
     reader: Reader,
 ) -> tuple[Tensor, Length]:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
-    size = square_norm(T)
-    own = None
-    if V is not None:
-        (own,) = sums((V, V))
-        size = size + 2 * trace_of(own)
-    norm = size.sqrt() / divisor
-    # from both sides: a schedule that is run past its end has learning rates below 0
-    alpha = shortened(norm + _TINY, lr, 1.0)
-    step = alpha / divisor
-    # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
-    reach = float((alpha.abs() * norm).max()) if reader.is_exact else 1.0
-    if not reach < math.inf:
-        reader.is_lost, reach = True, 1.0
-    squares = T.mH @ T if own is None else torch.cat([T.mH @ T, own])
-    repeated = step if own is None else torch.cat([step, step])
-    length = Length(squares * repeated.square(), 1.0, reach * reach)
-    if exact:
-        if V is None or own is None:
-            return product(X, cayley(T * step)), length
+    own = None if V is None else sums((V, V))[0]
+    step, reach, length = _shortened(T, own, lr, divisor, reader)
+    if exact and (V is None or own is None):
+        return product(X, cayley(T * step)), length
+    if exact and V is not None and own is not None:
         return move_along_cayley(X, T, V, own, step), length
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(T, own, step / 2, steps)
@@ -179,6 +165,23 @@ def _transform(
     root = roots(excess, high / low - 1).inverse_root.mul_(low**-0.5)
     new_X = product(X, torch.bmm(turned, root))
     return new_X if V is None else add_product_(new_X, V, torch.bmm(along, root)), length
+
+
+def _shortened(
+    T: Tensor, own: Tensor | None, lr: Scalar, divisor: Scalar, reader: Reader
+) -> tuple[Tensor, float, Length]:
+    """Return alpha / divisor, a bound on |alpha W / divisor|, and the length of the step."""
+    norm = (square_norm(T) if own is None else square_norm(T) + 2 * trace_of(own)).sqrt() / divisor
+    # from both sides: a schedule that is run past its end has learning rates below 0
+    alpha = shortened(norm + _TINY, lr, 1.0)
+    step = alpha / divisor
+    # |alpha W| <= 1; eigenvalues of a skew W come in pairs, so each is below |W| / sqrt(2).
+    reach = float((alpha.abs() * norm).max()) if reader.is_exact else 1.0
+    if not reach < math.inf:
+        reader.is_lost, reach = True, 1.0
+    squares = T.mH @ T if own is None else torch.cat([T.mH @ T, own])
+    repeated = step if own is None else torch.cat([step, step])
+    return step, reach, Length(squares * repeated.square(), 1.0, reach * reach)
 
 
 def _iterate(turn: Tensor, own: Tensor | None, half: Scalar, steps: int) -> tuple[Tensor, Tensor]:

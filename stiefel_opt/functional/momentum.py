@@ -128,8 +128,7 @@ def sgd(
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)
     (S,) = sums((X, G))  # 1
-    minus_f = skew_force(S, a)
-    new_Z, direction = accumulated(minus_f, Z, momentum, nesterov=nesterov)
+    new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
         return _turn_square(X, direction, new_Z, lr, carry, reader)
@@ -183,28 +182,22 @@ def adam(
     reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
     minus_f = skew_force(S, a)
-    gamma = gain(betas, step, minus_f.real.dtype, nesterov=nesterov)
-    gained = lr * gamma
+    eta = lr * gain(betas, step, minus_f.real.dtype, nesterov=nesterov)
     new = moments(state, "skew", minus_f, betas)
-    most = largest_quotient(betas, step, minus_f.real.dtype)
-    if nesterov:
-        most = betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5
-    latest = minus_f if nesterov else None
-    direction = partial(precondition, new, "skew", step, betas, eps, most, latest)
+    most = largest_quotient(betas, step, minus_f.real.dtype, nesterov=nesterov)
+    divided = partial(precondition, step=step, betas=betas, eps=eps, most=most)
+    direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        new_X, new_Z, length = _turn_square(X, turn, new[SKEW], gained, transport, reader)
+        new_X, new_Z, length = _turn_square(X, turn, new[SKEW], eta, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
     of_normal = moments(state, "normal", minus_g, betas, mu)
-    latest = minus_g if nesterov else None
-    V = precondition(of_normal, "normal", step, betas, eps, most, latest)
-    del minus_g, latest
-    U = of_normal.pop(NORMAL)
-    new_X, carried, length = advance(
-        X, V, U, direction(), new[SKEW], gained, transport, None, sums, reader
-    )
+    V = divided(of_normal, "normal", latest=minus_g if nesterov else None)
+    del minus_g
+    U, along = of_normal.pop(NORMAL), direction()
+    new_X, carried, length = advance(X, V, U, along, new[SKEW], eta, transport, None, sums, reader)
     return new_X, new | of_normal | carried, length
 
 
@@ -235,16 +228,14 @@ def _step_unprojected(
         new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
     (W,) = sums((new_B, new_B))  # 4
     factors = step_factors_of(direction, W, lr, reader, S)
-    step, length = factors.step, factors.length
-    within, R = composed(factors.rotation, factors.shortening)
+    rotation, shortening, _, (excess, scale), step, length = factors
+    within, R = composed(rotation, shortening)
     if FACTOR not in state:
-        new = carried_skew(new_Z, factors.rotation, "projected")
+        new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = torch.bmm(R, W) * step
-    else:
-        excess, scale = factors.excess
-        new = {SKEW: new_Z, OVERLAP: W * step}
-        new[FACTOR] = torch.baddbmm(R, excess, R, alpha=scale)  # R^(-1) = (I + eta^2 W) R
-    del factors  # frees memory before a tall product
+    else:  # R^(-1) = (I + eta^2 W) R
+        new = {SKEW: new_Z, OVERLAP: W * step, FACTOR: torch.baddbmm(R, excess, R, alpha=scale)}
+    del factors, rotation, shortening, excess  # frees memory before a tall product
     new_X = apply_step(X, within, new_B, R, step)  # 5, 6
     return new_X, new | {UNPROJECTED: new_B}, length
 
@@ -453,8 +444,13 @@ def denominator_of(
     return denominator
 
 
-def largest_quotient(betas: tuple[float, float], step: Scalar, dtype: torch.dtype) -> Scalar:
-    """Return h, the most that sum b1^s |g_s| (1 - b1) can be over the root of q."""
+def largest_quotient(
+    betas: tuple[float, float], step: Scalar, dtype: torch.dtype, *, nesterov: bool = False
+) -> Scalar:
+    """Return h, the most that sum b1^s |g_s| (1 - b1) can be over the root of q.
+
+    With ``nesterov``: that of b1 times the sum and (1 - b1) times the last |g_s|.
+    """
     ratio = betas[0] ** 2 / max(betas[1], 1e-30)
     growth = math.log(ratio) if ratio > 0 else -math.inf
     if ratio == 1:
@@ -463,7 +459,8 @@ def largest_quotient(betas: tuple[float, float], step: Scalar, dtype: torch.dtyp
         terms = torch.expm1(step.to(dtype) * growth) / (ratio - 1)
     else:
         terms = math.expm1(min(step * growth, 700.0)) / (ratio - 1)
-    return (terms / (1 - betas[1])) ** 0.5 * (1 - betas[0])
+    most = (terms / (1 - betas[1])) ** 0.5 * (1 - betas[0])
+    return betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5 if nesterov else most
 
 
 def gain(

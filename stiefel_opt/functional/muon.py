@@ -234,12 +234,25 @@ def muon(
     difference = roots(length.squares, limit, reads=reads).difference
     if solved.along is None:
         return _turned(X, solved, step, difference, limit), new, length
-    # X c + (X w + M a) (-eta), times I + difference, less X: what is added is small.
+    return _moved(X, solved, solved.along, step, difference, sums, reads), new, length
+
+
+def _moved(
+    X: Tensor,
+    solved: _Direction,
+    along: Tensor,
+    step: Scalar,
+    difference: Tensor,
+    sums: Sums,
+    reads: bool,
+) -> Tensor:
+    """Return (X c - eta (X w + M a)) (I + difference) of a tall matrix X."""
+    # less X: what is added to it is small
     moved = solved.correction - solved.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
     within = torch.where(solved.sound, within, solved.correction)
     M = torch.where(solved.sound, solved.moving, 0.0)  # 0 along whatever is not finite
-    along = solved.along * -step
+    along = along * -step
     along = along.baddbmm(along, difference)
     dtype = _tall_dtype(X, solved, reads)
     (tall, within), (M, along) = _same(X, within, dtype), _same(M, along, dtype)
@@ -247,7 +260,7 @@ def muon(
     if reads and _is_rough(X, solved, step):
         (own,) = sums((new_X, new_X))
         new_X = add_product(new_X, new_X, _correction_of(own))
-    return new_X, new, length
+    return new_X
 
 
 def _turned(
