@@ -125,8 +125,8 @@ def spectral_direction(
         direction = product(point, solved.within)
     else:
         dtype = _tall_dtype(point, solved, reads)
-        direction = product(*_same(point, solved.within, dtype))
-        direction = add_product_(direction, *_same(solved.moving, solved.along, dtype))
+        direction = product(point.to(dtype), solved.within.to(dtype))
+        direction = add_product_(direction, solved.moving.to(dtype), solved.along.to(dtype))
         direction = direction.to(point.dtype)
     return torch.where(solved.sound, direction, 0.0)
 
@@ -247,6 +247,7 @@ def _moved(
     reads: bool,
 ) -> Tensor:
     """Return (X c - eta (X w + M a)) (I + difference) of a tall matrix X."""
+    dtype = _tall_dtype(X, solved, reads)
     # less X: what is added to it is small
     moved = solved.correction - solved.within * step
     within = moved.baddbmm(add_to_diagonal_(moved.clone(), 1.0), difference)
@@ -254,9 +255,9 @@ def _moved(
     M = torch.where(solved.sound, solved.moving, 0.0)  # 0 along whatever is not finite
     along = along * -step
     along = along.baddbmm(along, difference)
-    dtype = _tall_dtype(X, solved, reads)
-    (tall, within), (M, along) = _same(X, within, dtype), _same(M, along, dtype)
-    new_X = add_product_(add_product(tall, tall, within), M, along).to(X.dtype)
+    tall = X.to(dtype)
+    new_X = add_product(tall, tall, within.to(dtype))
+    new_X = add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
     if reads and _is_rough(X, solved, step):
         (own,) = sums((new_X, new_X))
         new_X = add_product(new_X, new_X, _correction_of(own))
@@ -273,7 +274,7 @@ def _turned(
     else:  # turn and difference commute
         turn = symmetric_product(turn, difference, turn.clone(), beta=1.0, sign=-1)
     within = torch.where(solved.sound, turn.add_(difference), 0.0)
-    return add_product(X, *_same(X, within, X.dtype))
+    return add_product(X, X, within.to(X.dtype))
 
 
 class _Direction(NamedTuple):
@@ -572,11 +573,6 @@ def _is_rough(point: Tensor, solved: _Direction, step: Scalar) -> bool:
     """
     noise = torch.finfo(solved.length.dtype).eps * (solved.gain * (step * point.size(-1))).square()
     return bool((noise > torch.finfo(point.dtype).eps).any())
-
-
-def _same(tall: Tensor, small: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return both in one dtype."""
-    return tall.to(dtype), small.to(dtype)
 
 
 def _step_of(lr: Scalar, length: Tensor) -> tuple[Scalar, float]:

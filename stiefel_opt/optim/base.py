@@ -136,20 +136,15 @@ class GroupIndex:
             and all(weights.is_intact(optimizer.state) for weights in self.weight_groups)
         )
 
-    def plain_with_gradient(
-        self, group: Group, groups: list[Group], *, sparse: bool
-    ) -> list[Tensor]:
+    def plain_with_gradient(self, optimizer: StiefelOptimizer, group: Group) -> list[Tensor]:
         """Return the plain parameters that move; raise for gradients that cannot be used."""
-        params, plain = group["params"], []
-        for place in self.plain:
-            grad = params[place].grad
-            if grad is None:
-                continue
-            if grad.is_sparse and not sparse:
-                refuse_sparse(params[place], groups)
-            if grad.shape != params[place].shape:
-                refuse_gradient(params[place], groups)
-            plain.append(params[place])
+        params = group["params"]
+        plain = [params[place] for place in self.plain if params[place].grad is not None]
+        for parameter in plain:
+            if parameter.grad.is_sparse and not optimizer._sparse_allowed:
+                refuse_sparse(parameter, optimizer.param_groups)
+            if parameter.grad.shape != parameter.shape:
+                refuse_gradient(parameter, optimizer.param_groups)
         return plain
 
     def admit(self, optimizer: StiefelOptimizer, group: Group, late: list[int]) -> None:
@@ -370,8 +365,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 loss = closure()
         if is_compiling():
             self._step_traced()
-            return loss
-        if torch.is_inference_mode_enabled():  # state is for later steps, too
+        elif torch.is_inference_mode_enabled():  # state is for later steps, too
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._step_all()
         else:
@@ -392,9 +386,8 @@ class StiefelOptimizer(Optimizer, ABC):
         lrs = [group["lr"] for group in self.param_groups]
         in_graph(self._handle, self.all_constrained(), lrs)
         for group, index in zip(self.param_groups, self._indices, strict=True):
-            params, places = group["params"], index.plain if index else ()
-            plain = [params[place] for place in places if params[place].grad is not None]
-            self._move_plain(group, plain)
+            if index is not None:
+                self._move_plain(group, index.plain_with_gradient(self, group))
 
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
@@ -447,7 +440,7 @@ class StiefelOptimizer(Optimizer, ABC):
             changed = weights.set_gradients(grads, group["nonfinite"])
             if changed or weights.unsafe or weights.overflowed:
                 self._refuse(group, weights, changed)
-        return index.plain_with_gradient(group, self.param_groups, sparse=self._sparse_allowed)
+        return index.plain_with_gradient(self, group)
 
     def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
         """Step all constrained parameters; called by the compiled operation.
@@ -609,10 +602,8 @@ class StiefelOptimizer(Optimizer, ABC):
         not moved since this optimizer was made or loaded are left out. Waits for an accelerator.
         Processes that share a parameter agree on the largest angle: every one must call.
         """
-        pairs = [(weights.parameters, weights.angles()) for weights in self.all_constrained()]
-        return {
-            parameters[place]: angles[place] for parameters, angles in pairs for place in angles
-        }
+        angles = [weights.angles() for weights in self.all_constrained()]
+        return dict(itertools.chain(*map(dict.items, angles)))
 
     def velocity(self, parameter: Tensor) -> tuple[Any, Any]:
         """Return the momentum (Z, U) of a constrained parameter, in the notation of its rule.

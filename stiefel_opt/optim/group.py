@@ -192,8 +192,8 @@ class WeightGroup:
             for seen, now, weight in zip(self._seen[1], self._now[1], self.weights, strict=True)
         )
 
-    def angles(self) -> dict[int, float]:
-        """Return the largest angle of the last step in radians, by place."""
+    def angles(self) -> dict[Tensor, float]:
+        """Return the largest angle of the last step in radians, by parameter."""
         angles: dict[int, float] = {}
         for place, angle in itertools.chain(*(batch.angles().items() for batch in self.batches)):
             angles[place] = max(angle, angles.get(place, 0.0))
@@ -201,7 +201,7 @@ class WeightGroup:
             own = self.steps.new_tensor([angles.get(place, -1.0) for place in places])
             largest = zip(places, shards.largest(own).tolist(), strict=True)
             angles |= {place: angle for place, angle in largest if angle >= 0}
-        return angles
+        return {self.parameters[place]: angle for place, angle in angles.items()}
 
     def _layouts(self, places: Iterable[int]) -> list[tuple[Shards, list[int]]]:
         """Return which of these weights share a layout over processes."""
