@@ -157,11 +157,10 @@ class OptimizerCase:
         options = {key: value for key, value in self.options.items() if key not in dropped}
         if self.options.get("decoupled_weight_decay"):
             options["decay"] = self.lr * self.options["weight_decay"]
-        is_angle = self.options.get("radius") == "angle" or (
-            self.options.get("adaptive") and self.algorithm == "sgd"
-        )
+        row = TABLE[self.algorithm]
+        is_angle = any(self.options.get(name) == value for name, value in row.angle.items())
         lr = self.lr if is_angle else self.lr / scale
-        return TABLE[self.algorithm].reference(point, lr=lr, **options)
+        return row.reference(point, lr=lr, **options)
 
 
 OPTION_GRID = [

@@ -43,6 +43,7 @@ class Rule:
     optimum_lr: float = 0.1  # at which it settles at an optimum
     sums: int | None = None  # over shared rows in a step without corrections, at most; None: any
     published_lr: float = 0.03  # the published flows blow up where |g| lr passes about 0.02
+    angle: dict[str, Any] = field(default_factory=dict)  # any of them makes lr an angle
 
     @property
     def rounding(self) -> float:
@@ -53,9 +54,19 @@ class Rule:
         return 1e-2 if self.searches else 1e-10
 
     @property
+    def has_small_state(self) -> bool:
+        """State of m x m, whose shape shows how a parameter is read."""
+        return self.state == "momentum_skew"
+
+    @property
     def of_torch(self) -> bool:
         """Plain parameters follow torch, with its options, its kernels and its checkpoints."""
         return str(self.plain.__module__).startswith("torch.optim")
+
+    @property
+    def proportional(self) -> bool:
+        """Steps are as long as their gradients."""
+        return self.plain is torch.optim.SGD
 
     @property
     def adaptive(self) -> bool:
@@ -72,6 +83,7 @@ TABLE = {
         reference=SGDReference,
         own=FLOWS,
         sums=2,
+        angle={"adaptive": True},
     ),
     "sgd-nesterov": Rule(
         so.StiefelSGD,
@@ -105,6 +117,7 @@ TABLE = {
         own=FLOWS,
         sums=3,
         published_lr=0.01,
+        angle={"radius": "angle"},
     ),
     "adamw": Rule(
         so.StiefelAdamW, {}, plain=torch.optim.AdamW, own=FLOWS, variant=True, published_lr=0.01
@@ -168,3 +181,7 @@ TABLE = {
 }
 OPTIMIZERS = {name: (rule.optimizer, {"lr": 0.05, **rule.options}) for name, rule in TABLE.items()}
 RULES = tuple(name for name, rule in TABLE.items() if not rule.variant)
+# Where the rule hardly matters: any; one for each plain rule; those that a long gradient throws.
+ANY = RULES[0]
+OF_EACH_KIND = tuple({TABLE[name].plain: name for name in reversed(RULES)}.values())[::-1]
+PROPORTIONAL = tuple(name for name in RULES if TABLE[name].proportional)

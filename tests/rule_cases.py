@@ -6,6 +6,7 @@ what stands below are further options.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,10 @@ class RuleCase:
     @property
     def function(self) -> str:
         return getattr(self.rule, "func", self.rule).__name__
+
+    def has(self, option: str) -> bool:
+        """Whether the rule has an option of this name."""
+        return option in inspect.signature(self.rule).parameters
 
     @property
     def most_sums(self) -> float:

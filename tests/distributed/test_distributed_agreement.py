@@ -12,6 +12,7 @@ from contract import (
     RULES,
     TABLE,
 )
+from optimizers import ANY, OF_EACH_KIND, PROPORTIONAL
 from processes import assert_equal_on_all, run
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -265,17 +266,19 @@ def tensor_parallel_layers_move_as_alone(name, heads):
 
 
 def test_two_processes_agree():
-    calls = [(all_skip_what_one_cannot_use, "sgd", EVERY)]
+    calls = [(all_skip_what_one_cannot_use, ANY, EVERY)]
     calls += [(all_skip_what_one_cannot_use, *row) for row in in_turn(RULES[1:], EVERY_OTHER)]
-    calls += [(uneven_shards_move_as_alone, name) for name in ("sgd", "adam")]
-    calls += [(replicas_of_shards_move_as_alone, "sgd", sizes) for sizes in ((2, 1), (1, 2))]
+    calls += [(uneven_shards_move_as_alone, name) for name in OF_EACH_KIND]
+    calls += [(replicas_of_shards_move_as_alone, ANY, sizes) for sizes in ((2, 1), (1, 2))]
     run(2, *calls)
 
 
 def test_two_processes_raise_together():
-    calls = [(all_raise_what_one_cannot_use, name) for name in ("sgd", "cayley-adam")]
-    calls += [(all_tell_an_overflow_of_one, "sgd", choice) for choice in ("raise", "skip")]
-    run(2, *calls, (all_tell_an_overflow_of_one, "rgd", "raise"))
+    calls = [(all_raise_what_one_cannot_use, name) for name in OF_EACH_KIND]
+    calls += [
+        (all_tell_an_overflow_of_one, *row) for row in in_turn(PROPORTIONAL, ["raise", "skip"])
+    ]
+    run(2, *calls)
 
 
 def test_two_processes_share_complex_rows():
@@ -285,19 +288,15 @@ def test_two_processes_share_complex_rows():
 def test_two_processes_are_tensor_parallel():
     run(
         2,
-        *((tensor_parallel_layers_move_as_alone, name, 0) for name in ("sgd", "adam", "muon")),
-        *((tensor_parallel_layers_move_as_alone, name, 2) for name in ("sgd", "cayley-sgd")),
+        *((tensor_parallel_layers_move_as_alone, name, 0) for name in OF_EACH_KIND),
+        *((tensor_parallel_layers_move_as_alone, name, 2) for name in PROPORTIONAL),
     )
 
 
 def test_four_processes_agree():
-    calls = [(replicas_of_shards_move_as_alone, name, (2, 2)) for name in ("sgd", "adam")]
-    run(
-        4,
-        *calls,
-        (all_skip_what_one_cannot_use, "sgd", EVERY),
-        (uneven_shards_move_as_alone, "rgd"),
-    )
+    calls = [(replicas_of_shards_move_as_alone, name, (2, 2)) for name in OF_EACH_KIND]
+    calls += [(uneven_shards_move_as_alone, name) for name in PROPORTIONAL]
+    run(4, *calls, (all_skip_what_one_cannot_use, ANY, EVERY))
 
 
 @pytest.mark.slow

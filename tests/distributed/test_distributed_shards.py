@@ -11,6 +11,7 @@ from contract import (
     RULES,
     TABLE,
 )
+from optimizers import ANY, OF_EACH_KIND, PROPORTIONAL
 from processes import assert_equal_on_all, run
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -202,14 +203,15 @@ def agree_on_an_overflow(name):
     assert list(opt.skipped_steps_of()) == [found[0]], name
     steps = [opt.state[shard]["step"] for shard in found]
     assert [float(step) for step in steps] == [2.0, 3.0], name
-    assert_equal_on_all([opt.state[shard]["momentum_skew"] for shard in found] + steps)
+    assert_equal_on_all([opt.state[shard][TABLE[name].state] for shard in found] + steps)
 
 
 def dict_of_locals(state):
     return {k: (t.to_local() if isinstance(t, DTensor) else t).clone() for k, t in state.items()}
 
 
-HALF = ("sgd", "adam", "cayley-adam")
+HALF = tuple(name for name in RULES if not TABLE[name].searches)
+COUNTED = tuple(name for name in RULES if TABLE[name].sums)
 
 
 def test_shards_train_as_one_process_alone():
@@ -218,19 +220,19 @@ def test_shards_train_as_one_process_alone():
 
 def test_shards_train_as_one_process_on_two():
     """All layouts with momentum, one of each kind with every rule; half precision as well."""
-    calls = [(compare, name, (*KINDS, "square")) for name in RULES[1:]]
-    calls.append((compare, RULES[0], tuple(LAYOUTS)))
+    calls = [(compare, name, (*KINDS, "square")) for name in RULES if name != ANY]
+    calls.append((compare, ANY, tuple(LAYOUTS)))
     shared = [layout for layout, (*_, kind) in LAYOUTS.items() if kind == "sums"]
-    spoilt = [(keep_what_is_spoilt, name, tuple(shared)) for name in ("sgd", "cayley-adam")]
-    spoilt += [(agree_on_an_overflow, name) for name in ("sgd", "rgd", "cayley-sgd")]
+    spoilt = [(keep_what_is_spoilt, name, tuple(shared)) for name in OF_EACH_KIND]
+    spoilt += [(agree_on_an_overflow, name) for name in PROPORTIONAL]
     low = [(compare, name, KINDS[start::3], torch.bfloat16) for start, name in enumerate(HALF)]
     run(2, *calls, *spoilt, *low)
 
 
 def test_shards_train_as_one_process_on_four():
     """One of each kind with momentum, and two with each other rule, all of which two try."""
-    calls = [(compare, name, KINDS[at % 4 :: 4]) for at, name in enumerate(RULES[1:])]
-    run(4, (compare, "sgd", (*KINDS, "heads, fewer on the last of four")), *calls)
+    calls = [(compare, name, KINDS[at % 4 :: 4]) for at, name in enumerate(RULES) if name != ANY]
+    run(4, (compare, ANY, (*KINDS, "heads, fewer on the last of four")), *calls)
 
 
 @pytest.mark.slow
@@ -287,10 +289,11 @@ def test_what_is_sent():
     layouts = [layout for layout, (*_, kind) in LAYOUTS.items() if kind != "moves"]
     for name in ("heads, some without", "heads, fewer on the last of four"):
         layouts.remove(name)  # two processes would cut a head
-    run(2, *((count, "sgd", layout) for layout in layouts), (count, "adam", "tall"))
+    first, *others = COUNTED
+    run(2, *((count, first, layout) for layout in layouts), *((count, o, "tall") for o in others))
 
 
 @pytest.mark.slow
 def test_what_four_processes_send():
     layouts = [layout for layout in LAYOUTS if "some without" in layout]
-    run(4, *((count, "sgd", layout) for layout in layouts))
+    run(4, *((count, COUNTED[0], layout) for layout in layouts))

@@ -105,7 +105,7 @@ def test_the_momentum_outlives_a_change_of_the_transport(
     opt, lr, atol = so.StiefelSGD(params, lr=0.02), 0.02, 1e-12 if dtype.itemsize == 8 else 1e-5
     for name in order:
         transport = name.removesuffix("-nesterov").replace("nesterov", "isometric")
-        options = {"transport": transport, "nesterov": name.endswith("nesterov")}
+        options = {"transport": transport, "nesterov": "nesterov" in name}
         opt.param_groups[0].update(options)
         fresh = so.StiefelSGD(others, lr=lr, **options)
         for param, other in zip(params, others, strict=True):
