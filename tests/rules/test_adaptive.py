@@ -345,7 +345,9 @@ def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
     assert end < max(0.75 * middle, 10 * 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:Each of the last")
 @either
+@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_noise_alone_neither_stops_nor_speeds_steps(name: str) -> None:
     parameter, generator = weight((64, 8, 2)), torch.Generator().manual_seed(0)
     optimizer = make(name, parameter)
@@ -549,6 +551,8 @@ def excess_by_rate(rates: tuple[float, ...], **options: Any) -> list[float]:
     return excess.log().mean(-1).exp().tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Each of the last")
+@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_a_rate_that_is_ten_times_too_large_costs_little() -> None:
     rates = (0.01, 0.03, 0.1, 0.3, 1.0)
     virtual, printed = excess_by_rate(rates), excess_by_rate(rates, radius=1.0)

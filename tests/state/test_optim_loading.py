@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -415,7 +416,9 @@ def test_weights_off_the_manifold_are_named_at_load(case):
     so.project_(net)
     assert so.orthonormality_error(net) < 1e-5
     opt = so.StiefelSGD(copied.parameters(), lr=0.01)
-    backward(copied["encoder"], 0)
+    is_far = case == "drifted"  # nobody has looked at a copy yet: it is told in a forward pass
+    with pytest.warns(UserWarning, match="was written to") if is_far else nullcontext():
+        backward(copied["encoder"], 0)
     opt.step()
     assert so.orthonormality_error(copied) < 1e-5
 

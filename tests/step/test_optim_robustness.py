@@ -92,11 +92,13 @@ def check_survival(
             assert gram_error(param, U) < tolerance * norm
 
 
+@pytest.mark.filterwarnings("ignore:Each of the last")
 @pytest.mark.parametrize(
     ("algorithm", "transport", "dtype"),
     pairwise(ALGORITHMS, ["isometric", "projected"], DTYPES),
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_no_learning_rate_blows_up(
     algorithm: str, transport: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -377,6 +379,7 @@ def test_zero_gradients_move_nothing(
 # ---- square matrices ----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Each of the last")
 @pytest.mark.parametrize(
     ("rotation", "transport", "algorithm"),
     [
@@ -386,6 +389,7 @@ def test_zero_gradients_move_nothing(
         ("expm", "published", "sgd"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
     algorithm: str, transport: str, rotation: str | None, rng: np.random.Generator
 ) -> None:
