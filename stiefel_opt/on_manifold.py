@@ -23,7 +23,14 @@ from stiefel_opt.device import exact_products, reader_for
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import inner_optimizers, is_own, trust
 from stiefel_opt.geometry import project_tangent, widened
-from stiefel_opt.linalg import add_to_diagonal_, infinity_norm, largest_bound, own_gram, skew
+from stiefel_opt.linalg import (
+    add_to_diagonal_,
+    are_finite,
+    infinity_norm,
+    largest_bound,
+    own_gram,
+    skew,
+)
 from stiefel_opt.manifold import Stiefel, reading_by
 from stiefel_opt.points import nearest
 from stiefel_opt.roots import roots
@@ -337,7 +344,7 @@ def _finite(grad: Tensor, is_expected: bool) -> Tensor:
     reads = reader_for(grad).is_exact
     if reads and bool(torch.isfinite(grad.sum())):
         return grad
-    ok = torch.isfinite(grad).all(dim=-1).all(dim=-1)[..., None, None]
+    ok = are_finite(grad)[:, None, None]
     if reads and not is_expected and not bool(ok.all()):
         count, size = int((~ok).sum()), " x ".join(map(str, grad.shape[-2:]))
         warnings.warn(
@@ -368,7 +375,7 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     if reads and bool(moved.all() & torch.isfinite(new_point.sum())):
         stack.write(values, new_point)
         return tangent
-    ok = torch.isfinite(new_point).all(dim=-1).all(dim=-1)[..., None, None]
+    ok = are_finite(new_point)[:, None, None]
     if reads and not bool(ok.all()):
         shape = " x ".join(map(str, point.shape[-2:]))
         warnings.warn(

@@ -218,12 +218,13 @@ class Stack:
         return -(-count // min(pieces, count))
 
 
-def joined(states: list[StateDict], name: str) -> Tensor:
+def joined(states: list[StateDict], name: str, shards: Shards | None = None) -> Tensor:
     """Join the state ``name`` of several parameters, and leave views in its place."""
-    tensors = [local_part(state[name]) for state in states]
+    shown = [state[name] for state in states]
+    tensors = [local_part(tensor) for tensor in shown]
     whole = torch.stack([tensor.to(tensors[0]) for tensor in tensors])
-    for state, view in zip(states, views_of(whole), strict=True):
-        state[name] = view
+    for state, earlier, view in zip(states, shown, views_of(whole), strict=True):
+        state[name] = view if shards is None else shards.like(view, earlier)
     return whole
 
 
@@ -234,14 +235,10 @@ def join_masters(weights: list[Weight]) -> list[tuple[Tensor, list[Weight]]]:
         if MASTER in weight.state:
             shape = local_part(weight.state[MASTER]).shape
             kinds.setdefault((shape, weight.dtype, id(weight.shards)), []).append(weight)
-    masters = []
-    for members in kinds.values():
-        shown = [weight.state[MASTER] for weight in members]
-        masters.append((joined([weight.state for weight in members], MASTER), members))
-        for weight, earlier in zip(members, shown, strict=True):
-            if weight.shards is not None:
-                weight.state[MASTER] = weight.shards.like(weight.state[MASTER], earlier)
-    return masters
+    return [
+        (joined([weight.state for weight in members], MASTER, members[0].shards), members)
+        for members in kinds.values()
+    ]
 
 
 def stacks_of(

@@ -72,14 +72,10 @@ def check_params(params: Any) -> None:
 
 def plain_numbers(group: Group) -> Group:
     """Return the options that are numbers of numpy as numbers of Python, for checkpoints."""
-    foreign = {
-        name: value
-        for name, value in group.items()
-        if isinstance(value, numbers.Real) and type(value).__module__ != "builtins"
-    }
     return {
         name: int(value) if isinstance(value, numbers.Integral) else float(value)
-        for name, value in foreign.items()
+        for name, value in group.items()
+        if isinstance(value, numbers.Real) and type(value).__module__ != "builtins"
     }
 
 

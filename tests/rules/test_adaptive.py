@@ -347,7 +347,6 @@ def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
 
 @pytest.mark.filterwarnings("ignore:Each of the last")
 @either
-@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_noise_alone_neither_stops_nor_speeds_steps(name: str) -> None:
     parameter, generator = weight((64, 8, 2)), torch.Generator().manual_seed(0)
     optimizer = make(name, parameter)
@@ -552,7 +551,6 @@ def excess_by_rate(rates: tuple[float, ...], **options: Any) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:Each of the last")
-@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_a_rate_that_is_ten_times_too_large_costs_little() -> None:
     rates = (0.01, 0.03, 0.1, 0.3, 1.0)
     virtual, printed = excess_by_rate(rates), excess_by_rate(rates, radius=1.0)

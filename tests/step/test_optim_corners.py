@@ -23,7 +23,6 @@ def orthonormal(shape, generator, dtype=torch.float64):
     ("transport", "lr", "dtype"),
     pairwise(["isometric", "projected"], [1.0, 100.0], [torch.float32, torch.float64]),
 )
-@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_a_force_within_the_span_turns_exactly(transport, lr, dtype, generator):
     """|eta Z| is long here while U is nearly zero: each has to be saturated by itself."""
     start = orthonormal((64, 16), generator, dtype)

@@ -98,7 +98,6 @@ def check_survival(
     pairwise(ALGORITHMS, ["isometric", "projected"], DTYPES),
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_no_learning_rate_blows_up(
     algorithm: str, transport: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
@@ -389,7 +388,6 @@ def test_zero_gradients_move_nothing(
         ("expm", "published", "sgd"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Each of the last 100 steps")
 def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
     algorithm: str, transport: str, rotation: str | None, rng: np.random.Generator
 ) -> None:
