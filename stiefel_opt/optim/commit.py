@@ -292,8 +292,10 @@ def take_step(task: Task) -> Verdict:
         if new and index is None and ok is None:
             torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
         else:
+            rows = slice(None) if index is None else index
             for name, tensor in new.items():
-                _write(batch.state[name], tensor, state[name], index, ok)
+                value = tensor if ok is None else torch.where(ok, tensor, state[name])
+                batch.state[name][rows] = value
         if is_moving:
             point = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, point, chosen, stored)
@@ -348,17 +350,6 @@ def _new_point(
             start = batch.declared[name].fill_(torch.empty_like(tensor))
             new[name] = torch.where(overflowed, start, tensor)
     return new_X if scale == 1.0 else new_X * scale, new, length, overflowed
-
-
-def _write(
-    target: Tensor, value: Tensor, earlier: Tensor, index: Tensor | None, ok: Tensor | None
-) -> None:
-    """Write new state where ``ok``; ``index`` selects the rows of ``target``."""
-    value = value if ok is None else torch.where(ok, value, earlier)
-    if index is None:
-        target.copy_(value)
-    else:
-        target[index] = value
 
 
 # ---- before the rule -----------------------------------------------------------------------------
