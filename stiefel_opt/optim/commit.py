@@ -294,8 +294,8 @@ def take_step(task: Task) -> Verdict:
         else:
             rows = slice(None) if index is None else index
             for name, tensor in new.items():
-                value = tensor if ok is None else torch.where(ok, tensor, state[name])
-                batch.state[name][rows] = value
+                old = state[name]  # what is written has no name, so that it is freed at once
+                batch.state[name][rows] = tensor if ok is None else torch.where(ok, tensor, old)
         if is_moving:
             point = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, point, chosen, stored)
