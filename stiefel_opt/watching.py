@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -185,7 +185,7 @@ class _Watched(dict[str, Any]):
             value.is_meta
             or value.dtype not in CONSTRAINABLE
             or not may_wait_for(value)
-            or is_in_torch_dispatch_mode()
+            or _get_current_dispatch_mode() is not None  # of this thread
             or torch.func.debug_unwrap(value) is not value
         ):
             return False
