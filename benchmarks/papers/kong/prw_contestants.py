@@ -164,21 +164,25 @@ def run_fixed(pair: Pair, rule: str, lr: float, dataset: str, iterations: int = 
     return run_ours(pair, init=pair.start(), optimizer=optimizer, max_iter=iterations, tol=0.0)
 
 
-def pot_projection(pair: Pair, tau: float, iterations: int) -> Array:
+def pot_projection(pair: Pair, tau: float, iterations: int, start: Array) -> Array:
     reduction = importlib.import_module("ot.dr")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, projection = reduction.projection_robust_wasserstein(
-            pair.x, pair.y, pair.a, pair.b, tau=tau, U0=pair.start(), reg=pair.reg, k=2,
+            pair.x, pair.y, pair.a, pair.b, tau=tau, U0=start, reg=pair.reg, k=2,
             stopThr=0.0, maxiter=iterations,
         )  # fmt: skip
     return projection
 
 
-def run_pot(pair: Pair, tau: float, iterations: int = ITERATIONS) -> Run:
+def run_pot(
+    pair: Pair, tau: float, iterations: int = ITERATIONS, start: Array | None = None
+) -> Run:
+    """POT's own solver, without its early stop."""
+    start = pair.start() if start is None else start
     clock = Clock()
     try:
-        projection = pot_projection(pair, tau, iterations)
+        projection = pot_projection(pair, tau, iterations, start)
     except np.linalg.LinAlgError:  # its QR refuses what overflowed
         projection = np.full((pair.x.shape[1], 2), np.nan)
     seconds = clock.read()
