@@ -94,8 +94,6 @@ from benchmarks.accuracy.small_problems import (
 )
 from benchmarks.accuracy.smollm2_problems import SMOLLM2, smollm2_problems
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
-from stiefel_opt.functional import adaptive
-from stiefel_opt.linalg import LOCAL_SUMS
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 CHOOSING, SEEDS = (100, 101), (0, 1, 2, 3, 4)
@@ -175,29 +173,27 @@ class AdaptiveSGD(torch.optim.Optimizer):
                 velocity = state.setdefault("velocity", torch.zeros_like(grad))
                 momentum, lr = 0.9, group["lr"]
                 if isinstance(parameter, Marked):
-                    momentum, factor = self._friction(state, grad, velocity, lr)
+                    momentum, factor = self._friction(state, grad, velocity)
                     lr = lr * factor
                 velocity.mul_(momentum).sub_(grad)
                 parameter.add_(lr * velocity)
 
-    def _friction(
-        self, state: Any, grad: Tensor, velocity: Tensor, lr: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return mu and c of each copy, with F = G."""
-        minus_force, velocity = -grad.flatten(1).unsqueeze(1), velocity.flatten(1).unsqueeze(1)
-        known = state.setdefault("known", {"slope": grad.new_zeros(len(grad), 1, 1)})
-        known.setdefault("step_factor", torch.ones_like(known["slope"]))
-        known.setdefault("step_unit", torch.zeros_like(known["slope"]))
-        forces = minus_force, None
-        square, momentum, new = adaptive._friction(
-            forces, forces, {**known, "momentum_skew": velocity}, lr, 0.9,
-            adaptive._FACTORS_OF_SGD, 0.0, LOCAL_SUMS,
-        )  # fmt: skip
+    def _friction(self, state: Any, grad: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mu and c, `functional/adaptive.py`, with F = G."""
+        each = tuple(range(1, grad.ndim))  # dimensions of a copy
+        square = grad.square().sum(each, keepdim=True)
+        minus_s = -(grad * velocity).sum(each, keepdim=True)
+        slope = state.get("slope", torch.zeros_like(square))
         size = grad.size(-1) if grad.ndim > 2 else 1.0
-        new["step_unit"] = adaptive._unit(square, known["step_unit"], size)
-        known.update(new)
-        shape = len(grad), *[1] * (grad.ndim - 1)
-        return momentum.view(shape), (new["step_factor"] * new["step_unit"]).view(shape)
+        own = (size / square.clamp(min=1e-30)).sqrt()
+        state["unit"] = torch.minimum(state.get("unit", own), 10 * own)
+        part = torch.where(slope > 0, minus_s / slope, 0.0).clamp(-0.7, 0.7)
+        factor = state.get("factor", 1.0) * (0.2 * part).exp()
+        state["factor"] = factor.clamp(1e-3, 1e6)
+        bound = torch.where(slope > minus_s, square / (slope - minus_s), math.inf)
+        momentum = bound.clamp(max=0.9)
+        state["slope"] = torch.where(bound < 0.9, momentum * slope, square + momentum * minus_s)
+        return momentum, state["factor"] * state["unit"]
 
 
 def adaptive_throughout(rates: list[float], points: Rows, plain: Rows) -> Setup:
