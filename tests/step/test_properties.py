@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +103,9 @@ class Drawn:
         parameter = so.ManifoldParameter(laid_out(value, self.layout), self.manifold, project=False)
         holder = torch.nn.Module()
         holder.weight = parameter
-        so.constrain(holder, **self.manifold.as_dict())
+        with warnings.catch_warnings():  # a drawn weight may have the shape of a fused projection
+            warnings.filterwarnings("ignore", ".*three times as many rows as columns")
+            so.constrain(holder, **self.manifold.as_dict())
         return parameter
 
     def grad(self, parameter: Tensor, step: int) -> Tensor:
