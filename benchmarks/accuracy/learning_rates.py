@@ -86,13 +86,17 @@ from torch import Tensor
 
 import stiefel_opt as so
 from benchmarks.accuracy.small_problems import (
+    COSTLY,
     LARGE_RATES,
+    SEVERAL,
+    WITH_HEADS,
     WITHOUT_PLAIN,
     Problem,
     Solve,
     problems,
 )
 from benchmarks.accuracy.smollm2_problems import SMOLLM2, smollm2_problems
+from benchmarks.accuracy.step_variants import EntriesSGD, RadiusMuon, RadiusSGD, SharedFriction
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
@@ -207,6 +211,23 @@ def adaptive_throughout(rates: list[float], points: Rows, plain: Rows) -> Setup:
     return Setup([constrained, free], joined(own), joined(others))
 
 
+def shared(scope: str, *, divided: bool = False) -> Build:
+    """Adaptive steps whose sums run over several matrices; torch's SGD or Adam for plain ones."""
+
+    def build(rates: list[float], points: Rows, plain: Rows) -> Setup:
+        own = [[torch.nn.Parameter(t.detach()) for t in row] for row in points]
+        nothing: Rows = [[] for _ in rates]
+        groups = groups_of(rates, own, nothing)
+        optimizers: list[Any] = [SharedFriction(groups, rates[0], scope=scope, divided=divided)]
+        if plain[0]:
+            others, rate = groups_of(rates, nothing, plain), rates[0]
+            sgd, adam = partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam
+            optimizers.append((adam if divided else sgd)(others, lr=rate))
+        return Setup(optimizers, joined(own), joined(plain))
+
+    return build
+
+
 def geoopt(name: str, **options: Any) -> Build:
     """One optimizer of geoopt, its Euclidean metric."""
 
@@ -315,12 +336,34 @@ METHODS: dict[str, Build] = {
     "StiefelAdam, nesterov=False, projected": ours(
         so.StiefelAdam, nesterov=False, transport="projected"
     ),
+    "StiefelSGD, radius": ours(RadiusSGD),
+    "StiefelSGD, radius by entries": ours(EntriesSGD),
+    "StiefelMuon": ours(so.StiefelMuon),
+    "StiefelMuon, radius": ours(RadiusMuon),
+    "StiefelSGD, adaptive, one factor a parameter": shared("heads"),
+    "StiefelSGD, adaptive, one factor": shared("all"),
+    "StiefelAdam, adaptive, one factor a parameter": shared("heads", divided=True),
+    "StiefelAdam, adaptive, one factor": shared("all", divided=True),
 }
 ON_NETWORKS = ("unconstrained", "so.orthogonal")  # the first word of methods
+LONG_ON_COSTLY = (  # methods that train the costly networks ten times as long
+    "StiefelAdam",
+    "StiefelAdam, nesterov=False",
+    "StiefelAdam, as printed",
+    "unconstrained, AdamW",
+    "StiefelSGD, adaptive",
+    "StiefelAdam, adaptive",
+)
 
 
-def is_run(method: str, problem: str) -> bool:
-    """Whether a method has a meaning for a problem."""
+def is_run(method: str, problem: str, length: str = "") -> bool:
+    """Whether a method has a meaning for a problem, and does not cost too much."""
+    if length == "long" and problem in COSTLY:
+        return method in LONG_ON_COSTLY
+    if method.endswith("one factor a parameter"):
+        return problem in WITH_HEADS
+    if method.endswith("one factor"):
+        return problem in SEVERAL
     return not (method.startswith(ON_NETWORKS) and problem in WITHOUT_PLAIN)
 
 
@@ -350,6 +393,9 @@ def run(
     )
     optimizers, points_of, plain_of = METHODS[method](rates, *stacks)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        if "heads" in group:
+            group["heads"] = problem.heads
     measured, lengths, kept = 0.0, [], max(1, steps // 10)
     data: list[Tensor] = []
 
@@ -419,6 +465,8 @@ def steps_to(lengths: Tensor, target: float) -> Tensor:
 
 # ---- what came out -----------------------------------------------------------------------------
 
+PARTS = "runs", "choosing"  # of a file of results: means over the seeds 0 to 4, and over the others
+ENDS = ", constant", ", decay"
 Key = tuple[str, str, str, str]  # problem, method, length, schedule
 Store = dict[Key, dict[str, Any]]
 
@@ -450,10 +498,17 @@ def means(found: dict[str, Any], seeds: Sequence[int]) -> list[float]:
     return [statistics.geometric_mean(row[place] for place in places) for row in found["scores"]]
 
 
+def chosen_place(found: dict[str, Any]) -> int:
+    """Return the place of the rate that the other seeds have chosen."""
+    if "place" in found:  # on file without the scores of those seeds
+        return int(found["place"])
+    chosen = means(found, CHOOSING)
+    return chosen.index(min(chosen))
+
+
 def tuned(found: dict[str, Any]) -> float:
     """Return the score at the rate that the other seeds have chosen."""
-    chosen = means(found, CHOOSING)
-    return means(found, SEEDS)[chosen.index(min(chosen))]
+    return means(found, SEEDS)[chosen_place(found)]
 
 
 def one_rate(store: Store, keys: Sequence[Key]) -> int:
@@ -464,13 +519,18 @@ def one_rate(store: Store, keys: Sequence[Key]) -> int:
 
 
 def ratios(store: Store, new: str, old: str) -> tuple[dict[Key, float], dict[Key, float]]:
-    """Return new/old of every run that both have: tuned, and at one rate for all of a kind."""
+    """Return new/old of every run that both have: tuned, and at one rate for all of a kind.
+
+    The latter is empty where a run is on file without the scores of the seeds that choose.
+    """
     pairs = [(key, (key[0], old, key[2], key[3])) for key in store if key[1] == new]
     pairs = [pair for pair in pairs if pair[1] in store]
     at_best = {key: tuned(store[key]) / tuned(store[other]) for key, other in pairs}
     at_one = {}
     for is_large in (False, True):
         own = [pair for pair in pairs if (pair[0][0] in LARGE_RATES) == is_large]
+        if any("place" in store[key] for pair in pairs for key in pair):
+            break
         places = [one_rate(store, keys) for keys in zip(*own, strict=True)]
         for pair in own:
             values = [means(store[k], SEEDS)[p] for k, p in zip(pair, places, strict=True)]
@@ -490,7 +550,7 @@ def compared(store: Store, new: str, old: str) -> dict[str, Any]:
         "level or better, one rate": sum(ratio <= 1.02 for ratio in single.values()),
         "worse by a tenth": {name_of(key): r for key, r in at_best.items() if r > 1.1},
         "mean": statistics.geometric_mean(best.values()),
-        "mean, one rate": statistics.geometric_mean(single.values()),
+        "mean, one rate": statistics.geometric_mean(single.values()) if single else None,
     }
 
 
@@ -532,6 +592,13 @@ PAIRS = (
     (DEFAULT, "unconstrained, NAdam"),
     (DEFAULT, "so.orthogonal, Prodigy"),
     (DEFAULT, "so.orthogonal, schedule-free AdamW"),
+    ("StiefelSGD, radius", "StiefelSGD"),
+    ("StiefelSGD, radius by entries", "StiefelSGD"),
+    ("StiefelMuon, radius", "StiefelMuon"),
+    ("StiefelSGD, adaptive, one factor a parameter", "StiefelSGD, adaptive"),
+    ("StiefelSGD, adaptive, one factor", "StiefelSGD, adaptive"),
+    ("StiefelAdam, adaptive, one factor a parameter", "StiefelAdam, adaptive"),
+    ("StiefelAdam, adaptive, one factor", "StiefelAdam, adaptive"),
     (DEFAULT, "geoopt Adam"),
     ("StiefelSGD, adaptive", "geoopt SGD"),
     ("StiefelSGD, adaptive", "geoopt SGD, Nesterov"),
@@ -560,8 +627,7 @@ def tables(store: Store) -> dict[str, str]:
                 str(found["better by a tenth"]),
                 str(len(found["worse by a tenth"])),
                 f"{found['mean']:.3f}",
-                f"{found['level or better, one rate']} of {found['problems']}",
-                f"{found['mean, one rate']:.3f}",
+                *one_rate_cells(found),
             ]
         )
         if old in OURS:  # those of other pairs follow from the runs, and the file stays small
@@ -575,15 +641,26 @@ def tables(store: Store) -> dict[str, str]:
     }
 
 
+def one_rate_cells(found: dict[str, Any]) -> list[str]:
+    if found["mean, one rate"] is None:
+        return ["-", "-"]
+    level = f"{found['level or better, one rate']} of {found['problems']}"
+    return [level, f"{found['mean, one rate']:.3f}"]
+
+
 def ratios_table(store: Store, new: str, old: str) -> str:
     at_best, at_one = ratios(store, new, old)
     best, single = by_problem(at_best), by_problem(at_one)
     counts = Counter(key[0] for key in at_best)
     rows = [
-        [problem, f"{ratio:.2f}", f"{single[problem]:.2f}", str(counts[problem])]
+        [problem, f"{ratio:.2f}", two_digits(single.get(problem)), str(counts[problem])]
         for problem, ratio in best.items()
     ]
     return markdown_table(["problem", "tuned", "one learning rate for all", "runs"], rows)
+
+
+def two_digits(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def methods_header() -> list[str]:
@@ -600,8 +677,8 @@ def method_row(store: Store, method: str) -> list[str]:
     for wanted in FAMILIES.values():
         keys = [key for key in at_best if key[2:] in wanted]
         for found in (at_best, at_one):
-            mean = statistics.geometric_mean(found[key] for key in keys) if keys else 0.0
-            row.append(f"{mean:.2f}" if keys else "-")
+            some = [found[key] for key in keys if key in found]
+            row.append(two_digits(statistics.geometric_mean(some) if some else None))
         row.append(str(len(keys)))
     solved = [key for key in at_best if not key[2]]
     twice = 2.0 * Solve.steps
@@ -671,18 +748,25 @@ def draw(content: dict[str, Any], path: Path) -> None:
 # ---- runs --------------------------------------------------------------------------------------
 
 
-def content_of(store: Store) -> dict[str, Any]:
-    """Return the runs in the file of results that have all their seeds."""
-    whole = {k: v for k, v in store.items() if {*CHOOSING, *SEEDS} <= {*v["seeds"]}}
-    runs: dict[str, dict[str, list[float]]] = {}
-    for key, found in whole.items():
-        chosen = means(found, CHOOSING)
-        runs.setdefault(key[1], {})[name_of(key)] = [
-            chosen.index(min(chosen)),
-            *(float(f"{mean:.3g}") for mean in means(found, SEEDS)),
-        ]
-    return {
-        "machine": machine(torch.device("cpu"), PACKAGES),
+def content_of(store: Store, merged: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the file of results: runs that have all their seeds, and tables made from them.
+
+    ``merged``: an earlier file, whose other runs are kept.
+    """
+    old = merged or {"runs": {}, "choosing": {}}
+    runs, choosing = ({m: dict(own) for m, own in old[name].items()} for name in PARTS)
+    for key, found in store.items():
+        if {*CHOOSING, *SEEDS} <= {*found["seeds"]}:
+            _, method, *_ = key
+            reported = [chosen_place(found), *rounded(means(found, SEEDS))]
+            runs.setdefault(method, {})[name_of(key)] = reported
+            choosing.setdefault(method, {})[name_of(key)] = rounded(means(found, CHOOSING))
+    whole = on_file({"runs": runs, "choosing": choosing})
+    content: dict[str, Any] = {"machine": machine(torch.device("cpu"), PACKAGES)}
+    if merged:
+        earlier = [*old.get("machines of other runs", []), old["machine"]]
+        content["machines of other runs"] = earlier
+    return content | {
         "seeds": list(SEEDS),
         "seeds_of_the_rates": list(CHOOSING),
         "rates": list(RATES),
@@ -693,8 +777,30 @@ def content_of(store: Store) -> dict[str, Any]:
         },
         "columns of the runs": ["place of the chosen rate", "mean score at each rate"],
         "runs": runs,
+        "choosing": choosing,
         "tables": tables(whole),
     }
+
+
+def rounded(numbers: Sequence[float]) -> list[float]:
+    return [float(f"{number:.4g}") for number in numbers]
+
+
+def on_file(content: dict[str, Any]) -> Store:
+    """Return the runs of a file of results; every seed has the mean of its kind."""
+    store: Store = {}
+    for method, runs in content["runs"].items():
+        for name, (place, *reported) in runs.items():
+            parts = name.rsplit(", ", 2) if name.endswith(ENDS) else [name, "", "constant"]
+            key = parts[0], method, parts[1], parts[2]
+            chosen = content["choosing"].get(method, {}).get(name)
+            found = {"place": place, "seeds": list(SEEDS)}
+            rows = [[mean] * len(SEEDS) for mean in reported]
+            if chosen is not None:
+                found = {"seeds": [*CHOOSING, *SEEDS]}
+                rows = [[c] * len(CHOOSING) + row for c, row in zip(chosen, rows, strict=True)]
+            store[key] = found | {"scores": rows}
+    return store
 
 
 def measure(store: Store, options: Any, method: str, name: str, problem: Problem) -> None:
@@ -705,7 +811,7 @@ def measure(store: Store, options: Any, method: str, name: str, problem: Problem
             continue
         known = store[key]["seeds"] if key in store else []
         seeds = [seed for seed in (*CHOOSING, *SEEDS) if seed not in known]
-        if not seeds or key[2:] in problem.left_out or not is_run(method, name):
+        if not seeds or key[2:] in problem.left_out or not is_run(method, name, length):
             continue
         found = run(problem, method, rates_of(method, name), length, schedule, seeds)
         line = dict(zip(("problem", "method", "length", "schedule"), key, strict=True)) | found
@@ -735,6 +841,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, default=Path("runs") / "learning_rates.jsonl")
     parser.add_argument("--tables", action="store_true", help="only write what has been run")
     parser.add_argument("--figure", action="store_true", help="only draw the results")
+    parser.add_argument("--merge", action="store_true", help="keep other runs of the results")
     parser.add_argument("--output", type=Path, default=RESULTS / "learning_rates.json")
     options = parser.parse_args(argv)
     if not options.figure:
@@ -744,7 +851,8 @@ def main(argv: list[str] | None = None) -> int:
         for method in options.methods:
             for name, problem in chosen.items():
                 measure(store, options, method, name, problem)
-        content = content_of(store)
+        merged = json.loads(options.output.read_text()) if options.merge else None
+        content = content_of(store, merged)
         write_json(options.output, content)
         for title in ("methods", "verdicts"):
             print(f"{content['tables'][title]}\n")

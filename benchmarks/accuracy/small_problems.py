@@ -34,12 +34,14 @@ class Problem(ABC):
         steps: Of a short run; a long one of "train" is ten times as long.
         left_out: Runs that would cost too much, as length and schedule.
         target: Of "solve": the length of the gradient to reach, as a part of that at the start.
+        heads: How many orthonormal matrices a model keeps in one parameter.
     """
 
     kind = "train"
     steps = 50
     left_out: tuple[tuple[str, str], ...] = ()
     target = 1e-3
+    heads = 1
 
     @abstractmethod
     def start(self, seed: int) -> tuple[Tensors, Tensors]:
@@ -544,6 +546,21 @@ COSTLY = (
     "CIFAR, all",
     "characters",
 )
+WITH_HEADS = ("digits, attention", "characters")
+SEVERAL = (  # problems with several orthonormal matrices
+    "digits, all",
+    "digits, eight layers",
+    "digits, fine-tuned",
+    "digits, convolutions",
+    "digits, attention",
+    "pixels at 14 x 14, hidden",
+    "autoencoder",
+    "CIFAR, all",
+    "CIFAR, hidden",
+    "characters",
+    "SmolLM2, fine-tuned",
+    "SmolLM2, rotations",
+)
 
 # ---- all of them -------------------------------------------------------------------------------
 
@@ -556,7 +573,7 @@ def problems(directory: Path) -> dict[str, Problem]:
     ones, falling = torch.ones(5), torch.arange(8.0, 0, -1) / 8
     pixels = torch.linalg.svdvals(digits.double() - digits.double().mean(0)).square()
     close = torch.cat([1.15 - 0.02 * torch.arange(5), torch.linspace(1, 0, 145)])
-    chosen: dict[str, Problem] = {
+    return {
         "digits, all": Perceptron(digits, labels, (64, 48, 48, 10), (0, 1, 2), gain=True),
         "digits, hidden": Perceptron(digits, labels, (64, 48, 48, 10), (1,)),
         "digits, eight layers": Perceptron(
@@ -585,9 +602,6 @@ def problems(directory: Path) -> dict[str, Problem]:
         "completion": Completion(),
         "transport": Transport(),
     }
-    for name in COSTLY:
-        chosen[name].left_out = (("long", "constant"), ("long", "decay"))
-    return chosen
 
 
 def small_images(name: str, directory: Path, count: int, pool: int) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,9 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 pytest.importorskip("matplotlib")
 
-from benchmarks.accuracy import learning_rates, vit_digits
+from benchmarks.accuracy import learning_rates, step_variants, vit_digits
 from benchmarks.accuracy.small_problems import (
+    Attention,
     Eigenvalues,
     FineTuned,
     Perceptron,
@@ -86,7 +87,10 @@ def test_every_method_runs_and_learns(method: str) -> None:
         pytest.importorskip(module)
     solve = Eigenvalues(torch.linspace(1, 0, 12), torch.ones(3))
     solve.target = 0.5
-    for name, problem in (("digits, hidden", networks()["digits, hidden"]), ("PCA", solve)):
+    cases: dict[str, Problem] = {"digits, hidden": networks()["digits, hidden"], "PCA": solve}
+    if "one factor" in method:
+        cases = {"digits, attention": Attention(*small_images("digits", Path(), 1400, 1), batch=20)}
+    for name, problem in cases.items():
         if learning_rates.is_run(method, name):
             problem.steps, least = 20, 2.2 if name != "PCA" else 20
             rates, length = learning_rates.rates_of(method, name), "short" if least < 3 else ""
@@ -170,6 +174,132 @@ def test_tables_and_figure(tmp_path: Path) -> None:
     assert "1.00" in content["tables"]["methods"]
     learning_rates.draw(content, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size < 100_000
+
+
+def a_store(methods: tuple[str, ...], names: tuple[str, ...]) -> learning_rates.Store:
+    """Scores that are random numbers."""
+    generator, store = torch.Generator().manual_seed(len(methods)), {}
+    seeds = [*learning_rates.CHOOSING, *learning_rates.SEEDS]
+    for method in methods:
+        for name in names:
+            for length, schedule in (("short", "decay"), ("long", "constant")):
+                scores = torch.rand(5, len(seeds), generator=generator) + 0.1
+                found = {"seeds": seeds, "scores": scores.tolist()}
+                store[name, method, length, schedule] = found
+    return store
+
+
+def test_merged_files_are_the_file_of_one_run() -> None:
+    methods, names = learning_rates.OURS, ("digits, all", "PCA, weighted")
+    store = a_store(methods, names)
+    whole = learning_rates.content_of(store)
+    parts = [{k: v for k, v in store.items() if k[1] == method} for method in methods]
+    merged = learning_rates.content_of(parts[0])
+    for part in parts[1:]:
+        merged = learning_rates.content_of(part, merged)
+    again = learning_rates.content_of({}, merged)
+    for name in ("runs", "choosing", "compared", "tables"):
+        assert merged[name] == again[name] == whole[name], name
+    replaced = learning_rates.content_of(
+        dict.fromkeys(parts[1], next(iter(parts[0].values()))), whole
+    )
+    assert replaced["runs"][methods[0]] == whole["runs"][methods[0]]
+    assert replaced["runs"][methods[1]] != whole["runs"][methods[1]]
+
+
+def test_runs_on_file_without_the_seeds_that_choose_have_no_common_rate() -> None:
+    whole = learning_rates.content_of(a_store(learning_rates.OURS, ("digits, all",)))
+    for own in whole["choosing"].values():
+        del own["digits, all, short, decay"]
+    fewer = learning_rates.content_of({}, whole)
+    assert fewer["runs"] == whole["runs"]
+    pair = " / ".join(learning_rates.PAIRS[0])
+    assert fewer["compared"][pair]["mean"] == whole["compared"][pair]["mean"]
+    assert fewer["compared"][pair]["mean, one rate"] is None
+
+
+# ---- steps that the package does not have --------------------------------------------------------
+
+SHAPES = pytest.mark.parametrize("shape", [(12, 4), (6, 6)])
+
+
+def weighted(shape: tuple[int, int]) -> Any:
+    """A weighted eigenvalue problem, and a start of three copies."""
+    generator = torch.Generator().manual_seed(0)
+    factor = torch.randn(3, shape[0], shape[0], generator=generator, dtype=torch.float64)
+    weights = torch.arange(1.0, shape[1] + 1, dtype=torch.float64)
+    start = so.random_point(*shape, generator=generator, dtype=torch.float64)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return ((factor @ factor.mT @ x) * x * weights).sum()
+
+    return loss, start.expand(3, *shape).contiguous()
+
+
+def train(optimizer: Any, parameters: list[torch.Tensor], loss: Any, steps: int = 40) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum(map(loss, parameters)).backward()
+        optimizer.step()
+
+
+@SHAPES
+@pytest.mark.parametrize("divided", [False, True])
+def test_adaptive_steps_of_one_matrix_are_those_of_the_package(
+    divided: bool, shape: tuple[int, int]
+) -> None:
+    loss, start = weighted(shape)
+    ours, theirs = so.ManifoldParameter(start.clone()), torch.nn.Parameter(start.clone())
+    cls = so.StiefelAdam if divided else so.StiefelSGD
+    train(cls([ours], lr=0.05, adaptive=True, transport="projected"), [ours], loss)
+    own = step_variants.SharedFriction([theirs], 0.05, scope="matrix", divided=divided)
+    train(own, [theirs], loss)
+    assert loss(ours) < 0.6 * loss(start)
+    torch.testing.assert_close(theirs.detach(), ours.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scope", ["heads", "all"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_equal_matrices_that_share_a_factor_move_as_one(divided: bool, scope: str) -> None:
+    """Another one beside them changes their steps if all share, and not if it is no head."""
+    loss, start = weighted((12, 4))
+    found = []
+    for count in (1, 2, 3):
+        starts = [start, start, start.flip(-1)][:count]
+        points = [torch.nn.Parameter(point.clone()) for point in starts]
+        groups = [{"params": points, "heads": min(count, 2)}]
+        optimizer = step_variants.SharedFriction(groups, 0.05, scope=scope, divided=divided)
+        train(optimizer, list(points), loss)
+        found.append(points[0].detach())
+    torch.testing.assert_close(found[1], found[0])
+    assert torch.allclose(found[2], found[0]) == (scope == "heads")
+
+
+@SHAPES
+@pytest.mark.parametrize("name", ["RadiusSGD", "EntriesSGD", "RadiusMuon"])
+def test_a_radius_divides_the_learning_rate(name: str, shape: tuple[int, int]) -> None:
+    loss, start = weighted(shape)
+    cls, rate = getattr(step_variants, name), 0.02
+    grown, plain = (so.ManifoldParameter(start[:1].clone()) for _ in range(2))
+    base = so.StiefelMuon if name == "RadiusMuon" else so.StiefelSGD
+
+    def loss_of_one(x: torch.Tensor) -> Any:
+        return loss(x.expand_as(start))
+
+    (gradient,) = torch.autograd.grad(loss_of_one(grown), grown)
+    x = start[:1]
+    tangent = gradient - x @ gradient.mT @ x
+    length = {
+        "RadiusSGD": 10 * float(tangent.norm()) / shape[1] ** 0.5,
+        "EntriesSGD": shape[0] ** 0.5,
+        "RadiusMuon": 1.0,
+    }[name]
+    radius = math.sqrt(1 + (rate * length) ** 2)
+    optimizer = cls([grown], lr=rate)
+    train(optimizer, [grown], loss_of_one, 1)
+    train(base([plain], lr=rate / radius), [plain], loss_of_one, 1)
+    torch.testing.assert_close(grown.detach(), plain.detach())
+    assert math.isclose(optimizer.state[grown]["radius_growth"].item(), radius**2 - 1)
 
 
 # ---- the aim -------------------------------------------------------------------------------------
