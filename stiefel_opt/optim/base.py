@@ -25,47 +25,8 @@ from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.checkpoint import (
-    TorchRule,
-    check_plain_rule,
-    check_saved_readings,
-    check_state_dict,
-    check_states,
-    complete_options,
-    keep_precision,
-    mark,
-    take_marks,
-    without_plain,
-)
-from stiefel_opt.optim.checks import (
-    as_plain_data,
-    check_common_options,
-    check_family,
-    check_finite,
-    check_lr,
-    check_new_group,
-    check_option_names,
-    check_params,
-    check_plain_rows_may_be_shared,
-    check_rows_may_be_shared,
-    described,
-    listed,
-    name_of,
-    names_of,
-    plain_numbers,
-    reading,
-    refuse_gradient,
-    refuse_lr,
-    refuse_nonfinite,
-    refuse_other_precision,
-    refuse_overflow,
-    refuse_sparse,
-    warn_if_nothing_is_constrained,
-    warn_of_long_steps,
-    warn_of_skipped,
-    warn_of_tallies,
-)
 from stiefel_opt.optim.commit import Correction, Rule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
@@ -73,7 +34,7 @@ from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state, restart
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
-from stiefel_opt.optim.velocity import group_of, keep_velocity, set_velocity_, velocity_of
+from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.parameter import project_untagged
 
 # The learning rate is limited so that its square fits float32; rotations saturate long before.
@@ -104,7 +65,7 @@ class GroupIndex:
         self._tags = tags_of(self._params)
         self._stiefel = group["stiefel"]
         self._bind(optimizer, group)
-        self.readings = [reading(parameter, group) for parameter in self._params]
+        self.readings = [checks.reading(parameter, group) for parameter in self._params]
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
         self.weight_groups: list[WeightGroup] = []
@@ -142,9 +103,9 @@ class GroupIndex:
         plain = [params[place] for place in self.plain if params[place].grad is not None]
         for parameter in plain:
             if parameter.grad.is_sparse and not optimizer._sparse_allowed:
-                refuse_sparse(parameter, optimizer.param_groups)
+                checks.refuse_sparse(parameter, optimizer.param_groups)
             if parameter.grad.shape != parameter.shape:
-                refuse_gradient(parameter, optimizer.param_groups)
+                checks.refuse_gradient(parameter, optimizer.param_groups)
         return plain
 
     def admit(self, optimizer: StiefelOptimizer, group: Group, late: list[int]) -> None:
@@ -160,18 +121,19 @@ class GroupIndex:
                 key = parameter.shape, manifold, parameter.device_mesh, parameter.placements
             if key not in layouts:
                 layouts[key] = shards_of(parameter, manifold)
-            called = partial(name_of, parameter, optimizer.param_groups)
+            called = partial(checks.name_of, parameter, optimizer.param_groups)
             if not optimizer.sums_over_rows:
-                check_rows_may_be_shared(layouts[key], optimizer.rule, called)
+                checks.check_rows_may_be_shared(layouts[key], optimizer.rule, called)
             if not optimizer.plain_is_elementwise:
-                check_plain_rows_may_be_shared(layouts[key], parameter, optimizer.rule, called)
+                checks.check_plain_rows_may_be_shared(
+                    layouts[key], parameter, optimizer.rule, called
+                )
             optimizer.records.drop_other(optimizer.state, parameter, manifold)
             state: StateDict = optimizer.state[parameter]
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, layouts[key], len(together))
-            read, write = optimizer.velocity_in, optimizer.state_of_velocity
-            known, names = optimizer._known, optimizer.velocity_names
-            keep_velocity(weight, self.declared, known, names, read, write)
+            known = optimizer._known
+            keep_velocity(weight, self.declared, optimizer._velocity_form())
             complete_state(state, self.declared, parameter, manifold, called, known, layouts[key])
             together.append(weight)
         tally_of = optimizer.records.tally_of
@@ -218,7 +180,7 @@ class StiefelOptimizer(Optimizer, ABC):
     sums_over_rows: bool = False
     plain_is_elementwise: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
-    _torch_rule: TorchRule | None = None  # whose state of plain parameters can be loaded
+    _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
     # Values of options that an older checkpoint lacks.
     _legacy_defaults: ClassVar[Group] = {}
@@ -229,7 +191,7 @@ class StiefelOptimizer(Optimizer, ABC):
         super().__init_subclass__(**options)
         family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
         if family is not StiefelOptimizer:
-            check_family(cls, family)
+            checks.check_family(cls, family)
         cls._known = {}
         said_of = {"sums_over_rows": "rule_for", "plain_is_elementwise": "update_plain"}
         for name, function in said_of.items():  # what a class inherits was said of another one
@@ -241,15 +203,15 @@ class StiefelOptimizer(Optimizer, ABC):
         self._handle = remember(self)
         self._indices: list[GroupIndex | None] = []
         self.records = Records()
-        check_params(params)
+        checks.check_params(params)
         super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
-        warn_if_nothing_is_constrained(self.param_groups)
+        checks.warn_if_nothing_is_constrained(self.param_groups)
 
     # ---- what a subclass says ------------------------------------------------------------------
 
     def check_options(self, group: Group) -> None:
         """Raise unless the options of a group make sense; call ``super().check_options`` too."""
-        check_common_options(group)
+        checks.check_common_options(group)
 
     def resolved(self, group: Group) -> Group:
         """Return a group in which options that are None have the value they stand for."""
@@ -324,14 +286,14 @@ class StiefelOptimizer(Optimizer, ABC):
         """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
         if not isinstance(param_group, dict):
             raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
-        check_option_names(param_group, self.defaults, type(self).__name__)
+        checks.check_option_names(param_group, self.defaults, type(self).__name__)
         group = {**self.defaults, **param_group}
-        group["stiefel"] = as_plain_data(group["stiefel"])
-        group["params"] = listed(group["params"])
-        group |= plain_numbers(group)
-        check_lr(group["lr"])
+        group["stiefel"] = checks.as_plain_data(group["stiefel"])
+        group["params"] = checks.listed(group["params"])
+        group |= checks.plain_numbers(group)
+        checks.check_lr(group["lr"])
         self.check_options(group)
-        check_new_group(group, self.param_groups)
+        checks.check_new_group(group, self.param_groups)
         if group["stiefel"]:
             untagged = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
             key = group["stiefel"]
@@ -430,7 +392,7 @@ class StiefelOptimizer(Optimizer, ABC):
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return the plain parameters."""
         if not _is_finite(group["lr"]):
-            refuse_lr(group["lr"])
+            checks.refuse_lr(group["lr"])
         index = self._init(place, group)
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
@@ -459,11 +421,11 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _refuse(self, group: Group, weights: WeightGroup, changed: list[Tensor]) -> None:
         """Raise for gradients and points that no step could use, and for earlier overflows."""
-        reasons = (weights.unsafe, refuse_nonfinite), (weights.overflowed, refuse_overflow)
-        for places, refuse in reasons if group["nonfinite"] == "raise" else ():
-            if places:
-                refuse(weights.parameters[places[0]], self.param_groups)
-        check_finite(changed, self.param_groups)
+        if group["nonfinite"] == "raise" and weights.unsafe:
+            checks.refuse_nonfinite(weights.parameters[weights.unsafe[0]], self.param_groups)
+        if group["nonfinite"] == "raise" and weights.overflowed:
+            checks.refuse_overflow(weights.parameters[weights.overflowed[0]], self.param_groups)
+        checks.check_finite(changed, self.param_groups)
 
     def _move_plain(self, group: Group, parameters: list[Tensor]) -> None:
         """Move the plain parameters of a group that have a gradient."""
@@ -473,7 +435,7 @@ class StiefelOptimizer(Optimizer, ABC):
         try:
             self._step_plain(group, parameters, grads, [self.state[p] for p in parameters])
         except RuntimeError as error:
-            refuse_other_precision(parameters, self.state, self.param_groups, error)
+            checks.refuse_other_precision(parameters, self.state, self.param_groups, error)
             raise
         for parameter in parameters:
             if not self.state[parameter]:  # torch's SGD has none without momentum
@@ -496,12 +458,12 @@ class StiefelOptimizer(Optimizer, ABC):
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
                 if weights.turning:
                     turning = [weights.parameters[place] for place in weights.turning]
-                    warn_of_long_steps(names_of(turning, self.param_groups), MANY_STEPS)
+                    checks.warn_of_long_steps(turning, self.param_groups, MANY_STEPS)
                     weights.turning = []
         if missed[False]:
-            warn_of_skipped(names_of(missed[False], self.param_groups), missed[False])
+            checks.warn_of_skipped(missed[False], self.param_groups)
         if missed[True]:
-            refuse_overflow(missed[True][0], self.param_groups)
+            checks.refuse_overflow(missed[True][0], self.param_groups)
 
     # ---- checkpoints ---------------------------------------------------------------------------
 
@@ -511,8 +473,9 @@ class StiefelOptimizer(Optimizer, ABC):
         packed = super().state_dict()
         packed["state"] = {key: values for key, values in packed["state"].items() if values}
         if any(not weights.reads for weights in self.all_constrained()):
-            self.records.reported = warn_of_tallies(self.skipped_steps(), self.records.reported)
-        mark(packed["param_groups"], self.param_groups, self.rule)
+            reported = self.records.reported
+            self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+        checkpoint.mark(packed["param_groups"], self.param_groups, self.rule)
         return packed
 
     @override
@@ -529,24 +492,26 @@ class StiefelOptimizer(Optimizer, ABC):
                 newer version, and options that make no sense. Nothing has changed then.
             TypeError: for what is no state_dict.
         """
-        check_state_dict(state_dict)
+        checkpoint.check_state_dict(state_dict)
         saved_groups = [dict(saved) for saved in state_dict["param_groups"]]
-        of_torch = take_marks(saved_groups, self.rule)
+        of_torch = checkpoint.take_marks(saved_groups, self.rule)
         if of_torch:
-            check_plain_rule(state_dict["state"], saved_groups, self._torch_rule, self.rule)
-        check_saved_readings(self.param_groups, saved_groups)
+            checkpoint.check_plain_rule(
+                state_dict["state"], saved_groups, self._torch_rule, self.rule
+            )
+        checkpoint.check_saved_readings(self.param_groups, saved_groups)
         legacy = {} if of_torch else self._legacy_defaults  # torch's lacks our options
-        complete_options(saved_groups, self.param_groups, self.defaults, legacy)
+        checkpoint.complete_options(saved_groups, self.param_groups, self.defaults, legacy)
         final: dict[str, Any] = {}
 
         def examine(_: Optimizer, given: dict[str, Any]) -> None:  # as other hooks leave it
             groups = self.param_groups, given["param_groups"]
             if of_torch:
-                given["state"] = without_plain(given["state"], *groups)
+                given["state"] = checkpoint.without_plain(given["state"], *groups)
             for group, saved in zip(*groups, strict=False):
-                check_lr({**group, **saved}["lr"])
+                checks.check_lr({**group, **saved}["lr"])
                 self.check_options({**group, **saved})
-            check_states(given["state"], *groups, self.declared_for)
+            checkpoint.check_states(given["state"], *groups, self.declared_for)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(examine)
@@ -554,7 +519,7 @@ class StiefelOptimizer(Optimizer, ABC):
             super().load_state_dict({**state_dict, "param_groups": saved_groups})
         finally:
             handle.remove()
-        keep_precision(self.state, self.param_groups, final)
+        checkpoint.keep_precision(self.state, self.param_groups, final)
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -573,7 +538,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 group.setdefault(name, value)
             self.records.recall(group["params"])
         self.records.readings = {
-            parameter: reading(parameter, group)
+            parameter: checks.reading(parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
             if self.state.get(parameter)
@@ -587,8 +552,7 @@ class StiefelOptimizer(Optimizer, ABC):
         Parameters that missed none are left out. Counted since this optimizer was made, under
         ``nonfinite="skip"``. Waits for an accelerator.
         """
-        counts = self.records.skipped()
-        return dict(zip(names_of(list(counts), self.param_groups), counts.values(), strict=True))
+        return checks.by_name(self.skipped_steps_of(), self.param_groups)
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return the counts of :meth:`skipped_steps` by parameter."""
@@ -619,7 +583,7 @@ class StiefelOptimizer(Optimizer, ABC):
         group, manifold = group_of(parameter, self.param_groups)
         self._check_velocity(self.declared_for(group))
         state = self.state.get(parameter, {})
-        return velocity_of(parameter, manifold, state, self._known, self.velocity_in)
+        return velocity_of(parameter, manifold, state, self._velocity_form())
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
@@ -633,10 +597,14 @@ class StiefelOptimizer(Optimizer, ABC):
                 changed then.
         """
         group, manifold = group_of(parameter, self.param_groups)
-        declared, called = self.declared_for(group), partial(name_of, parameter, self.param_groups)
+        declared, form = self.declared_for(group), self._velocity_form()
         self._check_velocity(declared)
-        rules = self.state, declared, self._known, self.state_of_velocity
-        set_velocity_(parameter, manifold, called, *rules, skew, normal)
+        called = partial(checks.name_of, parameter, self.param_groups)
+        set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
+
+    def _velocity_form(self) -> Form:
+        reads, writes = self.velocity_in, self.state_of_velocity
+        return Form(self.velocity_names, self._known, reads, writes)
 
     def _check_velocity(self, declared: tuple[State, ...]) -> None:
         """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
@@ -651,4 +619,4 @@ class StiefelOptimizer(Optimizer, ABC):
 
     @override
     def __repr__(self) -> str:
-        return described(type(self).__name__, self.param_groups, self.resolved)
+        return checks.described(type(self).__name__, self.param_groups, self.resolved)

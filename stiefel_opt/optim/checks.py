@@ -120,6 +120,11 @@ def names_of(parameters: Sequence[Tensor], groups: list[Group]) -> list[str]:
     return [labels[id(parameter)] for parameter in parameters]
 
 
+def by_name(values: Mapping[Tensor, int], groups: list[Group]) -> dict[str, int]:
+    """Return a value of each parameter by its label instead."""
+    return dict(zip(names_of(list(values), groups), values.values(), strict=True))
+
+
 def name_of(parameter: Tensor, groups: list[Group]) -> str:
     """Return the label of a parameter of ``groups``."""
     return names_of([parameter], groups)[0]
@@ -390,17 +395,18 @@ def refuse_other_precision(
                 raise ValueError(fail(called, condition, value.dtype, remedy)) from error
 
 
-def warn_of_skipped(names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+def warn_of_skipped(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Say which parameters were left as they were."""
-    pairs = zip(names[:8], parameters, strict=False)
+    pairs = zip(names_of(parameters[:8], groups), parameters, strict=False)
     shown = ", ".join(f"{name} of shape {tuple(parameter.shape)}" for name, parameter in pairs)
-    _warn(shown + (f" and {len(names) - 8} more" if len(names) > 8 else ""))
+    _warn(shown + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""))
 
 
-def warn_of_long_steps(names: Sequence[str], steps: int) -> None:
+def warn_of_long_steps(parameters: Sequence[Tensor], groups: list[Group], steps: int) -> None:
     """Say which parameters every step turns by more than half a right angle."""
+    names = ", ".join(names_of(parameters[:8], groups))
     warnings.warn(
-        f"Each of the last {steps} steps turned {', '.join(names[:8])} by more than 45 degrees: "
+        f"Each of the last {steps} steps turned {names} by more than 45 degrees: "
         "nothing can be learned so. Begin again with a tenth of lr.",
         stacklevel=users_level(),
     )

@@ -15,17 +15,17 @@ from stiefel_opt.linalg import skew as skew_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import reading
-from stiefel_opt.optim.state import (
-    State,
-    StateDict,
-    complete_state,
-    key_of,
-    point_of,
-)
+from stiefel_opt.optim.state import State, StateDict, complete_state, key_of, point_of
 from stiefel_opt.optim.torch_rules import Group
 
-Read = Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]
-Write = Callable[[Tensor, Tensor, Tensor], Tensors]
+
+class Form(NamedTuple):
+    """How a rule keeps its momentum X Z + U."""
+
+    names: tuple[str, ...]  # of its state
+    known: Mapping[str, State]  # declarations by name, whatever the options
+    read: Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]  # Z and U at X
+    write: Callable[[Tensor, Tensor, Tensor], Tensors]  # state of Z and U at X
 
 
 class Range(NamedTuple):
@@ -33,24 +33,33 @@ class Range(NamedTuple):
 
     number: int
     reading: Stiefel
+    shape: torch.Size  # as it is stored
     point: Tensor  # X, (..., n, m)
     state: Tensors  # by name; tall state is read as X is
+
+    def written(
+        self, form: Form, declared: tuple[State, ...], Z: Tensor, U: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the ``declared`` state that keeps Z and U, as ``optimizer.state`` has it."""
+        written, state = form.write(self.point, Z, U), {}
+        for kind in declared:
+            if kind.name in written and kind.exists_for(*self.point.shape[-2:]):
+                value = written[kind.name]
+                value = value if kind.is_small else self.reading.stored(value, self.shape)
+                state[key_of(kind.name, self.number)] = value
+        return state
 
 
 @torch.no_grad()
 def velocity_of(
-    parameter: Tensor,
-    manifold: Stiefel,
-    state: StateDict,
-    known: Mapping[str, State],
-    read: Read,
+    parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form
 ) -> tuple[Any, Any]:
     """Return (Z, U), or a tuple of each for several ranges; see ``StiefelOptimizer.velocity``."""
     skews, normals = [], []
-    for _, _, point, own_state in _ranges(parameter, manifold, state, known):
-        Z, U = read(point, own_state)
-        none = torch.zeros_like(point)
-        skews.append(none[..., : point.size(-1), :].clone() if Z is None else Z.clone())
+    for own in _ranges(parameter, manifold, state, form):
+        Z, U = form.read(own.point, own.state)
+        none = torch.zeros_like(own.point)
+        skews.append(none[..., : none.size(-1), :].clone() if Z is None else Z.clone())
         normals.append(none if U is None else U.clone())
     return (skews[0], normals[0]) if len(skews) == 1 else (tuple(skews), tuple(normals))
 
@@ -62,8 +71,7 @@ def set_velocity_(
     called: Callable[[], str],
     states: Mapping[Tensor, StateDict],
     declared: tuple[State, ...],
-    known: Mapping[str, State],
-    write: Write,
+    form: Form,
     skew: Any,
     normal: Any,
 ) -> None:
@@ -73,53 +81,37 @@ def set_velocity_(
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))
-    state = complete_state(states[parameter], declared, parameter, manifold, called, known)
-    ranges = _ranges(parameter, manifold, state, known)
+    state = complete_state(states[parameter], declared, parameter, manifold, called, form.known)
+    ranges = _ranges(parameter, manifold, state, form)
     if len(values) != len(ranges):
         wanted = f"be tuples of {len(ranges)} tensors each"
         raise ValueError(fail("skew and normal", wanted, f"{len(values)}"))
-    for (_, _, point, _), (new_skew, new_normal) in zip(ranges, values, strict=True):
-        small = torch.Size((*point.shape[:-2], point.size(-1), point.size(-1)))
-        _check("skew", new_skew, small)
-        if point.size(-2) != point.size(-1):  # square matrices have no normal part
-            _check("normal", new_normal, point.shape)
-    for (number, own, point, own_state), (new_skew, new_normal) in zip(ranges, values, strict=True):
-        is_square = point.size(-2) == point.size(-1)
-        U = torch.zeros_like(point) if is_square else new_normal
-        U = U - point @ (point.mH @ U)
-        written = write(point, skew_part(new_skew), U)
-        for kind in declared:
-            if kind.name in own_state and kind.name in written:
-                target, value = state[key_of(kind.name, number)], written[kind.name]
-                target.copy_(value if kind.is_small else own.stored(value, target.shape))
+    for own, (new_skew, new_normal) in zip(ranges, values, strict=True):
+        X = own.point
+        _check("skew", new_skew, torch.Size((*X.shape[:-2], X.size(-1), X.size(-1))))
+        if X.size(-2) != X.size(-1):  # square matrices have no normal part
+            _check("normal", new_normal, X.shape)
+    for own, (new_skew, new_normal) in zip(ranges, values, strict=True):
+        X = own.point
+        U = torch.zeros_like(X) if X.size(-2) == X.size(-1) else new_normal
+        U = U - X @ (X.mH @ U)
+        for key, value in own.written(form, declared, skew_part(new_skew), U).items():
+            state[key].copy_(value)
 
 
 @torch.no_grad()
-def keep_velocity(
-    weight: Weight,
-    declared: tuple[State, ...],
-    known: Mapping[str, State],
-    names: tuple[str, ...],
-    read: Read,
-    write: Write,
-) -> None:
-    """Turn momentum of these ``names``, left by other options, into that of these options."""
+def keep_velocity(weight: Weight, declared: tuple[State, ...], form: Form) -> None:
+    """Turn momentum that other options have left into that of these options."""
     state, wanted = weight.state, {kind.name for kind in declared}
     if weight.shards is not None or not wanted:
         return
-    if {key.partition(".")[0] for key in state}.intersection(names) <= wanted:
+    if {key.partition(".")[0] for key in state}.intersection(form.names) <= wanted:
         return
-    shapes = [part.shape for part in weight.manifold.parts(weight.parameter)]
-    for number, own, point, own_state in _ranges(weight.parameter, weight.manifold, state, known):
-        Z, U = read(point, own_state)
-        if Z is None or U is None:
-            continue
-        written = write(point, Z, U)
-        for kind in declared:
-            if kind.name in written:
-                value = written[kind.name]
-                value = value if kind.is_small else own.stored(value, shapes[number])
-                state[key_of(kind.name, number)] = value.contiguous()
+    for own in _ranges(weight.parameter, weight.manifold, state, form):
+        Z, U = form.read(own.point, own.state)
+        if Z is not None and U is not None:
+            for key, value in own.written(form, declared, Z, U).items():
+                state[key] = value.contiguous()
 
 
 def group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
@@ -131,19 +123,17 @@ def group_of(parameter: Tensor, groups: list[Group]) -> tuple[Group, Stiefel]:
     raise ValueError(fail("parameter", "be constrained in this optimizer", "one that is not"))
 
 
-def _ranges(
-    parameter: Tensor, manifold: Stiefel, state: StateDict, known: Mapping[str, State]
-) -> list[Range]:
+def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) -> list[Range]:
     """Return the constrained ranges of a parameter with their state, in whatever form it is."""
     gathered = {key: whole(t) for key, t in state.items() if isinstance(t, Tensor)}
     value, ranges = point_of(whole(parameter.detach()), gathered), []
     for index, (part, own) in enumerate(manifold.blocks(value)):
         read: Tensors = {}
         for key, tensor in gathered.items():
-            kind = known.get(key.partition(".")[0])
+            kind = form.known.get(key.partition(".")[0])
             if kind is not None and key == key_of(kind.name, index):
                 read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
-        ranges.append(Range(index, own, own.matrices(part) / own.scale, read))
+        ranges.append(Range(index, own, part.shape, own.matrices(part) / own.scale, read))
     return ranges
 
 
