@@ -47,10 +47,12 @@ from stiefel_opt.geometry import (
     polar_factor,
     riemannian_gradient,
 )
-from stiefel_opt.linalg import are_finite, own_gram
+from stiefel_opt.linalg import own_gram
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import (
     as_plain_data,
+    by_name,
+    check_finite,
     check_lr,
     check_option_names,
     described,
@@ -109,25 +111,12 @@ class _Point:
         """Return the orthonormal matrices of a stack."""
         return stack.read(self.parameters) / stack.scale
 
-    def owners(self, stack: Stack) -> list[Tensor]:
-        """Return the parameter of each block of a stack."""
-        return [self.parameters[block.place] for block in stack.blocks]
-
-    def pick(self, stack: Stack, names: list[str], marked: Tensor) -> list[str]:
-        """Return the names of the blocks with a matrix that is ``marked``."""
-        marks = (mark for _, mark in stack.pieces(marked))
-        return [name for name, mark in zip(names, marks, strict=True) if bool(mark.any())]
-
     def refer_here(self) -> None:
         """Make this point the reference of the frames."""
         self.leave()
         for parameter, manifold in zip(self.parameters, self.readings, strict=True):
             if manifold is not None:
                 self.states[parameter]["reference"] = parameter.detach().clone()
-
-    def has_reference(self) -> bool:
-        """Say whether the frames have a reference."""
-        return any("reference" in self.states[parameter] for parameter in self.parameters)
 
     def forget(self) -> None:
         """Forget all pairs and the reference."""
@@ -215,10 +204,10 @@ class _Line:
         self.point, self.start = point, point.values()
         self.t = 0.0
         with exact_products(direction):
-            self._vector = point.mapped(from_coordinates, direction)
+            self.vector = point.mapped(from_coordinates, direction)
             self._length = torch.linalg.vector_norm(direction)
             self.before = self.after = direction / self._length
-            tensors = point.shaped(self._vector)
+            tensors = point.shaped(self.vector)
             self._curves: list[Curve] = [
                 curve(at.point, stack.read(tensors) / stack.scale)
                 for stack, at in zip(point.stacks, point.frames(), strict=True)
@@ -226,8 +215,8 @@ class _Line:
 
     def go(self, t: float) -> None:
         """Move the parameters to t."""
-        point, velocity = self.point, self._vector.clone()
-        moves, velocities = point.shaped(self._vector), point.shaped(velocity)
+        point, velocity = self.point, self.vector.clone()
+        moves, velocities = point.shaped(self.vector), point.shaped(velocity)
         with exact_products(velocity):
             for parameter, value, move in zip(point.parameters, self.start, moves, strict=True):
                 parameter.copy_(torch.add(value, move, alpha=t))
@@ -244,18 +233,14 @@ class _Line:
         speed = max(largest_speed(path) for path in self._curves)
         return _LONGEST_TURN / speed if speed > 0 else math.inf
 
-    def absolute_sum(self) -> float:
-        """Return the sum of the absolute entries of the direction."""
-        return float(self._vector.abs().sum())
-
     def longest_move(self) -> float:
         """Return the largest entry of t times the direction."""
-        return self.t * float(self._vector.abs().max())
+        return self.t * float(self.vector.abs().max())
 
     def is_rounding(self, eps: float) -> bool:
         """Say whether the whole direction is no more than rounding of the parameters."""
         largest = max(float(value.abs().max()) for value in self.start if value.numel())
-        return float(self._vector.abs().max()) <= eps * largest
+        return float(self.vector.abs().max()) <= eps * largest
 
     def stay(self) -> None:
         """Go back to the start, to the bit."""
@@ -274,7 +259,7 @@ class _Line:
 
     def angles(self, stack: Stack) -> Tensor:
         """Return by how much each matrix of a stack was turned at most, in radians."""
-        vectors = stack.read(self.point.shaped(self._vector)) / stack.scale
+        vectors = stack.read(self.point.shaped(self.vector)) / stack.scale
         with exact_products(vectors):
             squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
         return squares.clamp(min=0.0).sqrt() * self.t
@@ -456,7 +441,7 @@ class _Run:
     ) -> tuple[float, Tensor] | None:
         """Move the parameters; return loss and gradient there, or None if they had to stay."""
         lr = float(self._group["lr"])
-        t = lr if self._memory else lr * min(1.0, 1.0 / line.absolute_sum())
+        t = lr if self._memory else lr * min(1.0, 1.0 / float(line.vector.abs().sum()))
         t = min(t, line.longest())
         if self._group["line_search_fn"] is None:
             line.go(t)
@@ -601,7 +586,11 @@ class StiefelLBFGS(LBFGS):
         super().__init__([group], *numbers, line_search_fn)
         self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
         check_option_names(group, self.defaults, type(self).__name__)
-        _check_group(self.param_groups[0])
+        group = self.param_groups[0]
+        check_lr(group["lr"])
+        _check_options(group)
+        _readings(group)
+        warn_if_nothing_is_constrained([group])
 
     @override
     def __repr__(self) -> str:
@@ -660,9 +649,7 @@ class StiefelLBFGS(LBFGS):
 
     def skipped_steps(self) -> dict[str, int]:
         """Return how many steps each parameter has missed because its gradient was not finite."""
-        skipped = self.skipped_steps_of()
-        names = names_of(list(skipped), self.param_groups)
-        return dict(zip(names, skipped.values(), strict=True))
+        return by_name(self.skipped_steps_of(), self.param_groups)
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
@@ -692,14 +679,6 @@ def _one_group(params: Any, options: Group) -> Group:
         raise ValueError(fail("params", "hold each parameter once", "one of them twice"))
     group["stiefel"] = as_plain_data(group["stiefel"])
     return group
-
-
-def _check_group(group: Group) -> None:
-    """Raise for options that make no sense, and parameters that cannot be constrained here."""
-    check_lr(group["lr"])
-    _check_options(group)
-    _readings(group)
-    warn_if_nothing_is_constrained([group])
 
 
 def _check_options(group: Group) -> None:
@@ -759,45 +738,40 @@ def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
 
 def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | None]) -> None:
     """Forget pairs of other readings or another precision, and torch's pairs if tags are new."""
-    state, data = states.get(params[0], {}), _as_data(readings)
-    if any(readings) and state.get("readings") != data:
-        is_fit = not state
-    else:
-        is_fit = any(readings) or "readings" not in state
+    state, data = states.get(params[0], {}), _as_data(readings) if any(readings) else None
+    is_fit = not state or state.get("readings") == data
     dtypes = [state[name].dtype for name in (*_PAIRS, *_LAST) if name in state]
     if not is_fit or any(dtype != params[0].dtype.to_real() for dtype in dtypes):
         for parameter in params:
             states.pop(parameter, None)
-    if any(readings):
+    if data is not None:
         states[params[0]]["readings"] = data
 
 
 def _settle(point: _Point, group: Group) -> None:
     """Replace matrices that are off the manifold by the nearest ones, and say so."""
-    off: list[str] = []
+    off: list[Tensor] = []
     for stack in point.stacks:
-        matrices, names = point.points(stack), names_of(point.owners(stack), [group])
-        finite = are_finite(matrices)
-        if not bool(finite.all()):
-            called = ", ".join(point.pick(stack, names, ~finite))
-            remedy = "initialise it, or load a good checkpoint"
-            raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+        matrices = point.points(stack)
         with exact_products(matrices):
             error = gram_error(matrices)
-        wrong = error > 10 * orthonormality_tolerance(matrices.dtype, matrices.size(-2))
-        if bool(wrong.any()):
-            matrices[wrong] = polar_factor(matrices[wrong])
+        right = error <= 10 * orthonormality_tolerance(matrices.dtype, matrices.size(-2))
+        if not bool(right.all()):
+            pieces = stack.pieces(right)
+            wrong = [point.parameters[block.place] for block, mine in pieces if not mine.all()]
+            check_finite(wrong, [group])
+            matrices[~right] = polar_factor(matrices[~right])
             stack.write(point.parameters, stack.scale * matrices)
-            off += point.pick(stack, names, wrong)
+            off += wrong
     if off:
         point.forget()
         warnings.warn(
-            f"{', '.join(off)}: off the manifold where the step begins, so that the nearest "
-            "orthonormal matrices were taken and the memory of pairs starts anew. "
+            f"{', '.join(names_of(off, [group]))}: off the manifold where the step begins, so that "
+            "the nearest orthonormal matrices were taken and the memory of pairs starts anew. "
             "so.project_(model) projects weights that were written to",
             stacklevel=users_level(),
         )
-    if not point.has_reference():
+    if not any("reference" in point.states[parameter] for parameter in point.parameters):
         point.refer_here()
 
 
