@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -84,17 +84,6 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return largest_error(whole(tensor.detach()).to(finest_dtype(tensor)), reading)
 
 
-@runtime_checkable
-class StepCounter(Protocol):
-    """Methods of an optimizer of this package that :func:`report` calls."""
-
-    def skipped_steps_of(self) -> Mapping[Tensor, int]:
-        """Return how many steps each parameter has missed."""
-
-    def angles_of(self) -> Mapping[Tensor, float]:
-        """Return by how much, in radians, the last step has turned parameters."""
-
-
 @dataclass(frozen=True)
 class Line:
     """One constrained weight in a :class:`Report`.
@@ -139,6 +128,16 @@ _COLUMNS: Final = {  # title: attribute of a line, and its form
     "radius": ("radius", "{:.3g}"),
     "factor": ("factor", "{:.3g}"),
     "momentum": ("momentum", "{:.2f}"),
+}
+
+
+# Methods of an optimizer of this package that tell a number of each parameter, by attribute.
+_TOLD_BY: Final = {
+    "skipped": "skipped_steps_of",
+    "angle": "angles_of",
+    "radius": "radii_of",
+    "factor": "factors_of",
+    "momentum": "momenta_of",
 }
 
 
@@ -201,7 +200,7 @@ def in_words(model: nn.Module, name: str, shape: tuple[int, ...], reading: Stief
 
 
 @torch.no_grad()
-def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -> Report:
+def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     """Return a table of every constrained weight: name, shape, reading, orthonormality error.
 
     Args:
@@ -218,18 +217,12 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
         computes. The errors are those of :func:`orthonormality_error`; reading them waits for the
         device.
     """
-    counter = optimizer
-    while isinstance(inner := getattr(counter, "optimizer", None), Optimizer):
-        counter = inner  # of a wrapper
-    if not (counter is None or isinstance(counter, Optimizer)):
-        raise TypeError(fail("optimizer", "be None or an optimizer", type(counter).__name__))
-    skipped: Mapping[Tensor, int] | None = None
-    angles: Mapping[Tensor, float] = {}
-    radii: Mapping[Tensor, float] = getattr(counter, "radii_of", dict)()
-    factors: Mapping[Tensor, float] = getattr(counter, "factors_of", dict)()
-    momenta: Mapping[Tensor, float] = getattr(counter, "momenta_of", dict)()
-    if isinstance(counter, StepCounter):
-        skipped, angles = counter.skipped_steps_of(), counter.angles_of()
+    teller = optimizer
+    while isinstance(inner := getattr(teller, "optimizer", None), Optimizer):
+        teller = inner  # of a wrapper
+    if not (teller is None or isinstance(teller, Optimizer)):
+        raise TypeError(fail("optimizer", "be None or an optimizer", type(teller).__name__))
+    told = {name: getattr(teller, how)() for name, how in _TOLD_BY.items() if hasattr(teller, how)}
     lines = []
     for name, weight, reading, kind in constrained(model):
         path, _, leaf = name.rpartition(".")
@@ -238,6 +231,9 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
         words = in_words(model, name, shape, reading)
         error = None if weight.is_meta else _error(weight, reading).item()
         rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
+        numbers = {attribute: values.get(weight) for attribute, values in told.items()}
+        if "skipped" in numbers:  # none are told of a weight that missed none
+            numbers["skipped"] = numbers["skipped"] or 0
         line = Line(
             name,
             shape,
@@ -245,13 +241,9 @@ def report(model: nn.Module, optimizer: Optimizer | StepCounter | None = None) -
             error,
             tagged=manifold_of(weight) is not None,
             map=kind,
-            skipped=None if skipped is None else skipped.get(weight, 0),
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
-            angle=angles.get(weight),
-            radius=radii.get(weight),
-            factor=factors.get(weight),
-            momentum=momenta.get(weight),
+            **numbers,
         )
         lines.append(line)
     return Report(tuple(lines), with_steps=optimizer is not None)
