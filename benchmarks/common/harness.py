@@ -236,6 +236,13 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def one_thread() -> None:
+    """Refuse to run unless everybody has one thread, numpy and processes to come included."""
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
+    torch.set_num_threads(1)
+
+
 def version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -28,16 +28,20 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common import figures
-from benchmarks.common.harness import RESULTS, machine, markdown_table, middle_and_range, write_json
+from benchmarks.common.harness import (
+    RESULTS,
+    machine,
+    markdown_table,
+    middle_and_range,
+    one_thread,
+    write_json,
+)
 
 try:
     from tqdm import tqdm
@@ -293,9 +297,7 @@ def run_group(
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what is missing."""
     arguments = parse(argv)
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
-    torch.set_num_threads(1)
+    one_thread()
     path = arguments.output
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for key in ("tuned", "tables", "results"):

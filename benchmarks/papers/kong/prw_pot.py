@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
-from benchmarks.papers.kong.prw import EIGHT
-from benchmarks.papers.kong.prw_contestants import ITERATIONS, load_pairs, run_pot
-from benchmarks.papers.kong.prw_starts import TITLES
+from benchmarks.common.harness import RESULTS, machine, markdown_table, one_thread, write_json
+from benchmarks.papers.kong.prw_contestants import (
+    ITERATIONS,
+    TITLES,
+    compared_pairs,
+    pot_objective,
+    references,
+)
 
 STEPS, STARTS = 10 * ITERATIONS, 3
 LEVEL = 1e-5  # the file keeps six digits
@@ -51,27 +53,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sets", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--output", type=Path, default=RESULTS / "prw_pot.json")
     arguments = parser.parse_args(argv)
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
-    torch.set_num_threads(1)
+    one_thread()
     path = arguments.output
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"objectives": {}}
     content |= {"machine": machine(packages=["pot"]), "steps": STEPS, "starts": STARTS}
-    known = json.loads((RESULTS / "prw.json").read_text())
+    tuned = json.loads((RESULTS / "prw.json").read_text())["tuned_rates"]
     lines = []
     for dataset in arguments.sets:
-        values = map(float, known["sets"][dataset]["reference"].split())
-        best = dict(zip(known["sets"][dataset]["pairs"].split(), values, strict=True))
-        rate = known["tuned_rates"][dataset]["POT"]
+        best, rate = references(dataset), tuned[dataset]["POT"]
         found = content["objectives"].setdefault(dataset, {})
-        pairs = load_pairs(dataset, arguments.data_dir)
-        if dataset == "shakespeare":
-            pairs = [pair for pair in pairs if set(pair.name.split("-")) <= set(EIGHT)]
+        pairs = compared_pairs(dataset, arguments.data_dir)
         for pair in tqdm(pairs, desc=TITLES[dataset], mininterval=30):
             if pair.name not in found:
                 found[pair.name] = [
-                    run_pot(pair, rate, STEPS, start=pair.start(number)).objective
-                    for number in range(STARTS)
+                    pot_objective(pair, rate, STEPS, pair.start(n)) for n in range(STARTS)
                 ]
                 write_json(path, content)
         gaps = [1 - max(found[pair.name]) / best[pair.name] for pair in pairs]

@@ -2,7 +2,7 @@
 
     export OMP_NUM_THREADS=1
     python -m benchmarks.papers.kong.prw_starts --data-dir DIR  # an hour; resumes run by run
-    python -m benchmarks.papers.kong.prw_starts --data-dir DIR --every 3 --kinds published
+    python -m benchmarks.papers.kong.prw_starts --data-dir DIR --every 3
     python -m benchmarks.common.figures prw                     # the picture
 
 Projection-robust Wasserstein distances of figure 1 and table 3 of Kong, Wang & Tao (2023), with
@@ -22,21 +22,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
-from benchmarks.papers.kong.prw import EIGHT
-from benchmarks.papers.kong.prw_contestants import ITERATIONS, RATES, Pair, factory, load_pairs
+from benchmarks.common.harness import RESULTS, machine, markdown_table, one_thread, write_json
+from benchmarks.papers.kong.prw_contestants import (
+    ITERATIONS,
+    RATES,
+    TITLES,
+    Pair,
+    compared_pairs,
+    factory,
+    references,
+)
 
-TITLES = {"mnist": "digits", "shakespeare": "eight plays"}
 SEARCH = "line search"
 # Rules of table 3 with their published learning rates; Adam has none there.
 PUBLISHED = {
@@ -72,14 +75,11 @@ class Runs:
     def objective(self, dataset: str, rule: str, lr: float, start: int, pair: Pair) -> float:
         key = (dataset, rule, f"{lr:.6g}", start, pair.name)
         if key not in self.found:
-            options: dict[str, Any] = {
-                "init": pair.start(start),
-                "max_iter": ITERATIONS,
-                "tol": 0.0,
-            }
-            if rule != SEARCH:
-                options["optimizer"] = factory(rule, lr, dataset)
-            self.found[key] = float(pair.solve(**options).objective)
+            optimizer = None if rule == SEARCH else factory(rule, lr, dataset)
+            found = pair.solve(
+                init=pair.start(start), max_iter=ITERATIONS, tol=0.0, optimizer=optimizer
+            )
+            self.found[key] = float(found.objective)
             self.file.write(json.dumps([key, [self.found[key], None]]) + "\n")
             self.file.flush()
         return self.found[key]
@@ -156,84 +156,55 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
-def contest(
-    found: Contest, starts: Sequence[int], kinds: Sequence[str], rules: Sequence[str]
-) -> dict[str, Any]:
+def contest(found: Contest, starts: Sequence[int]) -> dict[str, Any]:
     """All rows of one data set, after all runs, so that references are the best of them all."""
     rates: dict[str, float | None] = {SEARCH: None}
+    rates |= {f"{rule}, published": found.first_rate(rule) for rule in PUBLISHED}
     tuning: dict[str, dict[str, float]] = {}
-    if "published" in kinds:
-        rates |= {
-            f"{rule}, published": found.first_rate(rule) for rule in PUBLISHED if rule in rules
-        }
-    if "tuned" in kinds:
-        for rule in rules:
-            means = found.tune(rule)
-            tuning[rule] = {f"{lr:.3g}": round(mean, 4) for lr, mean in means.items()}
-            rates[f"{rule}, tuned"] = min(means, key=lambda lr: means[lr])
-    for name, lr in rates.items():
-        for start in starts:
-            found.gaps(name.split(", ")[0], lr or 0.0, start)
-    holders = found.learn_references()
-    rows = {
-        name: {"lr": lr}
-        | summary([found.gaps(name.split(", ")[0], lr or 0.0, start) for start in starts])
-        for name, lr in rates.items()
-    }
+    for rule in (*PUBLISHED, *ADAMS):
+        means = found.tune(rule)
+        tuning[rule] = {f"{lr:.3g}": round(mean, 4) for lr, mean in means.items()}
+        rates[f"{rule}, tuned"] = min(means, key=lambda lr: means[lr])
+
+    def gaps(name: str) -> list[np.ndarray]:
+        return [found.gaps(name.split(", ")[0], rates[name] or 0.0, start) for start in starts]
+
+    for name in rates:
+        gaps(name)
+    holders = list(found.learn_references().values())
     return {
-        "rows": rows,
+        "rows": {name: {"lr": lr} | summary(gaps(name)) for name, lr in rates.items()},
         "tuning_gap_percent": tuning,
-        "references_held_by": {
-            name: list(holders.values()).count(name) for name in sorted(set(holders.values()))
-        },
+        "references_held_by": {name: holders.count(name) for name in sorted(set(holders))},
     }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Do the runs that are missing, then write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--sets", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--kinds", nargs="+", default=["published", "tuned"])
-    parser.add_argument("--rules", nargs="+", default=[*PUBLISHED, *ADAMS])
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--every", type=int, default=1, help="of so many pairs, one")
     parser.add_argument("--store", type=Path, default=Path("runs") / "prw" / "starts.jsonl")
     parser.add_argument("--output", type=Path, default=RESULTS / "prw_starts.json")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Do the runs that are missing, then write the tables."""
-    arguments = parse(argv)
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
-    torch.set_num_threads(1)
+    arguments = parser.parse_args(argv)
+    one_thread()
     runs = Runs(arguments.store)
-    earlier = json.loads((RESULTS / "prw.json").read_text())["sets"]
     content: dict[str, Any] = {
-        "machine": machine(torch.device("cpu")), "steps": ITERATIONS, "starts": arguments.starts,
+        "machine": machine(), "steps": ITERATIONS, "starts": arguments.starts,
         "tuning_start": TUNING_START, "every": arguments.every, "tables": {}, "sets": {},
     }  # fmt: skip
     for dataset in arguments.sets:
-        pairs = load_pairs(dataset, arguments.data_dir)
-        if dataset == "shakespeare":
-            pairs = [pair for pair in pairs if set(pair.name.split("-")) <= set(EIGHT)]
-        pairs = pairs[:: arguments.every]
-        values = map(float, earlier[dataset]["reference"].split())
-        best = dict(zip(earlier[dataset]["pairs"].split(), values, strict=True))
+        pairs = compared_pairs(dataset, arguments.data_dir)[:: arguments.every]
+        best = references(dataset)
         known = {pair.name: best[pair.name] for pair in pairs}
-        found = contest(
-            Contest(dataset, pairs, runs, known),
-            range(arguments.starts),
-            arguments.kinds,
-            arguments.rules,
-        )
+        found = contest(Contest(dataset, pairs, runs, known), range(arguments.starts))
         content["sets"][dataset] = {"pairs": len(pairs), **found}
         content["tables"][TITLES[dataset]] = table(found["rows"])
         print(f"\n{len(pairs)} pairs of {TITLES[dataset]}\n\n{content['tables'][TITLES[dataset]]}")
     write_json(arguments.output, content)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
