@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.benchopt_stiefel.benchmark_utils import FIRST, RATES
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
+from benchmarks.common.harness import RESULTS, machine, markdown_table, one_thread, write_json
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (1, 2, 3, 4, 5)
@@ -79,14 +78,6 @@ VARIANTS = {
     f"StiefelAdam, {metric}, {transport}": ours("StiefelAdam", metric=metric, transport=transport)
     for metric, transport in KINDS
 }
-# Momentum dropped where a step went uphill, which noise makes meaningless.
-RESTARTS = {
-    f"StiefelSGD, canonical, isometric{end}, restart": ours(
-        "StiefelSGD", metric="canonical", transport="isometric", nesterov=nesterov, restart=True
-    )
-    for end, nesterov in AHEAD.items()
-}
-VARIANTS |= RESTARTS
 PACKAGES = {
     "StiefelSGD": VARIANTS["StiefelSGD, canonical, isometric"],
     "StiefelSGD, Nesterov": VARIANTS["StiefelSGD, canonical, isometric, Nesterov"],
@@ -113,8 +104,7 @@ TABLES = {"packages": PACKAGES, "variants": VARIANTS}
 SEARCH = PACKAGES["pymanopt CG"]
 NO_RATE = (math.nan,)  # of a line search
 DEFAULTS = {
-    "stiefel-opt": {"metric": "canonical", "transport": "isometric"}
-    | {"nesterov": "False", "restart": "False"},
+    "stiefel-opt": {"metric": "canonical", "transport": "isometric", "nesterov": "False"},
     "geoopt": {"metric": "euclidean", "nesterov": "False"},
     "POGO": {"nesterov": "False"},
 }
@@ -178,7 +168,7 @@ def fill(problem: str, folder: Path) -> Runs:
     known: Runs = json.loads(path.read_text()) if path.exists() else {}
     solvers = dict.fromkeys(solver for table in TABLES.values() for solver in table.values())
     noisy = PROBLEMS[problem][1] == "loss"
-    chosen = [s for s in solvers if not noisy or s not in (SEARCH, *RESTARTS.values())]
+    chosen = [solver for solver in solvers if not noisy or solver != SEARCH]
 
     def run(rates: Mapping[Solver, Sequence[float]], seeds: Sequence[int]) -> bool:
         wanted = {
@@ -254,33 +244,6 @@ def rows(store: dict[str, Runs], table: str, problems: list[str]) -> list[list[s
     return list(cells.values())
 
 
-def rate_rows(store: dict[str, Runs], problems: list[str]) -> list[list[str]]:
-    """How the learning rate of the other problems of the kind ends, at the seeds of the choice."""
-    found = []
-    for label, problem in product(("StiefelSGD, Nesterov", "StiefelAdam"), problems):
-        solver, noisy = PACKAGES[label].key, PROBLEMS[problem][1] == "loss"
-        kin = [p for p in problems if p != problem and (PROBLEMS[p][1] == "loss") == noisy]
-        runs = store[problem].get(solver, {})
-        if not runs or not all(store[p].get(solver) for p in kin) or not kin:
-            continue
-        best = best_rate(runs)
-        others = statistics.median_high(best_rate(store[p][solver]) for p in kin)
-        ends = [outcome(runs, rate) for rate in (best, others)]
-        found.append([label, problem, f"{best:g}", ends[0], f"{others:g}", ends[1]])
-    return found
-
-
-def outcome(runs: Mapping[str, Run], rate: float) -> str:
-    """Steps to the target, and at how many seeds if not at all, or the value at the end."""
-    if lacking(runs, (rate,), CHOOSING):
-        return "-"
-    missed, steps, value = end(runs, rate)
-    if missed < len(CHOOSING):
-        arrived = f", {len(CHOOSING) - missed} of {len(CHOOSING)}" if missed else ""
-        return f"{steps:.0f} steps{arrived}"
-    return f"{value:.4g}" if math.isfinite(value) else "-"
-
-
 def cell(runs: Mapping[str, Run], kind: str, best: Mapping[str, float]) -> str:
     if not runs:
         return ""
@@ -307,9 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, default=Path("runs") / "benchopt", help="a folder")
     parser.add_argument("--output", type=Path, default=RESULTS / "optimizers.json")
     options = parser.parse_args(argv)
-    if os.environ.get("OMP_NUM_THREADS") != "1":
-        raise SystemExit("OMP_NUM_THREADS must be 1, so that everybody has one thread; export it")
-
+    one_thread()
     options.store.mkdir(parents=True, exist_ok=True)
     resumed, begun = any(options.store.iterdir()), time.monotonic()
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
@@ -318,9 +279,6 @@ def main(argv: list[str] | None = None) -> int:
     units = {"steps": "steps", "gap": "gap left", "excess": "excess %", "loss": "loss"}
     header = ["Method", *(f"{p}: {units[PROBLEMS[p][1]]}" for p in options.problems)]
     tables = {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES}
-    guess = ["Method", "Problem", "its best learning rate", "ends with"]
-    guess += ["learning rate of the others", "ends with it"]
-    tables["rates"] = markdown_table(guess, rate_rows(store, options.problems))
     seconds = None if resumed else round(time.monotonic() - begun)
     if resumed and options.output.exists():
         seconds = json.loads(options.output.read_text()).get("seconds")

@@ -101,7 +101,6 @@ def test_a_rate_is_chosen_by_all_of_its_seeds_and_by_no_other(program: ModuleTyp
     assert program.best_rate(sure | bold) == 1.0
     bold[f"1 {program.CHOOSING[-1]}"] = {"value": 1.0}  # does not arrive
     assert program.best_rate(sure | bold) == 0.1
-    assert program.outcome(sure | bold, 1.0) == "90 steps, 4 of 5"
     lucky = at(program, 1.0, 1.0, reached=200)
     lucky[f"1 {program.CHOOSING[0]}"] = {"value": 1.0, "reached": 10}
     assert program.best_rate(sure | lucky) == 0.1
@@ -114,7 +113,6 @@ def test_a_rate_is_chosen_by_all_of_its_seeds_and_by_no_other(program: ModuleTyp
     some = at(program, 3, 0.0)
     del some[f"3 {program.CHOOSING[0]}"]  # has not run at all of them
     assert program.best_rate(sure | some) == 0.1
-    assert program.outcome(sure | some, 3.0) == "-"
 
 
 def test_what_is_missing_is_run_and_nothing_else(
@@ -177,39 +175,3 @@ def test_a_run_is_found_by_all_of_its_options(program: ModuleType) -> None:
 )
 def test_cells(program: ModuleType, kind: str, runs, shown: str) -> None:
     assert program.cell(runs, kind, {"1": -2.0, "2": -2.0, "3": -2.0}) == shown
-
-
-@pytest.mark.parametrize(
-    ("run", "shown"),
-    [
-        ({"reached": 12.0, "value": -1.0}, "12 steps"),
-        ({"reached": math.inf, "value": 0.123456}, "0.1235"),
-        ({"value": -20.0}, "-20"),
-        ({"reached": math.inf, "value": math.nan}, "-"),
-    ],
-)
-def test_outcomes(program: ModuleType, run: dict[str, float], shown: str) -> None:
-    runs = {f"0.1 {seed}": run for seed in program.CHOOSING}
-    assert program.outcome(runs, 0.1) == shown
-
-
-def test_the_rate_that_suits_the_others_is_tried_where_another_is_best(program: ModuleType) -> None:
-    """Only at the seeds of the choice, and among problems of the kind: with noise, or without."""
-
-    def store(**runs):
-        solver = program.PACKAGES["StiefelAdam"].key
-        found = {name: {solver: runs.get(name, {})} for name in ("PCA", "ICA", "Procrustes")}
-        return found | {"RNN": {solver: at(program, 0.3, 0.5)}}
-
-    problems = ["PCA", "ICA", "Procrustes", "RNN"]
-    full = {
-        "PCA": at(program, 0.1, -1.0, reached=40) | at(program, 3, 2.5),
-        "ICA": at(program, 1, -2.0) | at(program, 3, math.nan) | {"3 1": {"reached": 1}},
-        "Procrustes": at(program, 3, 0.25) | at(program, 1, 0.75),
-    }
-    assert program.rate_rows(store(**full), problems) == [
-        ["StiefelAdam", "PCA", "0.1", "40 steps", "3", "2.5"],
-        ["StiefelAdam", "ICA", "1", "-2", "3", "-"],
-        ["StiefelAdam", "Procrustes", "3", "0.25", "1", "0.75"],
-    ]
-    assert program.rate_rows(store(PCA=full["PCA"]), problems) == []  # the others are to come
