@@ -1,25 +1,17 @@
-"""One orthonormal weight from free parameters, forward and backward, against other packages.
+"""One orthogonal weight from free parameters, forward and backward, against other packages.
 
 Every contestant is a module with one parametrized weight; timed is ``module.weight`` alone and
 together with ``weight.backward(G)``, G Gaussian, in float32. Orthonormality error, max |W'W - I| in
-float64, and the peak of temporary memory stand beside the times. Questions, one section each:
-
-    squares   N x N for N = 64 ... 2048, as in figure 1c of the CWY paper, with a chart
-    few       CWY with L reflections, N = 1024, L from 16 to 1024
-    tall      4096 x 256 and 30000 x 50
-    batch     512 matrices of 32 x 32
-
-The last column of the table of ratios says how far a perfect implementation of the same formula
-could go: the other's time over that of the formula's products alone, at the speed of one product in
-the same rounds.
+float64, and the peak of temporary memory stand beside the times. Sizes are N x N for N = 64 ...
+2048, as in figure 1c of the CWY paper, with a chart; at N = 1024 also 128 reflections, at once and
+one by one.
 
 A contestant whose first call takes longer than `SLOW` seconds is timed by that call alone; one
-that would take longer than `LIMIT`, judged by a smaller size, or hold more than `ROOM`, or that
-forms an n x n matrix for a tall weight, is not run. Rows are written as they come; ``--add`` keeps
-the other rows of the file, so that sections can be run one by one.
+that would take longer than `LIMIT`, judged by a smaller size, or hold more than `ROOM` is not run.
+Rows are written as they come; the other rows of the file stay.
 
     python -m benchmarks.speed.parametrizations --threads 1
-    python -m benchmarks.speed.parametrizations --threads 1 --sections tall --add
+    python -m benchmarks.speed.parametrizations --threads 1 --sizes 64 128
 """
 
 from __future__ import annotations
@@ -28,10 +20,9 @@ import json
 import math
 import os
 import warnings
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is chatty otherwise
 
@@ -53,13 +44,7 @@ SLOW = 1.0  # seconds of a call that is timed once
 LIMIT = 30.0  # seconds of a call that is not made
 ROOM = 8 * 2**30  # bytes that a graph may hold
 SIZES = (64, 128, 256, 512, 1024, 2048)
-TALL_SHAPES = ((4096, 256), (30000, 50))
-COUNTS = (16, 64, 128, 256, 512, 1024)
-
-CWY, TCWY, OWN, EXP, CAYLEY = "CWY", "T-CWY", "OWN", "exponential", "Cayley by solve"
 HR = "sequential HR"
-TORCH = {name: f"torch {name}" for name in ("householder", "matrix_exp", "cayley")}
-GEOTORCH, ORGQR, PRODUCT = "geotorch", "torch_householder", "one product"
 CPU = torch.device("cpu")
 
 
@@ -109,21 +94,17 @@ def orgqrs(*shape: int) -> nn.Module:
 
 
 SQUARE: dict[str, Callable[..., nn.Module]] = {
-    CWY: ours("cwy"),
-    CAYLEY: ours("cayley"),
-    EXP: ours("matrix_exp"),
+    "CWY": ours("cwy"),
+    "Cayley by solve": ours("cayley"),
+    "exponential": ours("matrix_exp"),
     HR: ours("householder"),
-    **{title: torchs(name) for name, title in TORCH.items()},
-    GEOTORCH: geotorchs,
-    ORGQR: orgqrs,
+    **{f"torch {name}": torchs(name) for name in ("householder", "matrix_exp", "cayley")},
+    "geotorch": geotorchs,
+    "torch_householder": orgqrs,
 }
-TALL: dict[str, Callable[..., nn.Module]] = {
-    TCWY: ours("tcwy"),
-    OWN: ours("own"),
-    CAYLEY: ours("cayley"),
-    EXP: ours("matrix_exp"),
-    TORCH["householder"]: torchs("householder"),
-    ORGQR: orgqrs,
+FEW = {
+    "CWY, L = 128": ours("cwy", reflections=128),
+    HR: ours("householder", reflections=128),
 }
 
 
@@ -171,7 +152,6 @@ def measure(
     shape: tuple[int, ...],
     rounds: int,
     expected: dict[str, float],
-    products: Callable[[], object] | None = None,
 ) -> dict[str, Any]:
     """Time one row; ``expected`` are seconds guessed from smaller rows, updated here."""
     entries: list[Entry] = []
@@ -193,14 +173,11 @@ def measure(
             results[name].forward = harness.seconds_per_call(forward, 1, CPU)
         else:
             entries.append(entry)
-    contestants = []
-    for entry in entries:
-        contestants.append(
-            harness.Contestant(f"{entry.name}, forward", entry.forward, entry.prepare)
-        )
-        contestants.append(harness.Contestant(f"{entry.name}, both", entry.both, entry.prepare))
-    if products is not None:
-        contestants.append(harness.Contestant(PRODUCT, products))
+    contestants = [
+        harness.Contestant(f"{entry.name}, {what}", call, entry.prepare)
+        for entry in entries
+        for what, call in (("forward", entry.forward), ("both", entry.both))
+    ]
     timings = harness.interleave(contestants, rounds=rounds, device=CPU, seconds=SECONDS)
     for entry in entries:
         found = results[entry.name]
@@ -212,7 +189,6 @@ def measure(
         expected[name] = math.inf if found.both is None else 8.0 * found.both
     first = next(iter(builds))
     print(title, *(f"{name} {found.both or math.nan:.3g} s" for name, found in results.items()))
-    timed = [entry.name for entry in entries]
     return {
         "row": title,
         "shape": shape,
@@ -220,9 +196,6 @@ def measure(
         "results": [vars(found) for found in results.values()],
         "timings": {name: timings.summary(name) for name in timings.seconds},
         "ratios": {name: ratio(timings, results, name, first) for name in builds},
-        "products": {name: timings.ratio(f"{name}, both", PRODUCT) for name in timed}
-        if products
-        else None,
     }
 
 
@@ -234,46 +207,6 @@ def ratio(
         return timings.ratio(f"{name}, both", f"{other}, both")
     mine, theirs = results[name].both, results[other].both
     return None if mine is None or theirs is None else mine / theirs
-
-
-class Ratio(NamedTuple):
-    """Of times, forward and backward; ``bound``: if the products of the formula took all time."""
-
-    what: str
-    value: float | None
-    bound: float | None = None
-
-
-def bound(row: dict[str, Any], rival: str, flops: float, product: float) -> float | None:
-    """Time of ``rival`` over that of ``flops`` at the rate of a product of ``product`` flops."""
-    over = row["products"].get(rival)
-    return None if over is None else over * product / flops
-
-
-def ratios_of(rows: dict[str, dict[str, Any]]) -> Iterator[Ratio]:
-    if tall := rows.get("4096 x 256"):
-        n, m = 4096, 256
-        ratios = tall["ratios"]
-        # Gram matrix (nine sixteenths) and product; three products, two solves, K backward.
-        flops = (1.125 + 2 + 6) * n * m**2 + 3.125 * m**3
-        most = bound(tall, OWN, flops, 2 * n * m**2)
-        yield Ratio("T-CWY over torch's default, 4096 x 256", ratios[TORCH["householder"]])
-        yield Ratio("T-CWY over OWN, 4096 x 256", ratios[OWN], most)
-    if few := rows.get("1024 x 1024, L = 128"):
-        n, count = 1024, 128
-        flops = 6 * n**2 * count + 8 * n * count**2
-        ratios = few["ratios"]
-        most = bound(few, HR, flops, 2 * n**3)
-        yield Ratio("CWY over sequential HR, L = 128", ratios[HR], most)
-        yield Ratio("CWY, L = 128, over torch matrix_exp", ratios[TORCH["matrix_exp"]])
-    if square := rows.get("1024 x 1024"):
-        inverse = square["ratios"][CAYLEY]
-        yield Ratio("CWY, L = N, in Cayley by solve", inverse and 1 / inverse)
-        counted = square["products"].get(CWY)
-        yield Ratio("CWY, L = N, in its 7 products", counted and counted / 7)
-    if batch := rows.get("512 x 32 x 32"):
-        peers = [value for name, value in batch["ratios"].items() if name != CWY and value]
-        yield Ratio("the nearest peer over CWY, 512 x 32 x 32", min(peers))
 
 
 def of_figure(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -291,48 +224,19 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return harness.markdown_table(["ms, forward and backward", *SQUARE], lines)
 
 
-def ratio_table(found: Iterable[Ratio]) -> str:
-    lines = [[row[0], *("" if v is None else f"{v:.2f}" for v in row[1:])] for row in found]
-    header = ["ratio of times, forward and backward", "measured", "if products were all"]
-    return harness.markdown_table(header, lines)
-
-
-def product_of(rows: int, columns: int) -> Callable[[], object]:
-    left, right = torch.randn(rows, columns), torch.randn(columns, columns)
-    return lambda: left @ right
-
-
-def run(arguments: Namespace) -> Iterator[dict[str, Any]]:
-    """Measure the chosen sections, one row after the other."""
-    rounds, sections = arguments.rounds, arguments.sections
+def run(sizes: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure one row after the other."""
     expected: dict[str, float] = {}
-    for size in arguments.sizes if "squares" in sections else ():
-        product = product_of(size, size)
-        yield measure(f"{size} x {size}", SQUARE, (size, size), rounds, expected, product)
-    for count in COUNTS if "few" in sections else ():
-        builds = {f"CWY, L = {count}": ours("cwy", reflections=count)}
-        if count == 128:
-            builds[HR] = ours("householder", reflections=count)
-            builds[TORCH["matrix_exp"]] = torchs("matrix_exp")
-        counted = product_of(1024, 1024) if count == 128 else None
-        yield measure(f"1024 x 1024, L = {count}", builds, (1024, 1024), rounds, {}, counted)
-    for shape in TALL_SHAPES if "tall" in sections else ():
-        builds = dict(TALL)
-        if shape == (30000, 50):  # torch keeps an n x n base: 3.6 GB
-            del builds[TORCH["householder"]]
-        title = f"{shape[0]} x {shape[1]}"
-        yield measure(title, builds, shape, rounds, {}, product_of(*shape))
-    if "batch" in sections:
-        yield measure("512 x 32 x 32", SQUARE, (512, 32, 32), rounds, {})
+    for size in sizes:
+        yield measure(f"{size} x {size}", SQUARE, (size, size), rounds, expected)
+        if size == 1024:
+            yield measure("1024 x 1024, L = 128", FEW, (size, size), rounds, {})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the chosen sections, print and write."""
     parser = harness.flags(__doc__, "parametrizations", rounds=9)
-    sections = ["squares", "few", "tall", "batch"]
-    parser.add_argument("--sections", nargs="+", choices=sections, default=sections)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES)
-    parser.add_argument("--add", action="store_true", help="keep the other rows of the file")
     arguments = parser.parse_args(argv)
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
@@ -340,17 +244,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = harness.machine(packages=("geotorch", "torch_householder"))
     print(f"{about['processor']}, {about['cores']} cores, {arguments.threads} thread(s)\n")
     rows: dict[str, dict[str, Any]] = {}
-    if arguments.add and arguments.output.exists():
+    if arguments.output.exists():
         rows = {row["row"]: row for row in json.loads(arguments.output.read_text())["rows"]}
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
-    for row in run(arguments):
+    for row in run(arguments.sizes, arguments.rounds):
         rows[row["row"]] = row
         known = list(rows.values())
-        tables = {"squares": summary(known), "bars": ratio_table(ratios_of(rows))}
-        content = {"machine": about, "settings": settings, "tables": tables, "rows": known}
+        content = {"machine": about, "settings": settings, "rows": known}
+        content["tables"] = {"squares": summary(known)}
         harness.write_json(arguments.output, content)
-    if of_figure(list(rows.values())):
-        figures.parametrizations(arguments.output.with_suffix(".png"))
+    figures.parametrizations(arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
