@@ -24,18 +24,25 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import stiefel_opt as so
-from benchmarks.common.harness import RESULTS, Contestant, machine, markdown_table, write_json
+from benchmarks.common.harness import (
+    RESULTS,
+    Contestant,
+    interleave,
+    machine,
+    markdown_table,
+    write_json,
+)
 from stiefel_opt.functional import muon, spectral_direction, spectral_gap
 
-SHAPES = [(256, 64), (512, 128), (3072, 128), (256, 256), (2048, 256), (768, 768)]
-QUICK = [(512, 128), (128, 128)]
+SHAPES = ("256x64", "512x128", "3072x128", "256x256", "2048x256", "768x768")
 LR = 0.02
 MOMENTUM = 0.95
 WARM_STEPS = 12
@@ -219,47 +226,30 @@ def contestants(layer: Layer, grad: Tensor) -> tuple[list[Contestant], dict[str,
     return steps, searches
 
 
-def measure(n: int, m: int, rounds: int, samples: int) -> dict[str, Any]:
-    """Times and values at one shape, at ``samples`` steps of one training."""
+def measure(n: int, m: int, rounds: int) -> list[dict[str, Any]]:
+    """Times and values at one shape after some steps of training, a row for each contestant."""
     layer = Layer(n, m)
-    values: dict[str, list[tuple[float, float]]] = {}
-    seconds: dict[str, list[float]] = {}
-    for number in range(WARM_STEPS + samples):
+    for _ in range(WARM_STEPS):
         grad = layer.gradient()
-        if number >= WARM_STEPS:
-            steps, searches = contestants(layer, grad)
-            moving = looked_ahead(layer, grad)
-            best = optimum(layer.point[0], moving[0])
-            for name, find in searches.items():
-                value, residual = value_of(layer.point[0], moving[0], find())
-                values.setdefault(name, []).append((value / best, residual))
-            for turn in range(rounds):
-                for contestant in steps[turn:] + steps[:turn]:
-                    contestant.prepare()
-                    start = time.process_time()
-                    contestant.call()
-                    elapsed = time.process_time() - start
-                    seconds.setdefault(contestant.name, []).append(elapsed)
         layer.point, layer.state, _ = muon(layer.point, grad, layer.state, lr=LR, momentum=MOMENTUM)
-    return {"rows": summary(seconds, values)}
-
-
-def summary(
-    seconds: dict[str, list[float]], values: dict[str, list[tuple[float, float]]]
-) -> list[dict[str, Any]]:
-    """One row for each contestant; ratios of the same round."""
+    grad = layer.gradient()
+    steps, searches = contestants(layer, grad)
+    point, moving = layer.point[0], looked_ahead(layer, grad)[0]
+    best = optimum(point, moving)
+    cpu = torch.device("cpu")
+    found = interleave(steps, rounds=rounds, device=cpu, seconds=0.0, clock=time.process_time)
     rows = []
-    for name, found in seconds.items():
-        ratios = torch.tensor(found) / torch.tensor(seconds[OURS])
+    for name, seconds in found.seconds.items():
+        ratios = [own / ours for own, ours in zip(seconds, found.seconds[OURS], strict=True)]
         row: dict[str, Any] = {
             "name": name,
-            "median_ms": 1e3 * float(torch.tensor(found).median()),
-            "over_ours": float(ratios.median()),
-            "least_and_most": [float(ratios.min()), float(ratios.max())],
+            "median_ms": 1e3 * found.median(name),
+            "over_ours": found.ratio(name, OURS),
+            "least_and_most": [min(ratios), max(ratios)],
         }
-        if name in values:
-            row["worst_value"] = min(value for value, _ in values[name])
-            row["worst_residual"] = max(residual for _, residual in values[name])
+        if name in searches:
+            value, row["worst_residual"] = value_of(point, moving, searches[name]())
+            row["worst_value"] = value / best
         rows.append(row)
     return rows
 
@@ -277,28 +267,24 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two shapes, few rounds, no file")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=1, help="steps of the training to stop at")
-    parser.add_argument("--shapes", nargs="*", default=[], help="such as 512x128; default: all")
-    arguments = parser.parse_args()
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="others stay in the file")
+    parser.add_argument("--output", type=Path, default=RESULTS / "muon.json")
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rounds, samples = (1, 1) if arguments.quick else (arguments.rounds, arguments.samples)
-    asked = [tuple(map(int, name.split("x"))) for name in arguments.shapes] or SHAPES
-    file = RESULTS / "muon.json"
+    file = arguments.output
     content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for n, m in QUICK if arguments.quick else asked:
-        name = f"{n} x {m}"
-        found = measure(n, m, rounds, samples) | {"rounds": rounds}
-        table = table_of(found["rows"])
+    for shape in arguments.shapes:
+        n, m = map(int, shape.split("x"))
+        name, rows = f"{n} x {m}", measure(n, m, arguments.rounds)
+        table = table_of(rows)
         print(f"\n{name}\n\n{table}", flush=True)
-        if not arguments.quick:
-            content["machine"] = machine()
-            content.setdefault("tables", {})[name] = table
-            content.setdefault("shapes", {})[name] = found
-            write_json(file, content)
+        content["machine"] = machine()
+        content.setdefault("tables", {})[name] = table
+        content.setdefault("shapes", {})[name] = {"rows": rows, "rounds": arguments.rounds}
+        write_json(file, content)
 
 
 if __name__ == "__main__":
