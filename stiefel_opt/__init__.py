@@ -1,6 +1,7 @@
 """Orthonormal weights: optimizers for tagged parameters, and parametrizations."""
 
 import importlib
+import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
@@ -44,9 +45,10 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> _Any:
-    """Import ``rotations`` and ``StellaConfig`` at their first use: they need more packages."""
-    if name == "rotations":
-        return importlib.import_module("stiefel_opt.rotations")
+    """Import what few programs need, or what needs more packages, at its first use."""
+    if name in ("compat", "rotations"):
+        return importlib.import_module(f"stiefel_opt.{name}")
     if name == "StellaConfig":
         return importlib.import_module("stiefel_opt.integrations.peft_parts").StellaConfig
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message, name=name, obj=_sys.modules[__name__])  # "Did you mean ...?"

@@ -104,6 +104,8 @@ class Line:
         radius: Virtual radius, by which the learning rate is divided; None if there is none.
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
         momentum: Of the last step, which an adaptive optimizer chooses; None if there is none.
+        held: Whether the optimizer of the report holds the parameter; True without an optimizer,
+            and for a weight that a map computes.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Line:
     radius: float | None = None
     factor: float | None = None
     momentum: float | None = None
+    held: bool = True
 
 
 _COLUMNS: Final = {  # title: attribute of a line, and its form
@@ -170,6 +173,8 @@ class Report:
                 error += "  tag lost: so.retag(model)"
             elif line.off:
                 error += "  off: so.project_(model), or the next Stiefel step"
+            if not line.held:
+                error += "  not in this optimizer"
             shape = " x ".join(map(str, line.shape))
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
@@ -223,6 +228,8 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     if not (teller is None or isinstance(teller, Optimizer)):
         raise TypeError(fail("optimizer", "be None or an optimizer", type(teller).__name__))
     told = {name: getattr(teller, how)() for name, how in _TOLD_BY.items() if hasattr(teller, how)}
+    groups = [] if teller is None else teller.param_groups
+    held = {id(parameter) for group in groups for parameter in group["params"]}
     lines = []
     for name, weight, reading, kind in constrained(model):
         path, _, leaf = name.rpartition(".")
@@ -243,6 +250,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             map=kind,
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
+            held=bool(kind) or teller is None or id(weight) in held,
             **numbers,
         )
         lines.append(line)

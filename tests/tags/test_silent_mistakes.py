@@ -9,6 +9,7 @@ import pytest
 import torch
 from contract import warnings_of
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import stiefel_opt as so
 from stiefel_opt import compat
@@ -590,3 +591,58 @@ def test_trained_attention_keeps_its_scale_and_says_how_far_it_moved() -> None:
     with pytest.raises(ValueError, match="`in_proj_weight` must be finite and not zero"):
         so.constrain_attention(twin, scale="keep")
     assert twin.in_proj_weight.manifold is reading
+
+
+# ---- factors of a weight, and parameters that an optimizer does not hold -----------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "weight_orig"),
+        (lambda layer: prune.custom_from_mask(layer, "weight", torch.eye(4)), "weight_orig"),
+        (parametrizations.weight_norm, "parametrizations.weight.original1"),
+        (parametrizations.spectral_norm, "parametrizations.weight.original"),
+        (parametrizations.orthogonal, "parametrizations.weight.original"),
+        (nn.utils.spectral_norm, "weight_orig"),
+    ],
+)
+def test_a_factor_from_which_torch_computes_the_weight_is_refused(change: Any, factor: str) -> None:
+    """Otherwise the factor is orthonormal, and the report says so, but not the weight in use."""
+    layer = nn.Linear(4, 4)
+    change(layer)
+    with pytest.raises(ValueError, match=f"`{factor}` must be the weight in use, got a factor"):
+        so.constrain(layer, factor)
+    assert so.report(layer).lines == ()
+
+
+def test_a_factor_of_an_own_parametrization_may_be_constrained() -> None:
+    class Product(nn.Module):
+        def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return left @ right
+
+        def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return weight, torch.eye(weight.size(1))
+
+    layer = nn.Linear(4, 8)
+    parametrize.register_parametrization(layer, "weight", Product())
+    so.constrain(layer, "parametrizations.weight.original0")
+    assert so.orthonormality_error(layer) < 1e-6
+
+
+def test_the_report_says_which_parameter_the_optimizer_does_not_hold() -> None:
+    net = so.constrain(model(), ["0.weight", "2.weight"])
+    first = so.StiefelSGD(net[0].parameters(), lr=0.1)
+    lines = {line.name: line for line in so.report(net, first).lines}
+    assert lines["0.weight"].held
+    assert not lines["2.weight"].held
+    assert str(so.report(net, first)).count("not in this optimizer") == 1
+    assert all(line.held for line in so.report(net).lines)
+    by_map = so.orthogonal(nn.Linear(4, 4))
+    assert all(line.held for line in so.report(by_map, first).lines)
+
+
+def test_a_misspelt_name_of_the_package_is_answered_by_python() -> None:
+    with pytest.raises(AttributeError) as raised:
+        so.constraint  # noqa: B018
+    assert (raised.value.name, raised.value.obj) == ("constraint", so)
