@@ -628,17 +628,28 @@ def eigen_methods_scaling(path: Path) -> None:
 
 
 def over_rates(axis: Any, rates: list[float], methods: Mapping[str, Any], key: str) -> None:
-    """A line a method: the mean of shares, the median of all else; bands hold all seeds."""
+    """A line a method: the mean of shares, the median of all else; bands hold all seeds.
+
+    Less than `DEAD` is drawn as that.
+    """
     for name, kept in methods.items():
-        seeds = [[math.nan if v is None else v for v in values] for values in kept[key]]
+        seeds = [[math.nan if v is None else max(v, DEAD) for v in values] for values in kept[key]]
         centre = statistics.fmean if key == "right" else statistics.median
         look = style(name)
-        axis.plot(rates, [centre(v) for v in seeds], label=name, markersize=4, **look)
+        axis.plot(rates, [centre(v) for v in seeds], label=named(name), markersize=4, **look)
         low, high = [min(v) for v in seeds], [max(v) for v in seeds]
         axis.fill_between(rates, low, high, color=look["color"], alpha=0.15, linewidth=0)
     axis.set_xscale("log")
     axis.set_yscale("linear" if key in ("right", "noise over signal") else "log")
     axis.grid(alpha=0.3)
+
+
+DEAD = 1e-40  # a singular value below it need not be told apart from zero
+
+
+def named(method: str) -> str:
+    """The method with its options, which are not the default."""
+    return method.replace("StiefelAdam", "StiefelAdam,\nradius=1.0, nesterov=False")
 
 
 ASIDE = ("LSTM", "unconstrained, same initialisation, clipped", "CWY")
@@ -653,7 +664,8 @@ def why(path: Path) -> None:
         "why": [
             ("memory: a pause of 100 steps", answers, "copying", "100", "right", share),
             ("depth: 50 layers", images, "deep", "50", "right", share),
-            ("attention", "largest |logit|", "queries", "2", "largest logit", (1, None)),
+            ("attention: largest logit", "largest |logit|", "queries", "2", "largest logit",
+             (1, None)),
         ],
         "why_copying": [
             (f"a pause of {size} steps", answers, "copying", size, "right", share)
@@ -662,32 +674,41 @@ def why(path: Path) -> None:
         "why_deep": [
             ("20 layers", images, "deep", "20", "right", share),
             ("50 layers", images, "deep", "50", "right", share),
-            ("50 layers, trained", "median singular value", "deep", "50", "median at the end",
-             (1e-40, 10)),  # what has died need not be told apart
+            ("50 layers: Jacobian, trained", "median singular value",
+             "deep", "50", "median at the end", (1e-42, 10)),
         ],
         "why_attention": [
             ("accuracy", images, "queries", "2", "right", part),
-            ("logits", "largest |logit|", "queries", "2", "largest logit", (1, None)),
-            ("gradient with respect to logits", "noise / signal", "queries", "2",
+            ("largest logit", "largest |logit|", "queries", "2", "largest logit", (1, None)),
+            ("noise over signal, gradient of logits", "noise over signal", "queries", "2",
              "noise over signal", (0, None)),
         ],
     }  # fmt: skip
     for name, panels in shown.items():
         panels = [panel for panel in panels if panel[3] in found["values"].get(panel[2], {})]
-        figure, axes = start(len(panels), (3.3 * len(panels), 3.4))
+        figure, axes = start(len(panels), (3.3 * len(panels), 3.4 if name != "why" else 3.8))
         lines = {}
         for axis, (title, label, kind, size, key, limits) in zip(axes[0], panels, strict=True):
             methods = found["values"][kind][size]
             if name == "why":  # the first picture of a reader: as few lines as make the point
                 methods = {m: kept for m, kept in methods.items() if m not in ASIDE}
             over_rates(axis, found["setting"]["rates"], methods, key)
-            swept = "learning rate of q and k" if kind == "queries" else "learning rate"
+            swept = "learning rate" + " of queries and keys" * (kind == "queries")
             axis.set(xlabel=swept, ylabel=label, ylim=limits)
             if key == "largest logit":
                 plain_ticks(axis.yaxis)
             axis.set_title(title, fontsize=10)
+            if kind == "copying":
+                guess = {"color": "0.4", "linewidth": 1, "linestyle": ":", "label": "guessing"}
+                axis.axhline(100 / 8, **guess)
             handles, names = axis.get_legend_handles_labels()
             lines |= dict(zip(names, handles, strict=True))
+            if name == "why":  # its panels have different lines
+                below = {"loc": "upper left", "bbox_to_anchor": (-0.1, -0.23), "fontsize": 8}
+                axis.legend(**below)
+        if name == "why":
+            save(figure, path)
+            continue
         columns = math.ceil(len(lines) / math.ceil(len(lines) / (2 * len(panels))))
         below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
         figure.legend(lines.values(), lines, **below)
