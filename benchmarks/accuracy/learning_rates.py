@@ -735,11 +735,12 @@ def draw(content: dict[str, Any], path: Path) -> None:
             name, color = SHOWN[method]
             axis.plot(RATES, values, "o-", color=color, label=name)
         axis.set(xscale="log", yscale="log", xlabel="learning rate", ylim=(1, 30))
-        axis.set_title(f"{title}\n{count} trainings a method")
+        networks = count // 2 if part == ", short," else count
+        axis.set_title(f"{networks} networks, {title}", fontsize=10)
         axis.set_yticks(ticks := [1, 2, 5, 10, 20, 30], [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("loss / lowest loss of any method")
+    axes[0].set_ylabel("loss / lowest loss of the training,\ngeometric mean of the trainings")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
