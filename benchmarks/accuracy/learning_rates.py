@@ -5,6 +5,16 @@
     python -m benchmarks.accuracy.learning_rates --tables                # from what has been run
     python -m benchmarks.accuracy.learning_rates --figure                # from the results
 
+The file of results keeps what its tables are made from: for every run the means over the seeds that
+are reported and over those that choose. ``--merge`` adds what the store holds to the file, in place
+of the same runs of the same methods, and makes the tables again. So a part may be run in another
+environment, such as one with transformers,
+
+    python -m benchmarks.accuracy.learning_rates --data-dir DIR --store runs/smollm2.jsonl
+        --problems "SmolLM2, fine-tuned" "SmolLM2, rotations" --merge
+
+or a method may be run again: ``--methods NAME --store runs/NEW.jsonl --merge``.
+
 This was written down before the runs.
 
 **Problems**, :mod:`benchmarks.accuracy.small_problems`: 17 that are trained on batches (perceptrons
@@ -23,12 +33,13 @@ which tell what the constraint is worth; Prodigy and schedule-free AdamW on free
 networks only.
 
 **Runs.** Problems with batches are trained short (50 steps, copying 80), the ten that cost least
-also ten times as long, at a constant rate and with one that falls linearly to 0; those without
-noise for 300 steps at a constant rate. One learning rate serves constrained and plain parameters,
-which follow the rule of torch that belongs to the optimizer. Rates: 0.001, 0.003, 0.01, 0.03, 0.1,
-for SGD and where all parameters are constrained ten times as much (there the smaller ones had been
-planned; the first runs ended at the largest), but not for the rotations, which start from a good
-point: on other seeds the default's best was 0.01. Prodigy has the rate 1, as its authors want it.
+also ten times as long, at a constant rate and with one that falls linearly to 0; the costly ones
+(``COSTLY``) so long by six methods only (``LONG_ON_COSTLY``). Those without noise are run for 300
+steps at a constant rate. One learning rate serves constrained and plain parameters, which follow
+the rule of torch that belongs to the optimizer. Rates: 0.001, 0.003, 0.01, 0.03, 0.1, for SGD and
+where all parameters are constrained ten times as much (there the smaller ones had been planned; the
+first runs ended at the largest), but not for the rotations, which start from a good point: on other
+seeds the default's best was 0.01. Prodigy has the rate 1, as its authors want it.
 Every rate and seed has the same starts and batches for every method.
 
 **Score**, smaller is better. With batches: the mean loss of the last tenth of the steps
@@ -50,7 +61,14 @@ documentation says so, and a step takes at most a tenth longer
 
 **Adaptive steps** with other options, of plain parameters, too, and without the constraint have a
 file of their own, ``--store runs/adaptive_steps.jsonl --output
-benchmarks/results/adaptive_steps.json``: short runs, and those without noise.
+benchmarks/results/adaptive_steps.json``: short runs, and those without noise. "One factor": the
+sums of friction and factor run over all orthonormal matrices of a model, which are one group here;
+"one factor a parameter": over the heads that one parameter holds. Three problems of several
+matrices without noise (``FACTORS``) are for these methods only.
+
+**A radius elsewhere**, of :mod:`benchmarks.accuracy.step_variants`: in StiefelSGD r grows by the
+length of each gradient, which acts 1 / (1 - momentum) times in the end, over that of the weight,
+"by entries" as in StiefelAdam; in StiefelMuon, whose steps have singular values of eta, by eta.
 
 **Left out**, for want of time: rotations of SmolLM2's residual stream, 576 x 576; networks that
 take longer than seconds; long runs of the seven costly problems, and of copying as printed at a
@@ -61,9 +79,8 @@ of the former differ by less than 1e-3 at every rate.
 
 **Tried outside the package**, by the same rules: a factor on Adam's step that follows the cosine
 between gradient and momentum (level or better in 15 of 15 short trainings, on 4 of 10 problems
-without noise); a virtual radius in StiefelSGD (13 of 15 short trainings; no others were run) and in
-StiefelMuon (9 of 10 short trainings); one that grows by the step as it was taken (ten times the
-best learning rate costs a third of the loss); nominal steps of at most 0.3 rad (without noise up to
+without noise); a virtual radius that grows by the step as it was taken (ten times the best learning
+rate costs a third of the loss); nominal steps of at most 0.3 rad (without noise up to
 five times as many steps).
 """
 
@@ -87,6 +104,7 @@ from torch import Tensor
 import stiefel_opt as so
 from benchmarks.accuracy.small_problems import (
     COSTLY,
+    FACTORS,
     LARGE_RATES,
     SEVERAL,
     WITH_HEADS,
@@ -358,6 +376,8 @@ LONG_ON_COSTLY = (  # methods that train the costly networks ten times as long
 
 def is_run(method: str, problem: str, length: str = "") -> bool:
     """Whether a method has a meaning for a problem, and does not cost too much."""
+    if problem in FACTORS and "adaptive" not in method:
+        return False
     if length == "long" and problem in COSTLY:
         return method in LONG_ON_COSTLY
     if method.endswith("one factor a parameter"):
@@ -423,7 +443,7 @@ def run(
             tensor.retain_grad()
         losses.sum().backward()
         if problem.kind == "solve":
-            lengths.append(gradient_length(points[0]))
+            lengths.append(gradient_length(points))
         if step >= steps - kept:
             with torch.no_grad():
                 if averaging:
@@ -446,13 +466,18 @@ def run(
     }
 
 
-def gradient_length(point: Tensor) -> Tensor:
+def gradient_length(points: Tensors) -> Tensor:
     """Length of the Riemannian gradient of each copy, canonical metric."""
-    x, gradient = point.detach(), point.grad
-    assert gradient is not None
-    inner = x.mT @ gradient
-    normal = gradient - x @ inner
-    return (normal.square().sum((1, 2)) + (inner - inner.mT).square().sum((1, 2)) / 2).sqrt()
+    square: Any = 0.0
+    for point in points:
+        x, gradient = point.detach(), point.grad
+        assert gradient is not None
+        inner = x.mT @ gradient
+        normal = gradient - x @ inner
+        own = normal.square().sum((1, 2)) + (inner - inner.mT).square().sum((1, 2)) / 2
+        square = square + own
+    length: Tensor = square.sqrt()
+    return length
 
 
 def steps_to(lengths: Tensor, target: float) -> Tensor:

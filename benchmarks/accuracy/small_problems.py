@@ -385,14 +385,17 @@ class Solve(Problem):
     @cache  # noqa: B019 - problems live as long as the program
     def _scaled(self, seed: int) -> Tensors:
         given = self.given(generator_of(seed, 1))
-        (x,), _ = self.start(seed)
-        x = x.unsqueeze(0).requires_grad_()
-        loss = self.value(x, *(tensor.unsqueeze(0) for tensor in given))
-        (gradient,) = torch.autograd.grad(loss.sum(), x)
-        return [1 / torch.linalg.matrix_norm(gradient, 2), *given]
+        points = [x.unsqueeze(0).requires_grad_() for x in self.start(seed)[0]]
+        loss = self.value_of(points, *(tensor.unsqueeze(0) for tensor in given))
+        gradients = torch.autograd.grad(loss.sum(), points)
+        longest = max(torch.linalg.matrix_norm(gradient, 2) for gradient in gradients)
+        return [1 / longest, *given]
 
     def loss(self, points: Tensors, plain: Tensors, *data: Tensor) -> Tensor:
-        return data[0].view(-1) * self.value(points[0], *data[1:])
+        return data[0].view(-1) * self.value_of(points, *data[1:])
+
+    def value_of(self, points: Tensors, *given: Tensor) -> Tensor:
+        return self.value(points[0], *given)
 
     @abstractmethod
     def given(self, generator: torch.Generator) -> Tensors:
@@ -524,7 +527,68 @@ class Transport(Solve):
         return -(plan * cost).sum((1, 2)) - entropy
 
 
+class Several(Solve):
+    """A problem of several matrices, each of its own shape."""
+
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    def start(self, seed: int) -> tuple[Tensors, Tensors]:
+        generator = generator_of(seed)
+        return [point(n, m, generator, torch.float64) for n, m in self.shapes], []
+
+    def value(self, x: Tensor, *given: Tensor) -> Tensor:
+        return self.value_of([x], *given)
+
+
+class SingularVectors(Several):
+    """Six leading ones on both sides of a 60 x 40 matrix, each pair with a weight."""
+
+    shapes = (60, 6), (40, 6)
+
+    def given(self, generator: torch.Generator) -> Tensors:
+        left, right = (point(n, 40, generator, torch.float64) for n in (60, 40))
+        return [left * torch.logspace(0, -2, 40, dtype=torch.float64) @ right.mT]
+
+    def value_of(self, points: Tensors, *given: Tensor) -> Tensor:
+        left, right = points
+        weights = torch.arange(6.0, 0, -1, dtype=torch.float64) / 6
+        return -((given[0] @ right) * left * weights).sum((1, 2))
+
+
+class Tucker(Several):
+    """Three frames in which the core of a noisy 20 x 16 x 12 tensor is largest."""
+
+    shapes = (20, 3), (16, 3), (12, 3)
+
+    def given(self, generator: torch.Generator) -> Tensors:
+        frames = [point(*shape, generator, torch.float64) for shape in self.shapes]
+        core = normal(3, 3, 3, generator=generator)
+        tensor = torch.einsum("abc,ia,jb,kc->ijk", core, *frames)
+        return [tensor + 0.02 * normal(20, 16, 12, generator=generator)]
+
+    def value_of(self, points: Tensors, *given: Tensor) -> Tensor:
+        core = torch.einsum("sijk,sia,sjb,skc->sabc", given[0], *points)
+        return -core.square().sum((1, 2, 3))
+
+
+class TwoScales(Several):
+    """Leading eigenvalues of two matrices, of which one counts a thirtieth."""
+
+    shapes = (64, 8), (64, 8)
+
+    def given(self, generator: torch.Generator) -> Tensors:
+        spectrum = torch.logspace(0, -2, 64, dtype=torch.float64)
+        vectors = [point(64, 64, generator, torch.float64) for _ in self.shapes]
+        return [each * spectrum @ each.mT for each in vectors]
+
+    def value_of(self, points: Tensors, *given: Tensor) -> Tensor:
+        first, second = (((a @ x) * x).sum((1, 2)) for a, x in zip(given, points, strict=True))
+        return -first - second / 30
+
+
+FACTORS = ("singular vectors", "Tucker decomposition", "PCA, two scales")
 LARGE_RATES = (
+    *FACTORS,
     "streaming PCA",
     "streaming dictionary",
     "PCA",
@@ -560,6 +624,7 @@ SEVERAL = (  # problems with several orthonormal matrices
     "characters",
     "SmolLM2, fine-tuned",
     "SmolLM2, rotations",
+    *FACTORS,
 )
 
 # ---- all of them -------------------------------------------------------------------------------
@@ -601,6 +666,9 @@ def problems(directory: Path) -> dict[str, Problem]:
         "dictionary": Dictionary(),
         "completion": Completion(),
         "transport": Transport(),
+        "singular vectors": SingularVectors(),
+        "Tucker decomposition": Tucker(),
+        "PCA, two scales": TwoScales(),
     }
 
 

@@ -24,6 +24,9 @@ from benchmarks.accuracy.small_problems import (
     Perceptron,
     Problem,
     RowByRow,
+    SingularVectors,
+    Tucker,
+    TwoScales,
     small_images,
 )
 from benchmarks.accuracy.smollm2_problems import (
@@ -174,6 +177,24 @@ def test_tables_and_figure(tmp_path: Path) -> None:
     assert "1.00" in content["tables"]["methods"]
     learning_rates.draw(content, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size < 100_000
+
+
+@pytest.mark.parametrize("problem", [SingularVectors(), Tucker(), TwoScales()])
+def test_problems_of_several_matrices_are_solved(problem: Problem) -> None:
+    """All of them: the length that is looked at is that of the gradients together."""
+    problem.steps, problem.target = 150, 0.1
+    for factor in ("", ", one factor"):
+        args = f"StiefelSGD, adaptive{factor}", [0.1, 0.3], "", "constant", (0, 1)
+        scores = learning_rates.run(problem, *args)["scores"]
+        assert max(min(row) for row in zip(*scores, strict=True)) < 150
+    starts = [x.requires_grad_() for x in map(torch.clone, problem.start(0)[0])]
+    batched = [x.unsqueeze(0) for x in starts]
+    for x in batched:
+        x.retain_grad()
+    problem.loss(batched, [], *(t.unsqueeze(0) for t in problem.data(0, 0))).sum().backward()
+    total = learning_rates.gradient_length(batched).square()
+    parts = [learning_rates.gradient_length([x]).square() for x in batched]
+    torch.testing.assert_close(total, sum(parts, torch.zeros_like(total)))
 
 
 def a_store(methods: tuple[str, ...], names: tuple[str, ...]) -> learning_rates.Store:
