@@ -546,16 +546,15 @@ def one_rate(store: Store, keys: Sequence[Key]) -> int:
 def ratios(store: Store, new: str, old: str) -> tuple[dict[Key, float], dict[Key, float]]:
     """Return new/old of every run that both have: tuned, and at one rate for all of a kind.
 
-    The latter is empty where a run is on file without the scores of the seeds that choose.
+    The latter leaves out runs on file without the scores of the seeds that choose.
     """
     pairs = [(key, (key[0], old, key[2], key[3])) for key in store if key[1] == new]
     pairs = [pair for pair in pairs if pair[1] in store]
     at_best = {key: tuned(store[key]) / tuned(store[other]) for key, other in pairs}
     at_one = {}
     for is_large in (False, True):
-        own = [pair for pair in pairs if (pair[0][0] in LARGE_RATES) == is_large]
-        if any("place" in store[key] for pair in pairs for key in pair):
-            break
+        kind = [pair for pair in pairs if (pair[0][0] in LARGE_RATES) == is_large]
+        own = [pair for pair in kind if not any("place" in store[key] for key in pair)]
         places = [one_rate(store, keys) for keys in zip(*own, strict=True)]
         for pair in own:
             values = [means(store[k], SEEDS)[p] for k, p in zip(pair, places, strict=True)]
@@ -572,6 +571,7 @@ def compared(store: Store, new: str, old: str) -> dict[str, Any]:
         "runs": len(at_best),
         "level or better": sum(ratio <= 1.02 for ratio in best.values()),
         "better by a tenth": sum(ratio < 0.9 for ratio in best.values()),
+        "problems, one rate": len(single),
         "level or better, one rate": sum(ratio <= 1.02 for ratio in single.values()),
         "worse by a tenth": {name_of(key): r for key, r in at_best.items() if r > 1.1},
         "mean": statistics.geometric_mean(best.values()),
@@ -669,7 +669,7 @@ def tables(store: Store) -> dict[str, str]:
 def one_rate_cells(found: dict[str, Any]) -> list[str]:
     if found["mean, one rate"] is None:
         return ["-", "-"]
-    level = f"{found['level or better, one rate']} of {found['problems']}"
+    level = f"{found['level or better, one rate']} of {found['problems, one rate']}"
     return [level, f"{found['mean, one rate']:.3f}"]
 
 

@@ -229,14 +229,22 @@ def test_merged_files_are_the_file_of_one_run() -> None:
 
 
 def test_runs_on_file_without_the_seeds_that_choose_have_no_common_rate() -> None:
-    whole = learning_rates.content_of(a_store(learning_rates.OURS, ("digits, all",)))
-    for own in whole["choosing"].values():
-        del own["digits, all, short, decay"]
-    fewer = learning_rates.content_of({}, whole)
-    assert fewer["runs"] == whole["runs"]
+    whole = learning_rates.content_of(a_store(learning_rates.OURS, ("digits, all", "copying")))
     pair = " / ".join(learning_rates.PAIRS[0])
-    assert fewer["compared"][pair]["mean"] == whole["compared"][pair]["mean"]
-    assert fewer["compared"][pair]["mean, one rate"] is None
+    for missing, problems in ((["copying"], 1), (["copying", "digits, all"], 0)):
+        for own in whole["choosing"].values():
+            for name in [name for name in own if name.startswith(tuple(missing))]:
+                del own[name]
+        fewer = learning_rates.content_of({}, whole)
+        assert fewer["runs"] == whole["runs"]
+        new, old = fewer["compared"][pair], whole["compared"][pair]
+        assert (new["mean"], new["problems"], new["problems, one rate"]) == (
+            old["mean"],
+            2,
+            problems,
+        )
+        table = fewer["tables"][f"ratios, {pair}"]
+        assert table.count(" - |") == 2 - problems
 
 
 # ---- steps that the package does not have --------------------------------------------------------
