@@ -87,7 +87,7 @@ class SGDG(_Splitting, CayleySGD):
         )
 
 
-class CaileySGD(SGDG):
+class CaileySGD(_Splitting, CayleySGD):
     """:class:`SGDG` with the signature of Brevitas.
 
     Args:
@@ -114,36 +114,26 @@ class CaileySGD(SGDG):
         grad_clip: float | None = None,
         dtype: str | None = None,
     ) -> None:
+        _refuse_what_was_ignored(0, grad_clip)
         self._dtype = dtype
-        self._iterations = iters
         super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov, stiefel, grad_clip=grad_clip
+            params, lr, momentum, dampening, weight_decay, nesterov, steps=iters, stiefel=stiefel
         )
 
     @override
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group, as :class:`SGDG`."""
-        if isinstance(param_group, dict):  # if not, it is refused
-            params = listed(param_group["params"])
-            for item in params:
-                parameter = item[1] if isinstance(item, tuple) else item
-                if isinstance(parameter, Tensor):
-                    _check_moving_dtype(self._dtype, parameter.dtype)
-            param_group = {"steps": self._iterations, **param_group, "params": params}
-        super().add_param_group(param_group)
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        for dtype in {p.dtype for p in map(_tensor_of, group["params"]) if p is not None}:
+            moving = torch.float32 if dtype in HALF else dtype
+            if getattr(torch, str(self._dtype), self._dtype) not in (None, moving, dtype):
+                name = str(moving).removeprefix("torch.")
+                wanted = f"be None or {name!r} for parameters of {dtype}"
+                remedy = "convert the parameters to move them in another precision"
+                raise ValueError(fail("dtype", wanted, repr(self._dtype), remedy))
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_dtype": self._dtype, "_iterations": self._iterations}
-
-
-def _check_moving_dtype(name: str | None, dtype: torch.dtype) -> None:
-    """Raise unless ``name`` is None or the dtype in which parameters of ``dtype`` are moved."""
-    moving = torch.float32 if dtype in HALF else dtype
-    if name is not None and getattr(torch, str(name), name) not in (moving, dtype):
-        wanted = f"be None or {str(moving).removeprefix('torch.')!r} for parameters of {dtype}"
-        remedy = "convert the parameters to move them in another precision"
-        raise ValueError(fail("dtype", wanted, repr(name), remedy))
+        return {**super().__getstate__(), "_dtype": self._dtype}
 
 
 class AdamG(_Splitting, SGDLike):
@@ -230,22 +220,27 @@ def _split(group: Group, defaults: Group) -> list[Group]:
     group = {**group, "params": params}  # not what was read from, which may be empty now
     if isinstance(params, set) or not (wanted is None or wanted is True):
         return [group]
-    readings = {"flat": Stiefel(flatten=True), "tagged": None, "plain": False}
-    kinds = [_kind(item, bool(wanted)) for item in params]
-    parts = [
-        {**group, "params": chosen, "stiefel": reading}
-        for name, reading in readings.items()
-        if (chosen := [item for item, kind in zip(params, kinds, strict=True) if kind == name])
-    ]
+    flat: list[Any] = []
+    tagged: list[Any] = []
+    plain: list[Any] = []
+    for item in params:
+        parameter = _tensor_of(item)
+        if parameter is not None and manifold_of(parameter) is not None:
+            tagged.append(item)
+        elif wanted and parameter is not None and _has_few_rows(parameter):
+            flat.append(item)
+        else:
+            plain.append(item)
+    kinds = (flat, Stiefel(flatten=True)), (tagged, None), (plain, False)
+    parts = [{**group, "params": kind, "stiefel": reading} for kind, reading in kinds if kind]
     return parts or [group]
 
 
-def _kind(item: Any, wanted: bool) -> str:
-    """Say whether a parameter, perhaps named, is tagged, plain, or of few rows, if ``wanted``."""
+def _has_few_rows(parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and parameter.size(0) ** 2 <= parameter.numel()
+
+
+def _tensor_of(item: object) -> Tensor | None:
+    """Return the parameter, which may be named; None for what is none."""
     parameter = item[1] if isinstance(item, tuple) else item
-    if not isinstance(parameter, Tensor):
-        return "plain"
-    if manifold_of(parameter) is not None:
-        return "tagged"
-    has_few_rows = parameter.ndim > 1 and parameter.size(0) ** 2 <= parameter.numel()
-    return "flat" if wanted and has_few_rows else "plain"
+    return parameter if isinstance(parameter, Tensor) else None
