@@ -16,11 +16,12 @@ from typing_extensions import override
 from stiefel_opt._checks import check_dtype, check_module, check_range, fail
 from stiefel_opt.constraints import constrain, release
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import polar_factor, widened
+from stiefel_opt.geometry import polar_factor, positive_qr, widened
 from stiefel_opt.integrations.migration import from_torch_orthogonal
 from stiefel_opt.manifold import manifold_of
 from stiefel_opt.report import table
 
+Line = tuple[str, str, str, str]  # parameter, what it is, its matrices, what was done
 FROM_TORCH: Final = "_stiefel_from_torch"  # {weight: (map, trivialization)}, on the owner
 PENALTY: Final = "_stiefel_penalty"  # the weight of AdaLoRA's penalty, on its config
 SOUGHT: Final = (
@@ -39,7 +40,7 @@ class AdapterReport:
     """
 
     action: str
-    lines: tuple[tuple[str, str, str, str], ...]
+    lines: tuple[Line, ...]
 
     @override
     def __repr__(self) -> str:
@@ -52,7 +53,7 @@ class _Part:
     """A part of an adapter: ``change`` changes it and returns its lines of the report."""
 
     adapter: str | None
-    change: Callable[[], list[tuple[str, str, str, str]]]
+    change: Callable[[], list[Line]]
 
 
 @torch.no_grad()
@@ -278,10 +279,9 @@ def _matrices(tensor: Tensor) -> str:
 
 
 def _to_constrain(path: str, layer: Any, key: str, tolerance: float) -> _Part | None:
-    parts = _peft_parts()
-    if isinstance(layer, parts.OFTLayer):
+    if isinstance(layer, _peft_parts().OFTLayer):
         return _rotation_to_constrain(path, layer, key, tolerance)
-    if isinstance(layer, parts.AdaLoraLayer):
+    if isinstance(layer, _peft_parts().AdaLoraLayer):
         return _triplets_to_constrain(path, layer, key)
     return None
 
@@ -307,7 +307,7 @@ def _rotation_to_constrain(path: str, layer: Any, key: str, tolerance: float) ->
         remedy = "pass a larger tolerance: the function changes by as much; or another adapter="
         raise ValueError(fail(name, condition, given_blocks, remedy))
 
-    def change() -> list[tuple[str, str, str, str]]:
+    def change() -> list[Line]:
         rotation.__class__ = _peft_parts().ExactRotation
         old.data, old.grad = blocks.to(old.dtype), None  # the object stays: optimizers hold it
         constrain(rotation, "weight", flatten=False)
@@ -330,18 +330,21 @@ def _triplets_to_constrain(path: str, layer: Any, key: str) -> _Part | None:
         raise ValueError(fail(name, condition, rank, "set init_r"))
     new = _factored(left.double(), middle.double()[:, 0], right.double())
 
-    def change() -> list[tuple[str, str, str, str]]:
-        lines = []
+    def change() -> list[Line]:
         for tensor, value in zip((left, middle[:, 0], right), new, strict=True):
             tensor.copy_(value)
-        for held, part in (("lora_B", "AdaLoRA's P"), ("lora_A", "AdaLoRA's Q")):
-            factors = getattr(layer, held)
-            constrain(factors, key, flatten=False)
-            done = "orthonormal; peft's penalty is off"
-            lines.append((f"{path}.{held}.{key}", part, _matrices(factors[key]), done))
-        return lines
+        constrain(layer.lora_B, key, flatten=False)
+        constrain(layer.lora_A, key, flatten=False)
+        return _triplet_lines(path, layer, key, "orthonormal; peft's penalty is off")
 
     return _Part(key, change)
+
+
+def _triplet_lines(path: str, layer: Any, key: str, done: str) -> list[Line]:
+    return [
+        (f"{path}.lora_B.{key}", "AdaLoRA's P", _matrices(layer.lora_B[key]), done),
+        (f"{path}.lora_A.{key}", "AdaLoRA's Q", _matrices(layer.lora_A[key]), done),
+    ]
 
 
 def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,25 +358,15 @@ def _factored(left: Tensor, middle: Tensor, right: Tensor) -> tuple[Tensor, Tens
     right_basis, right_part = torch.linalg.qr(right[live].mT)
     u, values, v = torch.linalg.svd(left_part @ (middle[live, None] * right_part.mT))
     new_left, new_right, new_middle = left.clone(), right.clone(), middle.clone()
-    new_left[:, live], new_middle[live], new_right[live] = (
-        left_basis @ u,
-        values,
-        v @ right_basis.mT,
-    )
-    order = torch.cat([live, idle])
-    new_left[:, order] = _completed(new_left[:, order], len(live))
-    new_right[order] = _completed(new_right[order].mT, len(live)).mT
+    new_left[:, live], new_middle[live] = left_basis @ u, values
+    new_right[live] = v @ right_basis.mT
+    order = torch.cat([live, idle])  # a Q factor with positive diagonal keeps the leading columns
+    new_left[:, order] = positive_qr(new_left[:, order])
+    new_right[order] = positive_qr(new_right[order].mT).mT
     return new_left, new_middle, new_right
 
 
-def _completed(columns: Tensor, count: int) -> Tensor:
-    """Return ``columns`` with those after the first ``count`` made orthonormal to all before."""
-    basis, triangle = torch.linalg.qr(columns)
-    signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0).to(basis.dtype)
-    return torch.cat([columns[:, :count], (basis * signs)[:, count:]], 1)
-
-
-def _convert_torch(model: nn.Module) -> list[tuple[str, str, str, str]]:
+def _convert_torch(model: nn.Module) -> list[Line]:
     """Tag the weights of torch's own parametrization; remember how each was computed."""
     weights = [
         (path, owner, leaf, (computed.orthogonal_map.name, hasattr(computed, "base")))
@@ -393,10 +386,9 @@ def _convert_torch(model: nn.Module) -> list[tuple[str, str, str, str]]:
 
 
 def _to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
-    parts = _peft_parts()
-    if isinstance(layer, parts.OFTLayer):
+    if isinstance(layer, _peft_parts().OFTLayer):
         return _rotation_to_export(path, layer, key, tolerance)
-    if isinstance(layer, parts.AdaLoraLayer):
+    if isinstance(layer, _peft_parts().AdaLoraLayer):
         return _triplets_to_export(path, layer, key)
     return _stella_to_export(path, layer, key)
 
@@ -420,7 +412,7 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
         remedy = "pass a larger tolerance, or merge the constrained model"
         raise ValueError(fail(name, condition, given, remedy))
 
-    def change() -> list[tuple[str, str, str, str]]:
+    def change() -> list[Line]:
         release(rotation, "weight")
         rotation.__class__, rotation.use_cayley_neumann = kind, False
         blocks.data, blocks.grad = numbers, None
@@ -431,14 +423,10 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
 
 
 def _triplets_to_export(path: str, layer: Any, key: str) -> _Part:
-    def change() -> list[tuple[str, str, str, str]]:
-        lines = []
-        for held, part in (("lora_B", "AdaLoRA's P"), ("lora_A", "AdaLoRA's Q")):
-            factors = getattr(layer, held)
-            release(factors, key)
-            done = "plain again; peft's penalty is back"
-            lines.append((f"{path}.{held}.{key}", part, _matrices(factors[key]), done))
-        return lines
+    def change() -> list[Line]:
+        release(layer.lora_B, key)
+        release(layer.lora_A, key)
+        return _triplet_lines(path, layer, key, "plain again; peft's penalty is back")
 
     return _Part(key, change)
 
@@ -447,7 +435,7 @@ def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
     factor, output = layer.lora_A[key], layer.lora_B[key]
     _check(f"{path}.lora_A.{key}", factor.core)
 
-    def change() -> list[tuple[str, str, str, str]]:
+    def change() -> list[Line]:
         value = (widened(factor.core) @ widened(factor.basis)).to(factor.basis.dtype)
         plain = nn.Linear(value.size(1), value.size(0), bias=False, device="meta")
         plain.weight = nn.Parameter(value, requires_grad=factor.core.requires_grad)
@@ -475,7 +463,7 @@ def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bo
         remedy = "use the constrained weight as it is, or make the adapter with trivialization"
         raise ValueError(fail(called, condition, f"one {off:.1g} off", remedy))
 
-    def change() -> list[tuple[str, str, str, str]]:
+    def change() -> list[Line]:
         release(owner, leaf)
         del owner.__dict__[FROM_TORCH][leaf]
         parametrizations.orthogonal(owner, leaf, **options)

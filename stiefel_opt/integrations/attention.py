@@ -69,11 +69,11 @@ ATTENTION_WORDS: Final = ("attention", "attn")
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight: its name below the module, its projections, and the rows of each."""
+    """A weight: its name below the module, its projections, and how many rows each of them has."""
 
     name: str
     projections: str
-    sizes: tuple[int, ...]
+    size: int
     transposed: bool
 
 
@@ -267,12 +267,9 @@ def _output(
         for name in outputs
         for inner, layer in (children[name].named_modules() if name in children else ())
     ]
-    if above is not None and isinstance(above, nn.Module):
-        layers += [
-            (name, layer)
-            for name, layer in above.named_modules()
-            if f"{name}.weight" == BESIDE_WEIGHT
-        ]
+    if above is not None:
+        beside = BESIDE_WEIGHT.removesuffix(".weight")
+        layers += [item for item in above.named_modules() if item[0] == beside]
     linear = [item for item in layers if isinstance(item[1], nn.Linear) or _is_conv1d(item[1])]
     if len(linear) != 1:
         listed = ", ".join(name for name, _ in linear) or "none"
@@ -302,8 +299,8 @@ def _torch_weights(module: nn.Module, which: str) -> list[_Weight]:
     if "in_proj_weight" not in module._parameters:
         raise _UnreadableError("its in_proj_weight is computed by a parametrization")
     if module.in_proj_weight is not None:
-        return [_Weight("in_proj_weight", "qkv", (width,) * 3, False)]
-    return [_Weight(f"{letter}_proj_weight", letter, (width,), False) for letter in "qkv"]
+        return [_Weight("in_proj_weight", "qkv", width, False)]
+    return [_Weight(f"{letter}_proj_weight", letter, width, False) for letter in "qkv"]
 
 
 def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weight]:
@@ -315,7 +312,7 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
             if present[0][1][0] != "q" or "k" not in "".join(letters for _, letters in present):
                 continue
             weights = [_linear_weight(children[name], name, letters) for name, letters in present]
-            if len(weights[0].sizes) == 3:
+            if len(weights[0].projections) == 3:
                 _check_fused(children, weights[0])
             return weights
     if any(word in type(module).__name__.lower() for word in ATTENTION_WORDS):
@@ -334,16 +331,15 @@ def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
     row_count = weight.size(1 if transposed else 0)
     if row_count % len(letters):
         raise _UnreadableError(f"{name} has {row_count} outputs, not {len(letters)} equal parts")
-    sizes = (row_count // len(letters),) * len(letters)
-    return _Weight(f"{name}.weight", letters, sizes, transposed)
+    return _Weight(f"{name}.weight", letters, row_count // len(letters), transposed)
 
 
 def _check_fused(children: dict[str, nn.Module], weight: _Weight) -> None:
     """Raise where the output layer shows that queries, keys and values are no equal parts."""
     for name in OUTPUTS:
         for layer in children[name].modules() if name in children else ():
-            if isinstance(layer, nn.Linear) and layer.in_features != weight.sizes[0]:
-                parts = f"{weight.name} is not three parts of {weight.sizes[0]} rows"
+            if isinstance(layer, nn.Linear) and layer.in_features != weight.size:
+                parts = f"{weight.name} is not three parts of {weight.size} rows"
                 raise _UnreadableError(f"{parts} if {name} takes {layer.in_features} inputs")
 
 
@@ -354,9 +350,7 @@ def _heads(module: nn.Module, weights: Sequence[_Weight], called: Sequence[str])
         raise _UnreadableError(
             f"neither it nor its config has one of {', '.join(called)}; say names={{'heads': ...}}"
         )
-    sizes: dict[str, int] = {}
-    for weight in weights:
-        sizes.update(zip(weight.projections, weight.sizes, strict=True))
+    sizes = {letter: weight.size for weight in weights for letter in weight.projections}
     width, rest = divmod(sizes["q"], heads)  # queries and keys meet in products of this width
     if rest or sizes["k"] % width:
         shown = f"queries of {sizes['q']} and keys of {sizes['k']}"
@@ -378,15 +372,12 @@ def _number(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 def _reading(weight: _Weight, heads: dict[str, int], which: str) -> Stiefel:
-    counts, ranges, start = [], [], 0
-    for letter, size in zip(weight.projections, weight.sizes, strict=True):
-        if letter in which:
-            counts.append(heads[letter])
-            ranges.append((start, start + size))
-        start += size
-    if len(counts) == len(weight.sizes) and len(set(counts)) == 1:  # equal blocks, no row is plain
+    chosen = [place for place, letter in enumerate(weight.projections) if letter in which]
+    counts = tuple(heads[weight.projections[place]] for place in chosen)
+    if len(chosen) == len(weight.projections) and len(set(counts)) == 1:  # equal, no row is plain
         return Stiefel(heads=sum(counts), transposed=weight.transposed)
-    return Stiefel(tuple(counts), tuple(ranges), transposed=weight.transposed)
+    ranges = tuple((place * weight.size, (place + 1) * weight.size) for place in chosen)
+    return Stiefel(counts, ranges, transposed=weight.transposed)
 
 
 def _below(path: str, ancestor: str) -> bool:
