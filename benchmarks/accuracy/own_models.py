@@ -16,7 +16,7 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,60 +160,94 @@ def decisions(best: str) -> str:
     own = {(row[0], row[1]): share(row[3]) for row in publish.rows_of(best)[1:]}
     known, enough = "% right there (seeds)", "learning rates with 80 % right"
     tagged, cwy, free = (why_tables.METHODS[name] for name in ("tagged", "cwy", "free"))
-    layer = ("torch_orthogonal", "summary")
-    longer = share(cell("why", "copying", known, cwy, "300"))
-    answers = [
-        ["principal components, alignment, transport", "yes: the problem asks for it"],
-        ["torch's orthogonal parametrization", "yes: replace it"],
-        ["a recurrent network, memory over 100 steps", "yes, with modReLU"],
-        ["the same, over 300 steps", f'yes; by `so.orthogonal(map="cwy")` {longer} % right'],
-        ["a deep network without normalisation", "yes, if you cannot tune the learning rate"],
-        ["the same, tuned", "no"],
-        ["a GRU or an LSTM", "no: gates must saturate"],
-        ["a convolution network", "if it must be Lipschitz; otherwise no gain"],
-        ["attention, little data", "if you cannot tune the learning rate"],
-        ["attention, longer training", "no gain"],
-        ["a pretrained model", "no: constrain new adapters"],
-    ]
-    gru, cnn = (own[name, METHODS[2]] for name in ("GRU", "CNN"))
-    # The unconstrained weights from an orthogonal initialisation: only the constraint differs.
-    plain_gru, plain_cnn = (own[name, METHODS[1]] for name in ("GRU", "CNN"))
-    small, here = (cell(*layer, c, "2048 x 16") for c in ("torch, its default", LAYER))
+    small, here = (
+        cell("torch_orthogonal", "summary", name, "2048 x 16")
+        for name in ("torch, its default", LAYER)
+    )
     trained, alone = (cell("why", "deep", enough, name, "50") for name in (tagged, free))
+    early, late = (
+        [share(cell("why", "copying", known, name, size)) for name in (tagged, cwy, free)]
+        for size in ("100", "300")
+    )
+    deep = [share(cell("why", "deep", known, name, "50")) for name in (tagged, free)]
+    # The unconstrained weights from an orthogonal initialisation: only the constraint differs.
+    gru, cnn = ([own[name, METHODS[place]] for place in (2, 1)] for name in ("GRU", "CNN"))
+    worst = [100 - max(map(statistics.fmean, rows)) for rows in demo_errors()]
+    vit = right("vit_digits", "ten seeds", "test error, %", "StiefelAdamW", "AdamW")
+    longer = right("vit_long", "0", "Test error %", "StiefelAdamW within heads", "AdamW")
+
+    def beside(values: Sequence[str], link: str) -> str:
+        return f"{values[0]} % right, unconstrained {values[-1]} %: {link}"
+
     recalled = "[digits recalled](why.md#memory)"
-    measured = [
-        ["-", "-", "[small problems](measured.md#packages-side-by-side)"],
+    rows = [
         [
-            "-",
-            "-",
-            f"[{here} ms a step, not {small} ms](doors.md#in-place-of-torch-s-parametrization)",
+            "principal components, alignment, transport",
+            "yes: the problem asks for it",
+            "[small problems](measured.md#packages-side-by-side)",
         ],
-        [*(share(cell("why", "copying", known, name, "100")) for name in (tagged, free)), recalled],
         [
-            *(share(cell("why", "copying", known, name, "300")) for name in (tagged, free)),
-            recalled,
+            "torch's orthogonal parametrization",
+            "yes: replace it",
+            f"2048 x 16: [{here} ms a step, not {small} ms](doors.md#beside-torch)",
         ],
-        ["-", "-", f"[80 % right at {trained} of 9 learning rates, not {alone}](why.md#depth)"],
         [
-            *(share(cell("why", "deep", known, name, "50")) for name in (tagged, free)),
+            "a plain recurrent network, memory over 100 steps",
+            "yes, with modReLU",
+            beside(early, recalled),
+        ],
+        [
+            "the same, over 300 steps",
+            'yes, by `so.orthogonal(map="cwy")`; no method has learned the task',
+            f"{late[1]} % right, tagged {late[0]} %, unconstrained {late[2]} %: {recalled}",
+        ],
+        [
+            "a deep network without normalisation",
+            "if you cannot tune the learning rate",
+            f"80 % right at {trained} of 9 learning rates, unconstrained at {alone}: "
             "[50 layers](why.md#depth)",
         ],
-        [gru, plain_gru, "[digits, pixel by pixel](measured.md#a-gru-and-a-cnn)"],
-        [cnn, plain_cnn, "[digits](measured.md#a-gru-and-a-cnn)"],
+        ["a deep network, tuned", "no", beside(deep, "[50 layers](why.md#depth)")],
         [
-            *right("vit_digits", "ten seeds", "test error, %", "StiefelAdamW", "AdamW"),
-            "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)",
+            "a GRU or an LSTM",
+            "no: gates must saturate",
+            beside(gru, "[GRU, digits by pixel](measured.md#a-gru-and-a-cnn)"),
         ],
         [
-            *right("vit_long", "0", "Test error %", "StiefelAdamW within heads", "AdamW"),
-            "[CIFAR-10](measured.md#orthogonal-vision-transformer)",
+            "a convolution network",
+            "no gain; if it must be Lipschitz, [with `scale=1/k`](recipes.md#convolutions)",
+            beside(cnn, "[digits](measured.md#a-gru-and-a-cnn)"),
         ],
-        ["-", "-", "[fine-tuning](recipes.md#fine-tune-a-trained-model)"],
+        [
+            "attention, little data",
+            "if you cannot tune the learning rate",
+            "at the worst of four learning rates "
+            + beside([f"{value:.1f}" for value in worst], "[`make demo`](examples.md)"),
+        ],
+        [
+            "the same, tuned",
+            "no significant gain",
+            beside(vit, "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)"),
+        ],
+        [
+            "attention, longer training",
+            "no significant gain",
+            beside(longer, "[CIFAR-10](measured.md#orthogonal-vision-transformer)"),
+        ],
+        [
+            "a pretrained model",
+            "no: constrain new adapters",
+            "[fine-tuning](recipes.md#fine-tune-a-trained-model)",
+        ],
     ]
-    shares = ["% right, constrained", "% right, unconstrained"]
-    header = ["You have", "Constrain it?", *shares, "Measured"]
-    rows = [answer + cells for answer, cells in zip(answers, measured, strict=True)]
+    header = ["You have", "Constrain it?", "Measured"]
     return harness.markdown_table(header, rows)
+
+
+def demo_errors() -> list[list[list[float]]]:
+    """Errors of the demo in per cent, constrained and unconstrained, by learning rate and seed."""
+    stored = json.loads((harness.RESULTS / "demo.json").read_text(encoding="utf-8"))["errors"]
+    return [stored["StiefelAdamW"], stored["AdamW"]]
 
 
 def write(runs: dict[str, float], seeds: int, machine: dict[str, Any]) -> None:
