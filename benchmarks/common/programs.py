@@ -75,14 +75,10 @@ def parsed(
     return finish_flags(parser, parser.parse_args(argv))
 
 
-def announce(options: Namespace, what: str, seconds: float) -> None:
-    """Say what will be done, how long it should take and where the results go."""
-    span = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{max(5, seconds):.0f} seconds"
-    print(
-        f"{what}\nAbout {span} on {options.device} with {plural(torch.get_num_threads(), 'thread')}"
-        f"{', less what is resumed' if options.resume else ''}; results in {options.output}.",
-        flush=True,
-    )
+def announce(options: Namespace, what: str) -> None:
+    """Say what will be done and where the results go."""
+    threads = plural(torch.get_num_threads(), "thread")
+    print(f"{what}\nOn {options.device} with {threads}; results in {options.output}.", flush=True)
 
 
 def run(main: Callable[[], object]) -> None:

@@ -1,8 +1,8 @@
 """A training loop that can be killed; runs of many methods and seeds."""
 
+import itertools
 import json
 import math
-import statistics
 import time
 import warnings
 from argparse import Namespace
@@ -150,47 +150,40 @@ class Trainer:
         with torch.no_grad():
             return record | self.task.evaluate()
 
-    def expected_seconds(self, steps: int = 5) -> float:
-        """Measured on a few steps, which change the model: use a trainer of its own for this."""
-        times: list[float] = []
-        while len(times) < steps:
-            for batch in self.task.batches(self.generator):
-                start = time.perf_counter()
-                float(sum(self.step(batch).values()))  # waits for a GPU
-                times.append(time.perf_counter() - start)
-                if len(times) == steps:
-                    break
-        return statistics.median(times) * self.task.steps * self.configuration["epochs"] * 1.1
-
 
 def train_all(
     options: Namespace,
     methods: Sequence[str],
     build: Callable[[str, int], Trainer],
     report: Callable[[Mapping[str, Sequence[Record]]], None],
-) -> None:
+    *,
+    tidy: bool = False,
+) -> dict[str, list[Record]]:
     """Train every method with every seed; ``report`` what is there now and then, and at the end.
 
-    Finished runs are files in ``options.output / "runs"``, which ``--resume`` reads.
+    Finished runs are files in ``options.output / "runs"``, which ``--resume`` reads; ``tidy``
+    removes their checkpoints, without which they cannot be made longer.
     """
     records: dict[str, list[Record]] = {}
     reported = time.monotonic()
     try:
-        for seed in options.seeds:
-            for method in methods:
-                stem = f"{method} seed {seed}".replace(" ", "-")
-                path, trainer = options.output / "runs" / f"{stem}.json", build(method, seed)
-                record = finished_run(path, trainer.configuration) if options.resume else None
-                if record is None:
-                    path.unlink(missing_ok=True)
-                    record = train_one(trainer, f"seed {seed}, {method}", path, options.resume)
-                records.setdefault(method, []).append(record)
-                if time.monotonic() - reported > 20:  # to draw takes a second
-                    report(records)
-                    reported = time.monotonic()
+        for seed, method in itertools.product(options.seeds, methods):
+            stem = f"{method} seed {seed}".replace(" ", "-")
+            path, trainer = options.output / "runs" / f"{stem}.json", build(method, seed)
+            record = finished_run(path, trainer.configuration) if options.resume else None
+            if record is None:
+                path.unlink(missing_ok=True)
+                record = train_one(trainer, f"seed {seed}, {method}", path, options.resume)
+            if tidy:
+                trainer.path.unlink(missing_ok=True)
+            records.setdefault(method, []).append(record)
+            if time.monotonic() - reported > 20:  # to draw takes a second
+                report(records)
+                reported = time.monotonic()
     finally:
         if records:
             report(records)
+    return records
 
 
 def compare(
@@ -199,14 +192,14 @@ def compare(
     build: Callable[[str, int], Trainer],
     report: Callable[[Mapping[str, Sequence[Record]]], None],
     what: str,
-    trial: Callable[[str], Trainer] | None = None,
-) -> None:
-    """Say what will be done and how long it should take, train everything, print the table."""
-    trials = [build(method, 0) if trial is None else trial(method) for method in methods]
-    once = sum(trainer.expected_seconds(2) for trainer in trials)
-    announce(options, what, once * len(options.seeds))
-    train_all(options, methods, build, report)
+    *,
+    tidy: bool = False,
+) -> dict[str, list[Record]]:
+    """Say what will be done, train everything, print the table."""
+    announce(options, what)
+    records = train_all(options, methods, build, report, tidy=tidy)
     print(f"\n{(options.output / 'table.md').read_text()}\nPictures: {options.output}")
+    return records
 
 
 def finished_run(path: Path, configuration: Record) -> Record | None:

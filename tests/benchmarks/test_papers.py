@@ -61,7 +61,7 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
 def test_smoke_trains_every_method_and_writes_all_results(tmp_path, capsys) -> None:
     orthogonal_vit.main(["--smoke", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert f"Plot: {tmp_path / 'curves.png'}" in printed
+    assert f"Pictures: {tmp_path}" in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "table.md").read_text()
     assert table in printed
@@ -84,7 +84,7 @@ def test_flags_are_all_it_asks_for(tmp_path, capsys) -> None:
     orthogonal_vit.main([*flags, "--augment", "crop-flip", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "SGD at learning rate 0.05" in printed
-    assert printed.index("About") < printed.index("epoch 1")
+    assert printed.index("; results in ") < printed.index("epoch 1")
     assert len(json.loads((tmp_path / "results.json").read_text())["runs"]) == 2
 
 
@@ -219,7 +219,7 @@ def test_the_cases_of_attention(tmp_path, capsys) -> None:
 def test_the_whole_table_by_one_command(tmp_path, capsys) -> None:
     flags = ["--smoke", "--table", "--limit", "64", "--epochs", "1"]
     orthogonal_vit.main([*flags, "--output", str(tmp_path)])
-    assert f"Plot: {tmp_path / 'table.png'}" in capsys.readouterr().out
+    assert f"Pictures: {tmp_path}" in capsys.readouterr().out
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "results.json").read_text())
     rows = [line for line in results["tables"][0].splitlines() if " ± " in line]

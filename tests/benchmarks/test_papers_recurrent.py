@@ -65,7 +65,7 @@ def test_no_program_is_long() -> None:
 def test_smoke_writes_table_results_and_plot(name, tmp_path, capsys) -> None:
     TASKS[name].main(["--smoke", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert printed.index("About") < printed.index("epoch 1")
+    assert printed.index("; results in ") < printed.index("epoch 1")
     table = (tmp_path / "table.md").read_text()
     assert table in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -33,7 +33,7 @@ def test_smoke_prints_what_it_does_and_writes_table_and_pictures(program, tmp_pa
     arguments = ["--smoke", "--output", str(tmp_path)]
     program.main(arguments)
     printed = capsys.readouterr().out
-    assert printed.index("\nAbout ") < printed.index("epoch 1")
+    assert printed.index("; results in ") < printed.index("epoch 1")
     results = json.loads((tmp_path / "results.json").read_text())
     (table,) = results["tables"]
     assert table in printed

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import stiefel_opt as so
 from benchmarks.common.classification import Classification, classification_trainer
 from benchmarks.common.images import FILES, Images, load_images
-from benchmarks.common.programs import Help, add_flags, announce, finish_flags, listed, run
-from benchmarks.common.training import Trainer, finished_run, train_one
+from benchmarks.common.programs import Help, add_flags, finish_flags, listed, run
+from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.kong.vit_methods import (
     OPTIMIZERS,
     Method,
@@ -173,7 +173,9 @@ def build_trainer(options: Namespace, images: Images, method: Method, seed: int)
     constrain_attention(model, method.constraint, scale)
     model.to(options.device)
     soft = OPTIMIZERS[method.optimizer].soft == "loss"
-    settings = configuration(options, method, seed)
+    settings = {key: getattr(options, key) for key in SETTINGS}
+    settings["penalty"] = options.penalty if OPTIMIZERS[method.optimizer].soft else None
+    settings |= method._asdict() | {"seed": seed}
     task = Classification(
         model,
         images,
@@ -181,21 +183,9 @@ def build_trainer(options: Namespace, images: Images, method: Method, seed: int)
         partial(measure, model, method.constraint, scale),
         partial(so.orthonormality_penalty, model, options.penalty) if soft else None,
     )
-    path = options.output / "checkpoints" / f"{file_stem(method, seed)}.pt"
+    path = options.output / "checkpoints" / f"{method.title} seed {seed}.pt".replace(" ", "-")
     optimizer = build_optimizer(method, model, options.penalty)
     return classification_trainer(task, optimizer, settings, path)
-
-
-def configuration(options: Namespace, method: Method, seed: int) -> dict[str, Any]:
-    """Whatever the result of a run depends on."""
-    settings = {key: getattr(options, key) for key in SETTINGS}
-    settings["penalty"] = options.penalty if OPTIMIZERS[method.optimizer].soft else None
-    return settings | method._asdict() | {"seed": seed}
-
-
-def file_stem(method: Method, seed: int) -> str:
-    """Name of the files of one run."""
-    return f"{method.title} seed {seed}".replace(" ", "-")
 
 
 def factor(text: str) -> float | str:
@@ -256,49 +246,29 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     return finish_flags(parser, options)
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: Sequence[str] | None = None) -> list[Record]:
     """Train every method with every seed, print the table and where the plot is; the runs."""
     options = parse_arguments(argv)
     try:
         images = load_images(options.data, options.data_dir, options.limit).to(options.device)
     except FileNotFoundError as error:
         raise SystemExit(f"error: {error}") from None
-    runs = [(seed, method) for seed in options.seeds for method in options.methods]
-    trial = build_trainer(options, images, options.methods[0], seed=0)
-    announce(
+    methods = {method.title: method for method in options.methods}
+
+    def build(title: str, seed: int) -> Trainer:
+        return build_trainer(options, images, methods[title], seed)
+
+    records = compare(
         options,
+        list(methods),
+        build,
+        partial(write_results, options),
         f"{options.data}, {len(images.train_images)} training and {len(images.test_images)} test "
-        f"images, ViT of {sum(p.numel() for p in trial.model.parameters()):,} parameters.\n"
-        f"{len(runs)} runs of {options.epochs} epochs: "
-        f"{', '.join(m.title for m in options.methods)}; {listed(options.seeds)}.",
-        len(runs) * trial.expected_seconds(),
+        f"images.\n{len(methods) * len(options.seeds)} runs of {options.epochs} epochs: "
+        f"{', '.join(methods)}; {listed(options.seeds)}.",
+        tidy=options.table,  # the checkpoints of many runs would fill a disk
     )
-    records: list[dict[str, Any]] = []
-    for seed, method in runs:
-        path = options.output / "runs" / f"{file_stem(method, seed)}.json"
-        record = None
-        if options.resume:
-            record = finished_run(path, configuration(options, method, seed))
-        else:
-            path.unlink(missing_ok=True)
-        records.append(record or train(options, images, method, seed, path))
-        if record is None or len(records) == len(runs):
-            seed_done = method is options.methods[-1]  # many plots of a table take long to draw
-            write_results(options, records, plots=seed_done or not options.table)
-    plot = options.output / ("table.png" if options.table else "curves.png")
-    print(f"\n{(options.output / 'table.md').read_text()}\nPlot: {plot}")
-    return records
-
-
-def train(
-    options: Namespace, images: Images, method: Method, seed: int, path: Path
-) -> dict[str, Any]:
-    """Train to the end, from the checkpoint if asked to, and keep the record of the run."""
-    trainer = build_trainer(options, images, method, seed)
-    record = train_one(trainer, f"seed {seed}, {method.title}", path, options.resume)
-    if options.table:  # the checkpoints of many runs would fill a disk, and nothing reads them
-        trainer.path.unlink(missing_ok=True)
-    return record
+    return [run for runs in records.values() for run in runs]
 
 
 if __name__ == "__main__":

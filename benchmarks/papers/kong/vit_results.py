@@ -1,8 +1,9 @@
 """What the orthogonal vision transformer leaves behind: table, results, plots."""
 
+import itertools
 import statistics
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks.common.harness import final_values, markdown_table
 from benchmarks.common.programs import Panel, figures, plot_curves, write_table
@@ -48,25 +49,25 @@ def summary(record: Record) -> Record:
     }
 
 
-def write_results(options: Namespace, records: Sequence[Record], plots: bool) -> None:
+def write_results(options: Namespace, groups: Mapping[str, Sequence[Record]]) -> None:
     """Table, results and plots of the finished runs; of a whole table without the histories."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record["title"], []).append(record)
     title = (
         f"{options.data}: ViT of {options.layers} layers x {options.width}, {options.heads} heads, "
         f"{options.epochs} epochs, seeds {', '.join(map(str, options.seeds))}"
     )
     table = markdown_table(HEADER, [row(name, runs) for name, runs in groups.items()])
-    results: Record = {"machine": records[0]["machine"], "runs": list(records)}
+    records = sorted(
+        itertools.chain(*groups.values()), key=lambda run: options.seeds.index(run["seed"])
+    )
+    results: Record = {"machine": records[0]["machine"], "runs": records}
     if options.table:
         left_out = {*KEPT, "history", "machine"}
         settings = {key: value for key, value in records[0].items() if key not in left_out}
         results["settings"] = settings | {"penalty": options.penalty}
         results["runs"] = [summary(record) for record in records]
     write_table(options.output, title, table, results)
-    if plots and options.table:
+    if options.table:
         figures.errors(options.output / "table.png", {title: records})
-    elif plots:
+    else:
         histories = {name: [run["history"] for run in runs] for name, runs in groups.items()}
         plot_curves(options.output / "curves.png", title, histories, PANELS)

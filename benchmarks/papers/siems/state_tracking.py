@@ -12,8 +12,8 @@ needs 2, S4 needs 2 as the rotations of a cube, S5 needs 4 (Siems et al., DeltaP
 
 Everything is learned from a random initialisation. Lengths grow from 2 up to --length as answers
 become right; tested are the places around four times that length. The state starts learned and
-is only turned, not written to (--writes allows that), and noise on what is read from it during
-training asks for states that lie far apart, which is what lasts beyond the trained lengths.
+is only turned, not written to, and noise on what is read from it during training asks for states
+that lie far apart, which is what lasts beyond the trained lengths.
 """
 
 import itertools
@@ -218,16 +218,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     build = partial(build_trainer, options)
     titles = [f"{task} n_h={factors}" for task in options.tasks for factors in options.factors]
 
-    def longest(title: str) -> Trainer:
-        trainer = build(title, 0)
-        trainer.model.length.fill_(options.length)  # an upper bound of the time
-        return trainer
-
     what = (
         f"Word problems of {', '.join(options.tasks)} with {options.factors} factors: at most "
         f"{options.epochs * options.every} steps, less if solved, {programs.listed(options.seeds)}."
     )
-    compare(options, titles, build, partial(report, options), what, longest)
+    compare(options, titles, build, partial(report, options), what)
 
 
 if __name__ == "__main__":
