@@ -76,8 +76,8 @@ class Ascent:
         """Step until the gradient is small, no step rises, or ``max_iter``; then keep the best."""
         began = time.perf_counter()
         self._project()
-        self.transport.anneal(self._x, self._y)
-        self.transport.solve(self._x, self._y, _LARGEST_ERROR, _PRODUCTS)
+        self.transport.anneal()
+        self.transport.solve(_LARGEST_ERROR, _PRODUCTS)
         self.differentiate()
         rule = _ScaledSteps(self) if optimizer is None else _GivenSteps(self, optimizer)
         for number in range(max_iter + 1):
@@ -109,7 +109,7 @@ class Ascent:
         """Transport between the projected clouds, as well as the gradient deserves."""
         self._project()
         tolerance = max(min(_LARGEST_ERROR, _ERROR_BY_GRADIENT * self.relative), _FINAL_ERROR)
-        self.transport.solve(self._x, self._y, tolerance, _PRODUCTS, self.sinkhorn_iterations)
+        self.transport.solve(tolerance, _PRODUCTS, self.sinkhorn_iterations)
 
     def differentiate(self) -> None:
         """Cost and gradient 2 [X'(r * XU - plan YU) + Y'(b * YU - plan' XU)], r the row sums.
@@ -117,8 +117,8 @@ class Ascent:
         It is the derivative of the dual value at any potentials, the plan held fixed.
         """
         clouds, transport = self.clouds, self.transport
-        x, y = self._x, self._y
-        to_y, to_x = transport.transported(x, y)
+        x, y = transport.x, transport.y
+        to_y, to_x = transport.transported()
         rows, columns = transport.rows[:, None] * x - to_y, clouds.b[:, None] * y - to_x
         self.cost = max(float((x * rows).sum() + (y * columns).sum()), 0.0)
         gradient = 2 * (rows.T @ clouds.x + columns.T @ clouds.y).T
@@ -131,11 +131,11 @@ class Ascent:
         self.point.grad = -self.tangent
 
     def _project(self) -> None:
-        point = self.point.detach()
-        self._x, self._y = (point.T @ self.clouds.x.T).T, (point.T @ self.clouds.y.T).T
+        point, clouds, transport = self.point.detach(), self.clouds, self.transport
+        transport.x, transport.y = (point.T @ clouds.x.T).T, (point.T @ clouds.y.T).T
 
     def _converge(self, limit: int) -> None:
-        self.transport.solve(self._x, self._y, _FINAL_ERROR, limit)
+        self.transport.solve(_FINAL_ERROR, limit)
         self.differentiate()
 
     def _is_stationary(self) -> bool:

@@ -28,7 +28,8 @@ _CONJUGATE_GRADIENT_LIMIT = 60
 class EntropicTransport:
     """Potentials, scalings and one n x m kernel, reused for the next projection.
 
-    The plan is ``(a * u)[:, None] * kernel * (b * v)``; its column sums are b, to rounding.
+    Whoever projects the clouds sets ``x`` and ``y``, ``(n, k)`` and ``(m, k)``. The plan is
+    ``(a * u)[:, None] * kernel * (b * v)``; its column sums are b, to rounding.
 
     Args:
         a, b: Positive weights of the clouds, ``(n,)`` and ``(m,)``, float64, summing to one.
@@ -37,51 +38,47 @@ class EntropicTransport:
 
     def __init__(self, a: Tensor, b: Tensor, reg: float) -> None:
         self.a, self.b, self.reg = a, b, reg
+        self.x = self.y = a.new_empty(0, 0)  # the projected clouds
         self.f, self.g = torch.zeros_like(a), torch.zeros_like(b)  # potentials, <a, f> = <b, g>
         self.kernel = a.new_empty(a.numel(), b.numel())  # the only array of this size
         self.u, self.v, self.rows = torch.ones_like(a), torch.ones_like(b), a
         self.error = math.inf  # |rows - a|_1 for the row sums of the plan
         self.objective = -math.inf  # the dual value
         self.products = 0  # products of the kernel with a vector so far
-        self._one = a.new_ones(1)
 
-    def anneal(self, x: Tensor, y: Tensor) -> None:
+    def anneal(self) -> None:
         """Find rough potentials from nothing, by regularizations that fall to the wanted one."""
         self.f.zero_()
         self.g.zero_()
-        largest = float((x.square().sum(1).mean() + y.square().sum(1).mean()).clamp_min(self.reg))
+        squares = self.x.square().sum(1).mean() + self.y.square().sum(1).mean()
+        largest = float(squares.clamp_min(self.reg))
         for power in range(math.ceil(math.log(largest / self.reg, _ANNEALING_FACTOR)), 0, -1):
             reg = self.reg * _ANNEALING_FACTOR**power
-            self._build(x, y, reg)
-            self._balance(
-                x, y, reg, _ANNEALING_ERROR, self.products + _ANNEALING_PRODUCTS, newton=True
-            )
+            self._build(reg)
+            self._balance(reg, _ANNEALING_ERROR, _ANNEALING_PRODUCTS)
 
-    def solve(
-        self, x: Tensor, y: Tensor, tolerance: float, limit: int, iterations: int | None = None
-    ) -> None:
+    def solve(self, tolerance: float, limit: int, iterations: int | None = None) -> None:
         """Continue from the potentials at hand; those too far away to help are annealed anew.
 
         Args:
-            x, y: Projected clouds, ``(n, k)`` and ``(m, k)``.
             tolerance: Bound on the L1 error of the row sums.
             limit: Most products with the kernel; ``error`` is the error reached.
             iterations: That many plain Sinkhorn iterations instead; ``tolerance`` is ignored.
         """
-        fits = self._build(x, y, self.reg)
+        fits = self._build(self.reg)
         if iterations is not None:
-            self._balance(x, y, self.reg, 0.0, self.products + 2 * iterations, newton=False)
+            self._balance(self.reg, 0.0, 2 * iterations, newton=False)
             return
         if not fits:
-            self.anneal(x, y)
-            self._build(x, y, self.reg)
-        self._balance(x, y, self.reg, tolerance, self.products + limit, newton=True)
+            self.anneal()
+            self._build(self.reg)
+        self._balance(self.reg, tolerance, limit)
 
-    def transported(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def transported(self) -> tuple[Tensor, Tensor]:
         """Return plan @ y and plan' @ x, without forming the plan."""
         row, column = (self.a * self.u)[:, None], (self.b * self.v)[:, None]
         # A few rows times a matrix: faster than a matrix times a few columns.
-        to_y, to_x = (column * y).T @ self.kernel.T, (row * x).T @ self.kernel
+        to_y, to_x = (column * self.y).T @ self.kernel.T, (row * self.x).T @ self.kernel
         return row * to_y.T, column * to_x.T
 
     def plan(self) -> Tensor:
@@ -90,13 +87,13 @@ class EntropicTransport:
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _build(self, x: Tensor, y: Tensor, reg: float) -> bool:
+    def _build(self, reg: float) -> bool:
         """Write exp((f + g - C) / reg) into the kernel: one product of inner size k + 2, one exp.
 
         Returns: Whether the potentials fit the cost. If not, they are now the largest ones with
             f + g <= C, so that the largest entry of each row and column is one.
         """
-        self._write_exponent(x, y, reg)
+        self._write_exponent(reg)
         if float(self.kernel.amax()) < _SAFE_EXPONENT:
             self.kernel.exp_()
             columns, rows = self.a @ self.kernel, self.kernel @ self.b
@@ -105,7 +102,7 @@ class EntropicTransport:
                 self.u = torch.ones_like(self.a)
                 self.v = columns.reciprocal_()
                 return True
-            self._write_exponent(x, y, reg)
+            self._write_exponent(reg)
         top = self.kernel.amax(1)
         self.f = self.f.sub(top, alpha=reg)
         top = self.kernel.sub_(top[:, None]).amax(0)
@@ -115,25 +112,20 @@ class EntropicTransport:
         self.v = (self.a @ self.kernel).reciprocal_()
         return False
 
-    def _write_exponent(self, x: Tensor, y: Tensor, reg: float) -> None:
-        one = self._one
-        left = torch.cat(
-            (x * (2 / reg), ((self.f - x.square().sum(1)) / reg)[:, None], one.expand(len(x), 1)), 1
-        )
-        right = torch.cat(
-            (y, one.expand(len(y), 1), ((self.g - y.square().sum(1)) / reg)[:, None]), 1
-        )
+    def _write_exponent(self, reg: float) -> None:
+        f = ((self.f - self.x.square().sum(1)) / reg)[:, None]
+        g = ((self.g - self.y.square().sum(1)) / reg)[:, None]
+        left = torch.cat((self.x * (2 / reg), f, torch.ones_like(f)), 1)
+        right = torch.cat((self.y, torch.ones_like(g), g), 1)
         torch.mm(left, right.T, out=self.kernel)
 
-    def _balance(
-        self, x: Tensor, y: Tensor, reg: float, tolerance: float, last: int, *, newton: bool
-    ) -> None:
-        """Scale rows and columns until ``tolerance`` or until ``last`` products have been taken.
+    def _balance(self, reg: float, tolerance: float, limit: int, *, newton: bool = True) -> None:
+        """Scale rows and columns until ``tolerance`` or until ``limit`` products have been taken.
 
         Sinkhorn's iteration while it halves the error, Newton's on f otherwise: its Hessian
         diag(rows) - plan diag(1/b) plan' needs two products with the kernel per conjugate gradient.
         """
-        previous = math.inf
+        previous, last = math.inf, self.products + limit
         while True:
             image = self.kernel @ (self.b * self.v)
             self.rows = self.a * self.u * image
@@ -150,7 +142,7 @@ class EntropicTransport:
             if not largest < _SAFE_EXPONENT:
                 if math.isfinite(largest):
                     self._absorb(reg)
-                self._build(x, y, reg)
+                self._build(reg)
         self._absorb(reg)
 
     def _column_scaling(self, u: Tensor) -> Tensor:
