@@ -16,7 +16,7 @@ from stiefel_opt.functional.skew_maps import cayley_map
 from stiefel_opt.manifold import manifold_of
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.householder import TCWY
-from stiefel_opt.parametrizations.init import householder_vectors, with_determinant
+from stiefel_opt.parametrizations.init import householder_vectors
 from stiefel_opt.parametrizations.skew import Trivialization
 from stiefel_opt.watching import mark_maps
 
@@ -32,16 +32,14 @@ class Reflections(TCWY):
     def free(self, point: Tensor) -> Free:
         if point.is_complex() or point.size(-2) != point.size(-1):
             return super().free(point)
-        n = point.size(-1)
-        wrong = (with_determinant(point, (-1) ** n)[..., -1, :] != point[..., -1, :]).any(-1)
         signs = torch.ones_like(point[..., 0, :])
-        signs[..., -1] = torch.where(wrong, -1.0, 1.0)
+        signs[..., -1] = torch.linalg.slogdet(point).sign * (-1) ** point.size(-1)
         self._set_buffer("phases", signs)
         return householder_vectors(point * signs.unsqueeze(-2))
 
     @override
-    def start(self, point: Tensor) -> Free:
-        return self.free(point)
+    def determinant(self, n: int) -> None:
+        """Return None: the sign of the last column makes up for it."""
 
     @override
     def get_extra_state(self) -> Tensor:
@@ -66,9 +64,7 @@ class Cayley(Exponential):
     an eigenvalue -1 are not reached.
     """
 
-    @override
-    def _unrounded(self, tangent: Tensor) -> Tensor:
-        return cayley_map(tangent if self.base is None else tangent.to(self.base.dtype), self.base)
+    curve = staticmethod(cayley_map)
 
 
 _MAPS: Final[dict[str, type[Parametrization]]] = {
@@ -148,14 +144,7 @@ def orthogonal(
 
 @torch.no_grad()
 def _translate(
-    maps: parametrize.ParametrizationList,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,  # noqa: ARG001
-    strict: bool,  # noqa: ARG001
-    missing_keys: list[str],  # noqa: ARG001
-    unexpected_keys: list[str],  # noqa: ARG001
-    error_msgs: list[str],
+    maps: parametrize.ParametrizationList, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
     """Hook before ``load_state_dict``: turn what torch's parametrization saved into ours."""
     free, base = (state_dict.get(prefix + leaf) for leaf in ("original", "0.base"))
@@ -176,7 +165,8 @@ def _translate(
     try:
         state_dict[prefix + "original"] = ours.right_inverse(weight)
     except ValueError as error:
-        error_msgs.append(f"{prefix}original: of torch's parametrization: {error}")
+        (*_, error_messages) = others
+        error_messages.append(f"{prefix}original: of torch's parametrization: {error}")
         state_dict[prefix + "original"] = maps.original.detach()  # nothing is loaded
     state_dict.pop(prefix + "0.base", None)
     state_dict.update(ours.state_dict(prefix=prefix + "0."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,16 @@ from stiefel_opt._checks import HALF, fail
 from stiefel_opt.device import finest_dtype
 from stiefel_opt.geometry import gram_error, polar_factor
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.parametrizations.init import with_determinant
 
 Free = Tensor | tuple[Tensor, ...]
+
+
+class Reading(TypedDict, total=False):
+    """What every map takes beside its own options: see :class:`Parametrization`."""
+
+    manifold: Stiefel | None
+    generator: torch.Generator | None
 
 
 class Parametrization(nn.Module):
@@ -71,8 +79,15 @@ class Parametrization(nn.Module):
         """Say what the map reaches, for an error message."""
         return "orthonormal"
 
+    def determinant(self, n: int) -> int | None:  # noqa: ARG002
+        """Return the determinant of real n x n matrices that are reached; None: 1 and -1."""
+        return None
+
     def start(self, point: Tensor) -> Free:
         """Return initial free tensors for the orthonormal ``point``, or near it."""
+        is_real_square = point.size(-2) == point.size(-1) and not point.is_complex()
+        if is_real_square and (sign := self.determinant(point.size(-1))) is not None:
+            point = with_determinant(point, sign)
         if (free := self.free(point)) is None:
             raise NotImplementedError
         return free

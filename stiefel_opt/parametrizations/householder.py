@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from stiefel_opt._checks import check_count, fail
 from stiefel_opt.functional.reflections import cwy, generalized_householder, householder, tcwy
-from stiefel_opt.manifold import Stiefel
-from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.init import (
-    gaussian,
-    householder_vectors,
-    reflections_of,
-    with_determinant,
-)
+from stiefel_opt.parametrizations.base import Free, Parametrization, Reading
+from stiefel_opt.parametrizations.init import gaussian, householder_vectors, reflections_of
 
 
 class _Reflecting(Parametrization):
     """A product of a number of factors."""
 
-    def __init__(
-        self,
-        reflections: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, reflections: int | None = None, **reading: Unpack[Reading]) -> None:
+        super().__init__(**reading)
         check_count("reflections", reflections, or_none=True)
         self.reflections = reflections
 
@@ -104,12 +92,14 @@ class CWY(_Reflecting):
         return point * self.phases.unsqueeze(-2).to(point.dtype).sgn()
 
     @override
+    def determinant(self, n: int) -> int | None:
+        return -1 if n % 2 else 1
+
+    @override
     def start(self, point: Tensor) -> Free:
-        n, m = point.shape[-2:]
-        if (count := self.reflections or m) < m:
+        if (count := self.reflections or point.size(-1)) < point.size(-1):
             return gaussian((*point.shape[:-1], count), point, self.generator)
-        square = n == m and not point.is_complex()
-        return self.free(with_determinant(point, (-1) ** n) if square else point)
+        return super().start(point)
 
 
 class Householder(CWY):
@@ -141,10 +131,8 @@ class TCWY(CWY):
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
 
-    def __init__(
-        self, *, manifold: Stiefel | None = None, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, **reading: Unpack[Reading]) -> None:
+        super().__init__(**reading)
 
     @override
     def point(self, *free: Tensor) -> Tensor:

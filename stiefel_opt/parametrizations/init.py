@@ -97,11 +97,10 @@ def _uniform(
 
 def _block_rotation(angles: Tensor, size: int) -> Tensor:
     cosine, sine = angles.cos(), angles.sin()
-    diagonal = torch.ones(size, dtype=angles.dtype, device=angles.device)
-    diagonal[: 2 * len(angles)] = cosine.repeat_interleave(2)
-    beside = torch.zeros(max(size - 1, 0), dtype=angles.dtype, device=angles.device)
-    beside[: 2 * len(angles) : 2] = sine
-    return torch.diag(diagonal) + torch.diag(beside, -1) - torch.diag(beside, 1)
+    blocks = torch.stack([cosine, -sine, sine, cosine], dim=-1).view(-1, 2, 2)
+    rest = angles.new_ones(size % 2, size % 2)
+    rotation: Tensor = torch.block_diag(*blocks, rest)  # type: ignore[no-untyped-call]
+    return rotation
 
 
 # ---- from a given matrix -----------------------------------------------------------------------

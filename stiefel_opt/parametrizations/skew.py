@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, override
+from typing_extensions import Self, Unpack, override
 
 from stiefel_opt._checks import check_count, check_integer, fail
 from stiefel_opt.device import untraced
@@ -19,9 +19,8 @@ from stiefel_opt.geometry import (
     polar_factor,
     widened,
 )
-from stiefel_opt.manifold import Stiefel
-from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.init import cayley_signs, logarithm, with_determinant
+from stiefel_opt.parametrizations.base import Free, Parametrization, Reading
+from stiefel_opt.parametrizations.init import cayley_signs, logarithm
 
 
 class _Based(Parametrization):
@@ -29,6 +28,7 @@ class _Based(Parametrization):
 
     base: Tensor | None
     buffer_names = ("base",)
+    curve = staticmethod(exponential_map)
 
     @override
     def point(self, *free: Tensor) -> Tensor:
@@ -37,9 +37,8 @@ class _Based(Parametrization):
 
     def _unrounded(self, tangent: Tensor) -> Tensor:
         """Return the point in the dtype of the base: float32 for half-precision weights."""
-        if self.base is None:
-            return exponential_map(tangent)
-        return exponential_map(tangent.to(self.base.dtype), self.base)
+        tangent = tangent if self.base is None else tangent.to(self.base.dtype)
+        return self.curve(tangent, self.base)
 
     @override
     def free(self, point: Tensor) -> Free:
@@ -94,9 +93,8 @@ class MatrixExp(_Based):
         return logarithm(point) / 2 if square else super().free(point)
 
     @override
-    def start(self, point: Tensor) -> Free:
-        real_square = point.size(-2) == point.size(-1) and not point.is_complex()
-        return self.free(with_determinant(point, 1) if real_square else point)
+    def determinant(self, n: int) -> int:
+        return 1
 
 
 class Trivialization(_Based):
@@ -117,14 +115,8 @@ class Trivialization(_Based):
         (NeurIPS 2019).
     """
 
-    def __init__(
-        self,
-        every: int | None = 100,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, every: int | None = 100, **reading: Unpack[Reading]) -> None:
+        super().__init__(**reading)
         check_count("every", every, or_none=True)
         self.every = every
         self._changes = 0
@@ -201,14 +193,8 @@ class ScaledCayley(Parametrization):
     signs: Tensor | None
     buffer_names = ("signs",)
 
-    def __init__(
-        self,
-        negative: int | None = None,
-        *,
-        manifold: Stiefel | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(manifold=manifold, generator=generator)
+    def __init__(self, negative: int | None = None, **reading: Unpack[Reading]) -> None:
+        super().__init__(**reading)
         self.negative = None if negative is None else check_integer("negative", negative, 0)
 
     @override
@@ -221,11 +207,8 @@ class ScaledCayley(Parametrization):
         return "orthonormal" if self.negative is None else "D times one without eigenvalue -1"
 
     @override
-    def start(self, point: Tensor) -> Free:
-        real_square = point.size(-2) == point.size(-1) and not point.is_complex()
-        if self.negative is not None and real_square:
-            point = with_determinant(point, (-1) ** self.negative)
-        return self.free(point)
+    def determinant(self, n: int) -> int | None:
+        return None if self.negative is None else (-1) ** self.negative
 
     @override
     def point(self, *free: Tensor) -> Tensor:
