@@ -199,37 +199,38 @@ class _Suspension:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.active = 0
-        self._legacy: str | None = None
-        self._earlier: list[str] = []
+        self._restore: Callable[[], None]
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self.active += 1
-            if self.active > 1:
-                return
-            self._legacy = _legacy_precision()
-            if self._legacy:
-                torch.set_float32_matmul_precision("highest")
-                return
-            self._earlier = [backend.fp32_precision for backend in _BACKENDS]
-            for backend in _BACKENDS:
-                backend.fp32_precision = "ieee"
+            if self.active == 1:
+                self._restore = _raised_precision()
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self.active -= 1
-            if self.active:
-                return
-            if self._legacy:
-                torch.set_float32_matmul_precision(self._legacy)
-                return
-            for backend, value in zip(_BACKENDS, self._earlier, strict=True):
-                backend.fp32_precision = "none"  # what a more general setting says
-                if backend.fp32_precision != value:
-                    backend.fp32_precision = value
+            if not self.active:
+                self._restore()
 
 
-_SUSPENSION: Final = _Suspension()
+def _raised_precision() -> Callable[[], None]:
+    """Set the precision of products to the highest, and return the function that undoes it."""
+    legacy = _legacy_precision()
+    if legacy:
+        torch.set_float32_matmul_precision("highest")
+        return functools.partial(torch.set_float32_matmul_precision, legacy)
+    earlier = [backend.fp32_precision for backend in _BACKENDS]
+    for backend in _BACKENDS:
+        backend.fp32_precision = "ieee"
+
+    def restore() -> None:
+        for backend, value in zip(_BACKENDS, earlier, strict=True):
+            backend.fp32_precision = "none"  # what a more general setting says
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
+
+    return restore
 
 
 def _legacy_precision() -> str | None:
@@ -242,14 +243,13 @@ def _legacy_precision() -> str | None:
             return None
 
 
+_SUSPENSION: Final = _Suspension()
+
+
 @contextlib.contextmanager
 def _suspended(tensor: Tensor) -> Iterator[None]:
-    _SUSPENSION.begin()
-    try:
-        with no_autocast(tensor):
-            yield
-    finally:
-        _SUSPENSION.end()
+    with _SUSPENSION, no_autocast(tensor):
+        yield
 
 
 def full_precision(function: MapT) -> MapT:
