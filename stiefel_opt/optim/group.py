@@ -76,17 +76,11 @@ class StateViews:
             if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
         ]
         views = [state[key] for state, key in self._slots]
-        self._ids = list(map(id, views))
         self._is_shared = any(weight.shards is not None for weight in weights)
         self._memory = self._addresses(views)
         method = weakref.WeakMethod(forget)
-        self._is_gone = False
-
-        this = weakref.ref(self)
 
         def gone(_: Any) -> None:
-            if (watched := this()) is not None:
-                watched._is_gone = True
             if (release := method()) is not None:
                 release()
 
@@ -94,12 +88,13 @@ class StateViews:
 
     def are_intact(self, states: Any) -> bool:
         """Say whether ``states`` still holds these tensors, with their memory."""
-        if self._is_gone or not all(
-            map(operator.is_, map(states.get, self._parameters), self._states)
-        ):
+        if not all(map(operator.is_, map(states.get, self._parameters), self._states)):
             return False
         views: list[Any] = list(itertools.starmap(dict.get, self._slots))
-        return list(map(id, views)) == self._ids and self._addresses(views) == self._memory
+        ours = [view() for view in self._views]  # None for one that is gone
+        is_whole = not any(map(operator.is_, views, itertools.repeat(None)))
+        are_same = is_whole and all(map(operator.is_, views, ours))
+        return are_same and self._addresses(views) == self._memory
 
     def release(self) -> None:
         """Give a copy of their state to parameters that have left the stack."""
