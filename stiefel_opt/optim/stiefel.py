@@ -28,15 +28,8 @@ from stiefel_opt.functional.momentum import (
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.optim import checks
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.checks import (
-    check_adaptive,
-    check_metric,
-    check_nesterov,
-    check_radius,
-    check_transport,
-    resolved,
-)
 from stiefel_opt.optim.commit import Correction, Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.records import largest_of
@@ -72,14 +65,14 @@ class _Flows(StiefelOptimizer):
     @override
     def check_options(self, group: Group) -> None:
         super().check_options(group)
-        check_metric(group)
-        check_transport(group)
-        check_adaptive(group)
+        checks.check_metric(group)
+        checks.check_transport(group)
+        checks.check_adaptive(group)
 
     @override
     def resolved(self, group: Group) -> Group:
         is_published = group["transport"] == "published"
-        return resolved(group, rotation="euler" if is_published else "polar")
+        return checks.resolved(group, rotation="euler" if is_published else "polar")
 
     def radii_of(self) -> dict[Tensor, float]:
         """Return the largest virtual radius of each weight that has one."""
@@ -308,14 +301,14 @@ class StiefelAdam(_Flows, AdamLike):
     @override
     def check_options(self, group: Group) -> None:
         super().check_options(group)
-        check_radius(group)
-        check_nesterov(group)
+        checks.check_radius(group)
+        checks.check_nesterov(group)
 
     @override
     def resolved(self, group: Group) -> Group:
         as_printed = group["adaptive"] or group["transport"] == "published"
         radius, nesterov = (1.0, False) if as_printed else ("virtual", True)
-        return resolved(super().resolved(group), radius=radius, nesterov=nesterov)
+        return checks.resolved(super().resolved(group), radius=radius, nesterov=nesterov)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
