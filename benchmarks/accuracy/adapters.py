@@ -54,7 +54,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import smollm2
+from benchmarks.common import harness, smollm2
+from benchmarks.common.harness import kept_bytes, state_tensors
 
 LAYERS, LENGTH, STEPS, LONGER = 4, 64, 24, 4
 RANK, FINAL_RANK, BLOCK = 8, 5, 32
@@ -353,34 +354,16 @@ class Bench:
                 training(pieces[number])
                 seconds[name].append(time.process_time() - began)
         for name, training in made.items():
-            states = [v for s in training.optimizer.state.values() for v in s.values()]
-            tensors = [value for value in states if isinstance(value, Tensor)]
-            self.add(
-                {
-                    "method": name,
-                    "step_seconds": seconds[name],
-                    "kept_bytes": kept[name],
-                    "state_bytes": sum(t.numel() * t.element_size() for t in tensors),
-                }
-            )
+            state = sum(tensor.nbytes for tensor in state_tensors(training.optimizer))
+            costs = {"step_seconds": seconds[name], "kept_bytes": kept[name], "state_bytes": state}
+            self.add({"method": name, **costs})
 
 
 def saved_bytes(training: Training, piece: tuple[Tensor, Tensor]) -> int:
     """Bytes that one step keeps for its backward pass, parameters and buffers aside."""
-    model = training.model
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), *piece)}
-    seen: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(inputs_embeds=piece[0], labels=piece[1], use_cache=False).loss
-    del loss
-    return sum(seen.values())
+    model, (x, tokens) = training.model, piece
+    own = (*model.parameters(), *model.buffers(), *piece)
+    return kept_bytes(lambda: model(inputs_embeds=x, labels=tokens, use_cache=False).loss, own)[0]
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -393,7 +376,6 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 def merge(path: Path) -> None:
     """Write the tables of what is there, and the runs, into benchmarks/results/adapters.json."""
-    harness = importlib.import_module("benchmarks.common.harness")
     unique = {json.dumps(line): line for line in map(json.loads, path.read_text().splitlines())}
     lines = list(unique.values())
     tables: dict[str, str] = {}

@@ -221,6 +221,32 @@ def step_memory(
     return StepMemory(peak, live)
 
 
+def kept_bytes(compute: Callable[[], Any], without: Iterable[torch.Tensor] = ()) -> tuple[int, Any]:
+    """Bytes that a forward pass keeps for its backward pass, and what it returns.
+
+    Each storage counts once, those of ``without`` not at all; buffers inside an operation are not
+    seen.
+    """
+    held: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = compute()
+    for tensor in without:
+        held.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(held.values()), result
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All tensors in the state of an optimizer."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def orthonormality_error(matrices: torch.Tensor) -> float:
     """max |X'X - I| over float64 copies, computed here and not by any contestant."""
     gram = matrices.mT @ matrices

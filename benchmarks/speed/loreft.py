@@ -37,7 +37,14 @@ from torch import Tensor, nn
 
 import stiefel_opt as so
 from benchmarks.common import smollm2
-from benchmarks.common.harness import RESULTS, machine, markdown_table, version, write_json
+from benchmarks.common.harness import (
+    RESULTS,
+    kept_bytes,
+    machine,
+    markdown_table,
+    state_tensors,
+    write_json,
+)
 
 LAYERS, RANK, LENGTH, STEPS, WARM = 10, 4, 64, 24, 3
 POOL, HELD = 60, 16  # pieces
@@ -126,15 +133,7 @@ class Training:
 
     def kept(self, piece: Piece) -> int:
         """Bytes that a step keeps for its backward pass."""
-        held: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.bench.loss(self.found, piece)
-        return sum(held.values())
+        return kept_bytes(lambda: self.bench.loss(self.found, piece))[0]
 
     def first_angle(self, piece: Piece) -> float:
         """Make a step, and return the largest angle between the columns before and behind it."""
@@ -149,9 +148,10 @@ class Training:
         tensors = [*self.found.parameters(), *self.found.buffers()]
         file = io.BytesIO()
         torch.save([each.state_dict() for each in self.found], file)
-        state = [t for s in self.rule.state.values() for t in s.values() if torch.is_tensor(t)]
-        totals = [sum(t.numel() * t.element_size() for t in each) for each in (tensors, state)]
-        return [totals[0], file.getbuffer().nbytes, totals[1]]
+        numbers, state = (
+            sum(t.nbytes for t in each) for each in (tensors, state_tensors(self.rule))
+        )
+        return [numbers, file.getbuffer().nbytes, state]
 
 
 def pair(bench: Bench, rates: dict[str, float], seed: int) -> dict[str, Training]:
@@ -254,8 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs[-1] |= {"losses": training.losses, "seconds": training.seconds}
             print(name, seed, statistics.fmean(training.losses[-6:]), held, flush=True)
     tables = tables_of(ends, runs, cost)
-    about = machine(torch.device("cpu"))
-    about["versions"] |= {name: version(name) for name in ("pyreft", "transformers")}
+    about = machine(packages=("pyreft", "transformers"))
     content = {"machine": about, "tables": tables, "rates": ends, "runs": runs, "cost": cost}
     write_json(arguments.output, content)
     print("\n\n".join(tables.values()))

@@ -37,8 +37,10 @@ from benchmarks.common.harness import (
     Contestant,
     flags,
     interleave,
+    kept_bytes,
     machine,
     markdown_table,
+    orthonormality_error,
     write_json,
 )
 from stiefel_opt import compat
@@ -115,33 +117,19 @@ class Training:
         self.rule.zero_grad()
 
     def checkpoint(self) -> int:
-        saved = self.layer.state_dict().values()
-        return sum(value.numel() * value.element_size() for value in saved)
+        return sum(value.nbytes for value in self.layer.state_dict().values())
 
     def first_step(self) -> int:
         """Make a step; return the bytes of all that its graph holds and nobody else."""
-        held: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = self.loss()
         others = [self.x, self.target, *self.layer.parameters(), *self.layer.buffers()]
-        for tensor in others:
-            held.pop(tensor.untyped_storage().data_ptr(), None)
+        kept, loss = kept_bytes(self.loss, others)
         loss.backward()
         self.rule.step()
         self.rule.zero_grad()
-        return sum(held.values())
+        return kept
 
-    @torch.no_grad()
     def error(self) -> float:
-        weight = self.layer.weight.double()
-        gram = weight.mT @ weight
-        return float((gram - torch.eye(gram.size(-1), dtype=gram.dtype)).abs().max())
+        return orthonormality_error(self.layer.weight.detach().double())
 
 
 def flops_rate() -> float:

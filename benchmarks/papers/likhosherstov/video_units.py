@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common.harness import kept_bytes, state_tensors
 from benchmarks.common.images import load_images
 from benchmarks.common.training import Trainer
 from stiefel_opt.nn import ConvNERU
@@ -209,36 +210,14 @@ def kth_clips(options: Namespace) -> Mapping[str, Any]:
 
 
 def live_bytes(build: Callable[[], Trainer]) -> int:
-    """Bytes that a forward keeps for its backward, with parameters and optimizer's state.
-
-    Tensors saved by autograd are counted once for each storage. Works on every device alike;
-    buffers inside one operation are not seen.
-    """
+    """Bytes that a forward keeps for its backward, with parameters and optimizer's state."""
     trainer = build()
     batch = next(iter(trainer.task.batches(torch.Generator().manual_seed(0))))
     trainer.step(batch)
-    storages: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss, _ = trainer.task.loss(batch)
-    for parameter in trainer.model.parameters():
-        note(parameter)
-        note(parameter if parameter.grad is None else parameter.grad)
-    for state in trainer.optimizer.state_dict().values():
-        for tensor in tensors(state):
-            note(tensor)
-    del loss
-    return sum(storages.values())
-
-
-def tensors(state: Any) -> list[Tensor]:
-    """All tensors in nested dicts and lists."""
-    if isinstance(state, Tensor):
-        return [state]
-    inner = state.values() if isinstance(state, dict) else state
-    return [t for part in inner for t in tensors(part)] if isinstance(state, dict | list) else []
+    parameters = list(trainer.model.parameters())
+    own = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+    for part in getattr(trainer.optimizer, "parts", [trainer.optimizer]):
+        own += state_tensors(part)
+    kept, _ = kept_bytes(lambda: trainer.task.loss(batch), own)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in own}
+    return kept + sum(storage.nbytes() for storage in storages.values())
