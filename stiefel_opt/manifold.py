@@ -60,8 +60,9 @@ class Stiefel:
         raise TypeError(fail("Stiefel", wanted, cls.__name__, remedy))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", _normal_ranges(self.rows))
-        object.__setattr__(self, "heads", _normal_heads(self.heads, self.rows))
+        rows = _normal_ranges(self.rows)
+        object.__setattr__(self, "rows", rows)
+        object.__setattr__(self, "heads", _normal_heads(self.heads, rows))
         for name in ("flatten", "transposed"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
@@ -106,11 +107,10 @@ class Stiefel:
         if math.prod(size) == 0:
             raise ValueError(fail(name, "not be empty", f"shape {size}", "leave it untagged"))
         row_count = self._size(size)[0]
-        for start, stop in self._ranges():
+        for start, stop, heads in self._spans(row_count):
             if stop > row_count:
                 wanted, remedy = f"lie in [0, {row_count}]", f"its shape is {size}"
                 raise ValueError(fail(f"rows of {name}", wanted, (start, stop), remedy))
-        for (start, stop), heads in zip(self._spans(row_count), self._heads(), strict=True):
             if (stop - start) % heads:
                 remedy = f"its shape is {size}; change heads or rows"
                 wanted = f"divide its {stop - start} rows"
@@ -120,7 +120,7 @@ class Stiefel:
         """Return one view of the stored ``tensor`` for each constrained range of rows."""
         if self.rows is None:
             return (tensor,)
-        dim = self._row_dim(tensor)
+        dim = self.dimensions(tensor.ndim)[0]
         return tuple(tensor.narrow(dim, start, stop - start) for start, stop in self._ranges())
 
     def blocks(self, tensor: Tensor) -> list[tuple[Tensor, Stiefel]]:
@@ -138,7 +138,7 @@ class Stiefel:
         """Return one view of the stored ``tensor`` for each range of rows that is left plain."""
         if self.rows is None:
             return ()
-        dim = self._row_dim(tensor)
+        dim = self.dimensions(tensor.ndim)[0]
         edges = [0, *(edge for pair in sorted(self._ranges()) for edge in pair), tensor.size(dim)]
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return tuple(tensor.narrow(dim, low, high - low) for low, high in gaps if high > low)
@@ -155,7 +155,7 @@ class Stiefel:
             part = part.flatten(2 if stacked else 1)
         if self.transposed:
             part = part.mT
-        heads = self._heads_of(index)
+        heads = self._heads()[index]
         if heads > 1:
             part = torch.unflatten(part, -2, (heads, part.size(-2) // heads))
         if wide is None:
@@ -174,7 +174,7 @@ class Stiefel:
         """Undo :meth:`matrices` for a part of ``shape``."""
         if self.is_wide(shape[1:] if stacked else shape, index) if wide is None else wide:
             matrices = matrices.mT
-        if self._heads_of(index) > 1:
+        if self._heads()[index] > 1:
             matrices = matrices.flatten(-3, -2)
         if self.transposed:
             matrices = matrices.mT
@@ -189,20 +189,20 @@ class Stiefel:
     def is_wide(self, shape: torch.Size, index: int = 0) -> bool:
         """Say whether the matrices of range ``index``, all rows of ``shape``, are wide."""
         row_count, column_count = self._size(shape)
-        return row_count // self._heads_of(index) < column_count
+        return row_count // self._heads()[index] < column_count
 
     def heights(self, shape: torch.Size | tuple[int, ...]) -> list[int]:
         """Return n of the tall n x m matrices of each range of a tensor of ``shape``."""
         row_count, column_count = self._size(shape)
-        spans = zip(self._spans(row_count), self._heads(), strict=True)
-        return [max((stop - start) // heads, column_count) for (start, stop), heads in spans]
+        spans = self._spans(row_count)
+        return [max((stop - start) // heads, column_count) for start, stop, heads in spans]
 
     def describe(self, shape: torch.Size | tuple[int, ...]) -> str:
         """Return the reading of a tensor of ``shape`` in words: ``12 x (32 x 384), rows``."""
         row_count, column_count = self._size(shape)
         lead = 1 if self.flatten else math.prod(tuple(shape)[:-2])
         words = []
-        for (start, stop), heads in zip(self._spans(row_count), self._heads(), strict=True):
+        for start, stop, heads in self._spans(row_count):
             height = (stop - start) // heads
             kind = "rows" if height < column_count else "columns"
             kind = "square" if height == column_count else kind
@@ -218,18 +218,14 @@ class Stiefel:
     def _ranges(self) -> Ranges:
         return self.rows or ()  # type: ignore[return-value]  # __post_init__ normalised it
 
-    def _spans(self, row_count: int) -> Ranges:
-        return self._ranges() or ((0, row_count),)
+    def _spans(self, row_count: int) -> list[tuple[int, int, int]]:
+        """Return start, stop and heads of each range."""
+        ranges = self._ranges() or ((0, row_count),)
+        return [(*pair, heads) for pair, heads in zip(ranges, self._heads(), strict=True)]
 
     def _heads(self) -> tuple[int, ...]:
         number = max(1, len(self._ranges()))
         return self.heads if isinstance(self.heads, tuple) else (self.heads or 1,) * number
-
-    def _heads_of(self, index: int) -> int:
-        return self.heads[index] if isinstance(self.heads, tuple) else self.heads or 1
-
-    def _row_dim(self, tensor: Tensor) -> int:
-        return self.dimensions(tensor.ndim)[0]
 
     def _size(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
         if self.flatten:
@@ -261,13 +257,12 @@ def _normal_ranges(rows: object) -> Ranges | None:
     return tuple((start, stop) for start, stop in pairs)
 
 
-def _normal_heads(heads: object, rows: object) -> int | tuple[int, ...] | None:
-    number = len(rows) if isinstance(rows, tuple) else 1
+def _normal_heads(heads: Any, rows: Ranges | None) -> int | tuple[int, ...] | None:
     if heads is None:
         return None
-    listed = tuple(heads) if isinstance(heads, (tuple, list)) else (heads,) * number
-    values = tuple(value for value in listed if type(value) is int)
-    if len(values) != len(listed):
+    number = len(rows) if rows is not None else 1
+    values = tuple(heads) if isinstance(heads, (tuple, list)) else (heads,) * number
+    if not all(type(value) is int for value in values):
         raise TypeError(fail("heads", "be an integer, or one for each range of rows", repr(heads)))
     if not all(value >= 1 for value in values):
         raise ValueError(fail("heads", "be at least 1", heads))
