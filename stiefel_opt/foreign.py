@@ -48,7 +48,7 @@ def _look_at(optimizer: Optimizer) -> None:
     seen = _tags + len(optimizer.param_groups)  # both only grow
     if optimizer.__dict__.get(_LOOKED, -1) >= seen:
         return
-    keeps = _keeps_tags(optimizer)
+    keeps = any(map(is_own, (optimizer, *inner_optimizers(optimizer))))
     tagged = _tagged(optimizer)
     for parameter in tagged:
         parameter.is_stepped = True
@@ -76,11 +76,6 @@ def _look_at(optimizer: Optimizer) -> None:
 # such a function may take an optimizer.
 WHILE_COMPILING: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _look_at._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _keeps_tags(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer is of this package, derived from one, or wraps one."""
-    return any(map(is_own, (optimizer, *inner_optimizers(optimizer))))
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

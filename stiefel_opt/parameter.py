@@ -158,17 +158,16 @@ def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
-    points: list[tuple[Any, Tensor | None]] = []
+    points: list[tuple[str, Any, Tensor | None]] = []
     lost: list[tuple[str, float]] = []
     for parameter in parameters:
         if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
             manifold.check(parameter.shape, name)
             stays = parameter.is_meta or is_sharded(parameter)
-            points.append((parameter, None if stays else nearest(parameter, manifold, name)))
-    for parameter, point in points:
+            points.append((name, parameter, None if stays else nearest(parameter, manifold, name)))
+    for name, parameter, point in points:
         share = distance(parameter, point)
-        name = f"parameter of shape {tuple(parameter.shape)}"
         lost += [(name, share)] if is_lost(parameter, manifold, share) else []
         if point is not None:
             parameter.copy_(point)
