@@ -28,7 +28,7 @@ STEP_SIZE = 0.1
 
 SGD, ADAM = "StiefelSGD", "StiefelAdam"
 POGO, GEOOPT_SGD, GEOOPT_ADAM = "POGO, SGD", "geoopt SGD", "geoopt Adam"
-SIX, SIX_SEPARATE = "six products", "six products, one by one"
+SIX = "six products"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Row:
     n: int
     m: int
     heads: bool = False  # the batch is the heads of one (batch * m, n) weight
-    fused: bool = False  # half of them are queries, half keys, and plain values stand below
 
     @property
     def matrices(self) -> int:
@@ -49,9 +48,6 @@ class Row:
 
     @property
     def label(self) -> str:
-        if self.fused:
-            side = f"{self.batch * self.m * 3 // 2} x {self.n}"
-            return f"{self.parameters} fused q, k, v of {side}, {self.batch} heads"
         if self.heads:
             side = f"{self.batch * self.m} x {self.n}"
             return f"{self.parameters} parameters of {side}, {self.batch} heads"
@@ -92,12 +88,6 @@ def stacked_heads(values: Tensor) -> Tensor:
     return values.mT.reshape(batch * m, n)
 
 
-def fused_heads(values: Tensor) -> Tensor:
-    """Queries and keys, and below them values, which nobody constrains: any numbers."""
-    rows = stacked_heads(values)
-    return torch.cat([rows, rows[: len(rows) // 2]])
-
-
 def start(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
     """Orthonormal X and Gaussian G, (parameters, batch, n, m): the same for every contestant."""
     generator = torch.Generator().manual_seed(7)
@@ -119,8 +109,6 @@ def adam_lr(row: Row) -> float:
 def read_matrices(parameters: list[Tensor], row: Row, layout: Layout) -> Tensor:
     """The matrices of all parameters, tall, (k, n, m), in float64."""
     stack = torch.stack([parameter.detach() for parameter in parameters]).double()
-    if layout is fused_heads:
-        stack, layout = stack[:, : row.batch * row.m], stacked_heads
     if layout is wide_batch or layout is stacked_heads:
         return stack.reshape(row.matrices, row.m, row.n).mT
     return stack.reshape(row.matrices, row.n, row.m)
@@ -151,10 +139,6 @@ def enter(
 def ours(row: Row, device: torch.device) -> Iterator[Entry]:
     as_in_model = stacked_heads if row.heads else (tall_batch if row.batch > 1 else single)
     manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
-    if row.fused:
-        half = row.batch * row.m // 2
-        as_in_model = fused_heads
-        manifold = so.Stiefel(heads=row.batch // 2, rows=((0, half), (half, 2 * half)))
     tag = partial(so.ManifoldParameter, manifold=manifold)
     sgd = partial(so.StiefelSGD, lr=LR, momentum=MOMENTUM)
     yield enter(SGD, row, device, as_in_model, tag, sgd)
@@ -178,25 +162,14 @@ def rivals(row: Row, device: torch.device) -> Iterator[Entry]:
     yield enter(GEOOPT_ADAM, row, device, tall, euclidean, geoopt_adam)
 
 
-def products(row: Row, device: torch.device) -> Iterator[Contestant]:
-    """Six products n x m by m x m for every matrix: as one batch, and one parameter at a time."""
+def products(row: Row, device: torch.device) -> Contestant:
+    """Six products n x m by m x m for every matrix, as one batch."""
     points, gradients = start(row, device)
-    small = gradients[..., : row.m, :].contiguous()
-    results = torch.empty_like(points)
-    joined = [tensor.flatten(0, 1) for tensor in (points, small, results)]
+    tall, factor = points.flatten(0, 1), gradients[..., : row.m, :].contiguous().flatten(0, 1)
+    result = torch.empty_like(tall)
 
     def six() -> None:
-        tall, factor, result = joined
         for _ in range(6):
             torch.bmm(tall, factor, out=result)
 
-    yield Contestant(SIX, six)
-    if row.parameters > 1:
-        pieces = list(zip(points.unbind(), small.unbind(), results.unbind(), strict=True))
-
-        def six_one_by_one() -> None:
-            for _ in range(6):
-                for tall, factor, result in pieces:
-                    torch.bmm(tall, factor, out=result)
-
-        yield Contestant(SIX_SEPARATE, six_one_by_one)
+    return Contestant(SIX, six)

@@ -38,7 +38,7 @@ def times(size: tuple[int, int, int, int], rounds: int, device: torch.device) ->
     """Seconds of a step of each contestant, their errors after it, and ratios to the products."""
     row = Row(label(size), *size)
     entries = list(ours(row, device))
-    contestants = [*(entry.contestant for entry in entries), next(products(row, device))]
+    contestants = [*(entry.contestant for entry in entries), products(row, device)]
     timings = harness.interleave(contestants, rounds=rounds, device=device)
     record: dict[str, Any] = {one.name: timings.summary(one.name) for one in contestants}
     for entry in entries:

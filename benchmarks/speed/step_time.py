@@ -5,7 +5,7 @@ contestant gets its parameters as a model would hold them: what are separate par
 separate parameters there. Rivals get the shape that suits them best (POGO: a leading batch
 dimension and wide matrices; geoopt: tall ones; heads as a batch). The floor below everybody is
 six bare products of the same shape (one ``torch.bmm`` over all matrices, into a buffer kept from
-before), what the fused step costs on paper; for separate parameters also one matrix at a time.
+before), what a step costs on paper.
 
 **What a step is here.** The gradient G is Gaussian and changes its sign after every step, outside
 the timed region: momentum and step keep their size, and the point neither converges nor drifts.
@@ -32,13 +32,11 @@ import torch
 
 from benchmarks.common import harness
 from benchmarks.speed import contestants as known
-from benchmarks.speed.contestants import ADAM, POGO, SGD, SIX, SIX_SEPARATE, Row
+from benchmarks.speed.contestants import ADAM, POGO, SGD, SIX, Row
 
-# Of the fused weights rivals get the queries and keys only; ours moves the values too.
 ROWS = (
     Row("separate-384x32", 168, 1, 384, 32),
     Row("heads-384x384", 14, 12, 384, 32, heads=True),
-    Row("fused-1152x384", 14, 24, 384, 32, heads=True, fused=True),
     Row("one-4096x512", 1, 1, 4096, 512),
     Row("one-2048x256", 1, 1, 2048, 256),
     Row("one-30000x50", 1, 1, 30000, 50),
@@ -62,7 +60,7 @@ def measure(
         for _ in range(SETTLING):
             entry.contestant.prepare()
             entry.contestant.call()
-    contestants = [*(entry.contestant for entry in entries), *known.products(row, device)]
+    contestants = [*(entry.contestant for entry in entries), known.products(row, device)]
     timings = harness.interleave(contestants, rounds=rounds, device=device)
     size = row.matrices * row.n * row.m * torch.float32.itemsize
     for entry in entries if not memory else ():
@@ -90,17 +88,16 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
     names, lines = (SGD, ADAM, POGO, known.GEOOPT_SGD, known.GEOOPT_ADAM), []
     for result in results:
         found = result["contestants"]
-        sgd, adam, apart = found[SGD], found[ADAM], found.get(SIX_SEPARATE)
+        sgd, adam = found[SGD], found[ADAM]
         line = [result["label"], *(f"{found[name]['median_ms']:.2f}" for name in names)]
         line.append(f"{sgd['over_products']:.2f}")
-        line.append(f"{sgd['median_ms'] / apart['median_ms']:.2f}" if apart else "-")
         for other, key, form in (
             (found[POGO], "orthonormality_error", ".0e"),
             (adam, "temporaries_over_parameters", ".1f"),
         ):
             line.append(f"{sgd[key]:{form}} / {other[key]:{form}}")
         lines.append(line)
-    header = ("ms a step", *names, "StiefelSGD / six products", "the same, one parameter at a time")
+    header = ("ms a step", *names, "StiefelSGD / six products")
     header = (*header, "error, ours / POGO", "temporaries, SGD / Adam")
     return harness.markdown_table(header, lines)
 

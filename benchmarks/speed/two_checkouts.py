@@ -102,16 +102,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.25, help="of one round")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--output", type=Path, default=here / "benchmarks/results/two_checkouts.json"
-    )
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         work()
         return
 
-    from benchmarks.common.harness import machine, markdown_table, write_json
+    from benchmarks.common.harness import markdown_table
 
     workers = [
         subprocess.Popen(
@@ -129,7 +126,7 @@ def main() -> None:
         worker.stdin.flush()
         return [float(word) for word in worker.stdout.readline().split()]
 
-    record, cells = [], []
+    cells = []
     for row, rule in itertools.product(options.rows, RULES):
         found = [[ask(worker, row, rule) for worker in workers] for _ in range(options.rounds)]
         ratios = sorted(after[0] / before[0] for before, after in found)
@@ -137,18 +134,12 @@ def main() -> None:
         ratio = statistics.median(ratios)
         before, after = (statistics.median(pair[i][0] for pair in found) for i in (0, 1))
         errors = [side[1] for side in found[-1]]
-        record.append({"row": row, "rule": rule, "before_ms": before, "after_ms": after})
-        record[-1] |= {"ratio": ratio, "quartiles": quartiles, "errors": errors}
         print(f"{row} {rule}: {before:.3f} {after:.3f} ms, after / before {ratio:.3f}", flush=True)
         spread = f"{ratio:.2f} ({quartiles[0]:.2f} - {quartiles[1]:.2f})"
         far = " / ".join(f"{error:.0e}" for error in errors)
         cells.append([row, rule, f"{before:.2f}", f"{after:.2f}", spread, far])
     header = ("row", "rule", "before, ms", "after, ms", "after / before", "errors")
-    text = markdown_table(header, cells)
-    print(text)
-    settings = {"rounds": options.rounds, "threads": options.threads, "dtype": "float32"}
-    content = {"machine": machine(), "settings": settings, "table": text, "results": record}
-    write_json(options.output, content)
+    print(markdown_table(header, cells))
 
 
 if __name__ == "__main__":
