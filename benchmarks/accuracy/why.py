@@ -8,15 +8,15 @@ copying    Ten digits are repeated after T zeros by a recurrent network of 64 un
            the initialisation of Henaff et al. (2016): share of the digits that are right.
 deep       A tanh network of 20 or 50 layers of width 64, without normalisation, tells digits apart:
            accuracy, and singular values of the Jacobian of the last layer by the first input.
-attention  Two blocks of self-attention, four heads of 16, read digits row by row, without
-           normalisation of queries and keys: accuracy, the largest logit, and the noise in the
-           gradient by the logits, see `logit_noise`.
-queries    The same over the learning rate of queries and keys; all else has one that serves it.
+queries    Two blocks of self-attention, four heads of 16, read digits row by row, without
+           normalisation of queries and keys, over their learning rate; all else has one that
+           serves it: accuracy, the largest logit, and the noise in the gradient by the logits,
+           see `logit_noise`.
 
-Each method trains at nine learning rates, one for all its weights, which fall to zero along a
-cosine, with Adam or, where weights are tagged, StiefelAdam. Methods of one seed see the same data
-in the same order, and have the same initialisation where their name says so. A run is a file in the
-folder and is not repeated while that is there.
+Each method trains at nine learning rates, which fall to zero along a cosine, with Adam or, where
+weights are tagged, StiefelAdam. Methods of one seed see the same data in the same order, and have
+the same initialisation where their name says so. A run is a file in the folder and is not repeated
+while that is there.
 """
 
 import argparse
@@ -55,7 +55,6 @@ class Picture(NamedTuple):
 PICTURES = {
     "copying": Picture(("tagged", "cwy", "free", "lstm", "clipped"), (100, 300), 300, 32),
     "deep": Picture(("tagged", "free", "gaussian", "default"), (20, 50), 200, 64),
-    "attention": Picture(("tagged", "free", "default"), (2,), 200, 64),
     "queries": Picture(("tagged", "free", "default"), (2,), 200, 64),
 }
 
@@ -75,8 +74,7 @@ class Run(NamedTuple):
 
 
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    tagged = harness.PRINTED
-    kind = tagged if run.method == "tagged" else torch.optim.Adam
+    kind = harness.PRINTED if run.method == "tagged" else torch.optim.Adam
     if run.picture != "queries":
         return kind(model.parameters(), lr=run.rate)
     swept = [layer.weight for attention in model.attention for layer in (attention.q, attention.k)]
@@ -234,11 +232,9 @@ def deep(run: Run, steps: int) -> dict[str, Any]:
     inputs, labels, held_out, wanted = images()
     torch.manual_seed(run.seed)
     model = Plain(run.method, run.size)
-    start = model.jacobian(held_out[:32])
     last = max(train(run, model, epochs(inputs, labels, run), steps), default=0)
     return {
         "accuracy": accuracy(model, held_out, wanted) if last == steps else 0.1,
-        "jacobian_at_start": start,
         "jacobian": model.jacobian(held_out[:32]),
         "steps": last,
     }
@@ -330,7 +326,7 @@ def attention(run: Run, steps: int) -> dict[str, Any]:
 
 # ---- runs ----------------------------------------------------------------------------------------
 
-WORK = {"copying": copying, "deep": deep, "attention": attention, "queries": attention}
+WORK = {"copying": copying, "deep": deep, "queries": attention}
 
 
 def runs(options: argparse.Namespace) -> list[Run]:

@@ -16,7 +16,7 @@ METHODS = {
     "gaussian": "unconstrained, Gaussian initialisation",
     "default": "unconstrained, torch's initialisation",
 }
-SIZES = {"copying": "T", "deep": "layers", "attention": "blocks", "queries": "blocks"}
+SIZES = {"copying": "T", "deep": "layers", "queries": "blocks"}
 Run = dict[str, Any]
 
 
@@ -34,10 +34,8 @@ def measures(run: Run) -> dict[str, float | None]:
     """What is kept of a run; None for what overflowed."""
     found = {"right": 100 * run["accuracy"]}
     if run["picture"] == "deep":
-        for when, key in (("start", "jacobian_at_start"), ("end", "jacobian")):
-            for word, value in zip(("smallest", "median", "largest"), run[key], strict=True):
-                found[f"{word} at the {when}"] = value
-    if run["picture"] in ("attention", "queries"):
+        found["median at the end"] = run["jacobian"][1]
+    if run["picture"] == "queries":
         found |= logits(run)
     return {key: float(f"{v:.4g}") if math.isfinite(v) else None for key, v in found.items()}
 
@@ -77,62 +75,26 @@ def each(values: dict[str, Any], picture: str) -> Iterator[tuple[str, str, dict[
 
 
 def tables(values: dict[str, Any], rates: list[float]) -> dict[str, str]:
-    """Shares by rate and in short, singular values, logits: what the documentation quotes."""
+    """Shares in short, and logits by learning rate: what the documentation quotes."""
     written = {}
     for picture, unit in SIZES.items():
-        rows, short = [], []
+        rows = []
         for size, title, kept in each(values, picture):
             shares = kept["right"]
             means = [centre(entries, "right") for entries in shares]
             best = means.index(max(means))
-            rows.append([title, size, *(f"{mean:.0f}" for mean in means)])
             spread = f"{means[best]:.1f} ({min(shares[best]):.1f} to {max(shares[best]):.1f})"
             enough = str(sum(mean >= 80 for mean in means))
-            short.append([title, size, str(len(shares[0])), f"{rates[best]:g}", spread, enough])
-        header = ["% right at learning rate", unit, *(f"{rate:g}" for rate in rates)]
-        written[f"{picture}, by rate"] = harness.markdown_table(header, rows)
+            rows.append([title, size, str(len(shares[0])), f"{rates[best]:g}", spread, enough])
         header = ["method", unit, "seeds", "best learning rate", "% right there (seeds)"]
         header.append("learning rates with 80 % right")
-        written[picture] = harness.markdown_table(header, short)
+        written[picture] = harness.markdown_table(header, rows)
+    forms = {"right": ".1f", "loss": ".2f", "largest logit": ".0f", "noise over signal": ".1f"}
     rows = []
-    for size, title, kept in each(values, "deep"):
-        places = [("initialisation", "start", 0)]
-        places += [(f"learning rate {rates[place]:g}", "end", place) for place in range(3, 8)]
-        for label, when, place in places:
-            row = [title, size, label]
-            for word in ("smallest", "median", "largest"):
-                key = f"{word} at the {when}"
-                row.append(f"{centre(kept[key][place], key):.0e}")
-            rows.append(row)
-    header = ["singular values of the Jacobian", "layers", "at", "smallest", "median", "largest"]
-    written["jacobian"] = harness.markdown_table(header, rows)
-    for picture in ("attention", "queries"):
-        rows = [
-            [
-                title,
-                str(len(kept["right"][place])),
-                f"{rates[place]:g}",
-                *(
-                    f"{centre(kept[key][place], key):{form}}"
-                    for key, form in (
-                        ("right", ".1f"),
-                        ("loss", ".2f"),
-                        ("largest logit", ".0f"),
-                        ("noise over signal", ".1f"),
-                    )
-                ),
-            ]
-            for _, title, kept in each(values, picture)
-            for place in range(4, len(rates))
-        ]
-        header = [
-            "method",
-            "seeds",
-            "learning rate",
-            "% right",
-            "loss",
-            "largest logit",
-            "noise over signal",
-        ]
-        written[f"{picture}, logits"] = harness.markdown_table(header, rows)
+    for _, title, kept in each(values, "queries"):
+        for place, rate in enumerate(rates[4:], start=4):
+            cells = [f"{centre(kept[key][place], key):{form}}" for key, form in forms.items()]
+            rows.append([title, str(len(kept["right"][place])), f"{rate:g}", *cells])
+    header = ["method", "seeds", "learning rate", "% right", *list(forms)[1:]]
+    written["queries, logits"] = harness.markdown_table(header, rows)
     return written
