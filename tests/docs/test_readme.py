@@ -7,6 +7,7 @@ it prints, but for the digits that rounding and the draw decide. Tables: `test_p
 import json
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_it_says_what_the_demo_printed() -> None:
     apart = tuned["StiefelAdamW"]
     assert f"{-apart['difference']:.2f} ± {apart['standard_error']:.2f} apart" in demo.TUNED
     assert abs(apart["difference"]) < 2 * apart["standard_error"]  # or they are not level
+
+
+def test_it_counts_the_learning_rates() -> None:
+    path = ROOT / "benchmarks" / "results" / "learning_rates.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    ours, theirs = runs["StiefelAdam"], runs["unconstrained, AdamW"]
+    places = Counter(ours[name][0] - theirs[name][0] for name in theirs)
+    higher = f"three times that in {places[1]}, ten times in {places[2]}"
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    assert f"{places[0]} of {len(theirs)} trainings, {higher}" in " ".join(README.split())
+    assert f"In {len(theirs)} trainings of networks" in page
+    assert f"AdamW in {places[0]}, {higher}" in " ".join(page.split())
 
 
 @pytest.mark.parametrize(("line", "code", "printed"), BLOCKS)
