@@ -40,7 +40,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import gzip
 import importlib
 import json
 import math
@@ -77,25 +76,19 @@ class Texts:
         self.lower, self.tokenizer, self.data_dir, self.kept = lower, tokenizer, data_dir, kept
         self.known: dict[str, Pieces] = torch.load(kept) if kept.exists() else {}
 
-    def ids(self, text: str) -> Tensor:
-        found: Tensor = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-        return found
-
     @torch.no_grad()
     def pieces(self, name: str, text: str, count: int) -> Pieces:
         """As many pieces, evenly spread; kept in a file beside the runs."""
         if name not in self.known:
-            ids = self.ids(text)
-            starts = torch.linspace(0, len(ids) - LENGTH, count).long().tolist()
-            cut = [ids[start : start + LENGTH][None] for start in starts]
+            ids = smollm2.token_ids(self.tokenizer, text)
+            cut = smollm2.pieces(ids, count, LENGTH).split(1)
             self.known[name] = [(self.lower(x, use_cache=False).last_hidden_state, x) for x in cut]
             torch.save(self.known, self.kept)
         return self.known[name]
 
     @functools.cached_property
     def pairs(self) -> list[tuple[str, str]]:
-        with gzip.open(self.data_dir / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:
-            known = sorted(dict(line.rstrip("\n").split("\t") for line in file).items())
+        known = smollm2.sentences(self.data_dir)
         order = torch.randperm(len(known), generator=torch.Generator().manual_seed(1)).tolist()
         return [known[index] for index in order[:8000]]
 
@@ -369,11 +362,6 @@ def saved_bytes(training: Training, piece: tuple[Tensor, Tensor]) -> int:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def spread(values: list[float], digits: int = 2) -> str:
-    mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
-
-
 def merge(path: Path) -> None:
     """Write the tables of what is there, and the runs, into benchmarks/results/adapters.json."""
     unique = {json.dumps(line): line for line in map(json.loads, path.read_text().splitlines())}
@@ -435,8 +423,10 @@ def rows_of(text: str, lines: list[dict[str, Any]]) -> tuple[list[list[str]], li
                     counts,
                     f"{runs[0]['rate']:g}" if is_run else "-",
                     ", ".join(str(line["seed"]) for line in runs) if is_run else "-",
-                    spread([line["test"] for line in runs]),
-                    spread([line["english"] for line in runs]),
+                    *(
+                        harness.mean_and_deviation([line[key] for line in runs], ".2f")
+                        for key in ("test", "english")
+                    ),
                     f"{statistics.median(seconds):.2f}" if is_run else "-",
                 ]
             )

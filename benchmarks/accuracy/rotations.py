@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import gzip
 import json
 import math
 import statistics
@@ -37,6 +36,7 @@ import torch
 
 import stiefel_opt as so
 from benchmarks.common import figures, harness, smollm2
+from benchmarks.common.harness import mean_and_deviation
 from stiefel_opt import rotations
 from stiefel_opt.compat import SGDG
 
@@ -111,16 +111,12 @@ class Text:
 
     def __init__(self, tokenizer: Any, data_dir: Path | None, count: int) -> None:
         training, held_out = smollm2.topics()
-
-        def ids(text: str) -> torch.Tensor:
-            return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-
+        ids = partial(smollm2.token_ids, tokenizer)
         self.calibration = ids(training)
         held = ids(" ".join(held_out))
         self.held_out = {"topics": pieces(held, count, LENGTH, 1)}
         if data_dir is not None:
-            with gzip.open(data_dir / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:
-                english = sorted({line.split("\t")[0] for line in file})
+            english = [sentence for sentence, _ in smollm2.sentences(data_dir)]
             order = torch.randperm(len(english), generator=torch.Generator().manual_seed(1))
             sample = " ".join(english[i] for i in order[:4000].tolist())
             self.held_out["English"] = pieces(ids(sample), count // 2, LENGTH, 1)
@@ -385,13 +381,6 @@ def quarter(losses: list[float]) -> float:
 # ---- what came out -------------------------------------------------------------------------------
 
 
-def spread(values: list[float], digits: int) -> str:
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} ± {statistics.stdev(values):.{digits}f}"
-
-
 def groups(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Rows measured on every held-out set, by method and learning rate, the fixed ones first."""
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -460,20 +449,20 @@ def row_cells(
     cells = [name, seeds or "-", f"{rows[0]['rate']:g}" if "rate" in rows[0] else "-"]
     for held, exact in full.items():
         reached = [row["held_out"][held] for row in rows]
-        cells.append(spread([row["perplexity"] for row in reached], 2))
+        cells.append(mean_and_deviation([row["perplexity"] for row in reached], ".2f"))
         shares = [
             closed(r["held_out"][held], start[r["seed"]][held], exact)
             for r in rows
             if "method" in r
         ]
-        cells.append(spread(shares, 1) if shares else "-")
-        cells.append(spread([row["kl"] for row in reached], 4))
+        cells.append(mean_and_deviation(shares, ".1f") if shares else "-")
+        cells.append(mean_and_deviation([row["kl"] for row in reached], ".4f"))
     if not runs:
         return [*cells, "-", "-", "-", "-"]
     seconds = statistics.median(run["seconds_a_step"] for run in runs)
     step = statistics.median(run["optimizer_seconds_a_step"] for run in runs)
     ends = [1000 * quarter(run["loss"]) for run in runs]
-    cells.append(spread(ends, 2) if METHODS[name].loss == "noise" else "-")
+    cells.append(mean_and_deviation(ends, ".2f") if METHODS[name].loss == "noise" else "-")
     cells += [f"{seconds:.1f}", f"{100 * step / seconds:.1f}"]
     return [*cells, f"{max(run['orthonormality'] for run in runs):.0e}"]
 

