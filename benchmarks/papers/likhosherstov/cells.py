@@ -8,7 +8,8 @@ D = I, as there.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -132,26 +133,38 @@ class Both(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
+def by_two_rules(
+    model: nn.Module,
+    tagged: Sequence[nn.Parameter],
+    rule: Callable[..., torch.optim.Optimizer],
+    other: Callable[..., torch.optim.Optimizer],
+) -> Both:
+    """The tagged weights of a model move by one rule, all else that is trained by the other."""
+    known = {id(weight) for weight in tagged}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    return Both(rule(tagged), other(rest))
+
+
 def build_optimizer(
     name: str, model: SequenceModel, rate: float, transition_rate: float
 ) -> torch.optim.Optimizer:
     """RMSprop, the transition with its own learning rate, or the rule of a tagged transition."""
     cell = CELLS[name]
-    inner = {
-        id(parameter)
+    orthogonal = [
+        parameter
         for key, parameter in model.recurrent.named_parameters()
         if cell.transition is not None and "weight_hh" in key
-    }
-    orthogonal = [p for p in model.parameters() if id(p) in inner]
-    others = [p for p in model.parameters() if id(p) not in inner]
+    ]
     transition_rate *= cell.rate
+    other = partial(torch.optim.RMSprop, lr=rate)
     if cell.rule is not None:
-        rule = cell.rule(orthogonal, lr=transition_rate)
-        return Both(rule, torch.optim.RMSprop(others, lr=rate))
+        return by_two_rules(model, orthogonal, partial(cell.rule, lr=transition_rate), other)
+    inner = {id(parameter) for parameter in orthogonal}
+    others = [p for p in model.parameters() if id(p) not in inner]
     groups: list[dict[str, Any]] = [{"params": others}]
     if orthogonal:
         groups.append({"params": orthogonal, "lr": transition_rate})
-    return torch.optim.RMSprop(groups, lr=rate)
+    return other(groups)
 
 
 def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:

@@ -30,7 +30,7 @@ from benchmarks.common.harness import PRINTED, final_values
 from benchmarks.common.programs import Help, Panel, add_flags, parsed, run, spread, write_report
 from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov import phrases
-from benchmarks.papers.likhosherstov.cells import Both
+from benchmarks.papers.likhosherstov.cells import by_two_rules
 from benchmarks.papers.likhosherstov.translator import FREE, MAPS, Translator
 
 RULES = {"StiefelAdam": PRINTED, "ProjectedRGD": so.ProjectedRGD}
@@ -133,14 +133,12 @@ def build_trainer(options: Namespace, corpus: Corpus, title: str, seed: int) -> 
     words = len(corpus.sources), len(corpus.targets)
     model = Translator(title, *words, options.embedding, options.hidden, options.attention)
     model.to(options.device)
-    optimizer: torch.optim.Optimizer
+    adam = partial(torch.optim.Adam, lr=options.lr)
     if title in RULES:
         tagged = [model.encoder.weight_hh_l0, model.decoder.weight_hh_l0]
-        others = [p for p in model.parameters() if all(p is not weight for weight in tagged)]
-        rule = RULES[title](tagged, lr=options.lr)
-        optimizer = Both(rule, torch.optim.Adam(others, options.lr))
+        optimizer = by_two_rules(model, tagged, partial(RULES[title], lr=options.lr), adam)
     else:
-        optimizer = torch.optim.Adam(model.parameters(), options.lr)
+        optimizer = adam(model.parameters())
     settings = {key: getattr(options, key) for key in SETTINGS} | {"cell": title, "seed": seed}
     settings["pairs"] = None if options.pairs is None else Path(options.pairs).name
     path = options.output / "checkpoints" / f"{title}-{seed}.pt".replace(" ", "-")

@@ -34,7 +34,7 @@ from benchmarks.common import programs
 from benchmarks.common.harness import PRINTED
 from benchmarks.common.training import Record, Trainer, compare
 from benchmarks.papers.likhosherstov import video_units
-from benchmarks.papers.likhosherstov.cells import Both
+from benchmarks.papers.likhosherstov.cells import by_two_rules
 
 
 def descent(metric: str, retraction: str) -> video_units.Method:
@@ -114,16 +114,13 @@ def build_trainer(options: Namespace, clips: Mapping[str, Any], title: str, seed
     method = METHODS[title]
     torch.manual_seed(seed)
     model = video_units.Predictor(method, options.channels, options.first_stride).to(options.device)
-    free = [p for p in model.parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer
+    adam = partial(torch.optim.Adam, lr=options.lr)
     if method.rule is None:
-        optimizer = torch.optim.Adam(free, options.lr)
+        optimizer = adam([p for p in model.parameters() if p.requires_grad])
     else:
         kernels = [unit.hidden_conv.weight for unit in model.recurrent]
-        tagged = {id(kernel) for kernel in kernels}
         rate = options.sgd_lr if title in DESCENT else options.lr
-        others = [p for p in free if id(p) not in tagged]
-        optimizer = Both(method.rule(kernels, lr=rate), torch.optim.Adam(others, options.lr))
+        optimizer = by_two_rules(model, kernels, partial(method.rule, lr=rate), adam)
     settings = {key: getattr(options, key) for key in SETTINGS}
     settings |= {"method": title, "seed": seed}
     path = options.output / "checkpoints" / f"{title}-{seed}.pt".replace(" ", "-")
