@@ -306,7 +306,7 @@ def test_both_kinds_of_weights_get_the_published_settings(name, plain, constrain
             assert kinds[tagged][key] == pytest.approx(value), (tagged, key)
 
 
-def test_one_rate_keeps_the_ratio_and_two_replace_it() -> None:
+def test_a_rate_keeps_the_ratio() -> None:
     def parsed(text: str, batch_size: int = 128) -> tuple[float, float, str]:
         return orthogonal_vit.parse_method(text, None, batch_size)[2:]
 
@@ -316,8 +316,6 @@ def test_one_rate_keeps_the_ratio_and_two_replace_it() -> None:
         2.0,
         "CayleySGD across heads at learning rate 0.2",
     )
-    title = "CayleySGD within heads at learning rates 0.2 and 0.3"
-    assert parsed("cayley-sgd:within:0.2:0.3") == (0.2, 0.3, title)
 
 
 def test_the_regularizer_is_a_step_of_its_own() -> None:

@@ -205,8 +205,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--data", choices=["digits", *FILES], default="digits", help="digits needs no files")
     add("--data-dir", type=Path, default=Path("data"), help="folder with the files of the data set")
     add("--limit", type=int, help="use only LIMIT training images")
-    form = "OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]"
-    add("--methods", nargs="+", metavar=form, help="runs to compare")
+    add("--methods", nargs="+", metavar="OPTIMIZER:CONSTRAINT[:RATE]", help="runs to compare")
     add("--table", action="store_true", help="all 16 of the paper, beside its results; resumes")
     add("--lr", type=float, help="of all methods; by default as published, SGD's times batch / 128")
     add("--penalty", type=float, default=1e-6, help="weight of a soft constraint")

@@ -109,15 +109,15 @@ def rows_of(preset: str) -> list[str]:
 
 
 def parse_method(text: str, rate: float | None = None, batch_size: int = 128) -> Method:
-    """Parse ``OPTIMIZER[:CONSTRAINT[:RATE[:CONSTRAINED_RATE]]]``.
+    """Parse ``OPTIMIZER[:CONSTRAINT[:RATE]]``.
 
-    The default rates of SGD grow with the batch. A rate alone keeps the published ratio between
-    the rates of constrained and other weights.
+    The default rates of SGD grow with the batch. The ratio between the rates of constrained and
+    other weights is the published one.
     """
-    optimizer, constraint, own_rate, constrained_rate = (*text.split(":"), "", "", "")[:4]
-    if optimizer not in OPTIMIZERS or constraint not in ("", *PLACES) or text.count(":") > 3:
+    optimizer, constraint, own_rate = (*text.split(":"), "", "")[:3]
+    if optimizer not in OPTIMIZERS or constraint not in ("", *PLACES) or text.count(":") > 2:
         raise ValueError(
-            "a method must be OPTIMIZER:CONSTRAINT[:RATE[:CONSTRAINED_RATE]], got "
+            "a method must be OPTIMIZER:CONSTRAINT[:RATE], got "
             f"{text!r}; optimizers: {', '.join(OPTIMIZERS)}; constraints: {', '.join(PLACES)}"
         )
     settings = OPTIMIZERS[optimizer]
@@ -134,13 +134,10 @@ def parse_method(text: str, rate: float | None = None, batch_size: int = 128) ->
         )
     default = settings.lr * (batch_size / 128 if "momentum" in settings.options else 1)
     lr = float(own_rate) if own_rate else rate or default
-    constrained_lr = float(constrained_rate) if constrained_rate else lr * settings.ratio
     title = settings.title + PLACES[constraint]
-    if constrained_lr != lr * settings.ratio:
-        title += f" at learning rates {lr:g} and {constrained_lr:g}"
-    elif lr != default:
+    if lr != default:
         title += f" at learning rate {lr:g}"
-    return Method(optimizer, constraint, lr, constrained_lr, title)
+    return Method(optimizer, constraint, lr, lr * settings.ratio, title)
 
 
 def build_optimizer(
