@@ -31,7 +31,6 @@ class Problem:
     steps: int = 200
     minimum: float | None = None
     scaled: bool = True
-    errors: Callable[[Sequence[Tensor], Sequence[Tensor]], float] | None = None
 
     def __post_init__(self) -> None:
         if self.scaled:
@@ -64,9 +63,6 @@ class Problem:
             reached = away[-1] + 1 if away else 0
             found |= {"reached": reached if reached < len(gaps) else math.inf}
             found |= {"gap": gaps[-1] if math.isfinite(value) else math.inf}
-        if self.errors is not None:
-            with torch.no_grad():
-                found["test_error"] = 100 * self.errors(constrained, plain)
         return found
 
 

@@ -15,9 +15,8 @@ class Dataset(BaseDataset):
 
         data = load_digits()
         order = torch.randperm(len(data.data), generator=torch.Generator().manual_seed(9))
-        inputs = (torch.from_numpy(data.data).float() / 8 - 1)[order]
-        labels = torch.from_numpy(data.target).long()[order]
-        train, labels_of_train = inputs[:1400], labels[:1400]
+        train = (torch.from_numpy(data.data).float() / 8 - 1)[order[:1400]]
+        labels = torch.from_numpy(data.target).long()[order[:1400]]
         generator = torch.Generator().manual_seed(self.seed)
 
         def weight(n, m):
@@ -54,11 +53,6 @@ class Dataset(BaseDataset):
         def loss(constrained, plain, step):
             chosen = slice(None) if step is None else batch_of(1400, 50, step, self.seed)
             answers = logits(constrained, plain, train[chosen])
-            return torch.nn.functional.cross_entropy(answers, labels_of_train[chosen])
+            return torch.nn.functional.cross_entropy(answers, labels[chosen])
 
-        def errors(constrained, plain):
-            wrong = logits(constrained, plain, inputs[1400:]).argmax(1) != labels[1400:]
-            return float(wrong.float().mean())
-
-        problem = Problem(loss, constrained, plain, steps=56, scaled=False, errors=errors)
-        return {"problem": problem}
+        return {"problem": Problem(loss, constrained, plain, steps=56, scaled=False)}
