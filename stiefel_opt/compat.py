@@ -87,7 +87,7 @@ class SGDG(_Splitting, CayleySGD):
         )
 
 
-class CaileySGD(_Splitting, CayleySGD):
+class CaileySGD(SGDG):
     """:class:`SGDG` with the signature of Brevitas.
 
     Args:
@@ -116,7 +116,7 @@ class CaileySGD(_Splitting, CayleySGD):
     ) -> None:
         _refuse_what_was_ignored(0, grad_clip)
         self._dtype = dtype
-        super().__init__(
+        super(SGDG, self).__init__(  # not that of SGDG, whose iterations are fixed
             params, lr, momentum, dampening, weight_decay, nesterov, steps=iters, stiefel=stiefel
         )
 
