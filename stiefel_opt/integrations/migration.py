@@ -31,11 +31,8 @@ def from_torch_orthogonal(model: ModuleT) -> ModuleT:
         afterwards: state of the former weight means nothing to the new one. To move a checkpoint,
         load it into the parametrized model first.
     """
-
-    def is_wanted(module: nn.Module) -> bool:
-        return isinstance(module, parametrizations._Orthogonal)
-
-    return _unparametrized(model, is_wanted, "torch.nn.utils.parametrizations.orthogonal")
+    kind, called = parametrizations._Orthogonal, "torch.nn.utils.parametrizations.orthogonal"
+    return _unparametrized(model, lambda module: isinstance(module, kind), called)
 
 
 def from_geotorch(model: ModuleT) -> ModuleT:
@@ -47,11 +44,8 @@ def from_geotorch(model: ModuleT) -> ModuleT:
     Args:
         model: A model with such weights; changed in place and returned.
     """
-
-    def is_wanted(module: nn.Module) -> bool:
-        return bool({"SO", "Stiefel"} & _kinds(module, "geotorch"))
-
-    return _unparametrized(model, is_wanted, "geotorch.orthogonal")
+    kinds, called = {"SO", "Stiefel"}, "geotorch.orthogonal"
+    return _unparametrized(model, lambda module: bool(kinds & _kinds(module, "geotorch")), called)
 
 
 def from_geoopt(model: ModuleT) -> ModuleT:

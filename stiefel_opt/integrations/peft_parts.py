@@ -128,19 +128,12 @@ class StellaModel(LoraModel):  # type: ignore[misc]
                 _check_layer(layer, path, _rank(config, path))
 
     def _create_and_replace(
-        self,
-        lora_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        **options: Any,
+        self, lora_config: Any, adapter_name: str, *place: Any, **options: Any
     ) -> None:
-        arguments = lora_config, adapter_name, target, target_name, parent, current_key
-        super()._create_and_replace(*arguments, **options)
+        super()._create_and_replace(lora_config, adapter_name, *place, **options)
         if lora_config.peft_type != STELLA:  # a sum of exported adapters
             return
+        _, target_name, parent, *_ = place  # after the module that was there
         layer: Any = parent.get_submodule(target_name)
         layer.lora_A[adapter_name] = self._factors(layer, adapter_name, lora_config)
 
