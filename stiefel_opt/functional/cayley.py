@@ -151,9 +151,9 @@ def _transform(
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
     own = None if V is None else sums((V, V))[0]
     step, reach, length = _shortened(T, own, lr, divisor, reader)
-    if exact and (V is None or own is None):
-        return product(X, cayley(T * step)), length
-    if exact and V is not None and own is not None:
+    if exact:
+        if V is None or own is None:
+            return product(X, cayley(T * step)), length
         return move_along_cayley(X, T, V, own, step), length
     error = 2 * (reach / math.sqrt(8)) ** (steps + 2)
     turned, along = _iterate(T, own, step / 2, steps)

@@ -32,13 +32,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.device import Reader, reader_for
-from stiefel_opt.functional.flows import (
-    Length,
-    Move,
-    Scalar,
-    Tensors,
-    limited,
-)
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, limited
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,

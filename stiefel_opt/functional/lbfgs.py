@@ -85,11 +85,7 @@ def along(path: Curve, t: float) -> tuple[Tensor, Tensor]:
     angles = t * frequencies
     cosine, sine, pull = (
         (path.axes * each.unsqueeze(-2)) @ path.axes.mH
-        for each in (
-            angles.cos(),
-            t * torch.sinc(angles / torch.pi),
-            frequencies * angles.sin(),
-        )
+        for each in (angles.cos(), t * torch.sinc(angles / torch.pi), frequencies * angles.sin())
     )
     rotation = exponential(t * path.turn)
     within, across = cosine @ rotation, sine @ rotation

@@ -130,7 +130,7 @@ def published_sgd(
     moved = product(U, _coupling(Z, momentum, lr, a)) - G
     new_U = _normal_part(X, moved, sums)
     V = _normal_part(X, new_U * momentum - G, sums) if nesterov else new_U
-    return _flow(X, V, new_U, direction, {SKEW: new_Z}, lr, rotation, sums)
+    return _flow(X, V, direction, {SKEW: new_Z, NORMAL: new_U}, lr, rotation, sums)
 
 
 def published_adam(
@@ -170,9 +170,9 @@ def published_adam(
     minus_g = _normal_part(X, G, sums).neg_()
     new |= moments(state, "normal", minus_g, betas)
     moved = product(U, _coupling(Z, beta1, lr, a)).add_(minus_g, alpha=1 - beta1)
-    new[NORMAL] = new_U = _normal_part(X, moved, sums)
+    new[NORMAL] = _normal_part(X, moved, sums)
     V = _normal_part(X, _divided(new, "normal", step, betas, eps), sums)
-    return _flow(X, V, new_U, direction, new, lr, rotation, sums)
+    return _flow(X, V, direction, new, lr, rotation, sums)
 
 
 def polar_factor_by_sums(tall: Tensor, sums: Sums = LOCAL_SUMS) -> Tensor:
@@ -232,17 +232,11 @@ def _turned(
 
 
 def _flow(
-    X: Tensor,
-    V: Tensor,
-    U: Tensor,
-    direction: Tensor,
-    new: Tensors,
-    lr: Scalar,
-    rotation: str,
-    sums: Sums,
+    X: Tensor, V: Tensor, direction: Tensor, new: Tensors, lr: Scalar, rotation: str, sums: Sums
 ) -> Move:
     """phi_1 along ``direction`` and phi_3 along V: Xd = Xh + eta V Xh'Xh, U <- U - eta Xh V'U."""
     turned, rotated, length = _turned(X, direction, lr, rotation)  # Xh
+    U = new[NORMAL]
     limit = _DIGITS / torch.finfo(X.dtype).eps
     own, cross = sums((V, V), (V, U))
     own = own.to(rotated.dtype)

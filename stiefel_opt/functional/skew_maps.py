@@ -37,12 +37,12 @@ def exponential_map(free: Tensor, base: Tensor | None = None) -> Tensor:
     _check(free, base)
     n, m = free.shape[-2:]
     if 2 * m >= n:
-        return _apply(_exponential(_skew(free, base)), base, m)
+        return _apply(exponential(_skew(free, base)), base, m)
     left, core, image = _factors(free, base)
     # The upper right block of exp([[Z, Y], [0, 0]]) is phi(Z) Y.
     padded = torch.cat([core, image], dim=-1)
     padded = torch.cat([padded, torch.zeros_like(padded[..., :m, :])], dim=-2)
-    phi = _exponential(padded)[..., : 2 * m, 2 * m :]
+    phi = exponential(padded)[..., : 2 * m, 2 * m :]
     return _base(free, base) + left @ phi
 
 
@@ -83,10 +83,6 @@ def _skew(free: Tensor, base: Tensor | None) -> Tensor:
 
 def _apply(matrix: Tensor, base: Tensor | None, columns: int) -> Tensor:
     return matrix[..., :columns] if base is None else matrix @ base
-
-
-def _exponential(matrix: Tensor) -> Tensor:
-    return exponential(matrix.reshape(-1, *matrix.shape[-2:])).reshape(matrix.shape)
 
 
 def _base(free: Tensor, base: Tensor | None) -> Tensor:
