@@ -110,7 +110,7 @@ class GroupIndex:
 
     def admit(self, optimizer: StiefelOptimizer, group: Group, late: list[int]) -> None:
         """Stack the state of the parameters at ``late`` together with that of the earlier ones."""
-        waiting = set(self.waiting).difference(late)
+        waiting, form = set(self.waiting).difference(late), optimizer._velocity_form()
         layouts: dict[Any, Shards | None] = {}
         weights: dict[torch.device, list[Weight]] = {}
         for place, manifold in enumerate(self.readings):
@@ -122,19 +122,14 @@ class GroupIndex:
             if key not in layouts:
                 layouts[key] = shards_of(parameter, manifold)
             called = partial(checks.name_of, parameter, optimizer.param_groups)
-            if not optimizer.sums_over_rows:
-                checks.check_rows_may_be_shared(layouts[key], optimizer.rule, called)
-            if not optimizer.plain_is_elementwise:
-                checks.check_plain_rows_may_be_shared(
-                    layouts[key], parameter, optimizer.rule, called
-                )
+            if (shards := layouts[key]) is not None:
+                checks.check_sharing(shards, parameter, optimizer, called)
             optimizer.records.drop_other(optimizer.state, parameter, manifold)
             state: StateDict = optimizer.state[parameter]
             together = weights.setdefault(parameter.device, [])
-            weight = Weight(parameter, manifold, state, layouts[key], len(together))
-            known = optimizer._known
-            keep_velocity(weight, self.declared, optimizer._velocity_form())
-            complete_state(state, self.declared, parameter, manifold, called, known, layouts[key])
+            weight = Weight(parameter, manifold, state, shards, len(together))
+            keep_velocity(weight, self.declared, form)
+            complete_state(state, self.declared, parameter, manifold, called, form.known, shards)
             together.append(weight)
         tally_of = optimizer.records.tally_of
         self.weight_groups = [
@@ -287,11 +282,7 @@ class StiefelOptimizer(Optimizer, ABC):
         if not isinstance(param_group, dict):
             raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
         checks.check_option_names(param_group, self.defaults, type(self).__name__)
-        group = {**self.defaults, **param_group}
-        group["stiefel"] = checks.as_plain_data(group["stiefel"])
-        group["params"] = checks.listed(group["params"])
-        group |= checks.plain_numbers(group)
-        checks.check_lr(group["lr"])
+        group = checks.completed(param_group, self.defaults)
         self.check_options(group)
         checks.check_new_group(group, self.param_groups)
         if group["stiefel"]:

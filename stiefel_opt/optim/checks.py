@@ -70,13 +70,16 @@ def check_params(params: Any) -> None:
         raise TypeError(fail("params", "be parameters", given, "pass model.parameters()"))
 
 
-def plain_numbers(group: Group) -> Group:
-    """Return the options that are numbers of numpy as numbers of Python, for checkpoints."""
-    return {
-        name: int(value) if isinstance(value, numbers.Integral) else float(value)
-        for name, value in group.items()
-        if isinstance(value, numbers.Real) and type(value).__module__ != "builtins"
-    }
+def completed(param_group: Group, defaults: Group) -> Group:
+    """Return a new group with all options, as plain data for checkpoints; raise for its ``lr``."""
+    group = {**defaults, **param_group}
+    group["stiefel"] = as_plain_data(group["stiefel"])
+    group["params"] = listed(group["params"])
+    for name, value in group.items():
+        if isinstance(value, numbers.Real) and type(value).__module__ != "builtins":  # numpy's
+            group[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+    check_lr(group["lr"])
+    return group
 
 
 def described(name: str, groups: list[Group], resolve: Callable[[Group], Group]) -> str:
@@ -199,12 +202,9 @@ def check_radius(group: Group) -> None:
 
 def check_nesterov(group: Group) -> None:
     """Raise unless ``nesterov`` of Adam goes together with the transport."""
-    if group["nesterov"] is None:
-        return
-    check_flag("nesterov", group["nesterov"])
-    if group["nesterov"] and group["transport"] == "published":
-        remedy = "choose 'isometric' or 'projected'"
-        raise ValueError(fail("transport", "not be 'published' if nesterov", "it", remedy))
+    if group["nesterov"] is not None:
+        check_flag("nesterov", group["nesterov"])
+        _check_unpublished("nesterov", group)
 
 
 def check_adaptive(group: Group) -> None:
@@ -212,9 +212,7 @@ def check_adaptive(group: Group) -> None:
     check_flag("adaptive", group["adaptive"])
     if not group["adaptive"]:
         return
-    if group["transport"] == "published":
-        remedy = "choose 'isometric' or 'projected'"
-        raise ValueError(fail("transport", "not be 'published' if adaptive", "it", remedy))
+    _check_unpublished("adaptive", group)
     name, most = "momentum", group.get("momentum")
     if most is None:
         name, most = "betas[0]", group["betas"][0]
@@ -223,6 +221,13 @@ def check_adaptive(group: Group) -> None:
         raise ValueError(fail(name, wanted, most))
     if group.get("dampening", 0) != 0:
         raise ValueError(fail("dampening", "be 0 if adaptive", group["dampening"]))
+
+
+def _check_unpublished(option: str, group: Group) -> None:
+    """Raise for an option that published flows do not have."""
+    if group[option] and group["transport"] == "published":
+        remedy = "choose 'isometric' or 'projected'"
+        raise ValueError(fail("transport", f"not be 'published' if {option}", "it", remedy))
 
 
 def check_iterations(group: Group) -> None:
@@ -295,28 +300,23 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
 
 
-def check_rows_may_be_shared(shards: Shards | None, rule: str, called: Callable[[], str]) -> None:
-    """Raise for rows on several processes, with a rule that does not say it sums over them."""
-    if shards is None or shards.row_sum is None:
-        return
-    wanted = f"not have its rows on several processes for {rule}, which does not sum over them"
-    remedy = "shard its batch or head dimension, or replicate it; a rule that forms every sum "
-    remedy += "over rows by `sums` says sums_over_rows = True"
-    raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
-
-
-def check_plain_rows_may_be_shared(
-    shards: Shards | None, parameter: Tensor, rule: str, called: Callable[[], str]
+def check_sharing(
+    shards: Shards, parameter: Tensor, optimizer: Any, called: Callable[[], str]
 ) -> None:
-    """Raise for plain rows on several processes, with a plain rule that may need all of them."""
-    if shards is None or all(placement.is_replicate() for placement in shards.working):
-        return
-    if not shards.manifold.plain_parts(torch.empty(parameter.shape, device="meta")):
-        return
-    wanted = f"not have its plain rows on several processes for {rule}, which may need all of them"
-    remedy = "replicate it, or make its plain rows a parameter of their own; an update_plain that "
-    remedy += "moves each entry by itself says plain_is_elementwise = True"
-    raise ValueError(fail(called(), wanted, f"placements {shards.stored}", remedy))
+    """Raise for rows on several processes, with rules that do not say they work so."""
+    rule, given = optimizer.rule, f"placements {shards.stored}"
+    if shards.row_sum is not None and not optimizer.sums_over_rows:
+        wanted = f"not have its rows on several processes for {rule}, which does not sum over them"
+        remedy = "shard its batch or head dimension, or replicate it; a rule that forms every sum "
+        remedy += "over rows by `sums` says sums_over_rows = True"
+        raise ValueError(fail(called(), wanted, given, remedy))
+    plain = shards.manifold.plain_parts(torch.empty(parameter.shape, device="meta"))
+    is_cut = not all(placement.is_replicate() for placement in shards.working)
+    if plain and is_cut and not optimizer.plain_is_elementwise:
+        wanted = f"not have its plain rows on several processes for {rule}, which may need all"
+        remedy = "replicate it, or make its plain rows a parameter of their own; an update_plain "
+        remedy += "that moves each entry by itself says plain_is_elementwise = True"
+        raise ValueError(fail(called(), wanted, given, remedy))
 
 
 def check_family(kind: type, family: type) -> None:

@@ -20,7 +20,6 @@ from stiefel_opt._checks import (
     HALF,
     check_choice,
     check_count,
-    check_dtype,
     check_range,
     fail,
     users_level,
@@ -28,19 +27,7 @@ from stiefel_opt._checks import (
 from stiefel_opt.batches import Stack, stacks_of
 from stiefel_opt.device import exact_products
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.functional.lbfgs import (
-    Curve,
-    Frame,
-    along,
-    coordinates,
-    curve,
-    frame,
-    from_coordinates,
-    is_ill_conditioned,
-    largest_speed,
-    quasi_newton_direction,
-    rotated_,
-)
+from stiefel_opt.functional import lbfgs
 from stiefel_opt.geometry import (
     gram_error,
     orthonormality_tolerance,
@@ -49,19 +36,8 @@ from stiefel_opt.geometry import (
 )
 from stiefel_opt.linalg import own_gram
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.checks import (
-    as_plain_data,
-    by_name,
-    check_finite,
-    check_lr,
-    check_option_names,
-    described,
-    listed,
-    name_of,
-    names_of,
-    reading,
-    warn_if_nothing_is_constrained,
-)
+from stiefel_opt.optim import checks
+from stiefel_opt.optim.checkpoint import check_state_dict
 from stiefel_opt.optim.torch_rules import Group
 
 Closure = Callable[[], Any]
@@ -90,12 +66,8 @@ class _Point:
     ) -> None:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
-        self._frames: list[Frame] | None = None  # at this point
+        self._frames: list[lbfgs.Frame] | None = None  # at this point
         self.stacks = stacks_of([parameter.detach() for parameter in parameters], readings)
-
-    def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return tensors like the parameters as one new flat real tensor."""
-        return torch.cat([_real(tensor).reshape(-1) for tensor in tensors])
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
         """Return views of a flat vector, shaped like the parameters."""
@@ -125,36 +97,26 @@ class _Point:
             self.states[parameter].pop("reference", None)
         _forget(self.states[self.parameters[0]])
 
-    def note_angles(self, line: _Line) -> None:
-        """Keep the angle by which a line has turned each constrained parameter, in radians."""
-        largest: dict[Tensor, float] = {}
-        for stack in self.stacks:
-            for block, angle in stack.pieces(line.angles(stack)):
-                parameter = self.parameters[block.place]
-                largest[parameter] = max(largest.get(parameter, 0.0), float(angle.max()))
-        for parameter, size in largest.items():
-            self.states[parameter]["angle"] = size
-
     def leave(self) -> None:
         """Forget the frames: the parameters move, or another reference is chosen."""
         self._frames = None
 
-    def frames(self) -> list[Frame]:
+    def frames(self) -> list[lbfgs.Frame]:
         """Return the frames of all stacks at this point."""
         if self._frames is None:
             # a parameter without one is its own
             references = [self.states[p].get("reference", p) for p in self.parameters]
             self._frames = [
-                frame(self.points(stack), stack.read(references) / stack.scale)
+                lbfgs.frame(self.points(stack), stack.read(references) / stack.scale)
                 for stack in self.stacks
             ]
         return self._frames
 
     def is_far(self) -> bool:
         """Say whether another reference would serve better."""
-        return any(is_ill_conditioned(at) for at in self.frames())
+        return any(lbfgs.is_ill_conditioned(at) for at in self.frames())
 
-    def mapped(self, function: Callable[[Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
+    def mapped(self, function: Callable[[lbfgs.Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
         """Return a flat vector whose matrices went through a function of the frames."""
         result = flat.clone()
         tensors = self.shaped(result)
@@ -163,17 +125,14 @@ class _Point:
         return result
 
     def gradient(self) -> Tensor:
-        """Return the Riemannian gradient as a flat vector; what is missing is zero."""
+        """Return the coordinates of the Riemannian gradient; what is missing is zero."""
         grads = [
             torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse
             else p.grad
             for p in self.parameters
         ]  # fmt: skip
-        flat = self.flat(grads)
-        tensors = self.shaped(flat)
-        for stack, at in zip(self.stacks, self.frames(), strict=True):
-            stack.write(tensors, riemannian_gradient(at.point, stack.read(tensors)))
-        return flat
+        flat = torch.cat([_real(grad).reshape(-1) for grad in grads])
+        return self.mapped(_coordinates_of_gradient, flat)
 
     def values(self) -> list[Tensor]:
         """Return copies of the parameters."""
@@ -184,6 +143,10 @@ class _Point:
         self.leave()
         for parameter, value in zip(self.parameters, values, strict=True):
             parameter.copy_(value)
+
+
+def _coordinates_of_gradient(at: lbfgs.Frame, grad: Tensor) -> Tensor:
+    return lbfgs.coordinates(at, riemannian_gradient(at.point, grad))
 
 
 def _forget(state: dict[str, Any]) -> None:
@@ -198,18 +161,24 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 class _Line:
-    """The curve of all parameters along a direction, and the transport that belongs to it."""
+    """The curve of all parameters along a direction, and the transport that belongs to it.
 
-    def __init__(self, point: _Point, direction: Tensor) -> None:
+    Loss, gradient and slope are those at its start, vectors are coordinates there.
+    """
+
+    def __init__(
+        self, point: _Point, direction: Tensor, loss: float, gradient: Tensor, slope: Tensor
+    ) -> None:
         self.point, self.start = point, point.values()
+        self.direction, self.loss, self.gradient, self.slope = direction, loss, gradient, slope
         self.t = 0.0
         with exact_products(direction):
-            self.vector = point.mapped(from_coordinates, direction)
+            self.vector = point.mapped(lbfgs.from_coordinates, direction)
             self._length = torch.linalg.vector_norm(direction)
             self.before = self.after = direction / self._length
             tensors = point.shaped(self.vector)
-            self._curves: list[Curve] = [
-                curve(at.point, stack.read(tensors) / stack.scale)
+            self._curves: list[lbfgs.Curve] = [
+                lbfgs.curve(at.point, stack.read(tensors) / stack.scale)
                 for stack, at in zip(point.stacks, point.frames(), strict=True)
             ]
 
@@ -221,16 +190,16 @@ class _Line:
             for parameter, value, move in zip(point.parameters, self.start, moves, strict=True):
                 parameter.copy_(torch.add(value, move, alpha=t))
             for stack, path in zip(point.stacks, self._curves, strict=True):
-                matrices, speeds = along(path, t)
+                matrices, speeds = lbfgs.along(path, t)
                 stack.write(point.parameters, stack.scale * matrices)
                 stack.write(velocities, stack.scale * speeds)
             point.leave()
-            self.after = point.mapped(coordinates, velocity) / self._length
+            self.after = point.mapped(lbfgs.coordinates, velocity) / self._length
         self.t = t
 
     def longest(self) -> float:
         """Return the longest t of a first trial: beyond it matrices only turn around again."""
-        speed = max(largest_speed(path) for path in self._curves)
+        speed = max(lbfgs.largest_speed(path) for path in self._curves)
         return _LONGEST_TURN / speed if speed > 0 else math.inf
 
     def longest_move(self) -> float:
@@ -250,19 +219,24 @@ class _Line:
     def carried_(self, vectors: Tensor) -> Tensor:
         """Carry coordinates from the start to where the parameters are, in place."""
         with exact_products(vectors):
-            return rotated_(vectors, self.before, self.after)
+            return lbfgs.rotated_(vectors, self.before, self.after)
 
     def brought_back_(self, vectors: Tensor) -> Tensor:
         """Undo :meth:`carried_`."""
         with exact_products(vectors):
-            return rotated_(vectors, self.after, self.before)
+            return lbfgs.rotated_(vectors, self.after, self.before)
 
-    def angles(self, stack: Stack) -> Tensor:
-        """Return by how much each matrix of a stack was turned at most, in radians."""
-        vectors = stack.read(self.point.shaped(self.vector)) / stack.scale
-        with exact_products(vectors):
-            squares: Tensor = torch.linalg.eigvalsh(own_gram(vectors))[..., -1]
-        return squares.clamp(min=0.0).sqrt() * self.t
+    def angles(self) -> dict[Tensor, float]:
+        """Return by how much each constrained parameter was turned at most, in radians."""
+        largest: dict[Tensor, float] = {}
+        for stack in self.point.stacks:
+            vectors = stack.read(self.point.shaped(self.vector)) / stack.scale
+            with exact_products(vectors):
+                squares = torch.linalg.eigvalsh(own_gram(vectors))[..., -1].clamp(min=0.0)
+            for block, angles in stack.pieces(squares.sqrt() * self.t):
+                parameter = self.point.parameters[block.place]
+                largest[parameter] = max(largest.get(parameter, 0.0), float(angles.max()))
+        return largest
 
 
 # ---- the memory of pairs -------------------------------------------------------------------------
@@ -318,7 +292,7 @@ class _Memory:
     def direction(self, gradient: Tensor) -> Tensor:
         """Return -H g."""
         rows = ([self._state[name][row] for row in self._state["order"]] for name in _PAIRS)
-        return quasi_newton_direction(gradient, *rows)
+        return lbfgs.quasi_newton_direction(gradient, *rows)
 
     def tensors(self) -> list[Tensor]:
         """Return all coordinates, rows of pairs as one tensor."""
@@ -369,10 +343,10 @@ class _Run:
             direction, slope = self._direction(gradient)
             if slope >= 0 or slope > -tolerance:
                 return
-            self.line = _Line(self._point, direction)
-            reached = self._move(self.line, direction, loss, gradient, slope, is_last)
+            self.line = _Line(self._point, direction, loss, gradient, slope)
+            reached = self._move(self.line, is_last)
             if reached is None:
-                if self._is_over(self.line, loss, slope):
+                if self._is_over(self.line):
                     return
                 self._memory.forget()
                 continue
@@ -399,13 +373,13 @@ class _Run:
             remedy = "call loss.backward() in it, on a loss that depends on the parameters"
             raise ValueError(fail("closure", "leave a gradient", "none", remedy))
         with exact_products(self._point.parameters[0]):
-            gradient = self._point.mapped(coordinates, self._point.gradient())
+            gradient = self._point.gradient()
         return returned, loss, gradient
 
     def _is_small(self, gradient: Tensor) -> bool:
         """Say whether no entry of the Riemannian gradient exceeds the tolerance."""
         with exact_products(gradient):
-            vector = self._point.mapped(from_coordinates, gradient)
+            vector = self._point.mapped(lbfgs.from_coordinates, gradient)
         return bool(vector.abs().max() <= self._group["tolerance_grad"])
 
     def _refer_here(self, gradient: Tensor) -> Tensor:
@@ -414,10 +388,10 @@ class _Run:
         vectors = [row for tensor in tensors for row in tensor.view(-1, gradient.numel())]
         with exact_products(gradient):
             for vector in vectors:
-                vector.copy_(point.mapped(from_coordinates, vector))
+                vector.copy_(point.mapped(lbfgs.from_coordinates, vector))
             point.refer_here()
             for vector in vectors:
-                vector.copy_(point.mapped(coordinates, vector))
+                vector.copy_(point.mapped(lbfgs.coordinates, vector))
         return tensors[-1]
 
     def _direction(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -430,66 +404,57 @@ class _Run:
             slope = torch.dot(gradient, direction)
         return direction, slope
 
-    def _move(
-        self,
-        line: _Line,
-        direction: Tensor,
-        loss: float,
-        gradient: Tensor,
-        slope: Tensor,
-        is_last: bool,
-    ) -> tuple[float, Tensor] | None:
+    def _move(self, line: _Line, is_last: bool) -> tuple[float, Tensor] | None:
         """Move the parameters; return loss and gradient there, or None if they had to stay."""
         lr = float(self._group["lr"])
         t = lr if self._memory else lr * min(1.0, 1.0 / float(line.vector.abs().sum()))
         t = min(t, line.longest())
         if self._group["line_search_fn"] is None:
             line.go(t)
-            reached = (loss, gradient) if is_last else self._evaluate()[1:]
+            reached = (line.loss, line.gradient) if is_last else self._evaluate()[1:]
             if not _is_finite(*reached):
                 line.stay()
                 self.is_finite = False
                 return None
         else:
             new_loss, brought, length, _ = _strong_wolfe(  # type: ignore[no-untyped-call]
-                lambda _, t, __: self._trial(line, float(t), loss, gradient, slope),
+                lambda _, t, __: self._trial(line, float(t)),
                 None,
                 t,
-                direction,
-                loss,
-                gradient,
-                slope,
+                line.direction,
+                line.loss,
+                line.gradient,
+                line.slope,
                 tolerance_change=self._group["tolerance_change"],
                 max_ls=min(_MOST_TRIALS, self._group["max_eval"] - self._evaluations),
             )
             t = float(length)
-            if not 0 < t < math.inf or new_loss > loss:  # torch's interpolation may divide by 0
+            # torch's interpolation may divide by 0
+            if not 0 < t < math.inf or new_loss > line.loss:
                 line.stay()
                 return None
             if line.t != t:
                 line.go(t)
             reached = new_loss, line.carried_(brought.clone())
-        self._memory.note(t * direction, gradient)
+        self._memory.note(t * line.direction, line.gradient)
         for vectors in self._memory.tensors():
             line.carried_(vectors)
         return reached
 
-    def _trial(
-        self, line: _Line, t: float, loss: float, gradient: Tensor, slope: Tensor
-    ) -> tuple[float, Tensor]:
+    def _trial(self, line: _Line, t: float) -> tuple[float, Tensor]:
         """Return the loss at t, and the gradient there brought back to the start."""
         line.go(t)
         _, new_loss, there = self._evaluate()
         if not _is_finite(new_loss, there):  # uphill, so that the search turns back
-            return loss - float(slope) * t, -gradient
+            return line.loss - float(line.slope) * t, -line.gradient
         return new_loss, line.brought_back_(there)
 
-    def _is_over(self, line: _Line, loss: float, slope: Tensor) -> bool:
+    def _is_over(self, line: _Line) -> bool:
         """Say whether a line search without success is the end, and why."""
-        eps = torch.finfo(slope.dtype).eps
+        eps = torch.finfo(line.slope.dtype).eps
         if not self.is_finite or self._evaluations >= self._group["max_eval"]:
             return True
-        if -float(slope) <= 10 * eps * abs(loss) or line.is_rounding(100 * eps):
+        if -float(line.slope) <= 10 * eps * abs(line.loss) or line.is_rounding(100 * eps):
             return True  # converged: nothing but rounding could be gained
         if self._memory:
             return False
@@ -581,20 +546,16 @@ class StiefelLBFGS(LBFGS):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        group = _one_group(params, {"nonfinite": nonfinite, "stiefel": stiefel})
+        if isinstance(params, set):
+            raise TypeError(fail("params", "have an order", "a set", "pass a list"))
+        self._own_defaults = {"nonfinite": nonfinite, "stiefel": stiefel}
         numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
-        super().__init__([group], *numbers, line_search_fn)
-        self.defaults.update(nonfinite=group["nonfinite"], stiefel=group["stiefel"])
-        check_option_names(group, self.defaults, type(self).__name__)
-        group = self.param_groups[0]
-        check_lr(group["lr"])
-        _check_options(group)
-        _readings(group)
-        warn_if_nothing_is_constrained([group])
+        super().__init__(checks.listed(params), *numbers, line_search_fn)
+        checks.warn_if_nothing_is_constrained(self.param_groups)
 
     @override
     def __repr__(self) -> str:
-        return described(type(self).__name__, self.param_groups, dict)
+        return checks.described(type(self).__name__, self.param_groups, dict)
 
     @override
     def add_param_group(self, param_group: Group) -> None:
@@ -602,7 +563,9 @@ class StiefelLBFGS(LBFGS):
         if self.param_groups:
             remedy = "pass all parameters to the constructor, and tag the constrained ones"
             raise ValueError(fail("param_group", "be the only one", "a second one", remedy))
-        super().add_param_group(param_group)
+        self.defaults.update(self._own_defaults)
+        super().add_param_group(_checked(param_group, self.defaults))
+        _readings(self.param_groups[0])
 
     @override
     @torch.no_grad()
@@ -649,7 +612,7 @@ class StiefelLBFGS(LBFGS):
 
     def skipped_steps(self) -> dict[str, int]:
         """Return how many steps each parameter has missed because its gradient was not finite."""
-        return by_name(self.skipped_steps_of(), self.param_groups)
+        return checks.by_name(self.skipped_steps_of(), self.param_groups)
 
     def skipped_steps_of(self) -> dict[Tensor, int]:
         """Return what :meth:`skipped_steps` does, by parameter."""
@@ -663,21 +626,12 @@ class StiefelLBFGS(LBFGS):
 # ---- what the class looks after ------------------------------------------------------------------
 
 
-def _one_group(params: Any, options: Group) -> Group:
-    """Return the parameters as one group with its own options."""
-    if isinstance(params, set):
-        raise TypeError(fail("params", "have an order", "a set", "pass a list"))
-    items = listed(params)
-    groups = [each for each in items if isinstance(each, dict)]
-    if len(groups) > 1:
-        remedy = "pass model.parameters(): tags say which parameters are constrained"
-        raise ValueError(fail("params", "be one group", f"{len(groups)} groups", remedy))
-    group = {**options, **(groups[0] if groups else {"params": items})}
-    group["params"] = list(listed(group["params"]))
-    each = [id(item[1] if isinstance(item, tuple) else item) for item in group["params"]]
-    if len(set(each)) < len(each):
-        raise ValueError(fail("params", "hold each parameter once", "one of them twice"))
-    group["stiefel"] = as_plain_data(group["stiefel"])
+def _checked(param_group: Group, defaults: Group) -> Group:
+    """Return a group with all options; raise for those and for parameters that make no sense."""
+    checks.check_option_names(param_group, defaults, StiefelLBFGS.__name__)
+    group = checks.completed(param_group, defaults)
+    _check_options(group)
+    checks.check_new_group(group, [])
     return group
 
 
@@ -695,22 +649,19 @@ def _check_options(group: Group) -> None:
 def _readings(group: Group) -> list[Stiefel | None]:
     """Return how each parameter is read; raise for those that cannot be constrained here."""
     params = group["params"]
-    readings = [reading(parameter, group) for parameter in params]
+    readings = [checks.reading(parameter, group) for parameter in params]
     if not any(readings):
         return readings
     precision = params[0].dtype.to_real()
     for parameter, manifold in zip(params, readings, strict=True):
-        called = name_of(parameter, [group])
+        called = checks.name_of(parameter, [group])
         if is_sharded(parameter):
             remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
             raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
-        if manifold is not None:
-            manifold.check(parameter.shape, called)
-            check_dtype(called, parameter.dtype)
-            if parameter.dtype in HALF:
-                wanted = "be of float32 or float64 for StiefelLBFGS"
-                remedy = "convert it: differences of its gradients would be rounding"
-                raise TypeError(fail(called, wanted, parameter.dtype, remedy))
+        if manifold is not None and parameter.dtype in HALF:
+            wanted = "be of float32 or float64 for StiefelLBFGS"
+            remedy = "convert it: differences of its gradients would be rounding"
+            raise TypeError(fail(called, wanted, parameter.dtype, remedy))
         if parameter.dtype.to_real() != precision:
             wanted = f"be as precise as the first parameter, {precision}"
             remedy = "convert all to one precision: they share one memory"
@@ -727,8 +678,8 @@ def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
     _settle(point, group)
     run = _Run(point, group, torch.enable_grad()(closure))
     returned = run.run()
-    if run.line is not None:
-        point.note_angles(run.line)
+    for parameter, angle in run.line.angles().items() if run.line is not None else ():
+        point.states[parameter]["angle"] = angle
     if run.failure:
         warnings.warn(run.failure, stacklevel=users_level())
     if not run.is_finite:
@@ -759,15 +710,16 @@ def _settle(point: _Point, group: Group) -> None:
         if not bool(right.all()):
             pieces = stack.pieces(right)
             wrong = [point.parameters[block.place] for block, mine in pieces if not mine.all()]
-            check_finite(wrong, [group])
+            checks.check_finite(wrong, [group])
             matrices[~right] = polar_factor(matrices[~right])
             stack.write(point.parameters, stack.scale * matrices)
             off += wrong
     if off:
         point.forget()
+        called = ", ".join(checks.names_of(off, [group]))
         warnings.warn(
-            f"{', '.join(names_of(off, [group]))}: off the manifold where the step begins, so that "
-            "the nearest orthonormal matrices were taken and the memory of pairs starts anew. "
+            f"{called}: off the manifold where the step begins, so that the nearest orthonormal "
+            "matrices were taken and the memory of pairs starts anew. "
             "so.project_(model) projects weights that were written to",
             stacklevel=users_level(),
         )
@@ -781,7 +733,7 @@ def _report_nonfinite(point: _Point, group: Group) -> None:
     for parameter in bad or point.parameters:
         state = point.states[parameter]
         state["skipped"] = state.get("skipped", 0) + 1
-    called = ", ".join(f"grad of {name}" for name in names_of(bad, [group])) or "loss"
+    called = ", ".join(f"grad of {name}" for name in checks.names_of(bad, [group])) or "loss"
     if group["nonfinite"] == "raise":
         remedy = "look for its cause; the parameters are where it was finite"
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
@@ -794,11 +746,10 @@ def _report_nonfinite(point: _Point, group: Group) -> None:
 
 def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
     """Return a copy of ``state_dict`` for torch to load; raise if it is of something else."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(fail("state_dict", "be a dict", type(state_dict).__name__))
+    check_state_dict(state_dict)
     loaded: dict[str, Any] = copy.deepcopy(dict(state_dict))
-    groups = loaded.get("param_groups") or [{}]
-    if "state" not in loaded or len(groups) != 1 or "history_size" not in groups[0]:
+    groups = loaded["param_groups"]
+    if len(groups) != 1 or "history_size" not in groups[0]:
         remedy = "load the weights only and let it start anew"
         raise ValueError(fail("state_dict", "be one of StiefelLBFGS or LBFGS", "another", remedy))
     readings = _readings(group)
@@ -811,7 +762,7 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
     earlier = saved.get("readings", [None] * len(readings))
     for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
         if _as_data([current]) != [other]:
-            called = f"reading of {name_of(parameter, [group])}"
+            called = f"reading of {checks.name_of(parameter, [group])}"
             condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
             remedy = "constrain it as it was when the checkpoint was written"
             raise ValueError(fail(called, condition, current, remedy))

@@ -343,10 +343,13 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: so.StiefelLBFGS([POINT.clone()], stiefel="yes"), "`stiefel` must"),
     (
         lambda: so.StiefelLBFGS([("a", POINT), ("b", POINT)], stiefel=True),
-        "`params` must hold each parameter once",
+        "`b` must appear once, got it twice",
     ),
     (lambda: so.StiefelLBFGS({POINT}, stiefel=True), "`params` must have an order"),
-    (lambda: so.StiefelLBFGS([{"params": [POINT]}, {"params": []}]), "`params` must be one group"),
+    (
+        lambda: so.StiefelLBFGS([{"params": [POINT]}, {"params": []}], stiefel=True),
+        "`param_group` must be the only one",
+    ),
     (lambda: so.StiefelLBFGS([torch.zeros(3)], stiefel=True), "at least 2 dimensions"),
     (
         lambda: so.StiefelLBFGS([POINT.bfloat16()], stiefel=True),
@@ -361,7 +364,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: Problem().optimizer.step(lambda: 1.0), "`closure` must leave a gradient"),
     (lambda: Problem().optimizer.step(lambda: "a"), "`closure` must return a number"),
     (lambda: Problem().optimizer.add_param_group({"params": [POINT]}), "`param_group` must be the"),
-    (lambda: Problem().optimizer.load_state_dict({}), "`state_dict` must be one of"),
+    (lambda: Problem().optimizer.load_state_dict({}), "`state_dict` must have the keys"),
     (
         lambda: Problem().optimizer.load_state_dict(
             torch.optim.SGD([torch.zeros(1)], lr=1.0).state_dict()
