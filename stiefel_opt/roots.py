@@ -28,6 +28,9 @@ from stiefel_opt.linalg import (
 _INVERSE_ROOT = (1.0, -1.0 / 2.0, 3.0 / 8.0, -5.0 / 16.0, 35.0 / 128.0, -63.0 / 256.0)
 _ROOT = (1.0, 1.0 / 2.0, -1.0 / 8.0, 1.0 / 16.0, -5.0 / 128.0, 7.0 / 256.0)
 _DEGREE = 3
+# What is left of x^2, x^3 and x^4 without Chebyshev's polynomial on [-1, 1], by powers of x:
+# x^2 = 1/2 + T2/2, x^3 = 3/4 x + T3/4, x^4 = x^2 - 1/8 + T4/8.
+_LEFT_OF_NEXT = {1: {0: 1.0 / 2.0}, 2: {1: 3.0 / 4.0}, 3: {2: 1.0, 0: -1.0 / 8.0}}
 
 
 class Roots(NamedTuple):
@@ -194,14 +197,8 @@ def _economized(series: Sequence[float], degree: int, radius: float) -> list[flo
     replaced by what it leaves once its Chebyshev polynomial is dropped: an error 2^degree smaller.
     """
     terms, following = list(series[: degree + 1]), series[degree + 1]
-    square = radius * radius
-    if degree == 1:  # x^2 = r^2/2 + T2 / 2
-        terms[0] += following * square / 2
-    elif degree == 2:  # x^3 = 3/4 r^2 x + T3 / 4
-        terms[1] += following * square * 3 / 4
-    else:  # x^4 = r^2 x^2 - r^4/8 + T4 / 8
-        terms[2] += following * square
-        terms[0] -= following * square * square / 8
+    for power, share in _LEFT_OF_NEXT[degree].items():
+        terms[power] += following * share * radius ** (degree + 1 - power)
     return terms
 
 
