@@ -291,8 +291,7 @@ class Bench:
     def fixed(self) -> None:
         """Rows that nothing is learned for."""
         self.measured("full precision", lambda: None, rounded=False)
-        if self.options.no_rotation:
-            self.measured("no rotation", lambda: None)
+        self.measured("no rotation", lambda: None)
         for seed in self.options.seeds:
             start = partial(rotations.hadamard, self.exact, seed=seed)
             self.measured(f"Hadamard, seed {seed}", start, seed=seed)
@@ -323,7 +322,7 @@ class Bench:
                 steps=steps,
                 loss=method.loss,
                 optimizer=watch,
-                progress=options.progress,
+                progress=False,
                 checkpoint=checkpoint,
             )
             found.save(self.path(name, ".rotations.pt"))
@@ -517,19 +516,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--pieces", type=int, default=16, help="that are held out")
     add("--threads", type=int, default=1)
     add("--repeats", type=int, default=3, help="of each measurement")
-    add("--no-rotation", action="store_true", help="measure that row, too")
-    add("--progress", action="store_true", help="show a bar for each training")
     add("--merge", action="store_true", help="write tables and plots at the end")
-    add("--only-merge", action="store_true", help="run nothing")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(options.threads)
-    if not options.only_merge:
-        Bench(options).run()
-    if options.merge or options.only_merge:
+    Bench(options).run()
+    if options.merge:
         merge(options)
 
 

@@ -35,10 +35,10 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
     options = argparse.Namespace(
-        folder=tmp_path / "rows", data_dir=None, pieces=2, bits=4, seeds=[0], no_rotation=False
+        folder=tmp_path / "rows", data_dir=None, pieces=2, bits=4, seeds=[0]
     )
     options.rows, options.rates, options.steps = ["StiefelAdam"], [0.1], 3
-    options.tokens, options.tuning_steps, options.progress = 8, 2, False
+    options.tokens, options.tuning_steps = 8, 2
     options.repeats = 2
     bench.Bench(options).run()
     row = options.folder / "StiefelAdam-rate-0.1-seed-0.json"
@@ -60,7 +60,8 @@ def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
     content = json.loads((tmp_path / "results/rotations.json").read_text())
     lines = [line.split("|")[1:3] for line in content["tables"]["rows"].splitlines()[2:]]
     cells = [tuple(cell.strip() for cell in line) for line in lines]
-    assert cells == [("full precision", "-"), ("Hadamard", "0, 1"), ("StiefelAdam", "0, 1")]
+    assert cells[:2] == [("full precision", "-"), ("no rotation", "-")]
+    assert cells[2:] == [("Hadamard", "0, 1"), ("StiefelAdam", "0, 1")]
     assert (tmp_path / "results/rotations.png").exists()
     row = next(row for row in content["rows"] if row.get("method"))
     repeated = row["held_out"]["topics"]["perplexities"]

@@ -78,6 +78,7 @@ VARIANT_SIZE = (300, 5)
 INNER_SIZE = (100, 10)
 SMALL = ("variants", "weighted", "retractions")  # the first two at learning rate 0.1, momentum 0.9
 ONCE = (*SMALL, "published", "inner", "scaling")  # not for every size
+REPEATS = 3  # the fastest counts
 CLOSE, KEPT, MOST_KEPT = 1.2, 1.5, 4
 TUNING = Limit(1500)
 MOST = Limit(3000, 15.0)
@@ -149,13 +150,13 @@ def name(options: Options) -> str:
 
 def compete(
     methods: Sequence[Method], settings: dict[str, Options], draws: Sequence[Draw], label: str,
-    repeats: int, limit: Limit,
+    limit: Limit,
 ) -> dict[str, list[Run]]:  # fmt: skip
     """Run all methods on every draw, in an order that rotates; the fastest repeat counts."""
     runs: dict[str, list[Run]] = {method.name: [] for method in methods}
     for number, (problem, _) in enumerate(tqdm(draws, desc=f"{label}: draws")):
         found: dict[str, list[Run]] = {method.name: [] for method in methods}
-        for repeat in range(repeats):
+        for repeat in range(REPEATS):
             shift = (number + repeat) % len(methods)
             for method in (*methods[shift:], *methods[:shift]):
                 earlier = found[method.name]
@@ -240,7 +241,7 @@ def solve_group(
         runs = count(methods, settings, draws)
     else:
         limit = COUNTED if group == "variants" else MOST
-        runs = compete(methods, settings, draws, label, content["settings"]["repeats"], limit)
+        runs = compete(methods, settings, draws, label, limit)
     text = table(methods, settings, runs)
     print(f"\n{label}\n{text}\n", flush=True)
     content["tables"][label] = text
@@ -260,7 +261,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=size, nargs="+", default=SIZES, help=other)
     parser.add_argument("--groups", nargs="+", choices=names, default=names)
     parser.add_argument("--draws", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
     parser.add_argument("--again", action="store_true", help="also what has been done")
     parser.add_argument("--output", type=Path, default=RESULTS / "eigen_methods.json")
     return parser.parse_args(argv)
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         content.setdefault(key, {})
     content["settings"] = {
         "dtype": "float64", "target": TARGET, "threads": 1, "draws": arguments.draws,
-        "repeats": arguments.repeats, "rates": SGD_RATES, "rates_of_adams": ADAM_RATES,
+        "repeats": REPEATS, "rates": SGD_RATES, "rates_of_adams": ADAM_RATES,
         "momenta": MOMENTA, "betas_2": [0.999, 0.99], "limit": [MOST.iterations, MOST.seconds],
         "counted": COUNTED.iterations,
     }  # fmt: skip

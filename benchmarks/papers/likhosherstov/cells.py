@@ -177,9 +177,8 @@ def add_cell_flags(parser: ArgumentParser, hidden: int, start: str) -> None:
     add("--lr", type=float, default=1e-3, help="of RMSprop")
     add("--transition-lr", type=float, default=1e-4, help="of an orthogonal transition")
     add("--decay", choices=["cosine", "none"], default="cosine", help="of all learning rates")
-    add("--nonlinearity", choices=["modrelu", "tanh", "relu", "abs"], default="modrelu",
-        help="of the orthogonal cells")  # fmt: skip
     add("--start", choices=["henaff", "helfrich"], default=start, help="of the transition")
+    parser.set_defaults(nonlinearity="modrelu")
 
 
 def parse_cells(names: Sequence[str]) -> list[str]:

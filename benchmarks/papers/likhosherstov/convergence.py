@@ -29,10 +29,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.common import figures
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
+from benchmarks.common.harness import (
+    RESULTS,
+    machine,
+    markdown_table,
+    orthonormality_error,
+    write_json,
+)
 from stiefel_opt.functional import cwy
 
 RESAMPLINGS = 200
+STEPS, RUNS = 6_000, 32  # that differ in the noise
+NOISE = 0.3  # deviation of each entry
+SEED = 0  # of the problem, start and noise
 
 
 @dataclass(frozen=True)
@@ -52,32 +61,28 @@ CASES = (
 )
 
 
-def descend(
-    case: Case, runs: int, steps: int, noise: float, seed: int, device: torch.device
-) -> tuple[NDArray[np.float64], float]:
+def descend(case: Case, runs: int, steps: int) -> tuple[NDArray[np.float64], float]:
     """Squared norms of the exact gradient, (steps, runs), and the largest |X'X - I| at the end."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
 
     def gaussian(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     left = gaussian(case.rows, case.rows) / math.sqrt(case.rows)
     right = gaussian(case.rows, case.columns) / math.sqrt(case.columns)
     start = gaussian(case.rows, case.reflections)
     vectors = start.expand(runs, -1, -1).clone().requires_grad_()
-    norms = torch.empty(steps, runs, dtype=torch.float64, device=device)
+    norms = torch.empty(steps, runs, dtype=torch.float64)
     for step in tqdm(range(1, steps + 1), desc=case.title, disable=None):
         point = cwy(vectors, case.columns)
         slope = left.mT @ (left @ point.detach() - right)
         (exact,) = torch.autograd.grad(point, vectors, slope, retain_graph=True)
-        pushed = slope + noise * gaussian(runs, case.rows, case.columns)
+        pushed = slope + NOISE * gaussian(runs, case.rows, case.columns)
         (noisy,) = torch.autograd.grad(point, vectors, pushed)
         norms[step - 1] = exact.square().sum((-2, -1))
         with torch.no_grad():
             vectors -= step**-0.5 * noisy
-    point = cwy(vectors.detach(), case.columns)
-    identity = torch.eye(case.columns, dtype=torch.float64, device=device)
-    return norms.cpu().numpy(), float((point.mT @ point - identity).abs().max())
+    return norms.numpy(), orthonormality_error(cwy(vectors.detach(), case.columns))
 
 
 def running_minimum(norms: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -105,42 +110,22 @@ def slope_interval(norms: NDArray[np.float64]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all cases, print the slopes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6_000)
-    parser.add_argument("--runs", type=int, default=32, help="that differ in the noise")
-    parser.add_argument("--noise", type=float, default=0.3, help="deviation of each entry")
-    parser.add_argument("--seed", type=int, default=0, help="of the problem, start and noise")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--smoke", action="store_true", help="few steps")
     parser.add_argument("--output", type=Path, default=RESULTS / "convergence.json")
     options = parser.parse_args(argv)
-    if options.smoke:
-        options.steps, options.runs = 200, 4
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run all cases, print the slopes."""
-    options = parse(argv)
-    torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
-    print(
-        f"{len(CASES)} cases, {options.runs} runs of {options.steps} steps each: "
-        f"about {len(CASES) * options.steps / 500:.0f} seconds on one core of a CPU.",
-        flush=True,
-    )
+    steps, runs = (200, 4) if options.smoke else (STEPS, RUNS)
+    torch.set_num_threads(1)
     rows, records = [], []
     for case in CASES:
-        norms, error = descend(
-            case, options.runs, options.steps, options.noise, options.seed, device
-        )
+        norms, error = descend(case, runs, steps)
         low, high = slope_interval(norms)
         fitted, lowest = slope(norms), running_minimum(norms)
         rows.append([case.title, f"{fitted:.3f}", f"{low:.3f} to {high:.3f}",
                      f"{lowest[0]:.3g}", f"{lowest[-1]:.3g}", f"{error:.1e}"])  # fmt: skip
-        at = np.unique(np.geomspace(1, options.steps, 60).round().astype(int))
+        at = np.unique(np.geomspace(1, steps, 60).round().astype(int))
         record: dict[str, Any] = {"case": case.title, "slope": fitted, "slope_95": [low, high]}
         record |= {"K": at.tolist(), "running_minimum": [float(lowest[k - 1]) for k in at]}
         records.append(record | {"orthonormality_error": error})
@@ -148,14 +133,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = markdown_table(header, rows)
     print(f"\n{text}")
     content = {
-        "machine": machine(device),
-        "settings": {k: getattr(options, k) for k in ("steps", "runs", "noise", "seed")},
+        "machine": machine(),
+        "settings": {"steps": steps, "runs": runs, "noise": NOISE, "seed": SEED},
         "tables": [text],
         "results": records,
     }
     write_json(options.output, content)
     figures.convergence(options.output.with_suffix(".png"))
-    print(f"Plot: {options.output.with_suffix('.png').name}")
 
 
 if __name__ == "__main__":

@@ -186,9 +186,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--lr", type=float, default=3e-3, help="of Adam, StiefelAdam and CayleyAdam")
     add("--sgd-lr", type=float, default=0.1, help="of StiefelSGD and RGD")
     add("--action", choices=video_units.ACTIONS, default="walking", help="of kth")
-    add("--first-stride", type=int, choices=[1, 2], default=1, help="of the first convolution")
-    add("--summed", action="store_true", help="a loss that is not divided by the pixels")
-    add("--clip", type=float, default=1.0, help="norm of the gradients; 0: as it is")
+    # Of the first convolution; is the loss not divided by the pixels? norm of the gradients.
+    parser.set_defaults(first_stride=1, summed=False, clip=1.0)
     programs.add_flags(parser, Path("runs/video"))
     options = programs.parsed(parser, argv, SMOKE, PRESETS)
     if options.side % 8 or options.frames < 2 or min(options.epochs, options.steps) < 1:
