@@ -94,17 +94,8 @@ def report_orders(orders: list[Order]) -> str:
             *(f"{curve.constant(errors):.3f}" if curve.against == "own" else "-"
               for errors in (position, velocity)),
         ])  # fmt: skip
-    header = (
-        "setting",
-        "flows",
-        "a",
-        "dynamics",
-        "order X",
-        "order Q",
-        "error X / h",
-        "error Q / h",
-    )
-    return markdown_table(header, rows)
+    header = ["setting", "flows", "a", "dynamics", "order X", "order Q"]
+    return markdown_table([*header, "error X / h", "error Q / h"], rows)
 
 
 def report_blow_up(runs: list[BlowUp]) -> str:

@@ -63,15 +63,8 @@ def main() -> None:
         row += [f"{(max(losses) - min(losses)) / 2:.4f}", f"{100 * statistics.mean(right):.1f}"]
         row.append(f"{min(low):.3f} to {max(high):.3f}")
         rows.append([*row, f"{statistics.median(milliseconds[method]):.1f}"])
-    header = [
-        "",
-        "learning rate",
-        "training loss",
-        "+-",
-        "test (%)",
-        "singular values",
-        "ms a step",
-    ]
+    header = ["", "learning rate", "training loss", "+-", "test (%)", "singular values"]
+    header.append("ms a step")
     table = markdown_table(header, rows)
     content |= {"machine": machine(), "ms": milliseconds, "tables": [table]}
     write_json(file, content)

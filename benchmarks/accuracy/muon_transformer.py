@@ -15,7 +15,6 @@ first seed; the others have 3e-3. Time is that of the processor, of a few steps 
 trainings, methods in turn. A stopped run goes on where it was.
 
     python -m benchmarks.accuracy.muon_transformer --seeds 3  # about half an hour on one core
-    python -m benchmarks.accuracy.muon_transformer --quick    # two steps of each, no file
 """
 
 from __future__ import annotations
@@ -153,15 +152,10 @@ def train(method: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two steps of each, no file")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=1, help="at the best learning rate")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.quick:
-        for method, rates in GRIDS.items():
-            print(method, train(method, rates[0], 0, 2))
-        return
     sizes = [LAYERS, WIDTH, HEADS, LENGTH, BATCH, arguments.steps]
     content: dict[str, Any] = {"python": platform.python_version(), "sizes": sizes, "runs": {}}
     if FILE.exists() and (earlier := json.loads(FILE.read_text()))["sizes"] == sizes:
@@ -193,13 +187,8 @@ def main() -> None:
         spread = f" +- {(max(losses) - min(losses)) / 2:.3f}" if len(losses) > 1 else ""
         loss = f"{statistics.mean(losses):.3f}{spread}"
         table.append([method, f"{rates[method]:g}", loss, f"{times[0]:.1f}", f"{times[1]:.1f}"])
-    header = [
-        "hidden matrices",
-        "learning rate",
-        "held-out loss",
-        "optimizer, ms a step",
-        "all, ms a step",
-    ]
+    header = ["hidden matrices", "learning rate", "held-out loss", "optimizer, ms a step"]
+    header.append("all, ms a step")
     tables = [markdown_table(header, table)]
     content |= {"rates": rates, "machine": machine(), "tables": tables}
     write_json(FILE, content)

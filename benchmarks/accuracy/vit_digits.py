@@ -218,11 +218,10 @@ class Runs:
         return min(few, key=lambda setting: self.mean(method, setting, CHOOSING))
 
 
-def everything(runs: Runs, wanted: Sequence[str]) -> None:
+def everything(runs: Runs) -> None:
     """The grid, what lies beyond its ends, and the seeds that are reported; the controls last."""
     grid = [Setting(*values) for values in itertools.product(RATES, DECAYS, DROPOUTS)]
-    for group in ((FREE, TAGGED), (CONTROL, NADAM)):
-        methods = [method for method in group if method in wanted]
+    for methods in ((FREE, TAGGED), (CONTROL, NADAM)):
         for method in methods:
             runs.run(method, grid, CHOOSING[:1])
         for method in methods:
@@ -272,31 +271,17 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     return markdown_table([*header, "from AdamW", "training loss"], rows)
 
 
-def grid_table(runs: Runs) -> str:
-    """Test errors of the first seed of the choice, and of the mean of all of them."""
-    rows = []
-    for setting in sorted({s for method in METHODS for s in runs.tried(method, CHOOSING[:1])}):
-        row = [" / ".join(f"{value:g}" for value in setting)]
-        for method, seeds in itertools.product(METHODS, (CHOOSING[:1], CHOOSING)):
-            known = setting in runs.tried(method, seeds)
-            row.append(f"{runs.mean(method, setting, seeds):.2f}" if known else "-")
-        rows.append(row)
-    names = [f"{method}, {kind}" for method in METHODS for kind in ("one seed", "three")]
-    return markdown_table(["learning rate / decay / dropout", *names], rows)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--store", type=Path, default=Path("runs") / "vit_digits.jsonl")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--tables", action="store_true", help="only write what has been run")
     parser.add_argument("--output", type=Path, default=RESULTS / "vit_digits.json")
     options = parser.parse_args(argv)
     runs = Runs(options.store)
     if not options.tables:
-        everything(runs, options.methods)
+        everything(runs)
     found = summary(runs)
-    tables = {"ten seeds": table(found), "the choice": grid_table(runs)}
+    tables = {"ten seeds": table(found)}
     content = {
         "machine": machine(torch.device("cpu"), ["scikit-learn"]),
         "epochs": EPOCHS,

@@ -19,7 +19,6 @@ import json
 import math
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -272,22 +271,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     one_thread()
     options.store.mkdir(parents=True, exist_ok=True)
-    resumed, begun = any(options.store.iterdir()), time.monotonic()
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         found = pool.map(partial(fill, folder=options.store), options.problems)
         store = dict(zip(options.problems, found, strict=True))
     units = {"steps": "steps", "gap": "gap left", "excess": "excess %", "loss": "loss"}
     header = ["Method", *(f"{p}: {units[PROBLEMS[p][1]]}" for p in options.problems)]
     tables = {n: markdown_table(header, rows(store, n, options.problems)) for n in TABLES}
-    seconds = None if resumed else round(time.monotonic() - begun)
-    if resumed and options.output.exists():
-        seconds = json.loads(options.output.read_text()).get("seconds")
     content: dict[str, Any] = {
         "machine": machine(packages=["benchopt"]),
         "rates": RATES,
         "seeds": SEEDS,
         "seeds_of_the_rates": CHOOSING,
-        "seconds": seconds,  # of the whole run, where it was one
         "tables": tables,
         "runs": {
             problem: {name: summary(runs) for name, runs in store[problem].items()}

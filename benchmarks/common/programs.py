@@ -11,10 +11,8 @@ import torch
 
 from benchmarks.common import figures as figures
 from benchmarks.common.figures import Panel as Panel
+from benchmarks.common.figures import plot_curves as plot_curves
 from benchmarks.common.harness import machine, markdown_table, write_json, write_text
-
-History = Sequence[Mapping[str, float]]  # one entry an epoch
-
 
 # ---- flags ----
 
@@ -144,10 +142,3 @@ def write_report(
     write_table(options.output, title, markdown_table(*table), results | {"runs": runs})
     histories = {name: [run["history"] for run in group] for name, group in records.items()}
     plot_curves(options.output / "curves.png", short or title, histories, panels)
-
-
-def plot_curves(
-    path: Path, title: str, histories: Mapping[str, Sequence[History]], panels: Sequence[Panel]
-) -> None:
-    """Each method's mean over seeds as a line, with the range as a band; one diagram a panel."""
-    figures.plot_curves(path, title, histories, panels)
