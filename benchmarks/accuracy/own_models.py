@@ -155,93 +155,72 @@ def right(source: str, table: str, column: str, *methods: str) -> list[str]:
     return [f"{100 - float(error):.{len(error.partition('.')[2])}f}" for error in errors]
 
 
-def decisions(best: str) -> str:
-    """Should I constrain it? Answers, with what is right in per cent, or what else was measured."""
+# Should I constrain it? What you have, the answer, and what says so, with numbers of `measured`.
+ADVICE = (
+    ("principal components, alignment, transport", "yes: the problem asks for it",
+     "[small problems](measured.md#packages-side-by-side)"),
+    ("torch's orthogonal parametrization", "yes: replace it",
+     "2048 x 16: [{layer[0]} ms a step, not {layer[1]} ms](doors.md#beside-torch)"),
+    ("a plain recurrent network, memory over 100 steps", "yes, with modReLU",
+     "{early[0]} % right, unconstrained {early[2]} %: [digits recalled](why.md#memory)"),
+    ("the same, over 300 steps",
+     'yes, by `so.orthogonal(map="cwy")`; no method has learned the task',
+     "{late[1]} % right, tagged {late[0]} %, unconstrained {late[2]} %: "
+     "[digits recalled](why.md#memory)"),
+    ("a deep network without normalisation", "if you cannot tune the learning rate",
+     "80 % right at {rates[0]} of 9 learning rates, unconstrained at {rates[1]}: "
+     "[50 layers](why.md#depth)"),
+    ("a deep network, tuned", "no",
+     "{deep[0]} % right, unconstrained {deep[1]} %: [50 layers](why.md#depth)"),
+    ("a GRU or an LSTM", "no: gates must saturate",
+     "{gru[0]} % right, unconstrained {gru[1]} %: "
+     "[GRU, digits by pixel](measured.md#a-gru-and-a-cnn)"),
+    ("a convolution network",
+     "no gain; if it must be Lipschitz, [with `scale=1/k`](recipes.md#convolutions)",
+     "{cnn[0]} % right, unconstrained {cnn[1]} %: [digits](measured.md#a-gru-and-a-cnn)"),
+    ("attention, little data", "if you cannot tune the learning rate",
+     "at the worst of four learning rates {worst[0]:.1f} % right, unconstrained {worst[1]:.1f} %: "
+     "[`make demo`](examples.md)"),
+    ("the same, tuned", "no significant gain",
+     "{vit[0]} % right, unconstrained {vit[1]} %: "
+     "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)"),
+    ("attention, longer training", "no significant gain",
+     "{longer[0]} % right, unconstrained {longer[1]} %: "
+     "[CIFAR-10](measured.md#orthogonal-vision-transformer)"),
+    ("a pretrained model", "no: constrain new adapters",
+     "[fine-tuning](recipes.md#fine-tune-a-trained-model)"),
+)  # fmt: skip
+
+
+def measured(best: str) -> dict[str, Sequence[Any]]:
+    """The numbers of `ADVICE`, from the files of results: constrained first."""
     own = {(row[0], row[1]): share(row[3]) for row in publish.rows_of(best)[1:]}
     known, enough = "% right there (seeds)", "learning rates with 80 % right"
     tagged, cwy, free = (why_tables.METHODS[name] for name in ("tagged", "cwy", "free"))
-    small, here = (
-        cell("torch_orthogonal", "summary", name, "2048 x 16")
-        for name in ("torch, its default", LAYER)
-    )
-    trained, alone = (cell("why", "deep", enough, name, "50") for name in (tagged, free))
-    early, late = (
-        [share(cell("why", "copying", known, name, size)) for name in (tagged, cwy, free)]
-        for size in ("100", "300")
-    )
-    deep = [share(cell("why", "deep", known, name, "50")) for name in (tagged, free)]
-    # The unconstrained weights from an orthogonal initialisation: only the constraint differs.
-    gru, cnn = ([own[name, METHODS[place]] for place in (2, 1)] for name in ("GRU", "CNN"))
-    worst = [100 - max(map(statistics.fmean, rows)) for rows in demo_errors()]
-    vit = right("vit_digits", "ten seeds", "test error, %", "StiefelAdamW", "AdamW")
-    longer = right("vit_long", "0", "Test error %", "StiefelAdamW within heads", "AdamW")
 
-    def beside(values: Sequence[str], link: str) -> str:
-        return f"{values[0]} % right, unconstrained {values[-1]} %: {link}"
+    def copying(size: str) -> list[str]:
+        return [share(cell("why", "copying", known, name, size)) for name in (tagged, cwy, free)]
 
-    recalled = "[digits recalled](why.md#memory)"
-    rows = [
-        [
-            "principal components, alignment, transport",
-            "yes: the problem asks for it",
-            "[small problems](measured.md#packages-side-by-side)",
-        ],
-        [
-            "torch's orthogonal parametrization",
-            "yes: replace it",
-            f"2048 x 16: [{here} ms a step, not {small} ms](doors.md#beside-torch)",
-        ],
-        [
-            "a plain recurrent network, memory over 100 steps",
-            "yes, with modReLU",
-            beside(early, recalled),
-        ],
-        [
-            "the same, over 300 steps",
-            'yes, by `so.orthogonal(map="cwy")`; no method has learned the task',
-            f"{late[1]} % right, tagged {late[0]} %, unconstrained {late[2]} %: {recalled}",
-        ],
-        [
-            "a deep network without normalisation",
-            "if you cannot tune the learning rate",
-            f"80 % right at {trained} of 9 learning rates, unconstrained at {alone}: "
-            "[50 layers](why.md#depth)",
-        ],
-        ["a deep network, tuned", "no", beside(deep, "[50 layers](why.md#depth)")],
-        [
-            "a GRU or an LSTM",
-            "no: gates must saturate",
-            beside(gru, "[GRU, digits by pixel](measured.md#a-gru-and-a-cnn)"),
-        ],
-        [
-            "a convolution network",
-            "no gain; if it must be Lipschitz, [with `scale=1/k`](recipes.md#convolutions)",
-            beside(cnn, "[digits](measured.md#a-gru-and-a-cnn)"),
-        ],
-        [
-            "attention, little data",
-            "if you cannot tune the learning rate",
-            "at the worst of four learning rates "
-            + beside([f"{value:.1f}" for value in worst], "[`make demo`](examples.md)"),
-        ],
-        [
-            "the same, tuned",
-            "no significant gain",
-            beside(vit, "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)"),
-        ],
-        [
-            "attention, longer training",
-            "no significant gain",
-            beside(longer, "[CIFAR-10](measured.md#orthogonal-vision-transformer)"),
-        ],
-        [
-            "a pretrained model",
-            "no: constrain new adapters",
-            "[fine-tuning](recipes.md#fine-tune-a-trained-model)",
-        ],
-    ]
-    header = ["You have", "Constrain it?", "Measured"]
-    return harness.markdown_table(header, rows)
+    names = (LAYER, "torch, its default")
+    return {
+        "layer": [cell("torch_orthogonal", "summary", name, "2048 x 16") for name in names],
+        "early": copying("100"),
+        "late": copying("300"),
+        "rates": [cell("why", "deep", enough, name, "50") for name in (tagged, free)],
+        "deep": [share(cell("why", "deep", known, name, "50")) for name in (tagged, free)],
+        # The unconstrained weights from an orthogonal initialisation: only the constraint differs.
+        **{name.lower(): [own[name, METHODS[place]] for place in (2, 1)] for name in MODELS},
+        "worst": [100 - max(map(statistics.fmean, rows)) for rows in demo_errors()],
+        "vit": right("vit_digits", "ten seeds", "test error, %", "StiefelAdamW", "AdamW"),
+        "longer": right("vit_long", "0", "Test error %", "StiefelAdamW within heads", "AdamW"),
+    }
+
+
+def decisions(best: str) -> str:
+    """Advice, with what is right in per cent, or what else was measured."""
+    numbers = measured(best)
+    rows = [[have, answer, text.format(**numbers)] for have, answer, text in ADVICE]
+    return harness.markdown_table(["You have", "Constrain it?", "Measured"], rows)
 
 
 def demo_errors() -> list[list[list[float]]]:
