@@ -43,23 +43,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.device import Reader, reader_for
-from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, coupling, rotation_of_square
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, coupling
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
     advance,
     bias_correction,
-    carried_skew,
     denominator_of,
     metric_parameter,
     normal_force,
     second_moments,
     skew_force,
+    turn_square,
 )
 from stiefel_opt.linalg import (
     LOCAL_SUMS,
     Sums,
-    add_product,
     add_product_,
     inner_product,
     product,
@@ -320,9 +319,8 @@ def _moved(
     new_Z = torch.addcmul(minus_f, mu, state[SKEW])
     direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z
     if minus_g is None:
-        rotation, turned = rotation_of_square(lambda: direction, eta, reader)
-        new = new | carried_skew(new_Z, rotation, transport)
-        return add_product(X, X, rotation), new, turned._replace(inner=S)
+        new_X, carried, length = turn_square(X, direction, new_Z, eta, transport, reader)
+        return new_X, new | carried, length._replace(inner=S)
     turn = coupling(state[SKEW], 1.0, eta, a, reader)
     U = state[NORMAL] if turn is None else product(state[NORMAL], turn)
     new_U = torch.addcmul(minus_g, mu, U)

@@ -131,7 +131,7 @@ def sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     carry = None if Z is None else transport
     if UNPROJECTED not in state and NORMAL not in state and (Z is not None or sums.are_square(X)):
-        return _turn_square(X, direction, new_Z, lr, carry, reader)
+        return turn_square(X, direction, new_Z, lr, carry, reader)
     mu = None if a == METRICS["canonical"] else coupling(Z, momentum, lr, a, reader)
     if UNPROJECTED in state:
         return _step_unprojected(X, G, S, state, direction, new_Z, lr, momentum, mu, sums, reader)
@@ -189,7 +189,7 @@ def adam(
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
-        new_X, new_Z, length = _turn_square(X, turn, new[SKEW], eta, transport, reader)
+        new_X, new_Z, length = turn_square(X, turn, new[SKEW], eta, transport, reader)
         return new_X, new | new_Z, length
     mu = _coupling_of_adam(state, lr, step, betas, eps, a, reader)
     minus_g = normal_force(X, S, G)
@@ -314,14 +314,14 @@ def advance(
     return new_X, new, factors.length
 
 
-def _turn_square(
+def turn_square(
     X: Tensor,
     direction: Tensor | Callable[[], Tensor],
     new_Z: Tensor,
     lr: Scalar,
     transport: str | None,
     reader: Reader,
-) -> Move:
+) -> tuple[Tensor, Tensors, Length]:
     """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
     turn = (lambda: direction) if isinstance(direction, Tensor) else direction
     if transport != "projected" and X.size(-1) < BLOCKED:
