@@ -120,7 +120,7 @@ def spectral_direction(
     if _is_empty(point):
         return torch.zeros_like(point)
     reads = reader_for(point).is_exact
-    solved = _solve(point, grad, *accuracy, sums, reads)
+    solved = _solve(point, grad, accuracy, sums, reads)
     if solved.along is None:
         direction = product(point, solved.within)
     else:
@@ -227,7 +227,7 @@ def muon(
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
     reads = (reader or reader_for(X)).is_exact
-    solved = _solve(X, M, *accuracy, sums, reads)
+    solved = _solve(X, M, accuracy, sums, reads)
     new = {} if B is None else {AMBIENT: torch.where(solved.finite, buffer, B)}
     step, limit = _step_of(lr, solved.length)
     length = Length(solved.length * (step * step), 1.0, limit)
@@ -314,14 +314,10 @@ class _Parts(NamedTuple):
 
 
 def _solve(
-    point: Tensor,
-    moving: Tensor,
-    tolerance: float,
-    smoothing: float,
-    sums: Sums,
-    reads: bool,
+    point: Tensor, moving: Tensor, accuracy: tuple[float, float], sums: Sums, reads: bool
 ) -> _Direction:
-    """Find the direction, in small matrices."""
+    """Find the direction, in small matrices, by tolerance and smoothing."""
+    tolerance, smoothing = accuracy
     if sums.are_square(point):
         # nothing else is lost
         return _solve_square(point, moving, tolerance, 3.0 * smoothing, reads)
