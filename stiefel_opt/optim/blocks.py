@@ -22,7 +22,7 @@ from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.linalg import Sums
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.sharding import Shards, placed
+from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
@@ -69,7 +69,7 @@ class Weight:
         """Return our part of the state of plain rows; a number is the same everywhere."""
         if self.shards is None or not isinstance(tensor, Tensor) or tensor.ndim == 0:
             return tensor
-        return local_part(placed(tensor, self.shards.mesh, self.shards.working))
+        return local_part(self.shards.placed(tensor, self.shards.working))
 
     def shown_rows(self, tensor: Any, index: int) -> Any:
         """Return state of plain rows as the user sees it, of the shape of those rows."""
@@ -154,10 +154,6 @@ class Stack:
         self._whole: Tensors = {kind.name: self._stacked(kind) for kind in self.declared.values()}
         self.each = self.lead.numel()  # matrices of a block
         self.pieces = self._divided(value)
-
-    def release(self) -> None:
-        """Drop the state: the batches have views on it."""
-        self._whole = {}
 
     def state_of(self, rows: slice) -> Tensors:
         """Return the state of some matrices, ``(k, n, m)`` and ``(k, m, m)``, as views."""

@@ -13,13 +13,12 @@ from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import label, reading
-from stiefel_opt.optim.state import ROWS, State, expected_state
+from stiefel_opt.optim.state import MOMENTS_OF_TORCH, ROWS, State, expected_state
 from stiefel_opt.optim.torch_rules import Group
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 
 _RULE, _FORMAT = "rule", "format"  # keys of saved groups, and of no others
-_MOMENTS: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class TorchRule(NamedTuple):
@@ -114,7 +113,7 @@ def check_states(
                 raise TypeError(fail(f"state of {called}", wanted, given, _AS_SAVED))
             manifold = reading(parameter, group)
             expected: dict[str, tuple[State | None, torch.Size]]
-            expected = dict.fromkeys(_MOMENTS, (None, parameter.shape))
+            expected = dict.fromkeys(MOMENTS_OF_TORCH, (None, parameter.shape))
             if manifold is not None:
                 expected = expected_state(declared, parameter, manifold)
             for name, value in values.items():
@@ -122,9 +121,8 @@ def check_states(
                     _check_number(f"{name} of {called}", value)
                 elif name in expected:
                     is_ours, (kind, shape) = manifold is not None, expected[name]
-                    _check_value(f"{name} of {called}", value, shape, parameter, is_ours)
-                    if kind is not None:
-                        _check_least(f"{name} of {called}", value, kind.least)
+                    least = -math.inf if kind is None else kind.least
+                    _check_value(f"{name} of {called}", value, shape, least, parameter, is_ours)
 
 
 _AS_SAVED: Final = "load what optimizer.state_dict() returned"
@@ -142,9 +140,9 @@ def _check_number(called: str, value: Any) -> None:
 
 
 def _check_value(
-    called: str, value: Any, shape: torch.Size, parameter: Tensor, is_ours: bool
+    called: str, value: Any, shape: torch.Size, least: float, parameter: Tensor, is_ours: bool
 ) -> None:
-    """Raise unless a moment is a finite tensor like its parameter."""
+    """Raise unless a moment is a finite tensor like its parameter, none of it below ``least``."""
     if value is None and not is_ours:  # a momentum buffer of torch before its first step
         return
     if not isinstance(value, Tensor):
@@ -162,16 +160,12 @@ def _check_value(
         raise ValueError(fail(called, "be dense", value.layout, _AS_SAVED))
     if not (value.is_floating_point() or value.is_complex()):
         raise ValueError(fail(called, "have a floating-point dtype", value.dtype, _AS_SAVED))
-    if not (value.is_meta or bool(torch.isfinite(local_part(value)).all())):
-        remedy = "load an earlier checkpoint, or the weights only"
+    if value.is_meta:
+        return
+    own, remedy = local_part(value), "load an earlier checkpoint, or the weights only"
+    if not bool(torch.isfinite(own).all()):
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
-
-
-def _check_least(called: str, value: Tensor, least: float) -> None:
-    """Raise for an entry below the declared least."""
-    own = local_part(value)
-    if least > -math.inf and not own.is_meta and bool((own < least).any()):
-        remedy = "load an earlier checkpoint, or the weights only"
+    if least > -math.inf and bool((own < least).any()):
         raise ValueError(fail(called, f"have no entry below {least:g}", float(own.min()), remedy))
 
 

@@ -78,6 +78,23 @@ class Shards:
             shard, self.mesh, placements, run_check=False, shape=shape, stride=stride
         )
 
+    def placed(self, tensor: Tensor, placements: Sequence[Placement]) -> Tensor:
+        """Return a state tensor in this layout; a plain tensor is the same on every process."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if not is_sharded(tensor):
+            everywhere = [Replicate()] * self.mesh.ndim
+            tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
+        return tensor.redistribute(self.mesh, placements)
+
+    def zeros(
+        self, shape: torch.Size, dtype: torch.dtype, placements: Sequence[Placement]
+    ) -> Tensor:
+        """Return zeros in this layout."""
+        from torch.distributed.tensor import zeros
+
+        return zeros(shape, dtype=dtype, device_mesh=self.mesh, placements=placements)
+
     def agree(self, ok: Tensor) -> Tensor:
         """Return where ``ok`` holds on every process that has a part of the parameters."""
         return self.largest((~ok).to(torch.float32)) == 0
@@ -126,24 +143,6 @@ def shards_of(parameter: Tensor, manifold: Stiefel) -> Shards | None:
         RowSums(mesh, by_rows) if by_rows else None,
         tuple(i for i, placement in enumerate(stored) if not isinstance(placement, Replicate)),
     )
-
-
-def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return a state tensor in this layout; a plain tensor is the same on every process."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    if not is_sharded(tensor):
-        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return tensor.redistribute(mesh, placements)
-
-
-def sharded_zeros(
-    shape: torch.Size, dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> Tensor:
-    """Return zeros in this layout."""
-    from torch.distributed.tensor import zeros
-
-    return zeros(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 def _working_placements(

@@ -21,7 +21,7 @@ from stiefel_opt import linalg
 from stiefel_opt._checks import HALF, check_choice, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.sharding import Shards, placed, sharded_zeros
+from stiefel_opt.optim.sharding import Shards
 
 StateDict = dict[str, Any]
 
@@ -29,7 +29,7 @@ MASTER: Final = "master"
 ROWS: Final = "rows."
 _SHAPES: Final = ("nm", "mm", "1")
 _SYMMETRIES: Final = (None, "skew", "symmetric", "normal")
-_OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
+MOMENTS_OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class State:
         check_choice("shape", self.shape, _SHAPES)
         if self.symmetry is not None:
             check_choice("symmetry", self.symmetry, _SYMMETRIES[1:])
-        if self.name in (*_OF_TORCH, MASTER) or "." in self.name:
+        if self.name in (*MOMENTS_OF_TORCH, "step", MASTER) or "." in self.name:
             remedy = "choose another: torch or this package has it"
             raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
         if self.symmetry == "normal":
@@ -139,7 +139,7 @@ def complete_state(
     parameter for a message.
     """
     expected = expected_state(declared, parameter, manifold)
-    if any(name in state for name in _OF_TORCH[:-1]):  # of a plain parameter until now
+    if any(name in state for name in MOMENTS_OF_TORCH):  # of a plain parameter until now
         state.clear()
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -156,7 +156,7 @@ def complete_state(
         if state[key].dtype != dtype:  # the model is in another precision now
             state[key] = state[key].to(dtype)
         if shards is not None and (layout := _placements(kind, shards)) is not None:
-            state[key] = placed(state[key], shards.mesh, layout)
+            state[key] = shards.placed(state[key], layout)
     for key in [key for key in state if is_declared(key, known) and key not in expected]:
         if not key.startswith(ROWS):
             del state[key]
@@ -190,7 +190,7 @@ def _started(
     if shards is None or (layout := _placements(kind, shards)) is None:
         tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
     else:
-        tensor = sharded_zeros(shape, dtype, shards.mesh, layout)
+        tensor = shards.zeros(shape, dtype, layout)
     if kind.start != 0:
         kind.fill_(local_part(tensor))
     return tensor
