@@ -64,11 +64,6 @@ def finest_dtype(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
-def is_free_to_read(tensor: Tensor) -> bool:
-    """Say whether the values of ``tensor`` can be read without waiting: on a CPU, not traced."""
-    return is_cpu(tensor) and not is_compiling()
-
-
 def may_wait_for(tensor: Tensor) -> bool:
     """Say whether a value may be waited for: not while code is traced or a graph is captured."""
     if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -77,8 +72,8 @@ def may_wait_for(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """Return the values of ``tensor`` where looking at them is free, else None."""
-    if not is_free_to_read(tensor):
+    """Return the values of ``tensor`` where looking is free, on a CPU and not traced, else None."""
+    if not is_cpu(tensor) or is_compiling():
         return None
     return torch.func.debug_unwrap(tensor.detach(), recurse=True)
 

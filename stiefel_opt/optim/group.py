@@ -76,6 +76,7 @@ class StateViews:
             if (is_declared(key, names) or key == "step") and isinstance(weight.state[key], Tensor)
         ]
         views = [state[key] for state, key in self._slots]
+        self._ids = list(map(id, views))  # of tensors that are alive: else all is forgotten
         self._is_shared = any(weight.shards is not None for weight in weights)
         self._memory = self._addresses(views)
         method = weakref.WeakMethod(forget)
@@ -91,10 +92,7 @@ class StateViews:
         if not all(map(operator.is_, map(states.get, self._parameters), self._states)):
             return False
         views: list[Any] = list(itertools.starmap(dict.get, self._slots))
-        ours = [view() for view in self._views]  # None for one that is gone
-        is_whole = not any(map(operator.is_, views, itertools.repeat(None)))
-        are_same = is_whole and all(map(operator.is_, views, ours))
-        return are_same and self._addresses(views) == self._memory
+        return list(map(id, views)) == self._ids and self._addresses(views) == self._memory
 
     def release(self) -> None:
         """Give a copy of their state to parameters that have left the stack."""
@@ -128,12 +126,11 @@ class WeightGroup:
         values = [weight.moving() for weight in weights]
         stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]
-        for stack in stacks:
-            stack.release()
         self._rows = plain_rows_of(weights, values)
         # what moves, if it is the parameters; masters and shards are looked up in every step
         self._values = None if self.is_shared or self.masters else values
         self._joint = self._find_joint()
+        self._is_forgotten = False
         self.views = StateViews(weights, {kind.name for kind in declared}, self.forget)
         # the step under way: gradients, places of weights that stay, and a mask of those that move
         self._grads: list[Tensor | None] = []
@@ -176,10 +173,11 @@ class WeightGroup:
         for batch in self.batches:
             batch.state = {}
         self.masters = []
+        self._is_forgotten = True
 
     def is_intact(self, states: object) -> bool:
         """Say whether this was built of these parameters and of the tensors in ``states``."""
-        if not self.views.are_intact(states):
+        if self._is_forgotten or not self.views.are_intact(states):
             return False
         self._now = self._look()
         return self._now[1] == self._seen[1] or all(
@@ -333,9 +331,7 @@ class WeightGroup:
                 if batch.long_steps == MANY_STEPS:
                     self.turning += [p for p, angle in batch.angles().items() if angle > _LONG]
             if self._rows:
-                staying, ok = self._staying, self._ok
-                move_rows = options.move_rows
-                _move_rows(self._rows, values, self._grads, staying, ok, self.reads, move_rows)
+                _move_rows(self, values, options.move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
@@ -458,33 +454,25 @@ class WeightGroup:
                 now[place] = then[place]
 
 
-def _move_rows(
-    rows: list[tuple[Weight, list[StateDict]]],
-    values: list[Tensor],
-    all_grads: list[Tensor | None],
-    staying: set[int],
-    ok: Tensor | None,
-    reads: bool,
-    move_rows: MoveRows,
-) -> None:
+def _move_rows(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:
     """Move the plain rows of parameters that are constrained in part, by the plain rule."""
-    moving = [(weight, states) for weight, states in rows if weight.place not in staying]
+    moving = [pair for pair in weights._rows if pair[0].place not in weights._staying]
     parameters: list[Tensor] = []
     grads: list[Tensor] = []
     states: list[StateDict] = []
     for weight, own in moving:
-        grad: Tensor = all_grads[weight.place]  # type: ignore[assignment]
+        grad: Tensor = weights._grads[weight.place]  # type: ignore[assignment]
         split, value = weight.local_manifold.plain_parts, values[weight.place]
         parts = [part.to(value.dtype).resolve_conj() for part in split(grad)]
-        if not reads:  # a kernel takes one verdict for all that it moves
+        if not weights.reads:  # a kernel takes one verdict for all that it moves
             found_inf = grad.new_zeros((), dtype=torch.float32)
-            if ok is not None:
-                found_inf = (~ok[weight.place]).float()
+            if weights._ok is not None:
+                found_inf = (~weights._ok[weight.place]).float()
             move_rows(list(split(value)), parts, own, found_inf)
         parameters += split(value)
         grads += parts
         states += own
-    if parameters and reads:
+    if parameters and weights.reads:
         move_rows(parameters, grads, states, None)
     for weight, own in moving:
         for index, state in enumerate(own):

@@ -9,25 +9,15 @@ one 128 x 2 and 1.7 times as long for one 2048 x 256.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stiefel_opt.optim.group import WeightGroup
 
-
-class Stepped(Protocol):
-    """What the operation asks of an optimizer."""
-
-    def all_constrained(self) -> list[WeightGroup]:
-        """Return the constrained parameters of all groups that have state."""
-
-    def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
-        """Move them."""
-
-
-_OPTIMIZERS: weakref.WeakValueDictionary[int, Stepped] = weakref.WeakValueDictionary()
+# Every optimizer of the package by its number; their class imports this file.
+_OPTIMIZERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 _LIBRARY: Any = torch.library.Library("stiefel_opt", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -36,7 +26,7 @@ _LIBRARY.define(
 )
 
 
-def remember(optimizer: Stepped) -> int:
+def remember(optimizer: Any) -> int:
     """Return the number under which the operation finds an optimizer."""
     handle = max(_OPTIMIZERS.keys(), default=0) + 1
     _OPTIMIZERS[handle] = optimizer
@@ -75,7 +65,7 @@ def _step(
     handle: int,
 ) -> None:
     optimizer = _OPTIMIZERS[handle]
-    weight_groups = optimizer.all_constrained()
+    weight_groups: list[WeightGroup] = optimizer.all_constrained()
     real = [parameter.detach() for each in weight_groups for parameter in each.parameters]
     real += [tensor for each in weight_groups for tensor in each.tensors()]
     copies = [
