@@ -655,12 +655,11 @@ def named(method: str) -> str:
 ASIDE = ("LSTM", "unconstrained, same initialisation, clipped", "CWY")
 
 
-def why(path: Path) -> None:
-    """What the constraint changes: all three tasks in one picture, and each by itself."""
-    found = read(path, "why")
+def why_panels() -> dict[str, list[tuple[str, str, str, str, str, tuple[Any, Any]]]]:
+    """By picture: title, label, task, its size, what is shown, and the limits of its axis."""
     answers, images = "digits right (%)", "test images right (%)"
     share, part = (-3, 103), (60, 101)
-    shown: dict[str, list[tuple[str, str, str, str, str, tuple[float | None, float | None]]]] = {
+    return {
         "why": [
             ("memory: a pause of 100 steps", answers, "copying", "100", "right", share),
             ("depth: 50 layers", images, "deep", "50", "right", share),
@@ -684,7 +683,12 @@ def why(path: Path) -> None:
              "noise over signal", (0, None)),
         ],
     }  # fmt: skip
-    for name, panels in shown.items():
+
+
+def why(path: Path) -> None:
+    """What the constraint changes: all three tasks in one picture, and each by itself."""
+    found = read(path, "why")
+    for name, panels in why_panels().items():
         panels = [panel for panel in panels if panel[3] in found["values"].get(panel[2], {})]
         figure, axes = start(len(panels), (3.3 * len(panels), 3.4 if name != "why" else 3.8))
         lines = {}
