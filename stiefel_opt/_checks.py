@@ -99,7 +99,9 @@ def check_options(name: str, options: Collection[str], known: Callable[..., obje
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless ``value`` is one of the strings in ``choices``."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(fail(name, f"be one of {sorted(choices)}", repr(value)))
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else ""
+        raise ValueError(fail(name, f"be one of {sorted(choices)}", repr(value), remedy))
 
 
 def check_flag(name: str, value: object) -> None:

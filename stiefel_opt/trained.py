@@ -50,11 +50,14 @@ def is_lost(value: Tensor, reading: Stiefel, share: float) -> bool:
 def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:
     """Warn of trained weights, by name, that have moved by these shares; of none, do not."""
     if shares:
-        more = f" and {len(shares) - 1} more seem" if len(shares) > 1 else " seems"
+        most = f"{max(share for _, share in shares):.0%}"
+        more, moved = " seems", f"{most} of its length"
+        if len(shares) > 1:
+            more, moved = f" and {len(shares) - 1} more seem", f"up to {most} of their lengths"
         warnings.warn(
             f"`{shares[0][0]}`{more} trained, judging by singular values and writes, and moved by "
-            f"up to {max(share for _, share in shares):.0%} of their length to be orthonormal: "
-            "what the model had learned there is lost. Train it on before it is used, with "
+            f"{moved} to be orthonormal: what the model had learned there is lost. Train it on "
+            "before it is used, with "
             "scale='keep' if the norm of these weights matters; or constrain a model that is not "
             "trained yet",
             stacklevel=users_level(),

@@ -422,8 +422,8 @@ def warn_of_tallies(tallies: Mapping[str, int], reported: int) -> int:
 
 def _warn(names: str) -> None:
     warnings.warn(
-        f"The gradient of {names}, or the step it made, was not finite: point, momentum and step "
-        "stay as they were, or the momentum starts again if it overflowed. "
-        "Look for its cause; nonfinite='raise' stops there, 'ignore' looks at nothing.",
+        f"The gradient of {names}, or the step it made, was not finite: the step was skipped, and "
+        "the momentum starts again if it overflowed. "
+        "Find the cause; nonfinite='raise' stops there, 'ignore' skips the check.",
         stacklevel=users_level(),
     )

@@ -154,7 +154,8 @@ class Parametrization(nn.Module):
         if not error <= tolerance:
             times = "" if self.manifold.scale == 1.0 else f"{self.manifold.scale:g} times "
             condition, value = f"be {times}orthonormal to be assigned", f"an error of {error:.1e}"
-            raise ValueError(fail("weight", condition, value, "project it first"))
+            remedy = "assign so.project_(value), the nearest such matrix"
+            raise ValueError(fail("weight", condition, value, remedy))
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
         if (inverse := self.free(matrices)) is None:
             condition = f"be set through the free tensors of {name}"
