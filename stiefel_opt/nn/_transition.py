@@ -62,8 +62,8 @@ def set_transition(
         raise TypeError(fail("options", "be empty for transition=None", ", ".join(options)))
 
 
-def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | tuple[Tensor]:
-    """Return (A, C) with Q' = I - A C for CWY with L < N, else (Q,); never in half precision."""
+def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | Tensor:
+    """Return (A, C) with Q' = I - A C for CWY with L < N, else Q; never in half precision."""
     if parametrize.is_parametrized(module, name):
         maps: Any = module.parametrizations[name]  # type: ignore[index]
         # heads, a scale or a transposed reading make another matrix of it
@@ -74,8 +74,7 @@ def factors_or_matrix(module: nn.Module, name: str) -> tuple[Tensor, Tensor] | t
             if count < n == maps[0].columns:
                 unit, triangle = cwy_factors(vectors)
                 return torch.linalg.solve_triangular(triangle, unit.mT, upper=True).mT, unit.mT
-    weight: Tensor = getattr(module, name)
-    return (widened(weight),)
+    return widened(getattr(module, name))
 
 
 def project_on_load(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from stiefel_opt._checks import check_choice, check_counts, check_flags, check_range, fail
@@ -98,24 +98,19 @@ class OrthogonalRNN(nn.Module):
         for layer in range(num_layers):
             width = hidden_size * (1 + bidirectional) if layer else input_size
             for suffix in self._suffixes(layer):
-                self._build(width, suffix, device, dtype, generator)
+                self._build(width, suffix, generator, device=device, dtype=dtype)
                 name = f"weight_hh{suffix}"
                 set_transition(self, name, transition, start=start, generator=generator, **options)
         project_on_load(self)
 
     def _build(
-        self,
-        width: int,
-        suffix: str,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        generator: torch.Generator | None,
+        self, width: int, suffix: str, generator: torch.Generator | None, **layout: Any
     ) -> None:
         """Create the parameters of one direction of one layer, as nn.RNN but for Q."""
         size, bound = self.hidden_size, self.hidden_size**-0.5
 
         def uniform(*shape: int) -> nn.Parameter:
-            value = torch.empty(shape, device=device, dtype=dtype)
+            value = torch.empty(shape, **layout)
             (torch.view_as_real(value) if value.is_complex() else value).uniform_(-bound, bound)
             return nn.Parameter(value)
 
@@ -127,8 +122,7 @@ class OrthogonalRNN(nn.Module):
             setattr(self, f"bias_ih{suffix}", uniform(size))
             setattr(self, f"bias_hh{suffix}", uniform(size))
         if self.nonlinearity == "modrelu":
-            real = (dtype or torch.get_default_dtype()).to_real()
-            threshold = torch.empty(size, device=device, dtype=real).uniform_(-0.01, 0.01)
+            threshold = torch.empty_like(transition[0].real).uniform_(-0.01, 0.01)
             setattr(self, f"threshold{suffix}", nn.Parameter(threshold))
 
     def _suffixes(self, layer: int) -> list[str]:
@@ -175,18 +169,19 @@ class OrthogonalRNN(nn.Module):
             condition = f"have {self.input_size} columns"
             raise ValueError(fail("input", condition, given.data))
         # Longest first, as the data are; the hidden states come and go in the caller's order.
-        steps, lengths = _padded(given)
-        initial = self._initial_state(given.data, hx, (len(lengths),))
+        sizes, place = given.batch_sizes, given.data.device
+        order = torch.arange(int(sizes[0]), device=sizes.device)  # on the CPU
+        present = order < sizes.unsqueeze(-1)  # (T, batch)
+        time, sequence = (index.to(place) for index in present.nonzero(as_tuple=True))
+        steps = given.data.new_zeros(*present.shape, self.input_size)
+        steps[time, sequence] = given.data
+        initial = self._initial_state(given.data, hx, present.shape[1:])
         if hx is not None and given.sorted_indices is not None:
             initial = initial.index_select(1, given.sorted_indices)
-        outputs, last = self._layers(steps, initial, lengths)
-        pairs = torch.view_as_real(outputs.resolve_conj()) if outputs.is_complex() else outputs
-        data = pack_padded_sequence(pairs, lengths).data
-        data = torch.view_as_complex(data) if outputs.is_complex() else data
+        outputs, last = self._layers(steps, initial, present.sum(0).to(place))
         if given.unsorted_indices is not None:
             last = last.index_select(1, given.unsorted_indices)
-        packed = (data, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
-        return PackedSequence(*packed), last
+        return given._replace(data=outputs[time, sequence]), last
 
     def _initial_state(self, given: Tensor, hx: Tensor | None, batch: tuple[int, ...]) -> Tensor:
         count = self.num_layers * (2 if self.bidirectional else 1)
@@ -231,7 +226,7 @@ class OrthogonalRNN(nn.Module):
             return rollout(
                 inputs.to(dtype),
                 initial.to(dtype),
-                transition if len(transition) == 2 else transition[0],
+                transition,
                 nonlinearity=self.nonlinearity,
                 threshold=None if threshold is None else threshold.to(dtype.to_real()),
             )
@@ -246,22 +241,12 @@ class OrthogonalRNN(nn.Module):
         )
 
 
-def _padded(given: PackedSequence) -> tuple[Tensor, Tensor]:
-    """Return the steps ``(T, batch, .)``, longest first, and the lengths; torch pads real ones."""
-    data = given.data
-    if not data.is_complex():
-        return pad_packed_sequence(PackedSequence(data, given.batch_sizes))
-    pairs = PackedSequence(torch.view_as_real(data.resolve_conj()), given.batch_sizes)
-    steps, lengths = pad_packed_sequence(pairs)
-    return torch.view_as_complex(steps), lengths
-
-
 def _reversed(steps: Tensor, lengths: Tensor | None) -> Tensor:
     """Return each sequence in reverse order; the padding stays at the end."""
     if lengths is None:
         return steps.flip(0)
-    time = torch.arange(len(steps), device=lengths.device).unsqueeze(-1)
-    order = torch.where(time < lengths, lengths - 1 - time, time).to(steps.device)
+    time = torch.arange(len(steps), device=steps.device).unsqueeze(-1)
+    order = torch.where(time < lengths, lengths - 1 - time, time)
     return steps.gather(0, order.unsqueeze(-1).expand_as(steps))
 
 
@@ -269,5 +254,4 @@ def _last(hidden: Tensor, lengths: Tensor | None) -> Tensor:
     """Return the hidden state after the last step of each sequence."""
     if lengths is None:
         return hidden[-1]
-    final = (lengths - 1).to(hidden.device)[None, :, None]
-    return hidden.gather(0, final.expand(1, -1, hidden.size(-1))).squeeze(0)
+    return hidden[lengths - 1, torch.arange(len(lengths), device=hidden.device)]
