@@ -129,16 +129,19 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
 
 
 def _check_weights(decoder: Decoder) -> None:
-    """Raise where weights are quantised, or are not those of heads."""
+    """Raise unless all weights are plain floating-point tensors, sharded or not, and of heads."""
+    remedy = "load the checkpoint before it was quantised"
     linears = [pair for layer in decoder.layers for pair in layer.linears()]
     for name, linear in [("lm_head", decoder.head), *linears]:
-        _check_weight(name, linear.weight)
+        weight = linear.weight
+        plain = type(weight.data) is Tensor or is_sharded(weight)
+        if not plain or not weight.is_floating_point() or weight.element_size() < 2:
+            kind = f"a {type(weight.data).__name__} of {weight.dtype}"
+            raise TypeError(fail(f"{name}.weight", "not be quantised", kind, remedy))
     method, size = quantization_of(decoder.model), decoder.head_size
     if method not in (None, "gguf"):  # transformers unpacks gguf into plain tensors
-        remedy = "load the checkpoint before it was quantised"
-        raise TypeError(
-            fail("model", "not be quantised", f"config.quantization_config of {method}", remedy)
-        )
+        given = f"config.quantization_config of {method}"
+        raise TypeError(fail("model", "not be quantised", given, remedy))
     for layer in decoder.layers:
         for leaf, features in (
             ("q_proj", layer.query.out_features),
@@ -157,15 +160,6 @@ def quantization_of(model: nn.Module) -> str | None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
     return str(getattr(method, "value", method))
-
-
-def _check_weight(name: str, weight: Tensor) -> None:
-    """Raise unless ``weight`` is a plain floating-point tensor, sharded or not."""
-    plain = type(weight.data) is Tensor or is_sharded(weight)
-    if not plain or not weight.is_floating_point() or weight.element_size() < 2:
-        remedy = "load the checkpoint before it was quantised"
-        kind = f"a {type(weight.data).__name__} of {weight.dtype}"
-        raise TypeError(fail(f"{name}.weight", "not be quantised", kind, remedy))
 
 
 # ---- what was done to a model --------------------------------------------------------------------

@@ -145,11 +145,10 @@ def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer
 
 def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:
     """Return trainable copies of the rotations, R1 first."""
-    copies = [
-        matrix.detach().to(device, torch.float32, copy=True).contiguous()
+    return [
+        ManifoldParameter(matrix.detach().to(device, torch.float32, copy=True).contiguous())
         for matrix in (start.residual, *start.heads)
     ]
-    return [ManifoldParameter(matrix) for matrix in copies]
 
 
 @torch.no_grad()
@@ -165,17 +164,18 @@ def _corrected_error(rotation: nn.Parameter) -> float:
 # ---- the loss ------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class _Objective:
     """Loss of one batch of token ids; ``mean`` is that of several, without gradient."""
 
-    def __init__(
-        self, decoder: Decoder, quantizers: Quantizers, loss: str, top_k: int | None
-    ) -> None:
-        self.model, self.quantizers, self.loss, self.top_k = decoder.model, quantizers, loss, top_k
-        self.device = decoder.embedding.weight.device
+    decoder: Decoder
+    quantizers: Quantizers
+    loss: str
+    top_k: int | None
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        batch = {name: value.to(self.device) for name, value in batch.items()}
+        device = self.decoder.embedding.weight.device
+        batch = {name: value.to(device) for name, value in batch.items()}
         mask = batch.get("attention_mask")
         if self.loss == "noise":
             return self._noise(batch)
@@ -208,7 +208,7 @@ class _Objective:
         self.quantizers.measure = measure
         try:
             with torch.no_grad():
-                self.model(**batch, use_cache=False, logits_to_keep=1)
+                self.decoder.model(**batch, use_cache=False, logits_to_keep=1)
         finally:
             self.quantizers.measure = None
         for rotation in (self.quantizers.residual, *self.quantizers.heads):
@@ -221,7 +221,7 @@ class _Objective:
         return _average([torch.stack([self(batch) for batch in data]).mean()])
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = self.model(**batch, use_cache=False).logits
+        logits: Tensor = self.decoder.model(**batch, use_cache=False).logits
         return logits.float()
 
 
@@ -253,14 +253,6 @@ def _average(tensors: list[Tensor | None]) -> float:
         for tensor, piece in zip(present, pieces, strict=True):
             tensor.copy_(piece.view_as(tensor))
     return float(present[0])
-
-
-@torch.no_grad()
-def _share(rotations: list[nn.Parameter]) -> None:
-    """Broadcast the rotations of the first process."""
-    if _many():
-        for rotation in rotations:
-            dist.broadcast(rotation.data, 0)
 
 
 @contextlib.contextmanager
@@ -301,7 +293,8 @@ class _Training:
     ) -> list[Tensor]:
         """Take the remaining steps; return the last rotations, or the initial ones if better."""
         rotations = self.rotations
-        _share(rotations)
+        for rotation in rotations if _many() else ():
+            dist.broadcast(rotation.data, 0)
         initial = [rotation.detach().clone() for rotation in rotations]
         self.resume()
         if self.initial is None:

@@ -43,12 +43,10 @@ def prepare_(model: ModelT) -> ModelT:
     Note: One product for each weight, rounded once to its dtype; untying adds one embedding.
     """
     decoder = read_decoder(model)
-    if state_of(decoder.model):
-        state = state_of(decoder.model)["state"]
-        remedy = "go on with rotations.learn or load_online_"
-        remedy = "load the original" if state.startswith("half") else remedy
-        given = f"a model that is {state}"
-        raise ValueError(fail("model", "not be prepared yet", given, remedy))
+    if state := state_of(decoder.model).get("state"):
+        is_half = state.startswith("half")
+        remedy = "load the original" if is_half else "go on with rotations.learn or load_online_"
+        raise ValueError(fail("model", "not be prepared yet", f"a model that is {state}", remedy))
     _check_sharing(decoder)
     for name, norm, readers in decoder.norms():
         _check_norm(name, norm)

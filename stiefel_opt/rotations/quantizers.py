@@ -9,6 +9,7 @@ estimator with the one part that rotations can learn from: how far the entries s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -122,32 +123,29 @@ def check_prepared(decoder: Decoder) -> None:
 # ---- the places of a decoder ---------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class Quantizers:
     """Fake quantisers of a decoder with the options of :func:`quantized`.
 
     With ``recompute`` layers keep only their inputs for the backward pass.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        rotations: Rotations | None,
-        *,
-        activation_bits: int | None,
-        kv_bits: int | None,
-        weight_bits: int | None,
-        symmetric: bool,
-        recompute: bool = False,
-    ) -> None:
-        self.enabled = True
-        self.measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
-        self.decoder = decoder
-        self.residual = None if rotations is None else rotations.residual
+    decoder: Decoder
+    rotations: Rotations | None
+    activation_bits: int | None
+    kv_bits: int | None
+    weight_bits: int | None
+    symmetric: bool
+    recompute: bool = False
+    measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        given = self.rotations
+        self.residual = None if given is None else given.residual
         self.heads: Sequence[Tensor | None]
-        self.heads = [None] * len(decoder.layers) if rotations is None else rotations.heads
-        self.online = () if rotations is None else rotations.online
-        self.activation_bits, self.kv_bits, self.weight_bits = activation_bits, kv_bits, weight_bits
-        self.symmetric, self.recompute = symmetric, recompute
+        self.heads = [None] * len(self.decoder.layers) if given is None else given.heads
+        self.online = () if given is None else given.online
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -176,22 +174,20 @@ class Quantizers:
         def after_norm(_: nn.Module, __: Any, x: Tensor) -> Tensor:
             return self._round(x, bits, residual)
 
-        def before_output(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (self._round(inputs[0], bits, head),)
-
-        def before_down(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (self._round(inputs[0], bits, fixed),)
+        def before(rotation: Rotation, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (self._round(inputs[0], bits, rotation),)
 
         def after_value(_: nn.Module, __: Any, x: Tensor) -> Tensor:
-            return self._round(x, self.kv_bits, head, self.decoder.head_size)
+            values = torch.unflatten(x, -1, (-1, self.decoder.head_size))
+            return self._round(values, self.kv_bits, head).flatten(-2)
 
         handles = []
         if bits is not None:
             handles += [
                 layer.input_norm.register_forward_hook(after_norm),
                 layer.middle_norm.register_forward_hook(after_norm),
-                layer.output.register_forward_pre_hook(before_output),
-                layer.down.register_forward_pre_hook(before_down),
+                layer.output.register_forward_pre_hook(functools.partial(before, head)),
+                layer.down.register_forward_pre_hook(functools.partial(before, fixed)),
             ]
         if self.kv_bits is not None:
             handles.append(layer.value.register_forward_hook(after_value))
@@ -213,29 +209,18 @@ class Quantizers:
             recomputed = functools.partial(checkpoint, use_reentrant=False)
             stack.enter_context(wrapped_forward(layer.module, recomputed))
 
-    def _round(
-        self, x: Tensor, bits: int | None, rotation: Rotation, row: int | None = None
-    ) -> Tensor:
-        """Round rows of ``x``, or pieces of ``row`` entries of them, in the rotated basis."""
+    def _round(self, x: Tensor, bits: int | None, rotation: Rotation) -> Tensor:
+        """Round the rows of ``x`` in the rotated basis."""
         if not self.enabled or bits is None:
             return x
         if self.measure is not None:
-            self._measure(x, bits, rotation, row)
+            self._measure(x, bits, rotation, self.symmetric)
             return x
-        y = turned(wide(x), rotation)
-        pieces = y if row is None else y.reshape(*y.shape[:-1], -1, row)
-        y = fake_quantize(pieces, bits, self.symmetric).reshape(y.shape)
+        y = fake_quantize(turned(wide(x), rotation), bits, self.symmetric)
         return turned(y, rotation, back=True).to(x.dtype)
 
     def _measure(
-        self,
-        x: Tensor,
-        bits: int,
-        rotation: Rotation,
-        row: int | None = None,
-        *,
-        symmetric: bool | None = None,
-        outward: Rotation = None,
+        self, x: Tensor, bits: int, rotation: Rotation, symmetric: bool, outward: Rotation = None
     ) -> None:
         """Pass the noise of rounding ``x`` to ``measure``, with a gradient for rotations only."""
         if self.measure is None or (not isinstance(rotation, Tensor) and outward is None):
@@ -243,8 +228,7 @@ class Quantizers:
         with torch.enable_grad():
             y = turned(wide(x.detach()), rotation)
             y = y if outward is None else turned(y.mT, outward).mT
-            y = y if row is None else y.reshape(*y.shape[:-1], -1, row)
-            self.measure(noise_ratio(y, bits, self.symmetric if symmetric is None else symmetric))
+            self.measure(noise_ratio(y, bits, symmetric))
 
     def _linear(
         self,

@@ -72,11 +72,7 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
     if not isinstance(rotations, Rotations):
         remedy = "call rotations.learn or rotations.hadamard"
         raise TypeError(fail(name, "be Rotations", type(rotations).__name__, remedy))
-    unknown = [given for given in rotations.online if given not in ONLINE]
-    if unknown:
-        raise ValueError(fail(f"{name}.online", f"be among {list(ONLINE)}", unknown))
-    if "R3" in rotations.online:
-        check_fixed_heads(decoder)
+    check_online(f"{name}.online", rotations.online, decoder)
     if len(rotations.heads) != len(decoder.layers):
         wanted = f"have one matrix for each of {len(decoder.layers)} layers"
         raise ValueError(fail(f"{name}.heads", wanted, len(rotations.heads)))
@@ -92,9 +88,11 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
             raise ValueError(fail(f"{name}.{part}", "be orthogonal", "another matrix"))
 
 
-def check_fixed_heads(decoder: Decoder) -> None:
-    """Raise unless there is a Hadamard matrix of the size of a head."""
-    if largest_hadamard(decoder.head_size) != decoder.head_size:
+def check_online(name: str, online: Sequence[str], decoder: Decoder) -> None:
+    """Raise unless these are names of fixed rotations, and R3 has a Hadamard matrix of a head."""
+    if isinstance(online, str) or not set(online) <= set(ONLINE):
+        raise ValueError(fail(name, f"be among {list(ONLINE)}", repr(online)))
+    if "R3" in online and largest_hadamard(decoder.head_size) != decoder.head_size:
         name = f"{decoder.layers[0].name}.self_attn"
         remedy = 'leave R3 out: start=rotations.hadamard(model, online=("R4",))'
         wanted = "have heads of a size with a Hadamard matrix for R3"

@@ -7,11 +7,11 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import check_integer, fail
+from stiefel_opt._checks import check_integer
 from stiefel_opt.geometry import random_point
 from stiefel_opt.rotations.decoder import read_decoder
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
-from stiefel_opt.rotations.result import ONLINE, Rotations, check_fixed_heads
+from stiefel_opt.rotations.result import ONLINE, Rotations, check_online
 
 
 def hadamard(
@@ -39,11 +39,7 @@ def hadamard(
     """
     decoder = read_decoder(model)
     check_integer("seed", seed, 0)
-    unknown = [name for name in online if name not in ONLINE]
-    if isinstance(online, str) or unknown:
-        raise ValueError(fail("online", f"be a tuple of {list(ONLINE)}", repr(online)))
-    if "R3" in online:
-        check_fixed_heads(decoder)
+    check_online("online", online, decoder)
     generator = torch.Generator().manual_seed(seed)
     device = decoder.embedding.weight.device
     residual = _random_hadamard(decoder.width, generator).to(device)

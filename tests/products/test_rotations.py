@@ -662,7 +662,7 @@ def test_states_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="must be prepared, got one that is folded"):
         rotations.fold_(model, start)
     model.config.stiefel_rotations["online"] = ["R7"]
-    with pytest.raises(ValueError, match=r"must name \['R3', 'R4'\]"):
+    with pytest.raises(ValueError, match=r"must be among \['R3', 'R4'\]"):
         rotations.load_online_(model)
     for given, message in (({"seed": -1}, "`seed` must be"), ({"online": "R4"}, "`online` must")):
         with pytest.raises(ValueError, match=message):
