@@ -102,8 +102,7 @@ def orthogonal(
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     manifold = Stiefel(heads, None, flatten, transposed, scale)
     manifold.check(parameter.shape, name)
-    through = "cayley" if map == "cayley" else "exponential"
-    value = None if start is None else _start(start, through, manifold, parameter, generator)
+    value = None if start is None else _start(start, map, manifold, parameter, generator)
     parametrization = kind(manifold=manifold, generator=generator, **options)
     columns = manifold.matrices(parameter).size(-1)
     if value is not None and parametrization.starts_at_random(columns):
@@ -130,12 +129,13 @@ def orthogonal(
 
 
 def _start(
-    start: str, through: str, manifold: Stiefel, weight: Tensor, generator: torch.Generator | None
+    start: str, map_name: str, manifold: Stiefel, weight: Tensor, generator: torch.Generator | None
 ) -> Tensor:
     """Return ``scale`` times random rotations in the shape of the weight."""
     shape = manifold.matrices(weight).shape
     if shape[-2] != shape[-1]:
         raise ValueError(fail("start", "be None for matrices that are not square", repr(start)))
+    through = "cayley" if map_name == "cayley" else "exponential"
     count = shape[:-2].numel()
     drawn = [draw_rotation(start, shape[-1], generator, through) for _ in range(count)]
     # drawn in torch's default dtype, and orthonormal in that of the weight
