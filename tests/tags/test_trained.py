@@ -132,10 +132,7 @@ def test_trained_weights_are_told_with_how_far_they_moved(kind: str, name: str, 
     (text,) = warnings_of(lambda: so.constrain(model, name, scale=scale))
     (line,) = so.report(model).lines
     assert line.moved is not None
-    assert (
-        f"`{name}` seems trained, judging by singular values and writes, and moved by "
-        in text
-    )
+    assert f"`{name}` seems trained, judging by singular values and writes, and moved by " in text
     assert f"{line.moved:.0%} of its length" in text
     assert "Train it on before it is used, with scale='keep'" in text
     assert not warnings_of(lambda: so.constrain(model, name, scale=scale))  # it is a point now
