@@ -414,41 +414,22 @@ def run(
     seeds: Sequence[int],
 ) -> dict[str, Any]:
     """Train all copies at once and return their scores, a list over seeds for each rate."""
-    steps = problem.steps * (10 if length == "long" else 1)
     begun = time.process_time()
-    starts = [problem.start(seed) for seed in seeds]
-    stacks = (
-        [[torch.nn.Parameter(torch.stack(same)) for same in zip(*kind, strict=True)] for _ in rates]
-        for kind in zip(*starts, strict=True)
-    )
-    optimizers, points_of, plain_of = METHODS[method](rates, *stacks)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group in groups:
-        if "heads" in group:
-            group["heads"] = problem.heads
-    measured, lengths, kept = 0.0, [], max(1, steps // 10)
-    data: list[Tensor] = []
-
-    def losses_of_copies() -> tuple[Tensors, Tensor]:
-        points = points_of()
-        return points, problem.loss(points, plain_of(), *data)
-
+    steps = problem.steps * (10 if length == "long" else 1)
+    optimizers, points_of, plain_of = copies(problem, method, rates, seeds)
     averaging = [optimizer for optimizer in optimizers if hasattr(optimizer, "eval")]
     for optimizer in averaging:
         optimizer.train()
+    measured, lengths, kept = 0.0, [], max(1, steps // 10)
     for step in range(steps):
         if problem.kind == "train" or step == 0:
-            batches = [problem.data(seed, step) for seed in seeds]
-            data = [
-                torch.stack(same).repeat(len(rates), *[1] * same[0].ndim)
-                for same in zip(*batches, strict=True)
-            ]
-        factor = 1 - step / steps if schedule == "decay" else 1.0
-        for group in groups:
-            group["lr"] = group["first_lr"] * factor
+            data = batches(problem, seeds, step, len(rates))
         for optimizer in optimizers:
             optimizer.zero_grad()
-        points, losses = losses_of_copies()
+            for group in optimizer.param_groups:
+                group["lr"] = group["first_lr"] * (1 - step / steps if schedule == "decay" else 1.0)
+        points = points_of()
+        losses = problem.loss(points, plain_of(), *data)
         for tensor in points:
             tensor.retain_grad()
         losses.sum().backward()
@@ -458,7 +439,8 @@ def run(
             with torch.no_grad():
                 if averaging:
                     averaging[0].eval()
-                    points, losses = losses_of_copies()
+                    points = points_of()
+                    losses = problem.loss(points, plain_of(), *data)
                     averaging[0].train()
                 measured = measured + problem.measured(points, losses.detach()) / kept
         for optimizer in optimizers:
@@ -474,6 +456,31 @@ def run(
         "scores": [[float(f"{score:.5g}") for score in row] for row in scores.tolist()],
         "seconds": round(time.process_time() - begun, 1),
     }
+
+
+def copies(
+    problem: Problem, method: str, rates: list[float], seeds: Sequence[int]
+) -> Setup:
+    """Return a copy of the problem for each rate and seed, and its optimizers."""
+    starts = [problem.start(seed) for seed in seeds]
+    stacks = (
+        [[torch.nn.Parameter(torch.stack(same)) for same in zip(*kind, strict=True)] for _ in rates]
+        for kind in zip(*starts, strict=True)
+    )
+    setup = METHODS[method](rates, *stacks)
+    for optimizer in setup.optimizers:
+        for group in optimizer.param_groups:
+            if "heads" in group:
+                group["heads"] = problem.heads
+    return setup
+
+
+def batches(problem: Problem, seeds: Sequence[int], step: int, times: int) -> list[Tensor]:
+    """Return the data of a step for all seeds, ``times`` over."""
+    drawn = [problem.data(seed, step) for seed in seeds]
+    return [
+        torch.stack(same).repeat(times, *[1] * same[0].ndim) for same in zip(*drawn, strict=True)
+    ]
 
 
 def gradient_length(points: Tensors) -> Tensor:
