@@ -40,6 +40,7 @@ ROWS = (
 PAIRS = {  # the step with the option, and without
     "virtual radius": ("StiefelAdam, nesterov=False", "StiefelAdam, as printed"),
     "Nesterov": ("StiefelAdam", "StiefelAdam, nesterov=False"),
+    "Nesterov, SGD": ("StiefelSGD, Nesterov", "StiefelSGD"),
     "adaptive Adam": ("StiefelAdam, adaptive", "StiefelAdam"),
     "adaptive": ("StiefelSGD, adaptive", "StiefelSGD"),
     "adaptive, projected": ("StiefelSGD, adaptive, projected", "StiefelSGD, projected"),
@@ -55,6 +56,7 @@ def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
         "StiefelAdam, adaptive": partial(adam, adaptive=True, transport="projected"),
         "StiefelAdam, as printed": partial(PRINTED, lr=adam_lr(row)),
         "StiefelSGD": sgd,
+        "StiefelSGD, Nesterov": partial(sgd, nesterov=True),
         "StiefelSGD, projected": partial(sgd, transport="projected"),
         "StiefelSGD, adaptive": adaptive,
         "StiefelSGD, adaptive, projected": partial(adaptive, transport="projected"),
