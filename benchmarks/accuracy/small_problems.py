@@ -32,14 +32,12 @@ class Problem(ABC):
     Attributes:
         kind: "solve", the same loss in every step and float64, or "train", batches and float32.
         steps: Of a short run; a long one of "train" is ten times as long.
-        left_out: Runs that would cost too much, as length and schedule.
         target: Of "solve": the length of the gradient to reach, as a part of that at the start.
         heads: How many orthonormal matrices a model keeps in one parameter.
     """
 
     kind = "train"
     steps = 50
-    left_out: tuple[tuple[str, str], ...] = ()
     target = 1e-3
     heads = 1
 
@@ -609,6 +607,8 @@ COSTLY = (
     "digits, attention",
     "CIFAR, all",
     "characters",
+    "SmolLM2, fine-tuned",
+    "SmolLM2, rotations",
 )
 WITH_HEADS = ("digits, attention", "characters")
 SEVERAL = (  # problems with several orthonormal matrices

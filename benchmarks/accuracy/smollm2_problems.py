@@ -27,7 +27,6 @@ from benchmarks.common import smollm2
 PIECES, LENGTH = 400, 24  # of Spanish text, and their tokens
 LAYERS, TOKENS = range(1, 30, 4), 2048  # whose heads are rotated, and on how many tokens
 LEVELS = 2**4 - 1
-LONG = ("long", "constant"), ("long", "decay")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -50,7 +49,6 @@ class FineTunedDecoder(Classification):
     """
 
     rank, scale = 8, 2.0
-    left_out = LONG
 
     def __init__(self, known: LastLayer, *, batch: int = 2) -> None:
         super().__init__(known.hidden, known.tokens, batch=batch)
@@ -107,8 +105,6 @@ class HeadRotations(Problem):
     of that without rotations; its gradient is divided by the mean length of those at one start. A
     start is a random Hadamard matrix for each layer.
     """
-
-    left_out = LONG
 
     def __init__(self, values: Tensor, *, batch: int = 32) -> None:
         self.values, self.batch = values, batch  # (layers, tokens, heads, size)
