@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 NOTHING_CONSTRAINED = (
     "no parameter is constrained. Constrain some by so.constrain(module, 'weight'), or pass "
@@ -161,17 +164,18 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
     if is_lazy(parameter):
         remedy = "run one batch through the lazy module first"
         raise ValueError(fail(name, "have a shape", "an uninitialized parameter", remedy))
-    if _is_factor(owner, leaf):
-        given = "a factor from which torch computes it (pruning, weight_norm, spectral_norm)"
-        remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
-        raise ValueError(fail(name, "be the weight in use", given, remedy))
     return owner, leaf, parameter
 
 
-def _is_factor(owner: nn.Module, leaf: str) -> bool:
-    """Whether pruning or a norm of torch computes the weight in use from this parameter."""
+def is_factor(module: nn.Module, name: str) -> bool:
+    """Whether a parametrization of torch, or pruning, computes a weight from this parameter."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
     if isinstance(owner, parametrize.ParametrizationList):
         return any(type(each).__module__ == parametrizations.__name__ for each in owner)
     weight, _, kind = leaf.rpartition("_")
-    hooks = owner._forward_pre_hooks.values() if kind in ("orig", "g", "v") else ()
-    return weight in {getattr(h, "_tensor_name", getattr(h, "name", None)) for h in hooks}
+    return kind in ("orig", "g", "v") and any(
+        isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm))
+        and weight in (getattr(hook, "_tensor_name", None), getattr(hook, "name", None))
+        for hook in owner._forward_pre_hooks.values()
+    )

@@ -25,6 +25,7 @@ from stiefel_opt._checks import (
     check_module,
     fail,
     find_parameter,
+    is_factor,
     users_level,
 )
 from stiefel_opt.distributed import is_sharded
@@ -73,7 +74,8 @@ def constrain(
         module: Owner of the parameters, or one of its ancestors.
         name: The parameter, dotted below an ancestor: ``"encoder.q.weight"``. Several: a pattern as
             of file names, ``"*.weight_hh_l*"``; a list of names and patterns; or a function that
-            says of each name and parameter whether it is meant.
+            says of each name and parameter whether it is meant. Factors from which torch computes a
+            weight (``weight_norm``, ``spectral_norm``, ``orthogonal``, pruning) are left out.
         heads, rows, transposed: The reading, see :class:`Stiefel`. Default: all rows, in as many
             blocks as the module stacks: one for each gate of ``nn.LSTM`` and ``nn.GRU`` and their
             cells, each group of a convolution, and each head of queries, keys and values in
@@ -89,8 +91,9 @@ def constrain(
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
-        ValueError: for an unknown name, a pattern that matches nothing, a value that cannot be
-            read so or is not finite, or an embedding with ``max_norm``. Nothing is changed then.
+        ValueError: for an unknown name, the name of a factor, a pattern that matches nothing, a
+            value that cannot be read so or is not finite, or an embedding with ``max_norm``.
+            Nothing is changed then.
         TypeError: for a dtype that has no fraction, or less than float16, and for values that
             should be projected and are sharded already.
 
@@ -121,6 +124,10 @@ def constrain(
     }
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
+        if is_factor(module, each):
+            given = "a factor from which torch computes it (a norm, orthogonal, pruning)"
+            remedy = "end that first: prune.remove, remove_weight_norm, remove_parametrizations"
+            raise ValueError(fail(each, "be the weight in use", given, remedy))
         manifold_of(parameter, each)  # another package's is no reading: refused
         own_heads, own_flatten = heads, flatten
         if heads is None and rows is None and not transposed and flatten is not False:
@@ -150,11 +157,15 @@ def _names(module: nn.Module, name: object) -> list[str]:
         except TypeError:
             wanted = "take the name and the parameter"
             raise TypeError(fail("name", wanted, f"a function{inspect.signature(name)}")) from None
-        chosen = [each for each, parameter in known.items() if name(each, parameter)]
+        chosen = [
+            each
+            for each, parameter in known.items()
+            if name(each, parameter) and not is_factor(module, each)
+        ]
     elif isinstance(name, str):
         if not set(name) & set("*?["):
             return [name]  # find_parameter says what it cannot be
-        chosen = [each for each in known if fnmatch.fnmatchcase(each, name)]
+        chosen = [each for each in fnmatch.filter(known, name) if not is_factor(module, each)]
     elif isinstance(name, Iterable) and not isinstance(name, Tensor):
         chosen = [each for given in name for each in _names(module, given)]
     else:

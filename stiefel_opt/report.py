@@ -213,7 +213,8 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         optimizer: An optimizer, also in the wrapper of accelerate: adds for each parameter the
             number of skipped steps, the largest angle of the last step, and the virtual radius, or
             the factor on the learning rate and the momentum, if there is one; "-" where the
-            optimizer, as one of torch, does not know. Default: none.
+            optimizer, as one of torch, does not know. A parameter that it does not hold is marked.
+            Default: none.
 
     Returns: The table, as a :class:`Report`: ``print`` it, or read its ``lines``.
     Raises:
@@ -228,10 +229,13 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
     if not (teller is None or isinstance(teller, Optimizer)):
         raise TypeError(fail("optimizer", "be None or an optimizer", type(teller).__name__))
     told = {name: getattr(teller, how)() for name, how in _TOLD_BY.items() if hasattr(teller, how)}
-    groups = [] if teller is None else teller.param_groups
+    groups = getattr(teller, "param_groups", ())
     held = {id(parameter) for group in groups for parameter in group["params"]}
+    found = list(constrained(model))
+    # Another package's optimizer may hold copies: it tells nothing if it holds none of the weights.
+    is_known = bool(told) or any(id(weight) in held for _, weight, _, _ in found)
     lines = []
-    for name, weight, reading, kind in constrained(model):
+    for name, weight, reading, kind in found:
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         shape = tuple(weight.shape)
@@ -250,7 +254,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             map=kind,
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
-            held=bool(kind) or teller is None or id(weight) in held,
+            held=bool(kind) or not is_known or id(weight) in held,
             **numbers,
         )
         lines.append(line)

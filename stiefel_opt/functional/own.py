@@ -41,8 +41,9 @@ def own(free: Tensor) -> Tensor:
 class _InverseRoot(torch.autograd.Function):
     r"""R = C^{-1/2} of positive definite C by eigenvalues, gradient without their differences.
 
-    :math:`R \, dR + dR \, R = -R^2 \, dC \, R^2`, whose solution divides by sums of eigenvalues of
-    R; autograd through eigh would divide by differences of those of C.
+    In the eigenbasis :math:`dR_{ij} = -dC_{ij} / (s_i s_j (s_i + s_j))`, s = sqrt(lambda); autograd
+    through eigh would divide by lambda_i - lambda_j. The same without a basis, for a graph of the
+    backward: :math:`R \, dR + dR \, R = -R^2 \, dC \, R^2`.
     """
 
     generate_vmap_rule = True
@@ -69,8 +70,14 @@ class _InverseRoot(torch.autograd.Function):
         if grad is None:
             return None
         with no_autocast(root):
-            inner = _Lyapunov.apply(root, grad, roots, basis)  # type: ignore[no-untyped-call]
-            result: Tensor = -(root @ (root @ inner @ root) @ root)
+            result: Tensor
+            if torch.is_grad_enabled():
+                inner = _Lyapunov.apply(root, grad, roots, basis)  # type: ignore[no-untyped-call]
+                result = -(root @ (root @ inner @ root) @ root)
+            else:
+                row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
+                inner = (basis.mH @ grad @ basis) / (row * column * (row + column))
+                result = -(basis @ inner @ basis.mH)
             return (result + result.mH) / 2
 
 

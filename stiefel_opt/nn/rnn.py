@@ -151,7 +151,10 @@ class OrthogonalRNN(nn.Module):
             states shaped as ``hx``.
         """
         if isinstance(input, PackedSequence):
-            return self._packed(input, hx)
+            # A graph would break at the sizes of the sequences, and dynamo loses them there.
+            packed: Any = torch.compiler.disable(self._packed)  # type: ignore[no-untyped-call]
+            result: tuple[PackedSequence, Tensor] = packed(input, hx)
+            return result
         if input.ndim not in (2, 3) or input.size(-1) != self.input_size or 0 in input.shape:
             condition = f"have 2 or 3 dimensions, none of them 0, the last {self.input_size}"
             raise ValueError(fail("input", condition, input))
@@ -221,7 +224,7 @@ class OrthogonalRNN(nn.Module):
         inputs = nn.functional.linear(steps, weight, bias)
         with no_autocast(steps):
             transition = factors_or_matrix(self, f"weight_hh{suffix}")
-            dtype = transition[0].dtype
+            dtype = (transition if isinstance(transition, Tensor) else transition[0]).dtype
             threshold = getattr(self, f"threshold{suffix}", None)
             return rollout(
                 inputs.to(dtype),

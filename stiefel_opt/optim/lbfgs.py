@@ -548,7 +548,7 @@ class StiefelLBFGS(LBFGS):
     ) -> None:
         if isinstance(params, set):
             raise TypeError(fail("params", "have an order", "a set", "pass a list"))
-        self._own_defaults = {"nonfinite": nonfinite, "stiefel": stiefel}
+        self._own_defaults = {"nonfinite": nonfinite, "stiefel": checks.as_plain_data(stiefel)}
         numbers = lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size
         super().__init__(checks.listed(params), *numbers, line_search_fn)
         checks.warn_if_nothing_is_constrained(self.param_groups)
@@ -561,7 +561,7 @@ class StiefelLBFGS(LBFGS):
     def add_param_group(self, param_group: Group) -> None:
         """Raise for a second group: all parameters are one point, given to the constructor."""
         if self.param_groups:
-            remedy = "pass all parameters to the constructor, and tag the constrained ones"
+            remedy = "pass model.parameters() to the constructor: tags say which are constrained"
             raise ValueError(fail("param_group", "be the only one", "a second one", remedy))
         self.defaults.update(self._own_defaults)
         super().add_param_group(_checked(param_group, self.defaults))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,6 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.init import with_determinant
 
 Free = Tensor | tuple[Tensor, ...]
-
-
-class Reading(TypedDict, total=False):
-    """What every map takes beside its own options: see :class:`Parametrization`."""
-
-    manifold: Stiefel | None
-    generator: torch.Generator | None
 
 
 class Parametrization(nn.Module):
@@ -154,7 +147,8 @@ class Parametrization(nn.Module):
         if not error <= tolerance:
             times = "" if self.manifold.scale == 1.0 else f"{self.manifold.scale:g} times "
             condition, value = f"be {times}orthonormal to be assigned", f"an error of {error:.1e}"
-            remedy = "assign so.project_(value), the nearest such matrix"
+            given = "value" if self.manifold == Stiefel() else "value, manifold of this map"
+            remedy = f"assign so.project_({given}), the nearest such matrix"
             raise ValueError(fail("weight", condition, value, remedy))
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
         if (inverse := self.free(matrices)) is None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from stiefel_opt._checks import check_count, fail
 from stiefel_opt.functional.reflections import cwy, generalized_householder, householder, tcwy
-from stiefel_opt.parametrizations.base import Free, Parametrization, Reading
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, householder_vectors, reflections_of
 
 
 class _Reflecting(Parametrization):
     """A product of a number of factors."""
 
-    def __init__(self, reflections: int | None = None, **reading: Unpack[Reading]) -> None:
-        super().__init__(**reading)
+    def __init__(
+        self,
+        reflections: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
         check_count("reflections", reflections, or_none=True)
         self.reflections = reflections
 
@@ -131,8 +138,13 @@ class TCWY(CWY):
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
 
-    def __init__(self, **reading: Unpack[Reading]) -> None:
-        super().__init__(**reading)
+    def __init__(
+        self,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
 
     @override
     def point(self, *free: Tensor) -> Tensor:

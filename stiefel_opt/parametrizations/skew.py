@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, Unpack, override
+from typing_extensions import Self, override
 
 from stiefel_opt._checks import check_count, check_integer, fail
 from stiefel_opt.device import untraced
@@ -19,7 +19,8 @@ from stiefel_opt.geometry import (
     polar_factor,
     widened,
 )
-from stiefel_opt.parametrizations.base import Free, Parametrization, Reading
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs, logarithm
 
 
@@ -115,8 +116,14 @@ class Trivialization(_Based):
         (NeurIPS 2019).
     """
 
-    def __init__(self, every: int | None = 100, **reading: Unpack[Reading]) -> None:
-        super().__init__(**reading)
+    def __init__(
+        self,
+        every: int | None = 100,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
         check_count("every", every, or_none=True)
         self.every = every
         self._changes = 0
@@ -193,8 +200,14 @@ class ScaledCayley(Parametrization):
     signs: Tensor | None
     buffer_names = ("signs",)
 
-    def __init__(self, negative: int | None = None, **reading: Unpack[Reading]) -> None:
-        super().__init__(**reading)
+    def __init__(
+        self,
+        negative: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
         self.negative = None if negative is None else check_integer("negative", negative, 0)
 
     @override

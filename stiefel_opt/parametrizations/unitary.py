@@ -6,11 +6,12 @@ import math
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from stiefel_opt._checks import check_count, fail
 from stiefel_opt.functional.unitary import eurnn, urnn
-from stiefel_opt.parametrizations.base import Free, Parametrization, Reading
+from stiefel_opt.manifold import Stiefel
+from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, pair_rotations
 
 
@@ -88,8 +89,14 @@ class EURNN(_Unitary):
     Reference: Jing et al. (ICML 2017).
     """
 
-    def __init__(self, layers: int | None = None, **reading: Unpack[Reading]) -> None:
-        super().__init__(**reading)
+    def __init__(
+        self,
+        layers: int | None = None,
+        *,
+        manifold: Stiefel | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(manifold=manifold, generator=generator)
         check_count("layers", layers, or_none=True)
         self.layers = layers
 

@@ -12,7 +12,7 @@ from stiefel_opt.rotations.attention import TURNS, add_turn
 from stiefel_opt.rotations.decoder import Decoder, mark, read_decoder, rows, state_of, whole
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.quantizers import Rotation, check_prepared, turned
-from stiefel_opt.rotations.result import Rotations, check_online, check_rotations, polished
+from stiefel_opt.rotations.result import ONLINE, Rotations, check_online, check_rotations, polished
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -67,7 +67,7 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
             _turn_rows(layer.down.weight, rotate_fixed)
         _turn_outputs(layer.output, residual)
         _turn_outputs(layer.down, residual)
-    mark(decoder.model, "folded", rotations.online)
+    mark(decoder.model, "folded", tuple(name for name in ONLINE if name in rotations.online))
     _install(decoder, rotations.online)
     return model
 

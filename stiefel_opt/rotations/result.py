@@ -90,9 +90,10 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
 
 def check_online(name: str, online: Sequence[str], decoder: Decoder) -> None:
     """Raise unless these are names of fixed rotations, and R3 has a Hadamard matrix of a head."""
-    if isinstance(online, str) or not set(online) <= set(ONLINE):
+    if isinstance(online, str) or not all(each in ONLINE for each in online):
         raise ValueError(fail(name, f"be among {list(ONLINE)}", repr(online)))
-    if "R3" in online and largest_hadamard(decoder.head_size) != decoder.head_size:
+    size = decoder.head_size  # 0 where a quantised layer does not tell it
+    if "R3" in online and size and largest_hadamard(size) != size:
         name = f"{decoder.layers[0].name}.self_attn"
         remedy = 'leave R3 out: start=rotations.hadamard(model, online=("R4",))'
         wanted = "have heads of a size with a Hadamard matrix for R3"

@@ -111,6 +111,15 @@ def test_packed_sequences_as_torch(options, enforce_sorted, given, generator):
     assert_same_training(ours, theirs, (found[0].data, found[1]), (expected[0].data, expected[1]))
 
 
+def test_packed_sequences_in_a_compiled_module(generator):
+    module = so.nn.OrthogonalRNN(INPUT, HIDDEN)
+    packed = pack_sequence([torch.randn(n, INPUT, generator=generator) for n in (5, 3, 2)])
+    torch._dynamo.reset()
+    found, expected = torch.compile(module, backend="eager")(packed), module(packed)
+    torch.testing.assert_close(found[0].data, expected[0].data)
+    torch.testing.assert_close(found[1], expected[1])
+
+
 def test_packed_sequences_under_another_default_device(generator):
     ours, _ = twins(bidirectional=True)
     sequences = [torch.randn(n, INPUT, generator=generator, dtype=torch.float64) for n in (4, 2)]

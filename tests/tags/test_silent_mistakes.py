@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import stiefel_opt as so
 from stiefel_opt import compat
 from stiefel_opt.foreign import WHILE_COMPILING
+from stiefel_opt.manifold import manifold_of
 
 
 def model() -> nn.Sequential:
@@ -616,6 +617,23 @@ def test_a_factor_from_which_torch_computes_the_weight_is_refused(change: Any, f
     assert so.report(layer).lines == ()
 
 
+def test_patterns_and_functions_leave_factors_out() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4)))
+    so.constrain(net, lambda _, parameter: parameter.ndim > 1)
+    assert [line.name for line in so.report(net).lines] == ["0.weight"]
+    net = nn.Sequential(nn.Linear(4, 4), prune.identity(nn.Linear(4, 4), "weight"))
+    so.constrain(net, "*weight*")
+    assert [line.name for line in so.report(net).lines] == ["0.weight"]
+
+
+def test_a_weight_that_was_pruned_after_its_constraint_can_be_released() -> None:
+    layer = so.constrain(nn.Linear(4, 4))
+    with pytest.warns(so.LostTagWarning):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    so.release(layer, "weight_orig")
+    assert manifold_of(layer.weight_orig) is None
+
+
 def test_a_factor_of_an_own_parametrization_may_be_constrained() -> None:
     class Product(nn.Module):
         def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -638,6 +656,8 @@ def test_the_report_says_which_parameter_the_optimizer_does_not_hold() -> None:
     assert not lines["2.weight"].held
     assert str(so.report(net, first)).count("not in this optimizer") == 1
     assert all(line.held for line in so.report(net).lines)
+    other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)  # as one of copies
+    assert all(line.held for line in so.report(net, other).lines)
     by_map = so.orthogonal(nn.Linear(4, 4))
     assert all(line.held for line in so.report(by_map, first).lines)
 
