@@ -67,7 +67,8 @@ def test_it_counts_the_learning_rates() -> None:
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     ours, theirs = runs["StiefelAdam"], runs["unconstrained, AdamW"]
     places = Counter(ours[name][0] - theirs[name][0] for name in theirs)
-    higher = f"is three times it in {places[1]}, ten times in {places[2]}"
+    most = sum(count for place, count in places.items() if place >= 2)
+    higher = f"is three times it in {places[1]}, ten times or more in {most}"
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     assert f"{places[0]} of {len(theirs)} trainings, {higher}" in " ".join(README.split())
     assert f"In {len(theirs)} trainings of networks" in page
