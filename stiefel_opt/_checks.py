@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -175,7 +174,11 @@ def is_factor(module: nn.Module, name: str) -> bool:
         return any(type(each).__module__ == parametrizations.__name__ for each in owner)
     weight, _, kind = leaf.rpartition("_")
     return kind in ("orig", "g", "v") and any(
-        isinstance(hook, (BasePruningMethod, SpectralNorm, WeightNorm))
-        and weight in (getattr(hook, "_tensor_name", None), getattr(hook, "name", None))
+        (hook.name if isinstance(hook, (SpectralNorm, WeightNorm)) else _pruned(hook)) == weight
         for hook in owner._forward_pre_hooks.values()
     )
+
+
+def _pruned(hook: object) -> object:
+    """Return the name of the weight that a pruning method computes; its module is not imported."""
+    return getattr(hook, "_tensor_name", None)
