@@ -89,8 +89,7 @@ def check_counts(*, or_none: bool = False, **values: object) -> None:
 
 def check_options(name: str, options: Collection[str], known: Callable[..., object]) -> None:
     """Raise unless all ``options`` are parameters of ``known``."""
-    given = {"generator", "manifold", "module", "name", "reading"}  # by whoever calls `known`
-    allowed = set(inspect.signature(known).parameters) - given
+    allowed = set(inspect.signature(known).parameters) - {"generator", "manifold", "module", "name"}
     if unknown := sorted(set(options) - allowed):
         is_torch = {"orthogonal_map", "use_trivialization"} & set(unknown)
         remedy = "choose the map by map=, or take compat.orthogonal; " if is_torch else ""

@@ -165,7 +165,11 @@ def _names(module: nn.Module, name: object) -> list[str]:
     elif isinstance(name, str):
         if not set(name) & set("*?["):
             return [name]  # find_parameter says what it cannot be
-        chosen = [each for each in fnmatch.filter(known, name) if not is_factor(module, each)]
+        chosen = [
+            each
+            for each in known
+            if fnmatch.fnmatchcase(each, name) and not is_factor(module, each)
+        ]
     elif isinstance(name, Iterable) and not isinstance(name, Tensor):
         chosen = [each for given in name for each in _names(module, given)]
     else:

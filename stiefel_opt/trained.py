@@ -57,9 +57,8 @@ def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:
         warnings.warn(
             f"`{shares[0][0]}`{more} trained, judging by singular values and writes, and moved by "
             f"{moved} to be orthonormal: what the model had learned there is lost. Train it on "
-            "before it is used, with "
-            "scale='keep' if the norm of these weights matters; or constrain a model that is not "
-            "trained yet",
+            "before it is used, with scale='keep' if the norm of these weights matters; or "
+            "constrain a model that is not trained yet",
             stacklevel=users_level(),
         )
 
