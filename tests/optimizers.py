@@ -69,6 +69,11 @@ class Rule:
         return self.plain is torch.optim.SGD
 
     @property
+    def decay_is_decoupled(self) -> bool:
+        """Weight decay is decoupled always, as by torch's AdamW."""
+        return self.plain is torch.optim.AdamW
+
+    @property
     def adaptive(self) -> bool:
         """Plain parameters have second moments, and with them betas and eps."""
         return self.plain in Adaptive
@@ -180,6 +185,7 @@ TABLE = {
     ),
 }
 OPTIMIZERS = {name: (rule.optimizer, {"lr": 0.05, **rule.options}) for name, rule in TABLE.items()}
+OF_CLASS = {rule.optimizer: rule for rule in reversed(TABLE.values())}  # the first row of each
 RULES = tuple(name for name, rule in TABLE.items() if not rule.variant)
 # Where the rule hardly matters: any; one for each plain rule; those that a long gradient throws.
 ANY = RULES[0]

@@ -11,6 +11,7 @@ FOLDERS = ("rules", "step", "state", "tags", "distributed")
 FILES = [path for folder in FOLDERS for path in sorted((TESTS / folder).glob("*.py"))]
 FILES += [path for path in sorted(TESTS.glob("*.py")) if path.name != "optimizers.py"]
 ASK = {"startswith": str.startswith, "endswith": str.endswith}
+CLASSES = {rule.optimizer.__name__ for rule in TABLE.values()}
 
 
 def texts_in(node: ast.AST) -> set[str]:
@@ -30,10 +31,28 @@ def asked_for(node: ast.AST) -> set[str]:
     return {name for name in TABLE for text in texts if is_asked and is_asked(name, text)}
 
 
+def classes_in(node: ast.AST) -> set[str]:
+    """The optimizer classes that an expression names; one that it calls makes an object."""
+    if isinstance(node, ast.Call):
+        return set()
+    names = CLASSES & {getattr(node, "id", ""), getattr(node, "attr", "")}
+    return names.union(*map(classes_in, ast.iter_child_nodes(node)))
+
+
+def compared_with(node: ast.AST) -> set[str]:
+    """The optimizer classes with which a comparison, isinstance or issubclass compares."""
+    if isinstance(node, ast.Compare):
+        return classes_in(node)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return set()
+    operands = node.args if node.func.id in ("isinstance", "issubclass") else []
+    return {name for each in operands for name in classes_in(each)}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_no_test_asks_for_a_rule_by_its_name(path: Path) -> None:
+def test_no_test_asks_for_a_rule_by_its_name_or_class(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        found = asked_for(node)
+        found = asked_for(node) | compared_with(node)
         assert not found, f"line {node.lineno}: {found} should be a property in the table"  # type: ignore[attr-defined]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import in_turn
+from optimizers import OF_CLASS
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -119,7 +120,7 @@ def test_cayley_adam_reaches_the_eigenspace_within_300_iterations(exact, generat
 def test_momentum_is_kept_and_acts(rule, shape, generator):
     """Released Cayley SGD keeps a buffer of zeros: without gradient it would rest at once."""
     param = parameter(shape, generator)
-    opt = rule([param], lr=0.05, **({"momentum": 0.9} if rule is so.ProjectedRGD else {}))
+    opt = rule([param], lr=0.05, **({} if OF_CLASS[rule].momentum else {"momentum": 0.9}))
     for _ in range(2):
         param.grad = torch.randn(shape, generator=generator, dtype=DTYPE)
         opt.step()

@@ -26,6 +26,7 @@ from contract import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from optimizers import OF_CLASS, TABLE
 from torch import Tensor
 
 import stiefel_opt as so
@@ -44,6 +45,13 @@ FLAG = st.booleans()
 METRIC = st.sampled_from(["canonical", "euclidean", -1.0, 0.3])
 TRANSPORT = st.sampled_from(["isometric", "projected"])
 BETA = st.sampled_from([0.0, 0.5, 0.9, 0.999])
+OWN = {  # options that torch does not have, of the rules whose row in the table lists them
+    "metric": METRIC,
+    "transport": TRANSPORT,
+    "retraction": st.sampled_from(["cayley", "qr", "polar"]),
+    "steps": st.integers(1, 5),
+    "exact": FLAG,
+}
 
 
 @st.composite
@@ -57,29 +65,23 @@ def sgd_momentum(draw: Any) -> dict[str, Any]:
 @st.composite
 def rules(draw: Any) -> tuple[Any, dict[str, Any]]:
     """An optimizer class with options; every learning rate is mild enough to compare results."""
-    # StiefelMuon ends its search at a tolerance, and has properties of its own
-    kinds = [kind for kind, _ in OPTIMIZERS.values() if kind is not so.StiefelMuon]
-    rule = draw(st.sampled_from(kinds))
+    # a search ends at a tolerance, and has properties of its own
+    rows = [OF_CLASS[rule.optimizer] for rule in TABLE.values() if not rule.searches]
+    rule = draw(st.sampled_from(rows))
     options = {
         "lr": draw(st.sampled_from([1e-4, 1e-2, 0.1])),
         "maximize": draw(FLAG),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
     }
-    if issubclass(rule, (so.StiefelAdam, so.CayleyAdam)):
+    if rule.adaptive:
         options |= {"betas": (draw(BETA), draw(st.sampled_from([0.9, 0.999])))}
         options |= {"amsgrad": draw(FLAG)}
-        if rule is not so.StiefelAdamW:
+        if not rule.decay_is_decoupled:
             options |= {"decoupled_weight_decay": draw(FLAG)}
     else:
         options |= draw(sgd_momentum())
-    if issubclass(rule, (so.StiefelSGD, so.StiefelAdam)):
-        options |= {"metric": draw(METRIC), "transport": draw(TRANSPORT)}
-    elif rule is so.ProjectedRGD:
-        options |= {"metric": draw(METRIC)}
-        options |= {"retraction": draw(st.sampled_from(["cayley", "qr", "polar"]))}
-    else:
-        options |= {"steps": draw(st.integers(1, 5)), "exact": draw(FLAG)}
-    return rule, options
+    options |= {name: draw(values) for name, values in OWN.items() if name in rule.own}
+    return rule.optimizer, options
 
 
 @dataclass(frozen=True)
