@@ -241,6 +241,6 @@ def _has_few_rows(parameter: Tensor) -> bool:
 
 
 def _tensor_of(item: object) -> Tensor | None:
-    """Return the parameter, which may be named; None for what is none."""
+    """Return the tensor of an item, itself or a pair (name, tensor); None for anything else."""
     parameter = item[1] if isinstance(item, tuple) else item
     return parameter if isinstance(parameter, Tensor) else None

@@ -162,7 +162,7 @@ def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
 
 _MKLDNN: Any = torch.backends.mkldnn
 _BACKENDS: Any = (torch.backends.cuda.matmul, _MKLDNN.matmul)
-_EXACT = ("none", "ieee")  # nobody has asked for less, or somebody for all digits
+_EXACT = ("none", "ieee")  # settings that keep all digits: the default, and full precision
 
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -163,14 +163,14 @@ def add_product(
 
 
 def add_product_(
-    target: Tensor, tall: Tensor, small: Tensor, *, beta: float = 1.0, alpha: float | Tensor = 1.0
+    target: Tensor, tall: Tensor, small: Tensor, *, alpha: float | Tensor = 1.0
 ) -> Tensor:
-    """target = beta target + alpha tall @ small in place, all ``(k, ., .)``; returns it."""
+    """Add alpha tall @ small to ``target`` in place, all ``(k, ., .)``; return ``target``."""
     if isinstance(alpha, Tensor):
         small, alpha = small * alpha, 1.0
     if target.stride(-1) == 1:
-        return target.baddbmm_(tall, small, beta=beta, alpha=alpha)
-    return target.mT.baddbmm_(small.mT, tall.mT, beta=beta, alpha=alpha).mT
+        return target.baddbmm_(tall, small, alpha=alpha)
+    return target.mT.baddbmm_(small.mT, tall.mT, alpha=alpha).mT
 
 
 def scale_and_add_(tensor: Tensor, base: Tensor, factor: float | Tensor) -> Tensor:
@@ -189,7 +189,11 @@ def composed(rotation: Tensor, shortening: Tensor) -> tuple[Tensor, Tensor]:
 def apply_step(
     tall: Tensor, within: Tensor, direction: Tensor, root: Tensor, step: float | Tensor
 ) -> Tensor:
-    """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``: added to X is what is small."""
+    """Return X + X ``within`` + step V ``root``, all ``(k, ., .)``.
+
+    ``within`` is the difference of a matrix from I: adding the small product to X rounds less than
+    multiplying X by that matrix.
+    """
     return add_product_(add_product(tall, tall, within), direction, root, alpha=step)
 
 

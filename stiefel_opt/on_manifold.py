@@ -227,7 +227,12 @@ class _Keeper:
         return [widened(stack.read(self._values)) for stack in self._stacks]
 
     def _make_tangent(self, moved: list[Tensor] | None = None) -> None:
-        """Put new gradients in the place of those that are there; ``moved``: tangent vectors."""
+        """Replace each gradient by its tangent part, and keep the original to give it back.
+
+        Args:
+            moved: Tangent vectors at the points. The gradients are then those at their retractions,
+                and are first converted to gradients by the tangent vectors. Default: none.
+        """
         ours: dict[int, Tensor] = {}
         grads = [weight.parameter.grad for weight in self._weights]
         pairs = zip(self._values, grads, strict=True)
@@ -388,7 +393,7 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
 
 
 def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (X + xi)(I + xi'xi)^(-1/2), and xi, shortened where it is beyond all measure.
+    """Return (X + xi)(I + xi'xi)^(-1/2), and xi, shortened where its norm may exceed 8.
 
     The inverse root is that of the Gram matrix as it is, so that rounding does not add up.
     """

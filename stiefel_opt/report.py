@@ -134,8 +134,8 @@ _COLUMNS: Final = {  # title: attribute of a line, and its form
 }
 
 
-# Methods of an optimizer of this package that tell a number of each parameter, by attribute.
-_TOLD_BY: Final = {
+# Attribute of a line: the method of this package's optimizers that returns it by parameter.
+_METHODS: Final = {
     "skipped": "skipped_steps_of",
     "angle": "angles_of",
     "radius": "radii_of",
@@ -223,17 +223,17 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         computes. The errors are those of :func:`orthonormality_error`; reading them waits for the
         device.
     """
-    teller = optimizer
-    while isinstance(inner := getattr(teller, "optimizer", None), Optimizer):
-        teller = inner  # of a wrapper
-    if not (teller is None or isinstance(teller, Optimizer)):
-        raise TypeError(fail("optimizer", "be None or an optimizer", type(teller).__name__))
-    told = {name: getattr(teller, how)() for name, how in _TOLD_BY.items() if hasattr(teller, how)}
-    groups = getattr(teller, "param_groups", ())
+    inmost = optimizer
+    while isinstance(inner := getattr(inmost, "optimizer", None), Optimizer):
+        inmost = inner  # the optimizer that a wrapper holds
+    if not (inmost is None or isinstance(inmost, Optimizer)):
+        raise TypeError(fail("optimizer", "be None or an optimizer", type(inmost).__name__))
+    known = {name: getattr(inmost, how)() for name, how in _METHODS.items() if hasattr(inmost, how)}
+    groups = getattr(inmost, "param_groups", ())
     held = {id(parameter) for group in groups for parameter in group["params"]}
     found = list(constrained(model))
-    # Another package's optimizer may hold copies: it tells nothing if it holds none of the weights.
-    is_known = bool(told) or any(id(weight) in held for _, weight, _, _ in found)
+    # Another package's optimizer may hold copies. Which weights it steps is then not known.
+    is_known = bool(known) or any(id(weight) in held for _, weight, _, _ in found)
     lines = []
     for name, weight, reading, kind in found:
         path, _, leaf = name.rpartition(".")
@@ -242,8 +242,8 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         words = in_words(model, name, shape, reading)
         error = None if weight.is_meta else _error(weight, reading).item()
         rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
-        numbers = {attribute: values.get(weight) for attribute, values in told.items()}
-        if "skipped" in numbers:  # none are told of a weight that missed none
+        numbers = {attribute: values.get(weight) for attribute, values in known.items()}
+        if "skipped" in numbers:  # the method leaves out weights without skipped steps
             numbers["skipped"] = numbers["skipped"] or 0
         line = Line(
             name,

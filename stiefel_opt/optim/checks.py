@@ -56,7 +56,10 @@ def as_plain_data(stiefel: Any) -> Any:
 
 
 def listed(params: Any) -> Any:
-    """Return ``params`` as a list, where that is what it means; torch refuses a set."""
+    """Return ``params``, a tensor or an iterable, as a list.
+
+    A set is returned as it is: it has no order, and torch raises an error for it.
+    """
     if isinstance(params, Tensor):
         return [params]
     check_params(params)

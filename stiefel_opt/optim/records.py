@@ -30,7 +30,11 @@ class Records:
         self._tallies: dict[Tensor, StateDict] = {}  # views on counts
 
     def recall(self, parameters: list[Tensor]) -> None:
-        """Remember tags, and restore those that a swap took along: the objects stay the same."""
+        """Remember the tag of each parameter, and put back a tag that is lost.
+
+        ``torch.utils.swap_tensors``, by which a module may convert its parameters, exchanges their
+        attributes, the tag among them, while the parameter stays the same object.
+        """
         for parameter in parameters:
             known, seen = self._tags.get(parameter), getattr(parameter, "manifold", None)
             if isinstance(known, Stiefel) and has_lost_tag(parameter):
@@ -41,7 +45,7 @@ class Records:
     def drop_other(self, states: Any, parameter: Tensor, manifold: Stiefel | None) -> None:
         """Drop state that was made by another reading; None is that of a plain parameter.
 
-        Names do not tell: a rule may call both kinds of state alike.
+        Readings are compared, as the names of the state may be the same for both.
         """
         if self.readings.setdefault(parameter, manifold) != manifold:
             states.pop(parameter, None)

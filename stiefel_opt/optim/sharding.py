@@ -1,4 +1,4 @@
-"""How the parameters of a stack are shared out over processes (DTensor), and who must talk to whom.
+"""How parameters are divided among processes (DTensor), and what the processes send in a step.
 
 A step works on local shards. What is sent depends on the sharded dimension:
 
@@ -175,7 +175,10 @@ def _working_placements(
 
 
 def _kind(placement: Placement, manifold: Stiefel, shape: torch.Size, size: int) -> str | None:
-    """Say what a process gets of a tensor cut in ``size``; None if no step can work on that."""
+    """Return what a placement over ``size`` processes gives to each: whole matrices, or some rows.
+
+    None if a step cannot work on the part that a process would have.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     if isinstance(placement, Replicate):

@@ -25,6 +25,7 @@ from stiefel_opt.watching import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+#: Names that ``map`` may have in :func:`stiefel_opt.orthogonal`, and the class of each.
 MAPS: Final[Mapping[str, type[Parametrization]]] = MappingProxyType(
     {
         "householder": Householder,
