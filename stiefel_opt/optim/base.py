@@ -234,7 +234,10 @@ class StiefelOptimizer(Optimizer, ABC):
         """Move plain tensors in place; ``states`` holds a dict for each, see :meth:`init_plain`."""
 
     def declared_for(self, group: Group) -> tuple[State, ...]:
-        """Return what :meth:`state_for` does; remember it, to drop it when options have changed."""
+        """Return the declarations of :meth:`state_for`, and remember them by name.
+
+        When options change, state that an earlier declaration made is recognised and dropped.
+        """
         declared = self.state_for(group)
         self._known.update({kind.name: kind for kind in declared})
         return declared
