@@ -48,8 +48,8 @@ from stiefel_opt.optim.state import (
 )
 from stiefel_opt.optim.torch_rules import Group
 
-# A weight that each of MANY_STEPS steps in a row has turned by more than _LONG radians is named in a
-# warning, once.
+# A weight that each of MANY_STEPS steps in a row has turned by more than _LONG radians
+# is named in a warning, once.
 MANY_STEPS: Final = 100
 _LONG: Final = math.pi / 4
 # Rounding in X'X and X'U is measured and removed once in so many steps.
