@@ -31,7 +31,7 @@ from stiefel_opt.optim.commit import Correction, Rule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateDict, complete_state, restart
+from stiefel_opt.optim.state import State, StateDict, by_name, complete_state, restart
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
@@ -177,6 +177,7 @@ class StiefelOptimizer(Optimizer, ABC):
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
+    _options_of_torch: ClassVar[Group] = {}  # of the plain rule, where a subclass names none
     # Values of options that an older checkpoint lacks.
     _legacy_defaults: ClassVar[Group] = {}
     _known: ClassVar[dict[str, State]]  # every declaration of the class so far, by whatever options
@@ -199,7 +200,8 @@ class StiefelOptimizer(Optimizer, ABC):
         self._indices: list[GroupIndex | None] = []
         self.records = Records()
         checks.check_params(params)
-        super().__init__(params, {"nonfinite": "skip", "stiefel": None, **defaults})
+        defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
+        super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         checks.warn_if_nothing_is_constrained(self.param_groups)
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -239,7 +241,7 @@ class StiefelOptimizer(Optimizer, ABC):
         When options change, state that an earlier declaration made is recognised and dropped.
         """
         declared = self.state_for(group)
-        self._known.update({kind.name: kind for kind in declared})
+        self._known.update(by_name(declared))
         return declared
 
     def correction_for(self, group: Group) -> Correction:
@@ -522,9 +524,7 @@ class StiefelOptimizer(Optimizer, ABC):
         if "_handle" not in self.__dict__:
             self._handle, self.records = remember(self), Records()
         self.rule = self.rule or type(self).__name__
-        for values in self.state.values():  # as torch: old checkpoints count in integers
-            if "step" in values and not isinstance(values["step"], Tensor):
-                values["step"] = torch.tensor(float(values["step"]))
+        checkpoint.count_by_tensors(self.state.values())
         for name, value in self._legacy_defaults.items():
             self.defaults.setdefault(name, value)
         for group in self.param_groups:

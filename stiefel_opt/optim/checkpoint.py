@@ -13,7 +13,14 @@ from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import label, reading
-from stiefel_opt.optim.state import MOMENTS_OF_TORCH, ROWS, State, expected_state
+from stiefel_opt.optim.state import (
+    MOMENTS_OF_TORCH,
+    ROWS,
+    State,
+    expected_state,
+    key_of,
+    working_dtype,
+)
 from stiefel_opt.optim.torch_rules import Group
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
@@ -116,16 +123,44 @@ def check_states(
             expected = dict.fromkeys(MOMENTS_OF_TORCH, (None, parameter.shape))
             if manifold is not None:
                 expected = expected_state(declared, parameter, manifold)
+                expected |= _expected_rows(parameter, manifold)
             for name, value in values.items():
-                if name == "step" or name.startswith(ROWS + "step"):
+                if _counts_steps(name):
                     _check_number(f"{name} of {called}", value)
                 elif name in expected:
                     is_ours, (kind, shape) = manifold is not None, expected[name]
-                    least = -math.inf if kind is None else kind.least
-                    _check_value(f"{name} of {called}", value, shape, least, parameter, is_ours)
+                    _check_value(f"{name} of {called}", value, shape, kind, parameter, is_ours)
 
 
 _AS_SAVED: Final = "load what optimizer.state_dict() returned"
+
+
+def _counts_steps(name: str) -> bool:
+    """Say whether this is the number of steps, of a parameter or of its plain rows."""
+    return name == "step" or name.startswith(ROWS + "step")
+
+
+def count_by_tensors(states: Iterable[dict[str, Any]]) -> None:
+    """Make numbers of steps tensors, as torch does: old checkpoints count in integers."""
+    for values in states:
+        for name, value in values.items():
+            if _counts_steps(name) and not isinstance(value, Tensor):
+                values[name] = torch.tensor(float(value))
+
+
+def _expected_rows(
+    parameter: Tensor, manifold: Stiefel
+) -> dict[str, tuple[State | None, torch.Size]]:
+    """Return the moments of torch that each range of plain rows may have, with their shapes."""
+    parts = manifold.plain_parts(torch.empty(parameter.shape, device="meta"))
+    return {
+        key_of(ROWS + name, index): (_SQUARES if name.endswith("_sq") else None, part.shape)
+        for index, part in enumerate(parts)
+        for name in MOMENTS_OF_TORCH
+    }
+
+
+_SQUARES: Final = State("squares", least=0.0)  # how second moments of torch are checked
 
 
 def _check_number(called: str, value: Any) -> None:
@@ -140,9 +175,14 @@ def _check_number(called: str, value: Any) -> None:
 
 
 def _check_value(
-    called: str, value: Any, shape: torch.Size, least: float, parameter: Tensor, is_ours: bool
+    called: str,
+    value: Any,
+    shape: torch.Size,
+    kind: State | None,
+    parameter: Tensor,
+    is_ours: bool,
 ) -> None:
-    """Raise unless a moment is a finite tensor like its parameter, none of it below ``least``."""
+    """Raise unless a moment is a finite tensor like its parameter, as far as it is declared."""
     if value is None and not is_ours:  # a momentum buffer of torch before its first step
         return
     if not isinstance(value, Tensor):
@@ -165,8 +205,16 @@ def _check_value(
     own, remedy = local_part(value), "load an earlier checkpoint, or the weights only"
     if not bool(torch.isfinite(own).all()):
         raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
-    if least > -math.inf and bool((own < least).any()):
-        raise ValueError(fail(called, f"have no entry below {least:g}", float(own.min()), remedy))
+    if kind is None or not own.numel():
+        return
+    numbers = torch.view_as_real(own.resolve_conj()) if own.is_complex() else own
+    least, largest = map(float, torch.aminmax(numbers))
+    if least < kind.least:
+        raise ValueError(fail(called, f"have no entry below {kind.least:g}", least, remedy))
+    most = math.sqrt(torch.finfo(working_dtype(parameter.dtype)).max)
+    if kind.shape != "1" and kind.least == -math.inf and max(largest, -least) > most:
+        wanted, given = f"have no entry beyond {most:.0e}", f"{max(largest, -least):.0e}"
+        raise ValueError(fail(called, wanted, given, remedy))
 
 
 def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None:
@@ -233,11 +281,11 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
                 if not isinstance(value, Tensor):
                     continue
                 if name == "step":
-                    state[parameter][name] = value.detach().to(parameter.device, torch.float32)
-                    continue
-                if name.startswith(ROWS + "step"):
+                    number = value.detach().reshape(())
+                    state[parameter][name] = number.to(parameter.device, torch.float32)
+                elif _counts_steps(name):
                     on_device = group.get("capturable") or group.get("fused")
                     device = parameter.device if on_device else value.device
-                    state[parameter][name] = value.detach().clone().to(device)
+                    state[parameter][name] = value.detach().clone().reshape(()).to(device)
                 elif parameter.dtype in HALF:
                     state[parameter][name] = value.to(parameter.device, torch.float32)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
@@ -19,14 +20,14 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import CONSTRAINABLE
+from stiefel_opt._checks import CONSTRAINABLE, fail, users_level
 from stiefel_opt.batches import as_batch, shares_memory
 from stiefel_opt.device import Lagged, Now, Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import Sums, are_finite, largest_stretch, square_norm
+from stiefel_opt.linalg import Sums, are_finite, largest_stretch, own_gram, square_norm
 from stiefel_opt.optim.blocks import Stack
-from stiefel_opt.optim.state import StateDict, working_dtype
+from stiefel_opt.optim.state import State, StateDict, working_dtype
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
 # of the largest number leaves room for momenta and sums of squares. Half precision is summed in
@@ -36,6 +37,8 @@ LARGEST_SAFE: Final = {
 }
 
 
+# |X'X - I| after a first step that no rounding explains.
+_FAR: Final = 1e-2
 # Beyond this learning rate times gradient rounding in X'X is removed after every step.
 _STEEP: Final = 0.26
 _VERY_STEEP: Final = 100.0
@@ -112,6 +115,7 @@ class Batch:
         self.scale = self.blocks[0].reading.scale
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
+        self.is_new = True  # nobody has looked at what the rule returns
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
         self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
@@ -337,11 +341,18 @@ def _new_point(
         gradient_length = math.inf
     X, fixed = _on_manifold(unscaled, state, grad, task, gradient_length, reader)
     current = {**state, **fixed}
-    new_X, new, length = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
+    move = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
+    is_first = batch.is_new
+    if is_first:
+        _check_move(rule, X, batch.declared, move)
+        batch.is_new = False
+    new_X, new, length = move
     new = {**fixed, **new}
     for _ in range(_corrections_after(length, lr, gradient_length, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
+    if is_first and reader.is_exact and sums.are_local:
+        _warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
         overflowed = _overflowed(new_X, sums, ok)
@@ -420,6 +431,46 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
 
 
 # ---- after the rule ------------------------------------------------------------------------------
+
+
+def _called(rule: Any) -> str:
+    """Return the name of a rule below the options that are bound to it."""
+    while isinstance(rule, partial):
+        rule = next((each for each in rule.args if callable(each)), rule.func)
+    return str(getattr(rule, "__name__", type(rule).__name__))
+
+
+def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any) -> None:
+    """Raise for what no rule may return, before anything is written."""
+    if not isinstance(move, tuple) or len(move) != 3:
+        wanted = "return the point, a dict of new state and the length of the step"
+        raise TypeError(fail(_called(rule), wanted, type(move).__name__))
+    (new_X, new, length), (count, _, m) = move, X.shape
+    number = torch.Size((count, 1, 1))
+    shapes = {"nm": X.shape, "mm": torch.Size((count, m, m)), "1": number}
+    pairs: list[tuple[str, Any, tuple[torch.Size, ...]]] = [("point", new_X, (X.shape,))]
+    if not isinstance(new, dict) or not new.keys() <= declared.keys():
+        given = sorted(new) if isinstance(new, dict) else type(new).__name__
+        wanted = f"be a dict with names of {sorted(declared)}"
+        raise ValueError(fail(f"new state of {_called(rule)}", wanted, given, "declare the rest"))
+    pairs += [(name, tensor, (shapes[declared[name].shape],)) for name, tensor in new.items()]
+    if not isinstance(length, (Length, int, float)):
+        pairs.append(("length", length, (number, torch.Size())))
+    for name, tensor, allowed in pairs:
+        if not isinstance(tensor, Tensor) or tensor.shape not in allowed:
+            wanted = f"be a tensor of shape {tuple(allowed[0])}"
+            raise ValueError(fail(f"{name} that {_called(rule)} returns", wanted, tensor))
+
+
+def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
+    """Warn of a rule whose first step leaves the manifold, where a number may be read."""
+    error = float(identity_error(own_gram(new_X)).amax())
+    if _FAR < error < math.inf:
+        warnings.warn(
+            f"{_called(rule)} returned points that are off the manifold, |X'X - I| = {error:.0e}; "
+            "let it end with stiefel_opt.functional.retract",
+            stacklevel=users_level(),
+        )
 
 
 def _may_have_overflowed(length: Length | Tensor | float, reader: Reader) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -31,10 +31,15 @@ _NO_OPTIONS: Final = ("self", "params", "__class__")
 class SGDLike(StiefelOptimizer):
     """Base of optimizers whose plain tensors move by ``torch.optim.SGD``, by its options.
 
-    Checkpoints of ``torch.optim.SGD`` can be loaded; constrained tensors begin without momentum.
+    Options that ``defaults`` lacks are torch's. Checkpoints of ``torch.optim.SGD`` can be loaded;
+    constrained tensors begin without momentum.
     """
 
     plain_is_elementwise = True
+    _options_of_torch: ClassVar[Group] = {
+        "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
+        "maximize": False, "foreach": None, "fused": None,
+    }  # fmt: skip
     _sparse_allowed = True
     _torch_rule = TorchRule(
         "torch.optim.SGD",
@@ -94,11 +99,16 @@ def _scaled(
 class AdamLike(StiefelOptimizer):
     """Base of optimizers whose plain tensors move by ``torch.optim.Adam``, by its options.
 
-    ``decoupled_weight_decay=True`` is AdamW. Checkpoints of both can be loaded; constrained
-    tensors begin without momentum.
+    ``decoupled_weight_decay=True`` is AdamW. Options that ``defaults`` lacks are Adam's.
+    Checkpoints of both can be loaded; constrained tensors begin without momentum.
     """
 
     plain_is_elementwise = True
+    _options_of_torch: ClassVar[Group] = {
+        "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False,
+        "maximize": False, "foreach": None, "capturable": False, "fused": None,
+        "decoupled_weight_decay": False,
+    }  # fmt: skip
     _torch_rule = TorchRule(
         "torch.optim.Adam or AdamW",
         frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),

@@ -10,7 +10,7 @@ So the point lives in float32 in the state, and the parameter is that point roun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ StateDict = dict[str, Any]
 MASTER: Final = "master"
 ROWS: Final = "rows."
 _SHAPES: Final = ("nm", "mm", "1")
-_SYMMETRIES: Final = (None, "skew", "symmetric", "normal")
+_SHAPE_OF: Final = {"skew": ("mm",), "symmetric": ("mm",), "normal": ("nm",)}
 MOMENTS_OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -50,7 +50,8 @@ class State:
         unit: What it is measured in, any word: where an option changes it, the state starts again.
 
     Raises:
-        ValueError: for other shapes and symmetries, and for names that torch has.
+        ValueError: for other shapes, symmetries and dtypes, and for those that do not go together:
+            "I", skew and symmetric need "mm", normal needs "nm"; for names that torch has.
     """
 
     name: str
@@ -65,7 +66,13 @@ class State:
     def __post_init__(self) -> None:
         check_choice("shape", self.shape, _SHAPES)
         if self.symmetry is not None:
-            check_choice("symmetry", self.symmetry, _SYMMETRIES[1:])
+            check_choice("symmetry", self.symmetry, tuple(_SHAPE_OF))
+            check_choice(f"shape of {self.symmetry} state", self.shape, _SHAPE_OF[self.symmetry])
+        if self.dtype is not None:
+            check_choice("dtype", self.dtype, ("real",))
+        if isinstance(self.start, str):
+            check_choice("start", self.start, ("I",))
+            check_choice("shape of state that starts as I", self.shape, ("mm",))
         if self.name in (*MOMENTS_OF_TORCH, "step", MASTER) or "." in self.name:
             remedy = "choose another: torch or this package has it"
             raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
@@ -98,6 +105,15 @@ class State:
         if self.symmetry == "skew":
             return linalg.skew(tensor)
         return linalg.sym(tensor) if self.symmetry == "symmetric" else tensor
+
+
+def by_name(declared: Sequence[State]) -> dict[str, State]:
+    """Return declarations by name; raise if two have the same one."""
+    known = {kind.name: kind for kind in declared}
+    if len(known) < len(declared):
+        names = sorted(kind.name for kind in declared)
+        raise ValueError(fail("state_for", "return each name once", names))
+    return known
 
 
 def key_of(name: str, index: int) -> str:

@@ -636,3 +636,132 @@ def test_plain_state_of_the_same_name_is_neither_lost_nor_taken_for_another() ->
     plain.grad = torch.zeros_like(plain)
     opt.step()
     assert not opt.state[plain]["lion_momentum"].any()
+
+
+# ---- what a rule may not do ----------------------------------------------------------------------
+
+
+def descent(X: Tensor, G: Tensor, *_: Any, lr: Any, sums: Any, reader: Any, **__: Any) -> Any:
+    """A rule without state that takes any option."""
+    new_X, length = retract(X, project_tangent(X, -G, sums=sums), lr=lr, sums=sums, reader=reader)
+    return new_X, {}, length
+
+
+def returning(change: Callable[..., Any], *states: Any, family: Any = so.optim.SGDLike) -> Any:
+    """A class whose rule, `oblique`, returns what ``change`` makes of the point, G and the move."""
+
+    def oblique(X: Tensor, G: Tensor, *given: Any, **options: Any) -> Any:
+        return change(X, G, *descent(X, G, *given, **options))
+
+    class Oblique(family):  # type: ignore[misc]
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        def state_for(self, group: Any) -> Any:  # noqa: ARG002
+            return states
+
+        def rule_for(self, group: Any) -> Any:
+            return self.bound(group, oblique)
+
+    return Oblique
+
+
+A = so.optim.State("a")
+_SHAPE = r"must be a tensor of shape \(2, 4, 3\), got shape"
+RETURNED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "two things": (lambda *move: move[2:4], (), "`oblique` must return the point, a dict"),
+    "a column": (
+        lambda *move: (move[2][..., :1], *move[3:]),
+        (),
+        rf"`point that oblique returns` {_SHAPE} \(2, 4, 1\)",
+    ),
+    "state that is not declared": (
+        lambda *move: (move[2], {"b": move[2]}, move[4]),
+        (A,),
+        r"`new state of oblique` must be a dict with names of \['a'\], got \['b'\]",
+    ),
+    "no state": (lambda *move: (move[2], None, move[4]), (), "must be a dict .* got NoneType"),
+    "state of another shape": (
+        lambda *move: (move[2], {"a": move[2][:, :1]}, move[4]),
+        (A,),
+        rf"`a that oblique returns` {_SHAPE} \(2, 1, 3\)",
+    ),
+    "a length for each matrix, without dimensions": (
+        lambda *move: (move[2], {}, move[2].new_ones(2)),
+        (),
+        r"`length that oblique returns` must be a tensor of shape \(2, 1, 1\), got shape \(2,\)",
+    ),
+    "no length": (lambda *move: (*move[2:4], None), (), "`length that oblique returns` must be"),
+}
+
+
+def two_heads() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    weight = so.ManifoldParameter(torch.randn(8, 3), so.Stiefel(heads=2))
+    return weight, torch.randn(8, 3)
+
+
+@pytest.mark.parametrize("case", RETURNED)
+def test_what_no_rule_may_return_is_refused_before_anything_is_written(case: str) -> None:
+    change, states, message = RETURNED[case]
+    weight, weight.grad = two_heads()
+    before = weight.detach().clone()
+    opt = returning(change, *states)([weight])
+    with pytest.raises((ValueError, TypeError), match=message):
+        opt.step()
+    assert_same(weight.detach(), before)
+    assert not any(opt.state[weight].get("a", torch.zeros(1)).flatten())
+
+
+def test_a_first_step_without_a_retraction_warns() -> None:
+    weight, weight.grad = two_heads()
+    opt = returning(lambda X, G, *move: (X - 0.1 * G, *move[1:]))([weight])
+    with pytest.warns(UserWarning, match=r"oblique returned points that are off the manifold, .*"):
+        opt.step()
+    weight, weight.grad = two_heads()
+    opt = returning(lambda *move: move[2:])([weight])
+    opt.step()  # no warning
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"start": "J"},
+        {"start": "I"},
+        {"start": "I", "shape": "1"},
+        {"dtype": "float64"},
+        {"symmetry": "skew"},
+        {"symmetry": "symmetric"},
+        {"symmetry": "normal", "shape": "mm"},
+        {"symmetry": "orthogonal"},
+        {"shape": "nn"},
+    ],
+    ids=str,
+)
+def test_state_that_no_step_could_use_is_refused_where_it_is_declared(options: Any) -> None:
+    with pytest.raises(ValueError, match="must be one of"):
+        so.optim.State("a", **options)
+
+
+def test_a_state_that_is_declared_twice_is_refused() -> None:
+    weight, weight.grad = two_heads()
+    twice = returning(lambda *move: move[2:], A, so.optim.State("a", "mm"))
+    with pytest.raises(ValueError, match=r"`state_for` must return each name once, got \['a', 'a'"):
+        twice([weight]).step()
+
+
+@pytest.mark.parametrize("family", [so.optim.SGDLike, so.optim.AdamLike])
+def test_the_families_have_torchs_options_where_a_rule_names_none(family: Any) -> None:
+    torch.manual_seed(0)
+    weight, plain = so.ManifoldParameter(torch.randn(8, 3)), nn.Parameter(torch.randn(3))
+    twin = nn.Parameter(plain.detach().clone())
+    torchs = {so.optim.SGDLike: torch.optim.SGD, so.optim.AdamLike: torch.optim.Adam}[family]
+    bare = returning(lambda *move: move[2:], family=family)
+    ours, theirs = bare([weight, plain]), torchs([twin], lr=0.1)
+    for _ in range(3):
+        weight.grad, plain.grad = torch.randn(8, 3), torch.randn(3)
+        twin.grad = plain.grad.clone()
+        ours.step()
+        theirs.step()
+    assert_same(plain.detach(), twin.detach())
+    assert so.orthonormality_error(weight) < 1e-5

@@ -221,6 +221,76 @@ def test_state_below_its_declared_least_is_refused(name):
     assert_same(snapshot(net, opt), before)
 
 
+SPOILT_ROWS: dict[str, tuple[str, Any, type[Exception], str]] = {
+    "shape": (
+        "exp_avg",
+        lambda old: old[:1],
+        ValueError,
+        r"have shape \(6, 6\), got shape \(1, 6\)",
+    ),
+    "kind": ("exp_avg", lambda old: old.tolist(), TypeError, "be a tensor, got list"),
+    "not finite": ("exp_avg", lambda old: old * float("nan"), ValueError, "be finite, got NaN"),
+    "negative": ("exp_avg_sq", lambda old: -old, ValueError, "have no entry below 0, got -"),
+}
+
+
+def partly_constrained(rule: Any = so.StiefelAdam) -> tuple[torch.Tensor, Any]:
+    """A weight with plain rows behind four constrained ones, after a step."""
+    torch.manual_seed(0)
+    weight = so.ManifoldParameter(torch.randn(10, 6), so.Stiefel(rows=(0, 4)))
+    opt = rule([weight], lr=0.1)
+    weight.grad = torch.randn(10, 6)
+    opt.step()
+    return weight, opt
+
+
+@pytest.mark.parametrize("case", SPOILT_ROWS)
+def test_the_state_of_plain_rows_is_checked_like_all_other(case):
+    """A step would raise after the constrained rows have moved, or write NaN."""
+    name, spoil, error, message = SPOILT_ROWS[case]
+    weight, opt = partly_constrained()
+    given = copy.deepcopy(opt.state_dict())
+    given["state"][0]["rows." + name] = spoil(given["state"][0]["rows." + name])
+    before = copy.deepcopy(opt.state_dict()), weight.detach().clone()
+    with pytest.raises(error, match=f"`rows.{name} of parameter 0 of group 0` must {message}"):
+        opt.load_state_dict(given)
+    assert_same((opt.state_dict(), weight.detach()), before)
+
+
+COUNTS = {"one entry": lambda old: old.reshape(1), "a number": float, "an integer": int}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+@pytest.mark.parametrize("name", ["step", "rows.step"])
+def test_a_number_of_steps_in_another_form_continues_bit_for_bit(name, case):
+    (weight, opt), (other, reference) = partly_constrained(), partly_constrained()
+    given = copy.deepcopy(opt.state_dict())
+    given["state"][0][name] = COUNTS[case](given["state"][0][name])
+    opt.load_state_dict(given)
+    for each, rule in ((weight, opt), (other, reference)):
+        each.grad = torch.ones(10, 6)
+        rule.step()
+    assert_same(weight.detach(), other.detach())
+    assert_same(opt.state_dict(), reference.state_dict())
+
+
+@every_optimizer
+def test_a_momentum_whose_square_overflows_is_refused(name):
+    """No training has one, and its steps would leave the manifold by rounding."""
+    net, opt = trained(name)
+    (group,) = opt.param_groups
+    state = opt.state[net.k.weight]
+    moments = [kind for kind in opt.state_for(group) if kind.shape != "1" and kind.name in state]
+    for kind in moments:
+        if kind.least > -float("inf"):
+            continue
+        given = through_file(opt.state_dict())
+        with_state(given, "k.weight", kind.name, lambda old: torch.full_like(old, 1e30))
+        wanted = f"`{kind.name} of k.weight` must have no entry beyond 2e.19, got 1e.30"
+        with pytest.raises(ValueError, match=wanted):
+            opt.load_state_dict(given)
+
+
 @every_optimizer
 def test_every_rule_takes_its_own_state_and_no_other(name):
     for other in RULES:
