@@ -507,7 +507,8 @@ class StiefelOptimizer(Optimizer, ABC):
             for group, saved in zip(*groups, strict=False):
                 checks.check_lr({**group, **saved}["lr"])
                 self.check_options({**group, **saved})
-            checkpoint.check_states(given["state"], *groups, self.declared_for)
+            plain = self._torch_rule is not None
+            checkpoint.check_states(given["state"], *groups, self.declared_for, of_torch=plain)
             final.update(given)
 
         handle = self.register_load_state_dict_pre_hook(examine)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -454,7 +455,7 @@ def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any)
         wanted = f"be a dict with names of {sorted(declared)}"
         raise ValueError(fail(f"new state of {_called(rule)}", wanted, given, "declare the rest"))
     pairs += [(name, tensor, (shapes[declared[name].shape],)) for name, tensor in new.items()]
-    if not isinstance(length, (Length, int, float)):
+    if not isinstance(length, (Length, numbers.Real)):
         pairs.append(("length", length, (number, torch.Size())))
     for name, tensor, allowed in pairs:
         if not isinstance(tensor, Tensor) or tensor.shape not in allowed:

@@ -33,10 +33,11 @@ def asked_for(node: ast.AST) -> set[str]:
 
 def classes_in(node: ast.AST) -> set[str]:
     """The optimizer classes that an expression names; one that it calls makes an object."""
-    if isinstance(node, ast.Call):
+    if isinstance(node, (ast.Call, ast.Subscript)):
         return set()
-    names = CLASSES & {getattr(node, "id", ""), getattr(node, "attr", "")}
-    return names.union(*map(classes_in, ast.iter_child_nodes(node)))
+    if isinstance(node, ast.Attribute):  # not what an attribute of a class is asked for
+        return CLASSES & {node.attr}
+    return (CLASSES & {getattr(node, "id", "")}).union(*map(classes_in, ast.iter_child_nodes(node)))
 
 
 def compared_with(node: ast.AST) -> set[str]:
