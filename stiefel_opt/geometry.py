@@ -17,6 +17,8 @@ from stiefel_opt._checks import HALF, fail
 from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
+# |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.
+FAR: Final = 1e-2
 
 
 def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:

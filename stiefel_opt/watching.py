@@ -34,7 +34,7 @@ from stiefel_opt.device import (
     untraced,
 )
 from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.geometry import orthonormality_tolerance, widened
+from stiefel_opt.geometry import FAR, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.points import kept_scale, largest_error, nearest
@@ -193,7 +193,7 @@ class _Watched(dict[str, Any]):
         with no_autocast(value):
             reader = Now() if waits else reader_for(value, looks.lagged)
             error = reader.number("error", lambda: largest_error(widened(value.detach()), reading))
-        if error <= _FAR or error == math.inf:  # not known yet
+        if error <= FAR or error == math.inf:  # not known yet
             return False
         text = _FUNCTIONAL if type(value) is Tensor else _WRITTEN
         warnings.warn(text.format(name, self.kind, error), stacklevel=users_level())
@@ -217,7 +217,6 @@ def _is_swapped(frame: FrameType) -> bool:
 
 # ---- values that are off -----------------------------------------------------------------------
 
-_FAR: Final = 1e-2  # |X'X - I| above which a weight is off the manifold: more than bfloat16
 _WRITES: Final = 32  # between two looks in evaluations, at most
 _READS: Final = 16  # with gradients, before the second look
 _CALL: Final = nn.Module._call_impl.__code__  # around every forward pass

@@ -31,7 +31,7 @@ from stiefel_opt.optim.commit import Correction, Rule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateDict, by_name, complete_state, restart
+from stiefel_opt.optim.state import State, StateDict, complete_state, declared_once, restart
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
@@ -241,7 +241,7 @@ class StiefelOptimizer(Optimizer, ABC):
         When options change, state that an earlier declaration made is recognised and dropped.
         """
         declared = self.state_for(group)
-        self._known.update(by_name(declared))
+        self._known.update(declared_once(declared))
         return declared
 
     def correction_for(self, group: Group) -> Correction:

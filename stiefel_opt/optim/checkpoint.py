@@ -277,19 +277,13 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
             if values is None or reading(parameter, group) is None:
                 continue
             for name, value in values.items():
-                if _counts_steps(name) and not isinstance(value, Tensor):
-                    value = torch.tensor(float(value), dtype=torch.float32)
-                if not isinstance(value, Tensor):
-                    continue
-                if name == "step":
-                    number = value.detach().reshape(())
-                    state[parameter][name] = number.to(parameter.device, torch.float32)
-                elif _counts_steps(name):
-                    on_device = group.get("capturable") or group.get("fused")
-                    device = parameter.device if on_device else value.device
-                    number = value.detach().clone().reshape(()).to(device)
-                    state[parameter][name] = (
-                        number if number.is_floating_point() else number.float()
-                    )
-                elif parameter.dtype in HALF:
+                if _counts_steps(name):
+                    count = torch.as_tensor(value).detach().clone().reshape(())
+                    is_whole = name == "step"
+                    if is_whole or group.get("capturable") or group.get("fused"):
+                        count = count.to(parameter.device)
+                    if is_whole or not (isinstance(value, Tensor) and count.is_floating_point()):
+                        count = count.float()
+                    state[parameter][name] = count
+                elif isinstance(value, Tensor) and parameter.dtype in HALF:
                     state[parameter][name] = value.to(parameter.device, torch.float32)

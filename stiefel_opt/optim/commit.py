@@ -25,8 +25,14 @@ from stiefel_opt._checks import CONSTRAINABLE, fail, users_level
 from stiefel_opt.batches import as_batch, shares_memory
 from stiefel_opt.device import Lagged, Now, Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
-from stiefel_opt.geometry import identity_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.linalg import Sums, are_finite, largest_stretch, own_gram, square_norm
+from stiefel_opt.geometry import (
+    FAR,
+    gram_error,
+    identity_error,
+    orthonormality_tolerance,
+    polar_factor,
+)
+from stiefel_opt.linalg import Sums, are_finite, largest_stretch, square_norm
 from stiefel_opt.optim.blocks import Stack
 from stiefel_opt.optim.state import State, StateDict, working_dtype
 
@@ -38,8 +44,6 @@ LARGEST_SAFE: Final = {
 }
 
 
-# |X'X - I| after a first step that no rounding explains.
-_FAR: Final = 1e-2
 # Beyond this learning rate times gradient rounding in X'X is removed after every step.
 _STEEP: Final = 0.26
 _VERY_STEEP: Final = 100.0
@@ -465,8 +469,8 @@ def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any)
 
 def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
     """Warn of a rule whose first step leaves the manifold, where a number may be read."""
-    error = float(identity_error(own_gram(new_X)).amax())
-    if _FAR < error < math.inf:
+    error = float(gram_error(new_X).amax())
+    if FAR < error < math.inf:
         warnings.warn(
             f"{_called(rule)} returned points that are off the manifold, |X'X - I| = {error:.0e}; "
             "let it end with stiefel_opt.functional.retract",

@@ -107,7 +107,7 @@ class State:
         return linalg.sym(tensor) if self.symmetry == "symmetric" else tensor
 
 
-def by_name(declared: Sequence[State]) -> dict[str, State]:
+def declared_once(declared: Sequence[State]) -> dict[str, State]:
     """Return declarations by name; raise if two have the same one."""
     known = {kind.name: kind for kind in declared}
     if len(known) < len(declared):
