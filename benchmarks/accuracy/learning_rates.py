@@ -5,9 +5,10 @@
     python -m benchmarks.accuracy.learning_rates --tables                # from what has been run
     python -m benchmarks.accuracy.learning_rates --figure                # from the results
 
-The file of results keeps what its tables are made from: for every run the means over the seeds that
-are reported and over those that choose. ``--merge`` adds what the store holds to the file, in place
-of the same runs of the same methods, and makes the tables again. So a part may be run in another
+Two files beside the results keep what their tables are made from: for every run the means over the
+seeds that are reported, ``learning_rates_runs.json``, and over those that choose. ``--merge`` adds
+what the store holds to them, in place of the same runs of the same methods, and makes the tables
+again. So a part may be run in another
 environment, such as one with transformers,
 
     python -m benchmarks.accuracy.learning_rates --data-dir DIR --store runs/smollm2.jsonl
@@ -824,6 +825,23 @@ def content_of(store: Store, merged: dict[str, Any] | None = None) -> dict[str, 
     }
 
 
+def save(content: dict[str, Any], path: Path) -> None:
+    """Write the results; each of `PARTS` has a file beside ``path``, so that all stay small."""
+    write_json(path, {name: value for name, value in content.items() if name not in PARTS})
+    for name in PARTS:
+        write_json(part_of(path, name), content[name])
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return what `save` has written."""
+    parts = {name: json.loads(part_of(path, name).read_text()) for name in PARTS}
+    return json.loads(path.read_text()) | parts
+
+
+def part_of(path: Path, name: str) -> Path:
+    return path.with_name(f"{path.stem}_{name}.json")
+
+
 def rounded(numbers: Sequence[float]) -> list[float]:
     return [float(f"{number:.4g}") for number in numbers]
 
@@ -893,12 +911,11 @@ def main(argv: list[str] | None = None) -> int:
         for method in options.methods:
             for name, problem in chosen.items():
                 measure(store, options, method, name, problem)
-        merged = json.loads(options.output.read_text()) if options.merge else None
-        content = content_of(store, merged)
-        write_json(options.output, content)
+        content = content_of(store, load(options.output) if options.merge else None)
+        save(content, options.output)
         for title in ("methods", "verdicts"):
             print(f"{content['tables'][title]}\n")
-    content = json.loads(options.output.read_text())
+    content = load(options.output)
     if all(method in content["runs"] for method in SHOWN):
         draw(content, options.output.with_suffix(".svg"))
     return 0

@@ -210,7 +210,7 @@ def a_store(methods: tuple[str, ...], names: tuple[str, ...]) -> learning_rates.
     return store
 
 
-def test_merged_files_are_the_file_of_one_run() -> None:
+def test_merged_files_are_the_file_of_one_run(tmp_path: Path) -> None:
     methods, names = learning_rates.OURS, ("digits, all", "PCA, weighted")
     store = a_store(methods, names)
     whole = learning_rates.content_of(store)
@@ -221,6 +221,8 @@ def test_merged_files_are_the_file_of_one_run() -> None:
     again = learning_rates.content_of({}, merged)
     for name in ("runs", "choosing", "compared", "tables"):
         assert merged[name] == again[name] == whole[name], name
+    learning_rates.save(whole, tmp_path / "results.json")
+    assert learning_rates.load(tmp_path / "results.json")["runs"] == whole["runs"]
     replaced = learning_rates.content_of(
         dict.fromkeys(parts[1], next(iter(parts[0].values()))), whole
     )

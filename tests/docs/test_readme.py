@@ -63,8 +63,8 @@ def test_it_says_what_the_demo_printed() -> None:
 
 
 def test_it_counts_the_learning_rates() -> None:
-    path = ROOT / "benchmarks" / "results" / "learning_rates.json"
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    path = ROOT / "benchmarks" / "results" / "learning_rates_runs.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))
     ours, theirs = runs["StiefelAdam"], runs["unconstrained, AdamW"]
     places = Counter(ours[name][0] - theirs[name][0] for name in theirs)
     most = sum(count for place, count in places.items() if place >= 2)
