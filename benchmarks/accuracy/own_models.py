@@ -179,8 +179,8 @@ ADVICE = (
      "no gain; if it must be Lipschitz, [with `scale=1/k`](recipes.md#convolutions)",
      "{cnn[0]} % right, unconstrained {cnn[1]} %: [digits](measured.md#a-gru-and-a-cnn)"),
     ("attention, little data", "if you cannot tune the learning rate",
-     "at the worst of four learning rates {worst[0]:.1f} % right, unconstrained {worst[1]:.1f} %: "
-     "[`make demo`](examples.md)"),
+     "at the worst of four learning rates, two seeds, {worst[0]:.1f} % right, unconstrained "
+     "{worst[1]:.1f} %: [`make demo`](examples.md)"),
     ("the same, tuned", "no significant gain",
      "{vit[0]} % right, unconstrained {vit[1]} %: "
      "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)"),

@@ -1,10 +1,8 @@
 """What `torch.compile` gains for the optimizer's step on a CPU, and what it costs to get it.
 
 The rows of `step_time.py`: the same parameters and gradients, eager steps and steps of one compiled
-graph (`torch.compile(optimizer.step, fullgraph=True)`, torch's default backend) in turns. The two
-are not the same arithmetic: an eager step on a CPU reads sums to choose how far a series goes and
-takes rounding out in every eighth step; a graph may read nothing, so it always goes to the end
-and takes rounding out in every step.
+graph (`torch.compile(optimizer.step, fullgraph=True)`, torch's default backend) in turns. The bits
+are the same: the step is one operation of the graph, in which the eager step runs.
 
     python -m benchmarks.speed.compiled                                  # about six minutes
 """

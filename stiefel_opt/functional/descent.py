@@ -19,8 +19,8 @@ that is diagonal, and what remains once it is eliminated is of m x m:
     cay(W) X = (X + V/2) Q + V/2,   Q = K^(-1) (2I - K),   K = I - T/2 + V'V/4.
 
 K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. For the
-gradient of the canonical metric W is GX' - XG'. Two misprints of the source: in g(eta) and qf the
-factor Omega stands inside the map. Batches are ``(k, n, m)`` with n >= m.
+gradient of the canonical metric W is GX' - XG'. Two misprints of the source: in g(eta) the factor
+Omega stands inside the Cayley map, and the argument of qf lacks the summand Omega. Batches are ``(k, n, m)`` with n >= m.
 """
 
 from __future__ import annotations

@@ -31,14 +31,14 @@ class StiefelMuon(MuonLike):
         D = \arg\max \{\langle M, D\rangle : |D|_2 \le 1,\ X^\top D \text{ skew}\},\quad
         X \leftarrow (X - \eta D)(I + \eta^2 D^\top D)^{-1/2},
 
-    with M = mu B + (1 - mu) G, or B without ``nesterov``. Where D has full rank every principal
-    angle between the old and the new point is atan eta, so that the learning rate needs no scaling
+    with M = mu B + (1 - mu) G, or B without ``nesterov``. Where D'D = I, as is usual, the angle
+    between X v and the new X v is atan eta for every v, so that the learning rate needs no scaling
     by shape or by the size of the gradient; see :func:`stiefel_opt.functional.muon`.
 
     Args:
         params: Parameters, named parameters or groups, as in torch.
-        lr: Learning rate, a number or a tensor. Constrained parameters turn by atan(lr / scale),
-            at most by 76 degrees; plain ones usually want another learning rate.
+        lr: Learning rate, a number or a tensor. Constrained parameters turn by at most
+            atan(lr / scale), and by at most 76 degrees; plain ones usually want another learning rate.
         momentum, nesterov: As in ``torch.optim.Muon``, for constrained parameters and those that
             follow Muon.
         weight_decay: For plain parameters, decoupled. It cannot move a constrained one.
