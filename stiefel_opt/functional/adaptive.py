@@ -19,9 +19,10 @@ to X, in the inner product of the metric, <F, v> = (1 - a) tr f'Z + tr g'U:
     w  <- b - mu s > 0,   Z <- mu Z - f,   U <- mu U - g,   the step is eta c (X Z + U)
 
 -s / w is the part of the slope that a step has left: 1 where it was too short to notice, 0 at the
-minimum along it, negative behind that. b / (w + s) is the factor of Dai and Yuan (1999), so that
-without noise this is a nonlinear conjugate gradient method without line searches; with noise mu
-stays what it is. At first c = sqrt(m / b): eta is the angle of the first step.
+minimum along it, negative behind that; s does not see the turn of the coupling. b / (w + s) is the
+factor of Dai and Yuan (1999), so that without noise this is a nonlinear conjugate gradient method
+without line searches; with noise mu stays what it is. At first c = sqrt(m / b): eta is the angle of
+the first step.
 
 **With Adam's second moments** the velocity is that of the divided force, entry by entry
 

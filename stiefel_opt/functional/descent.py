@@ -20,7 +20,8 @@ that is diagonal, and what remains once it is eliminated is of m x m:
 
 K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. For the
 gradient of the canonical metric W is GX' - XG'. Two misprints of the source: in g(eta) the factor
-Omega stands inside the Cayley map, and the argument of qf lacks the summand Omega. Batches are ``(k, n, m)`` with n >= m.
+Omega stands inside the Cayley map, and the argument of qf lacks the summand Omega. Batches are
+``(k, n, m)`` with n >= m.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ def step_factors_of(
     """Return the turn along ``skew`` = K / eta and the retraction of V, where W = V'V.
 
     Both need (I + E)^(-1/2), for E = K'K and for E = eta^2 W: one batch of 2k does it. Where a
-    norm that bounds eta sigma exceeds 4, or what the reader allows, the step is shortened. ``companion``: also R (I + R)^(-1).
+    norm that bounds eta sigma exceeds 4, or what the reader allows, the step is shortened.
+    ``companion``: also R (I + R)^(-1).
     """
     count = skew.size(0)
     squares, second, scale, limit, turn_step, step = _spectra(skew, gram_normal, lr, reader)

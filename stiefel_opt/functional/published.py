@@ -32,7 +32,8 @@ differ from the print, line by line:
 - **Algorithms 4 and 5** print expm alone; here all three rotations, each made orthonormal by line 5
   (4) or 6 (5), so that "euler" is the polar factor of X + eta X Z.
 - **Algorithm 3**, the inverse root of Xd'Xd, is replaced by :func:`polar_factor_by_sums`: phi_3
-  multiplies U'U by I + eta^2 U'U or more, and Xd'Xd soon has no digit of its smallest eigenvalues left.
+  multiplies U'U by I + eta^2 U'U or more, and Xd'Xd soon has no digit of its smallest eigenvalues
+  left.
 - **Saturation, in no algorithm.** From eta |Z| or eta |U Xh'Xh| = 1e-3 / eps on (5e12 in float64,
   8e3 in float32) the step is shortened to that: rounding would leave less than three digits of X in
   Xd. Below it the printed step is taken, however little sense it makes: momentum that grows without

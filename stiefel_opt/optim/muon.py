@@ -38,7 +38,7 @@ class StiefelMuon(MuonLike):
     Args:
         params: Parameters, named parameters or groups, as in torch.
         lr: Learning rate, a number or a tensor. Constrained parameters turn by at most
-            atan(lr / scale), and by at most 76 degrees; plain ones usually want another learning rate.
+            atan(lr / scale) and 76 degrees; plain ones usually want another learning rate.
         momentum, nesterov: As in ``torch.optim.Muon``, for constrained parameters and those that
             follow Muon.
         weight_decay: For plain parameters, decoupled. It cannot move a constrained one.
