@@ -28,7 +28,7 @@ from stiefel_opt._checks import (
     is_factor,
     users_level,
 )
-from stiefel_opt.distributed import is_sharded
+from stiefel_opt.distributed import is_sharded, replicated, whole
 from stiefel_opt.foreign import note_module
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import tag, untag
@@ -87,7 +87,7 @@ def constrain(
         scale: As in :class:`Stiefel`. "keep" takes the root mean square of the singular values, so
             that a trained weight keeps its norm, and takes it anew from what ``load_state_dict``
             brings. "rms" takes sqrt(rows / columns) of a matrix, sqrt(out / in) of a linear layer:
-            then outputs are as large as inputs, by their root mean squares.
+            then outputs of a tall one are as large as inputs, by their root mean squares.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -136,7 +136,7 @@ def constrain(
             own_flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
         known = 1.0 if isinstance(scale, str) else scale
         reading = Stiefel(own_heads, rows, own_flatten, transposed, known)  # type: ignore[arg-type]
-        check_value(parameter, reading, each, whole=project or scale == "keep")
+        check_value(parameter, reading, each, is_read=project or scale == "keep")
         if scale == "keep":
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
         elif scale == "rms":
@@ -183,12 +183,12 @@ def _names(module: nn.Module, name: object) -> list[str]:
 
 
 def check_value(
-    parameter: nn.Parameter, reading: Stiefel, name: str, *, whole: bool = True
+    parameter: nn.Parameter, reading: Stiefel, name: str, *, is_read: bool = True
 ) -> None:
-    """Raise if ``reading`` cannot constrain ``parameter``, or ``whole`` values be projected."""
+    """Raise if ``reading`` cannot constrain ``parameter``, or values that are read be projected."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
-    if not whole:
+    if not is_read:
         return
     if is_sharded(parameter):
         remedy = "call so.constrain before fully_shard, or project=False: the first step projects"
@@ -337,9 +337,10 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     For values that came from elsewhere: a checkpoint in bfloat16, averaged or merged weights,
     weights that have drifted. Matrices that are orthonormal up to rounding stay bit for bit, and so
     do plain rows. Parameters in half precision are projected in float32 and rounded; those on the
-    meta device are skipped. The momentum of an optimizer is not touched: the next step takes the
-    part of it that is tangent at the new point; of StiefelSGD, whose momentum U refers to the point
-    that the last step wrote, up to lr |U| times the length of the edit.
+    meta device are skipped. Sharded ones are gathered: every process must call. The momentum of an
+    optimizer is not touched: the next step takes the part of it that is tangent at the new point;
+    of StiefelSGD, whose momentum U refers to the point that the last step wrote, up to lr |U| times
+    the length of the edit.
 
     Args:
         x: A model with constrained parameters, or a tensor.
@@ -354,7 +355,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     Note: One singular value decomposition for each matrix that is off, and a host sync.
     """
     if isinstance(x, Tensor):
-        _write(x, nearest(x, reading_of(x, manifold, "x"), "x"))
+        _write(x, nearest(whole(x.detach()), reading_of(x, manifold, "x"), "x"))
         return x
     if manifold is not None:
         raise ValueError(fail("manifold", "be None for a model", manifold))
@@ -364,14 +365,14 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
     for name, parameter, reading in tagged:
         if not parameter.is_meta:
-            _write(parameter, nearest(parameter, reading, name))
+            _write(parameter, nearest(whole(parameter.detach()), reading, name))
     return x
 
 
 @torch.no_grad()
 def _write(tensor: Tensor, point: Tensor | None) -> None:
     if point is not None:
-        tensor.copy_(point)
+        tensor.copy_(replicated(point, tensor.device_mesh) if is_sharded(tensor) else point)
 
 
 # ---- the records -------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that is the same on every process as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 @final
 class RowSums:
     """The ``row_sum`` of :mod:`stiefel_opt.functional` for rows shared along dimensions of a mesh.

@@ -73,12 +73,13 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
 
     Note:
         Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
-        copies of the constrained weights while it lasts. Weight decay does not move a constrained
-        weight. A weight off the manifold is projected by the next step. A matrix whose gradient is
-        not finite gets a gradient of zero in this step, on a CPU with a warning. In half precision
-        there is no float32 master: steps below rounding are lost. A closure is evaluated on the
-        manifold, with the gradient of the loss behind the retraction. Copies of the optimizer
-        (``copy.deepcopy``, pickle) lose all step hooks, as always in torch: call this on the copy.
+        copies of the constrained weights while it lasts. Decoupled weight decay, and that of SGD,
+        does not move a constrained weight; that of Adam does. A weight off the manifold is
+        projected by the next step. A matrix whose gradient is not finite gets a gradient of zero in
+        this step, on a CPU with a warning. In half precision there is no float32 master: steps
+        below rounding are lost. A closure is evaluated on the manifold, with the gradient of the
+        loss behind the retraction. Copies of the optimizer (``copy.deepcopy``, pickle) lose all
+        step hooks, as always in torch: call this on the copy.
     Reference: Absil, Mahony & Sepulchre, Optimization algorithms on matrix manifolds (2008), 4.1.
     """
     if not isinstance(optimizer, Optimizer):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.distributed import RowSums, is_sharded
+from stiefel_opt.distributed import RowSums, is_sharded, replicated
 from stiefel_opt.manifold import Stiefel
 
 if TYPE_CHECKING:
@@ -80,12 +80,8 @@ class Shards:
 
     def placed(self, tensor: Tensor, placements: Sequence[Placement]) -> Tensor:
         """Return a state tensor in this layout; a plain tensor is the same on every process."""
-        from torch.distributed.tensor import DTensor, Replicate
-
-        if not is_sharded(tensor):
-            everywhere = [Replicate()] * self.mesh.ndim
-            tensor = DTensor.from_local(tensor, self.mesh, everywhere, run_check=False)
-        return tensor.redistribute(self.mesh, placements)
+        shared = tensor if is_sharded(tensor) else replicated(tensor, self.mesh)
+        return shared.redistribute(self.mesh, placements)
 
     def zeros(
         self, shape: torch.Size, dtype: torch.dtype, placements: Sequence[Placement]

@@ -119,12 +119,13 @@ class StiefelSGD(_Flows, SGDLike):
         rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
             Default: None, which is "euler" there.
         adaptive: Whether momentum and length of a step of constrained parameters follow the slope
-            of the loss along the last step: ``lr`` is the angle of the first step, and ``momentum``
-            the most that there may be; see :func:`stiefel_opt.functional.adaptive_sgd`. For losses
-            without noise; with ``transport="projected"`` it needs fewer steps. Needs ``momentum``
-            in (0, 1) and no ``dampening``. A closure must evaluate one loss. Default: False.
-        nonfinite: What becomes of a constrained parameter whose gradient is not finite, or so large
-            that its square would not be (2e13 in float32): "skip" keeps its point, momentum and
+            of the loss along the last step: ``lr`` is the first step's angle, root mean square, and
+            ``momentum`` the most that there may be; see
+            :func:`stiefel_opt.functional.adaptive_sgd`. For losses without noise; with
+            ``transport="projected"`` it needs fewer steps. Needs ``momentum`` in (0, 1) and no
+            ``dampening``. A closure must evaluate one loss. Default: False.
+        nonfinite: What becomes of a constrained parameter whose gradient is not finite, or longer
+            than 2e13 in float32: "skip" keeps its point, momentum and
             step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
             before anything has moved, and waits for the device; "ignore" looks at nothing. On an
             accelerator the warning of "skip" waits for :meth:`state_dict`. A matrix whose step
@@ -340,7 +341,7 @@ class StiefelAdamW(StiefelAdam):
         metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov, adaptive: As in :class:`StiefelAdam`.
         radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` acts only on
-            the virtual radius; the angle of its steps tends to sqrt(2 lr weight_decay).
+            the virtual radius; the nominal angle of its steps tends to sqrt(2 lr weight_decay).
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.

@@ -110,6 +110,25 @@ def write_and_step(name: str, shape: tuple[int, int], dim: int) -> None:
             assert error_of(layer) <= 1e-6, f"{name} {write.__name__}: {error_of(layer)}"
 
 
+def project(shape: tuple[int, int], dim: int) -> None:
+    """The nearest point is that of one process, and a point keeps its bits."""
+    layer, value = sharded(shape, dim), FREE[: shape[0], : shape[1]].contiguous()
+    weight: Any = layer.weight
+    by_copy(layer, value)
+    expected = so.project_(value.clone())
+    assert so.project_(layer) is layer
+    assert torch.equal(weight.detach().full_tensor(), expected)
+    by_multiplication(layer, value)
+    so.project_(layer.weight)
+    torch.testing.assert_close(weight.detach().full_tensor(), expected)
+    before = weight.detach().full_tensor()
+    assert torch.equal(so.project_(layer).weight.detach().full_tensor(), before)
+
+
+def test_sharded_weights_are_projected() -> None:
+    run(2, *[(project, shape, dim) for shape in (*SHAPES, (5, 3)) for dim in (0, 1)])
+
+
 def test_two_processes_see_what_is_written() -> None:
     run(2, *[(write_and_step, name, SHAPES[i % 3], i % 2) for i, name in enumerate(RULES)])
 
