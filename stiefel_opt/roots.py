@@ -70,7 +70,8 @@ def roots(
         reads: Whether a number may be read that sharpens ``limit`` and may save products.
         companions: Of how many of the last matrices (I + Q)^(-1) is wanted.
 
-    Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 6 to 20 beyond; no host sync.
+    Note: 0 to 2 products of m x m for |E| up to 0.06 in float32, 5 to 17 up to 16, with a companion
+        at most 6 more; no host sync.
     Reference: Higham (1997), Stable iterations for the matrix square root, eq. (2.6).
     """
     plan = _plan(limit, matrix)

@@ -171,8 +171,8 @@ def adaptive_sgd(
         momentum: The most that mu may be, less than 1.
         nesterov: X moves along mu Z - f and mu U - g.
 
-    Note: 7 products of n x m by m x m, 8 if "projected", and one more sum over rows. A constant
-        factor on the loss changes nothing.
+    Note: 7 products of n x m by m x m, 8 if "projected", one more off the canonical metric, and one
+        more sum over rows. A constant factor on the loss changes nothing.
     Reference: Dai & Yuan, A Nonlinear Conjugate Gradient Method with a Strong Global Convergence
         Property (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
     """
@@ -213,8 +213,8 @@ def adaptive_adam(
         betas: b1, in (0, 1), the most that mu may be, and b2.
         nesterov: X moves along mu Z - f~ and mu U - g~.
 
-    Note: 9 products of n x m by m x m, 10 if "projected", and one more sum over rows. A constant
-        factor on the loss changes nothing but what eps does.
+    Note: 9 products of n x m by m x m, 10 if "projected", one more off the canonical metric, and
+        one more sum over rows. A constant factor on the loss changes nothing but what eps does.
     Reference: that of :func:`adaptive_sgd`.
     """
     a, dtype = metric_parameter(metric), X.real.dtype

@@ -57,9 +57,10 @@ def delta_product(
     Raises:
         ValueError: for shapes that do not fit, b outside [0, 2], or gates above 1 (both looked at
             on a CPU only).
-    Note: With R factors in a chunk about T h (2 R + 3 d)(d + e) multiplications in large products
-        and one triangular solve for all chunks, then one product of d x d by d x e for each chunk
-        in turn. Half precision is computed in float32, where the state stays. Never divides by b.
+    Note: With R factors in a chunk T h d (R + d + 2 e) + T R (d + e) + T d e multiplications in
+        large products and one triangular solve for all chunks, then one product of d x d by d x e
+        for each chunk in turn. Half precision is computed in float32, where the state stays. Never
+        divides by b.
     Reference: Siems et al., DeltaProduct (2025), arXiv:2502.10297; Yang et al., Parallelizing
         linear transformers with the delta rule over sequence length (NeurIPS 2024), section 3.
     """

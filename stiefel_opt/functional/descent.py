@@ -85,8 +85,8 @@ def descend(
         nesterov: X moves along mu M - grad.
         retraction: "cayley", "qr" or "polar".
 
-    Note: 4 products of n x m by m x m and one factorisation of m x m; with momentum 7. A step
-        longer than 64 is cut to 64.
+    Note: 4 products of n x m by m x m and, but for "polar", one factorisation of m x m; with
+        momentum 7 for "cayley", 8 for the others. A step longer than 64 is cut to 64.
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """

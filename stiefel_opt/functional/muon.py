@@ -16,8 +16,8 @@ skew Z with |Z| <= 1: the polar factor of W, which is skew itself, and its value
 are blocks of that. In other words: of the skew n x n matrices that turn X as M asks, take the polar
 factor; W has rank 2m at most.
 
-Every matrix here is of m x m or 2m x 2m and comes from X'M and M'M; nothing grows with n but two
-products before and two after. C is the Cholesky factor of Q = N'N, and E F = N C^(-1) F.
+Every matrix here is of m x m or 2m x 2m and comes from X'M, M'M and X'X; besides these three only
+two products after them grow with n. C is the Cholesky factor of Q = N'N, and E F = N C^(-1) F.
 
 **Smoothing.** Q + delta^2 I stands for Q. So C is regular for every M, D is a smooth function of M,
 0 for M = 0, and D'D = I - delta^2 R^(-2) for R = F^(-1) C, symmetric, whose trace is the smoothed
@@ -105,7 +105,7 @@ def spectral_direction(
     Raises:
         ValueError: for shapes that do not fit, or numbers out of range.
         TypeError: for a real point with a complex gradient, and for integers.
-    Note: Two products of n x m by m x m and two symmetric halves before, two after; for square
+    Note: One product of n x m by m x m and two symmetric halves before, two after; for square
         matrices one and one. One sum of m (2m + 1) numbers over the rows. Between them a Cholesky
         factor of m x m and 14 to 40 products of 2m x 2m, for square matrices of m x m, each at
         about half of its flops by symmetry. The smaller the singular values that count, the more

@@ -121,7 +121,7 @@ def published_sgd(
     Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
     Raises:
         ValueError: for an unknown rotation or metric.
-    Note: 23 products of n x m by m x m, 13 for square matrices; 5 more with ``nesterov``.
+    Note: 24 products of n x m by m x m, 13 for square matrices; 4 more with ``nesterov``.
     """
     a, Z, U = _metric_parameter(metric, rotation), state[SKEW], state.get(NORMAL)
     (S,) = sums((X, G))

@@ -135,7 +135,7 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
     Raises:
         ValueError: for a zero key, b outside [0, 2] (both looked at on the CPU only), or shapes
             that do not fit.
-    Note: 4 N^2 n + 3 N n^2 flops. Nothing is divided by b.
+    Note: 2 N^2 n + 3 N n^2 flops. Nothing is divided by b.
     Reference: Siems et al., DeltaProduct (2025); UT transform of Joffrain et al. (2006).
     """
     _check_vectors(keys, name="keys", limited=False)

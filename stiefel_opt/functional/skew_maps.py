@@ -56,7 +56,7 @@ def cayley_map(free: Tensor, base: Tensor | None = None) -> Tensor:
     Returns: Matrices with orthonormal columns, ``(..., n, m)``.
     Raises:
         ValueError: as :func:`exponential_map`.
-    Note: One LU solve of n x n, or of 2m x 2m and three products n x m by m x m where 2m < n.
+    Note: One LU solve of n x n, or of 2m x 2m and four products n x m by m x m where 2m < n.
     Reference: Helfrich, Willmott & Ye (ICML 2018); Likhosherstov et al. (AISTATS 2021), Lemma 1.
     """
     _check(free, base)

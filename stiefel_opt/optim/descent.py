@@ -37,9 +37,9 @@ class ProjectedRGD(SGDLike):
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
-        Four products of n x m by m x m a step, seven with momentum, batched over equal matrices,
-        and one factorisation of m x m: the Cayley map too is reduced to a system of that size. No
-        state without momentum, else one tensor like the parameter and one of m x m.
+        Four products of n x m by m x m a step, seven or eight with momentum, batched over equal
+        matrices, and one factorisation of m x m: the Cayley map too is reduced to a system of that
+        size. No state without momentum, else one tensor like the parameter and one of m x m.
 
     Reference:
         Wen & Yin, A feasible method for optimization with orthogonality constraints (2013), and

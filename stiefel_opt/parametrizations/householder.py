@@ -163,7 +163,7 @@ class GeneralizedHouseholder(_Reflecting):
         manifold, generator: as in :class:`Parametrization`.
     Raises:
         ValueError: for a weight that is not square.
-    Note: 4 N^2 n + 3 N n^2 flops and a triangular solve.
+    Note: 2 N^2 n + 3 N n^2 flops, a triangular solve among them.
     Reference: Siems et al., DeltaProduct (2025).
     """
 

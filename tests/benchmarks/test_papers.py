@@ -276,6 +276,13 @@ def test_start_again_without_resume(tmp_path) -> None:
     assert json.loads((tmp_path / "runs" / "SGD-seed-0.json").read_text())["batch_size"] == 16
 
 
+def test_at_the_published_size_the_rows_are_what_the_paper_ran() -> None:
+    ran = {row.split(":")[0] for row in vit_methods.rows_of("paper")}
+    assert {"algorithm-1", "algorithm-2", "released-cayley-sgd"} < ran
+    assert not ran & {"stiefel-sgd", "stiefel-adam", "cayley-sgd"}
+    assert ran <= vit_methods.OPTIMIZERS.keys()
+
+
 @pytest.mark.parametrize(
     ("name", "plain", "constrained"),
     [
