@@ -7,8 +7,8 @@ digits       a network of two tagged layers of 64 x 64, batches of 64 of scikit-
 
 Each method trains for the same number of steps at five learning rates, which fall linearly to zero,
 and at up to two more while the best is the outermost; shown is the best of them by the median over
-the seeds: for pca and procrustes the gap to the best value, relative to it, for the others the
-loss, for digits on all of the training set. float32.
+the seeds: for pca and procrustes the gap to the best value, relative to it or to |B|^2, for the
+others the loss, for digits on all of the training set. float32.
 
 Last the time of a step of 48 weights of 384 x 32, interleaved, on one thread.
 

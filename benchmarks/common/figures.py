@@ -245,7 +245,7 @@ def pixel_digits(path: Path) -> None:
 
 
 def translation(path: Path) -> None:
-    """Perplexity as the paper counts it, 2^loss, of every recurrence and seed."""
+    """2^loss, as the paper has it, of every recurrence and seed."""
     sets: dict[str, dict[str, list[float]]] = {}
     for run in (run for run in read(path)["runs"] if len(run["history"]) > 1):
         number = f"{run['limit']:,}" if run["limit"] else "all"
@@ -260,7 +260,7 @@ def translation(path: Path) -> None:
         ranked = sorted(found, key=lambda name: statistics.fmean(found[name]))
         dots(axis, {name: found[name] for name in ranked}, "2^loss of a test word")
         axis.set_title(title)
-    figure.suptitle("Perplexity of translations after the last epoch, the lowest on top")
+    figure.suptitle("2^loss of translations after the last epoch, the lowest on top")
     save(figure, path)
 
 

@@ -1,10 +1,10 @@
 """LoReFT of pyreft on SmolLM2: its rotations by torch's parametrization and as tagged parameters.
 
 Rank 4 at the output of the last ten layers, at all positions, on help topics of the standard
-library. One piece in five is held out. What the layers below make of a piece is computed once.
-Both start from the same interventions and train on the same pieces in turn, one of 64 tokens a
-step, by AdamW and StiefelAdamW without decay; the learning rate rises for 3 steps and falls along
-a line to zero.
+library. One piece in five is held out. What the layers below make of a piece is computed once. Both
+start from the same interventions and train on the same pieces in turn, one of 64 tokens a step, by
+AdamW and StiefelAdamW(nesterov=False) without decay; the learning rate rises for 3 steps and falls
+along a line to zero.
 
 Learning rates: five for each, and up to two more while the best is the outermost, by the held-out
 loss on seed 100. Each at its best is then trained from five other seeds, which choose the pieces

@@ -7,8 +7,8 @@
 Pairs are lines source<TAB>target, split by source into training and test. One recurrence reads the
 source; another writes the target and attends to all states of the first: by default with the score
 of Luong et al. (2015) after the recurrence and gradients clipped at 1, in the preset with the
-paper's additive score before it and no clipping; the paper does not mention any. Perplexity is
-that of a target word, end included: 2^loss, as in the table of the paper. After
+paper's additive score before it and no clipping; the paper does not mention any. Called perplexity
+is, as in the table of the paper, 2^loss of a target word, end included, with a loss in nats. After
 Likhosherstov et al. (AISTATS 2021), section 4.2, appendix D and table 3.
 """
 
@@ -164,7 +164,7 @@ def report(options: Namespace, corpus: Corpus, records: Mapping[str, Sequence[Re
         f"{'generated phrases' if options.pairs is None else 'sentences'}, N = {options.hidden}, "
         f"{options.epochs} epochs"
     )
-    panels = [Panel("perplexity", "perplexity of a test word, 2^loss", scale="log")]
+    panels = [Panel("perplexity", "2^loss of a test word", scale="log")]
     write_report(options, title, (header, rows), records, panels, title.split(",")[0])
 
 
