@@ -32,6 +32,8 @@ FORMS: dict[str, dict[str, Any]] = {
 METRICS = {"1/2": 0.5, "0": 0.0, "-1": -1.0}
 DURATION = 1.0
 SHAPE = (8, 3)
+DRAWS = 3
+COUNTS = [2**exponent for exponent in range(4, 11)]  # of steps
 
 
 @dataclass(frozen=True)
@@ -155,15 +157,14 @@ class Order:
         return errors[-1] / self.h[-1]
 
 
-def measure_orders(draws: int, finest: int) -> list[Order]:
-    """Errors for step counts 2^4 ... 2^finest, both forms, every metric."""
-    counts = [2**exponent for exponent in range(4, finest + 1)]
+def measure_orders() -> list[Order]:
+    """Errors for every count of steps, both forms, every metric."""
     orders = []
     work = [(setting, form, metric) for setting in SETTINGS for form in FORMS for metric in METRICS]
     for setting, form, metric in tqdm(work, desc="order", unit="curve"):
-        problems = [draw_problem(seed, setting) for seed in range(draws)]
+        problems = [draw_problem(seed, setting) for seed in range(DRAWS)]
         a = METRICS[metric]
-        ends = [[optimizer_end(problem, a, form, count) for count in counts]
+        ends = [[optimizer_end(problem, a, form, count) for count in COUNTS]
                 for problem in problems]  # fmt: skip
         targets = {"own": coupling(form, a)}
         if form == "published" and coupling("isometric", a) != targets["own"]:
@@ -175,7 +176,7 @@ def measure_orders(draws: int, finest: int) -> list[Order]:
                 for row, reached in zip(ends, exact, strict=True)
             ])  # fmt: skip
             position, velocity = np.median(errors, axis=0).T
-            steps = [DURATION / count for count in counts]
+            steps = [DURATION / count for count in COUNTS]
             errors_x, errors_q = position.tolist(), velocity.tolist()
             orders.append(Order(setting.name, form, metric, against, steps, errors_x, errors_q))
     return orders

@@ -117,8 +117,6 @@ def described(curve: Order) -> dict[str, Any]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--draws", type=int, default=3, help="starts of the order study")
-    parser.add_argument("--finest", type=int, default=10, help="smallest h is 2^-FINEST")
     parser.add_argument("--rates", type=int, default=13, help="learning rates from 1e-4 to 100")
     parser.add_argument("--steps", type=int, default=2000, help="steps of each blow-up run")
     parser.add_argument("--output", type=Path, default=RESULTS / "flows.json")
@@ -129,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run both studies, print them, write JSON and PNG beside each other."""
     arguments = parse(argv)
     torch.set_num_threads(1)  # matrices this small gain nothing from more
-    orders = measure_orders(arguments.draws, arguments.finest)
+    orders = measure_orders()
     print("\n" + report_orders(orders))
     rates = [float(rate) for rate in np.logspace(-4, 2, arguments.rates)]
     runs = measure_blow_up(rates, arguments.steps)

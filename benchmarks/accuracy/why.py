@@ -14,9 +14,10 @@ queries    Two blocks of self-attention, four heads of 16, read digits row by ro
            see `logit_noise`.
 
 Each method trains at nine learning rates, which fall to zero along a cosine, with Adam or, where
-weights are tagged, StiefelAdam. Methods of one seed see the same data in the same order, and have
-the same initialisation where their name says so. A run is a file in the folder and is not repeated
-while that is there.
+weights are tagged, StiefelAdam(radius=1.0, nesterov=False). Methods of one seed see the same data
+in the same order, and have the same initialisation where their name says so. The tables call the
+learning rate best that has the largest share in the same runs. A run is a file in the folder and is
+not repeated while that is there.
 """
 
 import argparse

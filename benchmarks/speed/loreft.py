@@ -8,7 +8,8 @@ along a line to zero.
 
 Learning rates: five for each, and up to two more while the best is the outermost, by the held-out
 loss on seed 100. Each at its best is then trained from five other seeds, which choose the pieces
-and the initialisation; mean and standard deviation. Beside the losses: the largest angle by which
+and the initialisation; mean and standard deviation. The 16 held-out pieces are the same where the
+learning rate is chosen and where losses are reported. Beside the losses: the largest angle by which
 the first step turns a rotation, at the learning rate of pyreft's examples; processor times of one
 thread; what the graph of a step keeps; parameters and buffers of the interventions (what torch's
 state_dict holds); what pyreft saves, which is the rotation for both; and the state of the

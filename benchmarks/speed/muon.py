@@ -21,7 +21,6 @@ is that of the processor on one thread; rivals take turns, and ratios are of the
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ from benchmarks.common.harness import (
 )
 from stiefel_opt.functional import muon, spectral_direction, spectral_gap
 
-SHAPES = ("256x64", "512x128", "3072x128", "256x256", "2048x256", "768x768")
+SHAPES = ((256, 64), (512, 128), (3072, 128), (256, 256), (2048, 256), (768, 768))
 LR = 0.02
 MOMENTUM = 0.95
 WARM_STEPS = 12
@@ -270,21 +269,17 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="others stay in the file")
     parser.add_argument("--output", type=Path, default=RESULTS / "muon.json")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    file = arguments.output
-    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for shape in arguments.shapes:
-        n, m = map(int, shape.split("x"))
+    content: dict[str, Any] = {"machine": machine(), "tables": {}, "shapes": {}}
+    for n, m in SHAPES:
         name, rows = f"{n} x {m}", measure(n, m, arguments.rounds)
         table = table_of(rows)
         print(f"\n{name}\n\n{table}", flush=True)
-        content["machine"] = machine()
-        content.setdefault("tables", {})[name] = table
-        content.setdefault("shapes", {})[name] = {"rows": rows, "rounds": arguments.rounds}
-        write_json(file, content)
+        content["tables"][name] = table
+        content["shapes"][name] = {"rows": rows, "rounds": arguments.rounds}
+        write_json(arguments.output, content)
 
 
 if __name__ == "__main__":

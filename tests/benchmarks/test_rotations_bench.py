@@ -34,12 +34,9 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
-    options = argparse.Namespace(
-        folder=tmp_path / "rows", data_dir=None, pieces=2, bits=4, seeds=[0]
-    )
+    options = argparse.Namespace(folder=tmp_path / "rows", data_dir=None, pieces=2, seeds=[0])
     options.rows, options.rates, options.steps = ["StiefelAdam"], [0.1], 3
-    options.tokens, options.tuning_steps = 8, 2
-    options.repeats = 2
+    options.tokens, options.repeats = 8, 2
     bench.Bench(options).run()
     row = options.folder / "StiefelAdam-rate-0.1-seed-0.json"
     first = json.loads(row.read_text())
@@ -75,7 +72,7 @@ def test_a_grid_of_rates_encloses_the_best(bench: ModuleType, best: float, tried
 
     class Parabola(bench.Bench):
         def __init__(self) -> None:
-            self.options = SimpleNamespace(rates=None, tuning_steps=4)
+            self.options = SimpleNamespace(rates=None)
 
         def train(self, method: Any, rate: float, *_: Any, **__: Any) -> dict[str, Any]:
             assert method.name == "StiefelAdam"
@@ -85,3 +82,13 @@ def test_a_grid_of_rates_encloses_the_best(bench: ModuleType, best: float, tried
     assert Parabola().tune(bench.METHODS["StiefelAdam"]) == pytest.approx(best)
     assert len(known) == len(set(known)) == tried
     assert min(known) < best < max(known)
+
+
+def test_learning_rates_that_were_tried_are_told(bench: ModuleType) -> None:
+    runs = [
+        {"method": "StiefelAdam", "rate": rate, "loss": [1.0, 1.0, 1.0, end]}
+        for rate, end in ((1.0, math.nan), (0.3, 0.01234), (0.1, 0.02))
+    ]
+    (line,) = bench.rates_table(runs).splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == ["StiefelAdam", "0.1, 0.3, 1", "20.00, 12.34, nan", "0.3"]
