@@ -1,12 +1,14 @@
 """StiefelLBFGS beside solvers of other kinds: evaluations, products and seconds to many digits.
 
+    export OMP_NUM_THREADS=1
     python -m benchmarks.accuracy.lbfgs                # five draws, some minutes
     python -m benchmarks.accuracy.lbfgs --draws 1 --problems "eigenvalues 300 x 5"
 
 Every problem is quadratic: the gradient is L(X) - C for a linear map L. What all solvers have in
 common is how often L is applied to n x m numbers: once for a loss with its gradient, once for a
 product with the Hessian, once for a block of LOBPCG. Runs end at a relative gap of 1e-12; what a
-gap of 1e-8 took is noted on the way. Seconds are of the processor, one thread, up to 1e-8. Solvers
+gap of 1e-8 took is noted on the way. Seconds are of the processor, one thread, numpy's too, up to
+1e-8. Solvers
 take turns within a draw, and ratios are taken within a draw.
 """
 
@@ -30,7 +32,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import stiefel_opt as so
-from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
+from benchmarks.common.harness import RESULTS, machine, markdown_table, one_thread, write_json
 
 GAPS = (1e-8, 1e-12)
 RATES = (0.2, 0.4, 0.8, 1.6)
@@ -377,11 +379,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--problems", nargs="*", help="of others the file keeps what it has")
-    parser.add_argument("--out", default="lbfgs.json", help="name of the file of results")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    one_thread()
     chosen = [make for make in PROBLEMS if not options.problems or make(0).name in options.problems]
-    path = RESULTS / options.out
+    path = RESULTS / "lbfgs.json"
     earlier = json.loads(path.read_text())["found"] if options.problems and path.exists() else {}
     found = earlier | measure(chosen, options.draws)
     made = tables(found)

@@ -137,9 +137,11 @@ def train(method: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
         spent += time.process_time() - start
         plan.step()
         if step % EVERY == 0 or step == steps:
+            held = time.process_time()
             with torch.no_grad():
                 loss = cross_entropy(model(test[0]).flatten(0, 1), test[1].flatten())
             curve.append([step, float(loss)])
+            whole += time.process_time() - held  # no part of a training step
     constrained = [p for p in model.parameters() if isinstance(p, so.ManifoldParameter)]
     return {
         "loss": curve[-1][1],
