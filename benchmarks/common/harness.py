@@ -82,16 +82,25 @@ class Timings:
 
 
 def flags(
-    document: str | None, name: str, rounds: int, threads: int | list[int] = 1
+    document: str | None,
+    name: str,
+    rounds: int,
+    threads: int | list[int] = 1,
+    *,
+    device: bool = True,
 ) -> ArgumentParser:
-    """The flags that programs of timings share; ``name`` is that of the file of results."""
+    """The flags that programs of timings share; ``name`` is that of the file of results.
+
+    Without ``device`` a program measures on the CPU only.
+    """
     parser = ArgumentParser(description=(document or "").splitlines()[0])
     parser.add_argument(
         "--rounds", type=int, default=rounds, help="interleaved, by default %(default)s"
     )
     several = "+" if isinstance(threads, list) else None
     parser.add_argument("--threads", type=int, nargs=several, default=threads)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    if device:
+        parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
     return parser
 

@@ -6,12 +6,17 @@ float64, and the peak of temporary memory stand beside the times. Sizes are N x 
 2048, as in figure 1c of the CWY paper, with a chart; at N = 1024 also 128 reflections, at once and
 one by one.
 
+Our free numbers and those of torch_householder are drawn from N(0, 1). Torch's maps and geotorch
+are timed as registration of an orthonormal weight leaves them: their base is the weight, and what
+they map is zero, of which a matrix exponential takes the shortest series.
+
 A contestant whose first call takes longer than `SLOW` seconds is timed by that call alone; one
 that would take longer than `LIMIT`, judged by a smaller size, or hold more than `ROOM` is not run.
 Rows are written as they come; the other rows of the file stay.
 
     python -m benchmarks.speed.parametrizations --threads 1
     python -m benchmarks.speed.parametrizations --threads 1 --sizes 64 128
+    python -m benchmarks.speed.parametrizations --device cuda --output cuda.json
 """
 
 from __future__ import annotations
@@ -45,14 +50,13 @@ LIMIT = 30.0  # seconds of a call that is not made
 ROOM = 8 * 2**30  # bytes that a graph may hold
 SIZES = (64, 128, 256, 512, 1024, 2048)
 HR = "sequential HR"
-CPU = torch.device("cpu")
 
 
 class Orgqr(nn.Module):
     """The parametrization in the README of torch_householder."""
 
     def forward(self, free: Tensor) -> Tensor:
-        eye = torch.eye(*free.shape[-2:])
+        eye = torch.eye(*free.shape[-2:], device=free.device)
         result: Tensor = torch_householder_orgqr(free.tril(-1) + eye)
         return result
 
@@ -124,11 +128,17 @@ class Result:
 class Entry:
     """A module with its two timed calls."""
 
-    def __init__(self, name: str, build: Callable[..., nn.Module], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        name: str,
+        build: Callable[..., nn.Module],
+        shape: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
         self.name = name
-        self.module = build(*shape)
+        self.module = build(*shape).to(device)
         generator = torch.Generator().manual_seed(1)
-        self.grad = torch.randn(shape, generator=generator)
+        self.grad = torch.randn(shape, generator=generator).to(device)
 
     def forward(self) -> Tensor:
         result: Tensor = self.module.weight
@@ -152,6 +162,7 @@ def measure(
     shape: tuple[int, ...],
     rounds: int,
     expected: dict[str, float],
+    device: torch.device,
 ) -> dict[str, Any]:
     """Time one row; ``expected`` are seconds guessed from smaller rows, updated here."""
     entries: list[Entry] = []
@@ -164,13 +175,15 @@ def measure(
         if name == HR and (held := 4 * math.prod(shape) * shape[-1]) > ROOM:
             results[name].note = f"autograd would hold {held / 2**30:.0f} GiB"
             continue
-        entry = Entry(name, build, shape)
-        first = harness.seconds_per_call(harness.Contestant(name, entry.both), 1, CPU)
+        entry = Entry(name, build, shape, device)
+        if device.type != "cpu":
+            entry.both()  # the first call of all loads libraries
+        first = harness.seconds_per_call(harness.Contestant(name, entry.both), 1, device)
         results[name].error = entry.error()
         if first > SLOW:
             results[name].both, results[name].rounds, results[name].note = first, 1, "one call"
             forward = harness.Contestant(name, entry.forward)
-            results[name].forward = harness.seconds_per_call(forward, 1, CPU)
+            results[name].forward = harness.seconds_per_call(forward, 1, device)
         else:
             entries.append(entry)
     contestants = [
@@ -178,13 +191,13 @@ def measure(
         for entry in entries
         for what, call in (("forward", entry.forward), ("both", entry.both))
     ]
-    timings = harness.interleave(contestants, rounds=rounds, device=CPU, seconds=SECONDS)
+    timings = harness.interleave(contestants, rounds=rounds, device=device, seconds=SECONDS)
     for entry in entries:
         found = results[entry.name]
         found.forward = timings.median(f"{entry.name}, forward")
         found.both = timings.median(f"{entry.name}, both")
         found.rounds = rounds
-        found.memory = harness.step_memory(entry.both, CPU, entry.prepare).peak
+        found.memory = harness.step_memory(entry.both, device, entry.prepare).peak
     for name, found in results.items():
         expected[name] = math.inf if found.both is None else 8.0 * found.both
     first = next(iter(builds))
@@ -224,13 +237,13 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return harness.markdown_table(["ms, forward and backward", *SQUARE], lines)
 
 
-def run(sizes: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+def run(sizes: Sequence[int], rounds: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """Measure one row after the other."""
     expected: dict[str, float] = {}
     for size in sizes:
-        yield measure(f"{size} x {size}", SQUARE, (size, size), rounds, expected)
+        yield measure(f"{size} x {size}", SQUARE, (size, size), rounds, expected, device)
         if size == 1024:
-            yield measure("1024 x 1024, L = 128", FEW, (size, size), rounds, {})
+            yield measure("1024 x 1024, L = 128", FEW, (size, size), rounds, {}, device)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -241,19 +254,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="geotorch")
-    about = harness.machine(packages=("geotorch", "torch_householder"))
-    print(f"{about['processor']}, {about['cores']} cores, {arguments.threads} thread(s)\n")
+    about = harness.machine(arguments.device, ("geotorch", "torch_householder"))
+    print(f"{about['device_name']}, {about['cores']} cores, {arguments.threads} thread(s)\n")
     rows: dict[str, dict[str, Any]] = {}
     if arguments.output.exists():
-        rows = {row["row"]: row for row in json.loads(arguments.output.read_text())["rows"]}
+        stored = json.loads(arguments.output.read_text())
+        if stored["machine"]["device"] != about["device"]:
+            parser.error(f"--output must be another file, got one of {stored['machine']['device']}")
+        rows = {row["row"]: row for row in stored["rows"]}
     settings = {"dtype": "float32", "rounds": arguments.rounds, "threads": arguments.threads}
-    for row in run(arguments.sizes, arguments.rounds):
+    for row in run(arguments.sizes, arguments.rounds, arguments.device):
         rows[row["row"]] = row
         known = list(rows.values())
         content = {"machine": about, "settings": settings, "rows": known}
         content["tables"] = {"squares": summary(known)}
         harness.write_json(arguments.output, content)
-    figures.parametrizations(arguments.output.with_suffix(".png"))
+    if arguments.device.type == "cpu":  # as the picture says
+        figures.parametrizations(arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

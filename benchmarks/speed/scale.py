@@ -4,9 +4,10 @@
 
 Four families grow to 20,000 matrices of 16 x 16, as separate parameters and as one batch, to one of
 200,000 x 64, and to one of 8192 x 2048. Each is timed at three sizes, whole steps in float32 with
-gradients in place that change their sign (as in `step_time.py`), beside six bare products of n x m
-by m x m of all matrices, which is what a step of StiefelSGD costs on paper. Contestants of a size
-are timed in turns, and each family is written when it is done.
+gradients in place that change their sign (as in `step_time.py`, where it stands how the steps
+shrink), beside six bare products of n x m by m x m of all matrices, which is what a step of
+StiefelSGD costs on paper. Contestants of a size are timed in turns, and each family is written when
+it is done.
 """
 
 from __future__ import annotations
@@ -65,19 +66,19 @@ def table(rows: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = harness.flags(__doc__, "scale", rounds=5, threads=torch.get_num_threads())
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--smoke", action="store_true", help="smallest sizes, nothing written")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     content: dict[str, Any] = {"rows": {}, "runs": {}}
     if options.output.exists() and not options.smoke:
         content = json.loads(options.output.read_text())
-    for key in options.families:
-        for size in FAMILIES[key][: 1 if options.smoke else None]:
+    for key, sizes in FAMILIES.items():
+        for size in sizes[: 1 if options.smoke else None]:
             found = {"times": times(size, options.rounds, options.device)}
             content["rows"].setdefault(key, {})[label(size)] = found
             print(label(size), "measured", flush=True)
-        content["runs"][key] = {"threads": options.threads, "machine": harness.machine()}
+        about = harness.machine(options.device)
+        content["runs"][key] = {"threads": options.threads, "machine": about}
         content["tables"] = {"time": table(content["rows"])}
         if not options.smoke:
             harness.write_json(options.output, content)

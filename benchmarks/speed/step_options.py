@@ -2,9 +2,10 @@
 
     python -m benchmarks.speed.step_options --threads 1
 
-Gradients of step_time.py, float32. The ratio is that of one round, in which all contestants step in
-turn; printed are its median and, in brackets, its quartiles. The rule of learning_rates.py allows a
-tenth.
+Gradients of step_time.py and, but for adaptive steps, its learning rates, float32: steps shrink as
+told there, each option's in its own way. The ratio is that of one round, in which all contestants
+step in turn; printed are its median and, in brackets, its quartiles. The rule of learning_rates.py
+allows a tenth.
 """
 
 from __future__ import annotations
@@ -63,9 +64,8 @@ def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
     }
 
 
-def timed(row: Row, rounds: int) -> tuple[Timings, float]:
+def timed(row: Row, rounds: int, device: torch.device) -> tuple[Timings, float]:
     """Time all rules in turn; return the largest orthonormality error, too."""
-    device = torch.device("cpu")
     manifold = so.Stiefel(heads=row.batch) if row.heads else so.Stiefel()
     layout = stacked_heads if row.heads else tall_batch if row.batch > 1 else single
     tag = partial(so.ManifoldParameter, manifold=manifold)
@@ -87,14 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     ratios: dict[str, dict[str, list[float]]] = {}
     rows = []
     for row in ROWS:
-        timings, error = timed(row, options.rounds)
+        timings, error = timed(row, options.rounds, options.device)
         found = {name: ratio(timings, *pair) for name, pair in PAIRS.items()}
         ratios[row.label] = found
         cells = [f"{middle:.2f} ({low:.2f} - {high:.2f})" for low, middle, high in found.values()]
         rows.append([row.label, *cells, f"{error:.0e}"])
         print(*rows[-1], sep="   ", flush=True)
     table = markdown_table(["time of a step with / without", *PAIRS, "largest error"], rows)
-    content = {"machine": machine("cpu"), "rounds": options.rounds, "ratios": ratios}
+    content = {"machine": machine(options.device), "rounds": options.rounds, "ratios": ratios}
     write_json(options.output, content | {"tables": [table]})
     print(f"\n{table}")
     return 0

@@ -60,7 +60,8 @@ def transformer_step(name: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    flags = harness.flags(__doc__, "step_profile", rounds=8, threads=torch.get_num_threads())
+    threads = torch.get_num_threads()
+    flags = harness.flags(__doc__, "step_profile", rounds=8, threads=threads, device=False)
     options = flags.parse_args()
     torch.set_num_threads(options.threads)
     found = {name: transformer_step(name, options.rounds) for name in (SGD, ADAM)}

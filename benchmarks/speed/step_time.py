@@ -8,10 +8,13 @@ six bare products of the same shape (one ``torch.bmm`` over all matrices, into a
 before), what a step costs on paper.
 
 **What a step is here.** The gradient G is Gaussian and changes its sign after every step, outside
-the timed region: momentum and step keep their size, and the point neither converges nor drifts.
-With momentum mu the velocity settles at |G|/(1 + mu); G and lr are scaled so that the largest
-singular value of one step is `STEP_SIZE` = 0.1, a rotation by 0.1 rad. For the Adams the direction
-is (1 - b1)/(1 + b1) times the sign matrix of G, and lr is scaled likewise.
+the timed region: it keeps its size. A velocity that nothing projects would settle at |G|/(1 + mu)
+with momentum mu, and G and lr are scaled so that this times lr has the largest singular value
+`STEP_SIZE` = 0.1; lr of the Adams is that of a direction (1 - b1)/(1 + b1) times the sign matrix
+of G. The steps themselves differ and shrink, as every point turns until little of G is tangent. At
+384 x 32 the largest singular value of a step, after 30, 100 and 300 steps: StiefelSGD 0.06, 0.04,
+below 0.0001; StiefelAdam 0.04, 0.02, 0.01; POGO 0.03 throughout; geoopt's SGD 0.02, 0.002, below
+0.0001, its Adam 0.0009 throughout.
 
     python -m benchmarks.speed.step_time                     # everything, about ten minutes
 
@@ -56,7 +59,7 @@ def measure(
     ``memory`` does not depend on the number of threads; it is filled at the first time.
     """
     entries = [*known.ours(row, device), *known.rivals(row, device)]
-    for entry in entries:  # to the velocity of the settled motion: Adam's first is 20 times it
+    for entry in entries:  # the first steps are the longest: Adam's is 20 times those that follow
         for _ in range(SETTLING):
             entry.contestant.prepare()
             entry.contestant.call()

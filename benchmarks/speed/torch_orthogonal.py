@@ -235,7 +235,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = flags(__doc__, "torch_orthogonal", rounds=5)
+    parser = flags(__doc__, "torch_orthogonal", rounds=5, device=False)
     parser.add_argument("--add", action="store_true", help="only the shapes that the file misses")
     arguments = parser.parse_args(argv)
     torch.manual_seed(0)

@@ -66,6 +66,23 @@ def test_reached_is_for_good(problem) -> None:
     assert problem.evaluate([2 * solution[0]], [], [near])["value"] == math.inf
 
 
+def test_a_point_off_the_manifold_does_not_arrive_by_a_loss_below_the_minimum(
+    utilities: ModuleType, problem
+) -> None:
+    first, low = float(problem.loss(problem.constrained, [], None)), problem.minimum
+    longer = [1.01 * torch.eye(8, 2, dtype=torch.float64)]
+    value = float(problem.loss(longer, [], None))
+    assert value < low
+    found = problem.evaluate(longer, [], [first, value, value])
+    assert found["orthonormality_error"] < 0.1
+    assert found["value"] == value
+    assert found["reached"] == math.inf
+    assert found["gap"] == pytest.approx((low - value) / (first - low))
+    assert not problem.solved([first, *[value] * 10])
+    assert problem.solved([first, *[low - 1e-12] * 10])
+    assert found["gap"] > utilities.TARGET
+
+
 def test_batches_go_through_the_data(utilities: ModuleType) -> None:
     batch_of = utilities.batch_of
     one_pass = torch.cat([batch_of(12, 4, step, 0) for step in range(3)])

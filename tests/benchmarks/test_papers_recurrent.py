@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from benchmarks.common import images as image_files
 from benchmarks.common import programs, training
@@ -184,6 +185,22 @@ def test_the_rate_of_each_cell_is_chosen_on_a_printed_grid(tmp_path, capsys) -> 
         assert list(tried) == ["0.0001", "0.01"]
         assert run["lr"] == float(min(tried, key=tried.get))
         assert run["transition_lr"] == run["lr"] / 10
+
+
+@pytest.mark.parametrize("name", ["cwy", "urnn", "free", "lstm"])
+def test_what_is_measured_stays_on_the_device_of_the_model(name, monkeypatch) -> None:
+    """On a device that is not there: a tensor of the CPU among its fake ones is an error."""
+    monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
+    options = copying.parse_arguments(["--smoke"])
+    model = cells.SequenceModel(name, 4, 3, options, deviation=0.1, last=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model.to("lazy")
+        assert model(torch.randn(5, 2, 4, device="lazy")).device.type == "lazy"
+        if name == "lstm":
+            assert model.orthonormality_error() is None
+        else:
+            with pytest.raises(DataDependentOutputException):  # a fake number has no value
+                model.orthonormality_error()
 
 
 def test_the_answer_repeats_the_digits_and_the_baseline_guesses_them() -> None:

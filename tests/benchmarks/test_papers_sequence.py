@@ -130,6 +130,28 @@ def test_answers_are_the_products_so_far() -> None:
         assert torch.equal(product, expected)
 
 
+def test_tested_sequences_do_not_end_a_run() -> None:
+    """Two in a row of the second set do; what is reported is the first set."""
+    options = state_tracking.parse_arguments(["--smoke"])
+    task = state_tracking.build_trainer(options, "S3 n_h=2", 0).task
+    assert not torch.equal(task.test[0], task.second[0])
+    task.right = torch.tensor(0.0)
+    task.model.eval()
+    answers = task.model(task.test[0]).argmax(-1), task.model(task.second[0]).argmax(-1)
+    for test, second, solved in ((True, False, 0), (False, True, 2)):
+        task.model.solved.zero_()
+        for _ in range(2):
+            task.test, task.second = (
+                (elements, answer if right else (answer + 1) % 6)
+                for (elements, _), answer, right in zip(
+                    (task.test, task.second), answers, (test, second), strict=True
+                )
+            )
+            found = task.evaluate()
+        assert found["accuracy_longer"] == float(test)
+        assert int(task.model.solved) == solved
+
+
 def test_parity_is_learned_and_lasts(tmp_path) -> None:
     arguments = ["--tasks", "parity", "--factors", "1", "--length", "8", "--iterations", "300"]
     state_tracking.main([*arguments, "--output", str(tmp_path)])

@@ -45,12 +45,16 @@ class Problem:
         """Whether ten losses in a row are a thousand times nearer than the target."""
         if self.minimum is None or len(losses) < 10:
             return False
-        gap = max(losses[-10:]) - self.minimum
+        gap = max(abs(loss - self.minimum) for loss in losses[-10:])
         return gap < 1e-3 * TARGET * (losses[0] - self.minimum)
 
     def evaluate(
         self, constrained: Sequence[Tensor], plain: Sequence[Tensor], losses: Sequence[float]
     ) -> dict[str, Any]:
+        """Value, error, the step from which on the gap is below the target, and the last gap.
+
+        A loss below the minimum, which only a point off the manifold has, is as far from it.
+        """
         with torch.no_grad():
             value = float(self.loss(constrained, plain, None))
             first = float(self.loss(self.constrained, self.plain, None))
@@ -58,7 +62,8 @@ class Problem:
         value = value if math.isfinite(value) and error < 0.1 else math.inf
         found = {"value": value, "orthonormality_error": error, "reached": math.inf}
         if self.minimum is not None:
-            gaps = [(loss - self.minimum) / (first - self.minimum) for loss in [*losses, value]]
+            start = first - self.minimum
+            gaps = [abs(loss - self.minimum) / start for loss in [*losses, value]]
             away = [step for step, gap in enumerate(gaps) if not gap < TARGET]
             reached = away[-1] + 1 if away else 0
             found |= {"reached": reached if reached < len(gaps) else math.inf}

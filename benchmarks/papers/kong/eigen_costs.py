@@ -69,7 +69,7 @@ def rounds_of(names: Sequence[str], n: int, m: int, rounds: int) -> dict[str, li
         for parameter, optimizer, slope, found in rivals:
             spent = 0.0
             for step in range(STEPS):
-                # The sign alternates, so that the point neither converges nor drifts.
+                # The sign alternates: the point does not run off, but steps grow shorter.
                 parameter.grad = slope * (-1) ** step
                 began = clock()
                 optimizer.step()

@@ -212,7 +212,6 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--epochs", type=int, default=25, help="passes over the training images")
     add("--warmup", type=float, default=1, help="epochs of linear warm-up before the cosine")
     add("--batch-size", type=int, default=32, help="images in a step")
-    add("--smoothing", type=float, default=0.1, help="label smoothing")
     ways = ["none", "crop-flip", "auto"]
     add("--augment", choices=ways, default="none", help="of photographs; auto: AutoAugment as well")
     add("--layers", type=int, default=2, help="transformer blocks")
@@ -224,7 +223,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--scale", type=factor, default=1.0, metavar="C", help=scale)
     add("--bfloat16", action="store_true", help="products in half precision")
     add_flags(parser, Path("runs/orthogonal_vit/demo"), seeds=2)
-    parser.set_defaults(threads=0)
+    parser.set_defaults(threads=0, smoothing=0.1)  # of the labels
     options, _ = parser.parse_known_args(argv)
     preset = "smoke" if options.smoke else options.preset
     folder, usual = preset, DEMO if preset == "demo" else ALL

@@ -62,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do what is missing; draw the distances of the plays."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--sets", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--output", type=Path, default=RESULTS / "prw.json")
     arguments = parser.parse_args(argv)
     one_thread()
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         content = json.loads(path.read_text())
     for key in ("tuned_rates", "tuning_gap_percent", "sets"):
         content.setdefault(key, {})
-    for dataset in arguments.sets:
+    for dataset in TITLES:
         pairs = load_pairs(dataset, arguments.data_dir)
         known = content["sets"].setdefault(dataset, {"pairs": "", "reference": ""})
         values = map(float, known["reference"].split())
@@ -88,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             content["tuning_gap_percent"][dataset] = {"POT": gaps}
             content["tuned_rates"][dataset] = {"POT": float(min(gaps, key=gaps.__getitem__))}
             write_json(path, content | {"machine": machine(packages=["pot"])})
-    if "shakespeare" in arguments.sets:
-        figures.prw_plays(path.with_name(f"{path.stem}_plays.png"))
+    figures.prw_plays(path.with_name(f"{path.stem}_plays.png"))
 
 
 if __name__ == "__main__":

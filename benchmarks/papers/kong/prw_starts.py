@@ -53,7 +53,7 @@ PUBLISHED = {
 }
 ADAMS = ("StiefelAdam", "Algorithm 2")
 ADAM_RATE = 0.01  # where their grid begins
-TUNING_START = 10
+STARTS, TUNING_START = 5, 10
 COARSE, WIDEST = range(-2, 9, 2), 10  # powers of two
 
 Key = tuple[str, str, str, int, str]  # data set, rule, rate, start, pair
@@ -156,7 +156,7 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
-def contest(found: Contest, starts: Sequence[int]) -> dict[str, Any]:
+def contest(found: Contest) -> dict[str, Any]:
     """All rows of one data set, after all runs, so that references are the best of them all."""
     rates: dict[str, float | None] = {SEARCH: None}
     rates |= {f"{rule}, published": found.first_rate(rule) for rule in PUBLISHED}
@@ -167,7 +167,8 @@ def contest(found: Contest, starts: Sequence[int]) -> dict[str, Any]:
         rates[f"{rule}, tuned"] = min(means, key=lambda lr: means[lr])
 
     def gaps(name: str) -> list[np.ndarray]:
-        return [found.gaps(name.split(", ")[0], rates[name] or 0.0, start) for start in starts]
+        rule, lr = name.split(", ")[0], rates[name] or 0.0
+        return [found.gaps(rule, lr, start) for start in range(STARTS)]
 
     for name in rates:
         gaps(name)
@@ -183,8 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do the runs that are missing, then write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--sets", nargs="+", choices=TITLES, default=list(TITLES))
-    parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--every", type=int, default=1, help="of so many pairs, one")
     parser.add_argument("--store", type=Path, default=Path("runs") / "prw" / "starts.jsonl")
     parser.add_argument("--output", type=Path, default=RESULTS / "prw_starts.json")
@@ -192,14 +191,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     one_thread()
     runs = Runs(arguments.store)
     content: dict[str, Any] = {
-        "machine": machine(), "steps": ITERATIONS, "starts": arguments.starts,
+        "machine": machine(), "steps": ITERATIONS, "starts": STARTS,
         "tuning_start": TUNING_START, "every": arguments.every, "tables": {}, "sets": {},
     }  # fmt: skip
-    for dataset in arguments.sets:
+    for dataset in TITLES:
         pairs = compared_pairs(dataset, arguments.data_dir)[:: arguments.every]
         best = references(dataset)
         known = {pair.name: best[pair.name] for pair in pairs}
-        found = contest(Contest(dataset, pairs, runs, known), range(arguments.starts))
+        found = contest(Contest(dataset, pairs, runs, known))
         content["sets"][dataset] = {"pairs": len(pairs), **found}
         content["tables"][TITLES[dataset]] = table(found["rows"])
         print(f"\n{len(pairs)} pairs of {TITLES[dataset]}\n\n{content['tables'][TITLES[dataset]]}")

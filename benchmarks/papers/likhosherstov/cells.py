@@ -5,6 +5,11 @@ al. (AISTATS 2021), who run the code of the second unchanged: RMSprop, with a te
 the free tensors of an orthogonal transition; modReLU. The default rates are higher and fall by a
 cosine, as training is short; with `--preset paper` they are theirs and constant. SCORNN is fixed at
 D = I, as there.
+
+A tagged transition has another rate than all free tensors: ten times `--transition-lr` in
+`StiefelAdam` (with radius=1.0, nesterov=False), a thousand times in `ProjectedRGD`. That holds of
+presets and of `--grid`, too: beside the rate R of RMSprop and R / 10 of free tensors stand R and
+100 R.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -106,7 +111,8 @@ class SequenceModel(nn.Module):
             return None
         wide = torch.complex128 if self.recurrent.weight_hh_l0.is_complex() else torch.float64
         transition = self.recurrent.weight_hh_l0.to(wide)
-        return float((transition.mH @ transition - torch.eye(len(transition))).abs().max())
+        identity = torch.eye(len(transition)).to(transition)
+        return float((transition.mH @ transition - identity).abs().max())
 
 
 class Both(torch.optim.Optimizer):

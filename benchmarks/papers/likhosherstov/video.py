@@ -15,8 +15,8 @@ of the data set (00sequences.txt) cuts it, 120 x 120 pixels from the middle scal
 
 Groups of 2 x 2 pixels become 4 channels; then five recurrent units of c, 2c, 4c, 2c and c channels,
 with strided and transposed convolutions and skips between them: ConvNERU with its kernel on the
-Stiefel manifold in many ways, unconstrained, or zero; and ConvLSTM. After Likhosherstov et al.
-(AISTATS 2021), section 4.3 and appendix E.
+Stiefel manifold in many ways, unconstrained, or zero; and ConvLSTM. `StiefelAdam` runs with
+radius=1.0, nesterov=False. After Likhosherstov et al. (AISTATS 2021), section 4.3 and appendix E.
 """
 
 import statistics
