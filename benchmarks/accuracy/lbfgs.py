@@ -8,8 +8,7 @@ Every problem is quadratic: the gradient is L(X) - C for a linear map L. What al
 common is how often L is applied to n x m numbers: once for a loss with its gradient, once for a
 product with the Hessian, once for a block of LOBPCG. Runs end at a relative gap of 1e-12; what a
 gap of 1e-8 took is noted on the way. Seconds are of the processor, one thread, numpy's too, up to
-1e-8. Solvers
-take turns within a draw, and ratios are taken within a draw.
+1e-8. Solvers take turns within a draw, and ratios are taken within a draw.
 """
 
 from __future__ import annotations
@@ -390,7 +389,7 @@ def main() -> None:
         print(f"\n{name}: to a relative gap of {GAPS[0]:.0e}\n{table}")
     content = {
         "machine": machine(torch.device("cpu")),
-        "command": "python -m benchmarks.accuracy.lbfgs",
+        "command": "OMP_NUM_THREADS=1 python -m benchmarks.accuracy.lbfgs",
         "draws": options.draws,
         "tables": made,
         "found": found,

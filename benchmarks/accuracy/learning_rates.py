@@ -6,9 +6,9 @@
     python -m benchmarks.accuracy.learning_rates --figure                # from the results
 
 Two files beside the results keep what their tables are made from: for every run the means over the
-seeds that are reported, ``learning_rates_runs.json``, and over those that choose. ``--merge`` adds
-what the store holds to them, in place of the same runs of the same methods, and makes the tables
-again. So a part may be run in another
+seeds that are reported, ``learning_rates_runs.json``, and over those that choose,
+``learning_rates_choosing.json``. ``--merge`` adds what the store holds to them, in place of the
+same runs of the same methods, and makes the tables again. So a part may be run in another
 environment, such as one with transformers,
 
     python -m benchmarks.accuracy.learning_rates --data-dir DIR --store runs/smollm2.jsonl
@@ -40,10 +40,10 @@ steps at a constant rate. One learning rate serves constrained and plain paramet
 the rule of torch that belongs to the optimizer. Rates: 0.001, 0.003, 0.01, 0.03, 0.1, for SGD and
 where all parameters are constrained ten times as much (there the smaller ones had been planned; the
 first runs ended at the largest), but not for the rotations, which start from a good point: on other
-seeds the default's best was 0.01. geoopt's Adam has two larger ones more: with these five the
-largest was its best in 40 of 64 runs. Prodigy has the rate 1, as its authors want it. AdamW keeps
-torch's weight decay of 0.01, the others have none.
-Every rate and seed has the same starts and batches for every method.
+seeds the default's best was 0.01. geoopt's Adam has two more, larger (added after the first runs,
+in which the largest was its best in 40 of 64). Prodigy has the rate 1, as its authors want it.
+AdamW keeps torch's weight decay of 0.01, the others have none. Every rate and seed has the same
+starts and batches for every method.
 
 **Score**, smaller is better. With batches: the mean loss of the last tenth of the steps
 (schedule-free: at its average), of the two streaming problems the excess of the expected loss; what
@@ -129,6 +129,7 @@ from benchmarks.accuracy.step_variants import EntriesSGD, RadiusMuon, RadiusSGD,
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json
 
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+FURTHER = {"geoopt Adam": (0.3, 1.0)}
 CHOOSING, SEEDS = (100, 101), (0, 1, 2, 3, 4)
 RUNS = {
     "train": (("short", "constant"), ("short", "decay"), ("long", "decay"), ("long", "constant")),
@@ -401,12 +402,11 @@ def is_run(method: str, problem: str, length: str = "") -> bool:
 
 
 def rates_of(method: str, problem: str) -> list[float]:
-    """Return the learning rates: of SGD, and on problems in `LARGE_RATES`, ten times as large."""
+    """Return `RATES` and `FURTHER`; of SGD and on problems in `LARGE_RATES` ten times as large."""
     if "Prodigy" in method:
         return [1.0]
-    rates = (*RATES, 0.3, 1.0) if method == "geoopt Adam" else RATES
     is_large = "SGD" in method or problem in LARGE_RATES
-    return [rate * 10 if is_large else rate for rate in rates]
+    return [rate * 10 if is_large else rate for rate in (*RATES, *FURTHER.get(method, ()))]
 
 
 def run(
@@ -527,7 +527,7 @@ def add(store: Store, line: dict[str, Any]) -> None:
     """Add a run, or further seeds of it."""
     key = line["problem"], line["method"], line["length"], line["schedule"]
     known = store.get(key)
-    if known is not None:
+    if known is not None and known["rates"] == line["rates"]:
         rows = zip(known["scores"], line["scores"], strict=True)
         line = line | {
             "seeds": [*known["seeds"], *line["seeds"]],
@@ -816,6 +816,7 @@ def content_of(store: Store, merged: dict[str, Any] | None = None) -> dict[str, 
         "seeds": list(SEEDS),
         "seeds_of_the_rates": list(CHOOSING),
         "rates": list(RATES),
+        "further_rates": FURTHER,
         "compared": {
             f"{new} / {old}": compared(whole, new, old)
             for new, old in PAIRS
@@ -872,11 +873,12 @@ def measure(store: Store, options: Any, method: str, name: str, problem: Problem
         key = name, method, length, schedule
         if length not in options.lengths or schedule not in options.schedules:
             continue
-        known = store[key]["seeds"] if key in store else []
+        rates, earlier = rates_of(method, name), store.get(key)
+        known = earlier["seeds"] if earlier and earlier["rates"] == rates else []
         seeds = [seed for seed in (*CHOOSING, *SEEDS) if seed not in known]
         if not seeds or not is_run(method, name, length):
             continue
-        found = run(problem, method, rates_of(method, name), length, schedule, seeds)
+        found = run(problem, method, rates, length, schedule, seeds)
         line = dict(zip(("problem", "method", "length", "schedule"), key, strict=True)) | found
         with options.store.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -908,13 +910,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS / "learning_rates.json")
     options = parser.parse_args(argv)
     if not options.figure:
-        store = read(options.store)
+        store, earlier = read(options.store), load(options.output) if options.merge else None
         options.store.parent.mkdir(parents=True, exist_ok=True)
         chosen = {} if options.tables else chosen_problems(options)
         for method in options.methods:
             for name, problem in chosen.items():
                 measure(store, options, method, name, problem)
-        content = content_of(store, load(options.output) if options.merge else None)
+        content = content_of(store, earlier)
         save(content, options.output)
         for title in ("methods", "verdicts"):
             print(f"{content['tables'][title]}\n")

@@ -412,7 +412,7 @@ def eigen_methods(path: Path) -> None:
     limit = content["settings"]["limit"][1]
     for axis, group in zip(axes[0], groups, strict=True):
         found = content["results"][group]
-        unit = statistics.median(found["StiefelSGD"]["seconds"])
+        unit = statistics.median(s for s in found["StiefelSGD"]["seconds"] if s is not None)
         most = limit / unit
         for place, (name, result) in enumerate(found.items()):
             look = style(name) | {"linestyle": ""}

@@ -123,8 +123,8 @@ def sgd(
         sums: Products of tall matrices summed over the rows, some of which may be elsewhere.
         reader: Who may read a number of this step. Default: whoever can.
 
-    Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 7 and 8, and there one
-        more off the canonical metric.
+    Note: 6 products of n x m by m x m, 5 if "projected", with ``nesterov`` 7 and 8; one more off
+        the canonical metric, but for "isometric" without ``nesterov``.
     Reference: after Kong et al., Algorithm 1, with other maps and the geometry corrected.
     """
     reader, a, Z = reader or reader_for(X), metric_parameter(metric), state.get(SKEW)

@@ -125,13 +125,13 @@ class StiefelSGD(_Flows, SGDLike):
             ``transport="projected"`` it needs fewer steps. Needs ``momentum`` in (0, 1) and no
             ``dampening``. A closure must evaluate one loss. Default: False.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or longer
-            than 2e13 in float32: "skip" keeps its point, momentum and
-            step while the others move, warns, and counts in :meth:`skipped_steps`; "raise" stops
-            before anything has moved, and waits for the device; "ignore" looks at nothing. On an
-            accelerator the warning of "skip" waits for :meth:`state_dict`. A matrix whose step
-            overflows although its gradient is safe, as with a momentum of 1 or more, stays and
-            starts its momentum again while the others move; then "skip" warns and "raise" raises.
-            Unless published, that is seen on a CPU only.
+            than 2e13 in float32: "skip" keeps its point, momentum and step while the others move,
+            warns, and counts in :meth:`skipped_steps`; "raise" stops before anything has moved, and
+            waits for the device; "ignore" looks at nothing. On an accelerator the warning of "skip"
+            waits for :meth:`state_dict`. A matrix whose step overflows although its gradient is
+            safe, as with a momentum of 1 or more, stays and starts its momentum again while the
+            others move; then "skip" warns and "raise" raises. Unless published, that is seen on a
+            CPU only.
         stiefel: Default of the groups: None reads the tags, True constrains every parameter, False
             none, a :class:`Stiefel` reads every parameter so. A group's own key overrides it.
 
@@ -139,11 +139,11 @@ class StiefelSGD(_Flows, SGDLike):
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
 
     Note:
-        A step costs six products of n x m by m x m, five if "projected", batched over equal
-        matrices, and no factorisation; state is one tensor like the parameter and three of m x m,
-        and none without momentum. An initialisation off the manifold is projected by the first step
-        with lr > 0. The first step and one after an outside change of a parameter may wait for an
-        accelerator.
+        A step costs six products of n x m by m x m, five if "projected" at the canonical metric,
+        batched over equal matrices, and no factorisation; state is one tensor like the parameter
+        and three of m x m, and none without momentum. An initialisation off the manifold is
+        projected by the first step with lr > 0. The first step and one after an outside change of a
+        parameter may wait for an accelerator.
 
     Reference:
         After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1: other maps of

@@ -1,6 +1,7 @@
 """Pictures of the benchmarks: one look a method, drawn from the results that are kept."""
 
 import importlib
+import json
 import re
 import shutil
 from collections import defaultdict
@@ -61,6 +62,15 @@ def test_a_picture_is_drawn_from_the_results_beside_it(
     assert not list(tmp_path.glob("*.tmp*"))
     for figure in drawn_figures:
         methods_look_as_everywhere(figure)
+
+
+@pytest.mark.usefixtures("example")
+def test_a_draw_that_missed_the_clock_is_drawn(tmp_path: Path) -> None:
+    content = json.loads((RESULTS / "eigen_methods.json").read_text())
+    content["results"]["2000 x 50, methods"]["StiefelSGD"]["seconds"][0] = None
+    (tmp_path / "eigen_methods.json").write_text(json.dumps(content))
+    figures.main(["eigen_methods", "--folder", str(tmp_path)])
+    assert (tmp_path / "eigen_methods.png").exists()
 
 
 LONG = set(figures.DRAWN) - {"muon_transformer", "convergence"}  # seconds each

@@ -78,6 +78,10 @@ def test_seeds_that_are_run_later_are_those_of_one_run(tmp_path: Path) -> None:
     for seeds in ((0,), (100, 1)):
         ours, theirs = (learning_rates.means(run, seeds) for run in (found, whole))
         assert ours == pytest.approx(theirs, rel=1e-3)
+    other = key | learning_rates.run(*args[:2], [0.1], *args[3:], (0,))
+    path.write_text("\n".join(map(json.dumps, [*lines, other])))
+    (found,) = learning_rates.read(path).values()
+    assert (found["rates"], found["seeds"]) == ([0.1], [0])  # in place of other learning rates
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # what the rivals import

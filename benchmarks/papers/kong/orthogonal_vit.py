@@ -4,7 +4,7 @@
     python -m benchmarks.papers.kong.orthogonal_vit --preset cpu --data-dir DIR  # without a GPU
     python -m benchmarks.papers.kong.orthogonal_vit --table  # all 16 rows of the paper, on digits
     python -m benchmarks.papers.kong.orthogonal_vit --preset paper --table --seeds 5 \\
-        --data-dir DIR --device cuda  # the paper's experiment, by Algorithms 1 and 2
+        --data-dir DIR --device cuda  # the paper's experiment, by what it ran
 
 Transformer, constraints, rates: Kong, Wang & Tao (ICLR 2023), section 3.2, table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
