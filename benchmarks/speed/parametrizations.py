@@ -8,7 +8,7 @@ one by one.
 
 Our free numbers and those of torch_householder are drawn from N(0, 1). Torch's maps and geotorch
 are timed as registration of an orthonormal weight leaves them: their base is the weight, and what
-they map is zero, of which a matrix exponential takes the shortest series.
+they map is zero; the series of a matrix exponential is shortest there.
 
 A contestant whose first call takes longer than `SLOW` seconds is timed by that call alone; one
 that would take longer than `LIMIT`, judged by a smaller size, or hold more than `ROOM` is not run.
