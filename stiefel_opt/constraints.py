@@ -355,7 +355,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     Note: One singular value decomposition for each matrix that is off, and a host sync.
     """
     if isinstance(x, Tensor):
-        _write(x, nearest(whole(x.detach()), reading_of(x, manifold, "x"), "x"))
+        _project(x, reading_of(x, manifold, "x"), "x")
         return x
     if manifold is not None:
         raise ValueError(fail("manifold", "be None for a model", manifold))
@@ -365,8 +365,12 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
     for name, parameter, reading in tagged:
         if not parameter.is_meta:
-            _write(parameter, nearest(whole(parameter.detach()), reading, name))
+            _project(parameter, reading, name)
     return x
+
+
+def _project(tensor: Tensor, reading: Stiefel, name: str) -> None:
+    _write(tensor, nearest(whole(tensor.detach()), reading, name))
 
 
 @torch.no_grad()

@@ -318,16 +318,17 @@ class Bench:
         rates = sorted(METHODS[name].rates)
         if text == LONG:
             best, rates = self.search(TEXTS[0], name)
-            rates = wider(rates, best)
+            rates = sorted([*rates, *harness.beyond(rates, best)])
             place = rates.index(best)
             rates = rates[place - 1 : place + 2]
         most = len(rates) + 2
         while True:
             ends = {r: self.run(text, name, r, TUNING_SEED)["validation"] for r in rates}
-            best = min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
-            if best not in (rates[0], rates[-1]) or len(rates) == most:
+            best = harness.lowest(ends)
+            further = harness.beyond(rates, best)
+            if not further or len(rates) == most:
                 return best, rates
-            rates = wider(rates, best)
+            rates = sorted([*rates, *further])
 
     def rows(self, texts: Iterable[str], names: Iterable[str]) -> None:
         for text in texts:
@@ -353,14 +354,6 @@ class Bench:
             state = sum(tensor.nbytes for tensor in state_tensors(training.optimizer))
             costs = {"step_seconds": seconds[name], "kept_bytes": kept[name], "state_bytes": state}
             self.add({"method": name, **costs})
-
-
-def wider(rates: list[float], best: float) -> list[float]:
-    """With the next learning rate beyond the best, where that is the outermost."""
-    if best not in (rates[0], rates[-1]):
-        return rates
-    added = rates[1] / 10 if best == rates[0] else 10 * rates[-2]
-    return sorted([*rates, float(f"{added:.1g}")])
 
 
 def saved_bytes(training: Training, piece: tuple[Tensor, Tensor]) -> int:

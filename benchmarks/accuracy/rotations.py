@@ -358,14 +358,12 @@ class Bench:
                 if rate not in ends:
                     log = self.train(method, rate, 0, TUNING_STEPS, measure=False)["loss"]
                     ends[rate] = quarter(log)
-            best = lowest(ends)
-            if best == rates[0]:
-                rates.insert(0, float(f"{rates[1] / 10:.1g}"))
-            elif best == rates[-1]:
-                rates.append(float(f"{10 * rates[-2]:.1g}"))
-            else:
+            best = harness.lowest(ends)
+            further = harness.beyond(rates, best)
+            if not further:
                 print(method.name, "learning rates", ends, "best", best, flush=True)
                 return best
+            rates = sorted([*rates, *further])
         return rates[0]
 
     def run(self) -> None:
@@ -381,11 +379,6 @@ class Bench:
 def quarter(losses: list[float]) -> float:
     """Mean of the last quarter of the steps."""
     return statistics.fmean(losses[-max(1, len(losses) // 4) :])
-
-
-def lowest(ends: dict[float, float]) -> float:
-    """The learning rate with the lowest loss that is a number."""
-    return min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
 
 
 # ---- what came out -------------------------------------------------------------------------------
@@ -484,7 +477,9 @@ def rates_table(tuning: list[dict[str, Any]]) -> str:
         ends = {run["rate"]: quarter(run["loss"]) for run in tuning if run["method"] == name}
         if ends:
             cells = [(f"{rate:g}", f"{1000 * ends[rate]:.2f}") for rate in sorted(ends)]
-            rows.append([name, *map(", ".join, zip(*cells, strict=True)), f"{lowest(ends):g}"])
+            rows.append(
+                [name, *map(", ".join, zip(*cells, strict=True)), f"{harness.lowest(ends):g}"]
+            )
     header = ["method", "learning rates tried", "1000 x loss, mean of the last quarter", "lowest"]
     return harness.markdown_table(header, rows)
 

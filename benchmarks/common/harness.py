@@ -344,6 +344,18 @@ def _shortened(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
+def lowest(ends: Mapping[float, float]) -> float:
+    """The learning rate with the lowest loss that is a number."""
+    return min(ends, key=lambda rate: ends[rate] if ends[rate] > 0 else math.inf)
+
+
+def beyond(rates: Sequence[float], best: float) -> list[float]:
+    """The next learning rate past ``best`` where that is the first or last of ``rates``."""
+    if best == rates[0]:
+        return [float(f"{rates[1] / 10:.1g}")]
+    return [float(f"{10 * rates[-2]:.1g}")] if best == rates[-1] else []
+
+
 def middle_and_range(values: Sequence[float], form: str) -> str:
     """The median, with the range in brackets."""
     low, middle, high = min(values), statistics.median(values), max(values)

@@ -40,6 +40,7 @@ import stiefel_opt as so
 from benchmarks.common import smollm2
 from benchmarks.common.harness import (
     RESULTS,
+    beyond,
     kept_bytes,
     machine,
     markdown_table,
@@ -179,10 +180,7 @@ def best_rates(bench: Bench) -> tuple[dict[str, float], dict[str, dict[float, fl
             tried = sorted(ends[name])
             best[name] = min(tried, key=lambda rate: ends[name][rate])
             if not wanted[name] and len(tried) < len(RATES) + 2:
-                if best[name] == tried[-1]:
-                    wanted[name] = [float(f"{10 * tried[-2]:.1g}")]
-                elif best[name] == tried[0]:
-                    wanted[name] = [float(f"{tried[1] / 10:.1g}")]
+                wanted[name] = beyond(tried, best[name])
     return best, {name: dict(sorted(found.items())) for name, found in ends.items()}
 
 

@@ -4,10 +4,9 @@
 
 Four families grow to 20,000 matrices of 16 x 16, as separate parameters and as one batch, to one of
 200,000 x 64, and to one of 8192 x 2048. Each is timed at three sizes, whole steps in float32 with
-gradients in place that change their sign (as in `step_time.py`, where it stands how the steps
-shrink), beside six bare products of n x m by m x m of all matrices, which is what a step of
-StiefelSGD costs on paper. Contestants of a size are timed in turns, and each family is written when
-it is done.
+gradients in place that change their sign (`step_time.py` says how the steps shrink), beside six
+bare products of n x m by m x m of all matrices, which is what a step of StiefelSGD costs on paper.
+Contestants of a size are timed in turns, and each family is written when it is done.
 """
 
 from __future__ import annotations

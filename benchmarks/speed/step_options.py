@@ -2,10 +2,10 @@
 
     python -m benchmarks.speed.step_options --threads 1
 
-Gradients of step_time.py and, but for adaptive steps, its learning rates, float32: steps shrink as
-told there, each option's in its own way. The ratio is that of one round, in which all contestants
-step in turn; printed are its median and, in brackets, its quartiles. The rule of learning_rates.py
-allows a tenth.
+Gradients of step_time.py and, but for adaptive steps, its learning rates, float32: steps shrink, at
+each option differently. The ratio is that of one round, in which all contestants step in turn;
+printed are its median and, in brackets, its quartiles. The rule of learning_rates.py allows a
+tenth.
 """
 
 from __future__ import annotations
