@@ -375,7 +375,7 @@ def test_a_step_is_of_first_order(a: float, generator: Source) -> None:
     """Proposition 8; other transports: test_optim_dynamics.py."""
     f, gamma, errors = Weighted(9, 4, generator), 0.7, []
     start = draw(0.0, generator)
-    expected = integrate(motion(f, a, 2 * a - 1, gamma), start, 1.0, 400)[-1]
+    expected = integrate(motion(f, a, 2 * a - 1, gamma), start, 1.0, 200)[-1]
     for steps in (64, 128, 256):
         mu, h = math.exp(-gamma / steps), 1 / steps
         c = (1 - mu) / gamma

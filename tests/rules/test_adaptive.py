@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -62,6 +63,13 @@ def descend(parameter: Tensor, optimizer: Any, steps: int, factor: float = 1.0) 
         optimizer.step()
         losses.append(float(loss.detach()) / factor)
     return losses
+
+
+@functools.cache
+def optimum(shape: tuple[int, ...]) -> tuple[Tensor, float]:
+    parameter = weight(shape)
+    best = descend(parameter, make("adaptive", parameter), 250)[-1]
+    return parameter.detach(), best
 
 
 def numbers(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -251,8 +259,8 @@ def test_adaptive_steps_reach_an_optimum_from_any_first_step(
 @every_adaptive
 def test_a_run_may_start_at_an_optimum(name: str, shape: tuple[int, ...]) -> None:
     """Its first gradient is rounding, and says nothing of the steps behind the first."""
-    parameter = weight(shape)
-    best = descend(parameter, make("adaptive", parameter), 250)[-1]
+    point, best = optimum(shape)
+    parameter = so.ManifoldParameter(point.clone())
     losses = descend(parameter, make(name, parameter), 250)
     assert max(losses) > best + 1e-4 * abs(best)  # it has left
     assert losses[-1] - best < 1e-8 * abs(best)
@@ -292,23 +300,23 @@ def test_every_step_goes_down_along_the_gradient_at_hand(name: str, shape: tuple
         assert float(((parameter.detach() - before) * parameter.grad).sum((-2, -1)).max()) < 0
 
 
-@pytest.mark.parametrize("seed", range(6))
 @every_adaptive
-def test_an_optimum_is_not_left_again(name: str, seed: int) -> None:
+def test_an_optimum_is_not_left_again(name: str) -> None:
     """Where the gradient is only rounding, no slope may be negative."""
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(5, 1, generator=generator, dtype=torch.float64)
-    parameter = so.ManifoldParameter(torch.randn(5, 1, generator=generator, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(6, 5, 1, generator=generator, dtype=torch.float64)
+    parameter = so.ManifoldParameter(torch.randn(6, 5, 1, generator=generator, dtype=torch.float64))
     optimizer, gaps = make(name, parameter), []
     for _ in range(250):
         optimizer.zero_grad()
-        loss = -(parameter * target).sum()
-        loss.backward()
+        losses = -(parameter * target).sum((1, 2))
+        losses.sum().backward()
         optimizer.step()
-        gaps.append(1 + float(loss.detach() / target.norm()))
+        gaps.append(1 + losses.detach() / target.norm(dim=(1, 2)))
         assert float(optimizer.state[parameter]["slope"].min()) >= 0
-    arrived = next(step for step, gap in enumerate(gaps) if gap < 1e-13)
-    assert max(gaps[arrived:]) < 1e-9
+    for gap in torch.stack(gaps, 1):
+        arrived = int((gap < 1e-13).nonzero()[0])
+        assert float(gap[arrived:].max()) < 1e-9
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1.0, 1e4])
@@ -326,7 +334,7 @@ def test_the_option_may_change_in_mid_training(name: str, factor: float) -> None
     assert descend(parameter, optimizer, 100, factor)[-1] < after[-1] + 1e-3
 
 
-@pytest.mark.parametrize("part", [1.0, 0.25])
+@pytest.mark.parametrize("part", [1.0, pytest.param(0.25, marks=pytest.mark.slow)])
 @every_adaptive
 def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
     """Steps of Adam do not become shorter with the gradient, so their factor may fall less."""
