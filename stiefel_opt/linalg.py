@@ -1,4 +1,4 @@
-"""Products of tall and small matrices, bounds, and rotations: no inverse, no host sync.
+"""Products of tall and small matrices, bounds, and rotations.
 
 Everything broadcasts over leading dimensions. ``tall`` means ``(..., n, m)`` with n >= m, ``small``
 means ``(..., m, m)``.

@@ -1,6 +1,6 @@
 """Square roots of A = I + E by products only: polynomials, sharpened by Newton-Schulz.
 
-The cost is known beforehand from a bound on E, without a factorisation or a host sync.
+The cost is known beforehand from a bound on E, without a factorisation.
 """
 
 from __future__ import annotations

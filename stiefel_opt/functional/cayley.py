@@ -1,7 +1,7 @@
 r"""Cayley SGD and Adam of Li, Li & Todorovic (ICLR 2020): an iterated Cayley map.
 
-With the notation of :mod:`stiefel_opt.functional.descent`, the momentum M <- mu M - G (in the
-paper with the opposite sign) and its tangent part M - X sym(X'M) = XT + V, a step is
+With the notation of :mod:`stiefel_opt.functional.descent`, the momentum M <- mu M - G and its
+tangent part M - X sym(X'M) = XT + V, a step is
 
     W = What - What',  What = M X' - X (X'M) X' / 2,          so that W X = XT + V
     alpha = min(eta, 1 / (|W| + eps)),                        |W|^2 = |T|^2 + 2 tr V'V
@@ -12,9 +12,9 @@ itself, so that Y = XA + VB and a whole iteration is of m x m:
 
     A <- I + alpha/2 (T (I + A) - V'V B),   B <- alpha/2 (I + A).
 
-Y'Y = A'A + B'V'VB is off I by about 4 t^(s+2) for t = alpha |W| / sqrt(8). It is known without a
-tall product, so Y is replaced by its polar factor, where released implementations leave that error
-in X and orthogonalise at random, once in a hundred steps.
+Y'Y = A'A + B'V'VB is off I by at most about 4 t^(s+2) for t = alpha |W| / sqrt(8). It is known
+without a tall product, so Y is replaced by its polar factor, where released implementations leave
+that error in X and orthogonalise at random, once in a hundred steps.
 """
 
 from __future__ import annotations

@@ -86,7 +86,8 @@ def descend(
         retraction: "cayley", "qr" or "polar".
 
     Note: 4 products of n x m by m x m and, but for "polar", one factorisation of m x m; with
-        momentum 7 for "cayley", 8 for the others. A step longer than 64 is cut to 64.
+        momentum 7 for "cayley", 8 for the others. A step is cut where a bound on its length is over
+        64.
     Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
         metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
     """
@@ -142,7 +143,7 @@ def retract(
     Args:
         X: Points, orthonormal, ``(k, n, m)``.
         xi: Tangent vectors at X, same shape.
-        lr: A number or ``(k, 1, 1)``; a step longer than 64 is cut to 64.
+        lr: A number or ``(k, 1, 1)``; a step is cut where a bound on its length is over 64.
         sums, reader: as in :func:`stiefel_opt.functional.sgd`.
 
     Note: Two products of n x m by m x m, and no factorisation.

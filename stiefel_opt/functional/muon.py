@@ -21,7 +21,8 @@ two products after them grow with n. C is the Cholesky factor of Q = N'N, and E 
 
 **Smoothing.** Q + delta^2 I stands for Q. So C is regular for every M, D is a smooth function of M,
 0 for M = 0, and D'D = I - delta^2 R^(-2) for R = F^(-1) C, symmetric, whose trace is the smoothed
-value. No eigenvalue of R loses more than 0.31 delta by that. The value is at least
+value. Its eigenvalues r add (r^2 - delta^2)/r to <M, D>, within 0.31 delta of their roots
+(r^2 - delta^2)^(1/2), whose sum is no less than the optimum, and that no less than
 |M_T|_F^2 / |M_T|_2 for the tangent part M_T of M, as M_T / |M_T|_2 is feasible. With u >= |M_T|_2,
 u^4 the sum of the fourth powers of its singular values, delta = smoothing |M_T|_F^2 / (m u) leaves
 at least 1 - 0.31 smoothing of the optimum, whatever M is. Polar factors come from odd polynomials,
@@ -107,9 +108,9 @@ def spectral_direction(
         TypeError: for a real point with a complex gradient, and for integers.
     Note: One product of n x m by m x m and two symmetric halves before, two after; for square
         matrices one and one. One sum of m (2m + 1) numbers over the rows. Between them a Cholesky
-        factor of m x m and 14 to 40 products of 2m x 2m, for square matrices of m x m, each at
+        factor of m x m and 12 to 43 products of 2m x 2m, for square matrices of m x m, each at
         about half of its flops by symmetry. The smaller the singular values that count, the more
-        there are; where nothing can be read there are 40. Sums over the rows and the Cholesky
+        there are; where nothing can be read there are 27 to 41. Sums over the rows and the Cholesky
         factor are in float64 where the device has it, and so are, on a CPU, the last tall products
         of an ill-conditioned M. Where M is all but radial, one more product and the sums again.
     Reference: Bernstein, Modular Manifolds (Thinking Machines, 2025), for the problem; Parrott
@@ -213,9 +214,9 @@ def muon(
 
     Raises:
         ValueError: as :func:`spectral_direction`.
-    Note: As :func:`spectral_direction`, and 1 to 10 products of m x m. Tensors as ``lr`` cost the
-        products of the longest step. Where rounding in M'M would show in X'X, as in float64 it
-        does, one more sum of m^2 and two products: on a CPU only.
+    Note: As :func:`spectral_direction`, and 1 to 25 products of m x m, 10 up to ``lr`` of 0.4.
+        Tensors as ``lr`` may cost those of the longest step. Where rounding in M'M would show in
+        X'X, as in float64 it does, one more sum of m^2 and two products: on a CPU only.
     """
     accuracy = _accuracy(X, tolerance, smoothing)
     _check(X, G, sums)

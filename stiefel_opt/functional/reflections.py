@@ -8,9 +8,9 @@ with ' the conjugate transpose. The identity needs S + S' = V'V and nothing else
 have unit length (between 1e-15 and 1e15: squares must not under- or overflow), and the diagonal
 from the same Gram matrix keeps its rounding out of the result.
 
-In float32, max abs of Q'Q - I is 1e-7 for L = 16 and 4e-7 for L = N = 256 at a Gaussian start, 1e-6
+In float32, max abs of Q'Q - I is 1e-7 for L = 16 and 5e-7 for L = N = 256 at Gaussian vectors, 1e-6
 at vectors made from a given Q (N = 128); trainings of hundreds or thousands of steps of SGD, Adam
-or RMSprop leave it at 1e-6 to 1e-5. For T-CWY with 16 to 256 columns it is 1e-7 to 3e-7, after
+or RMSprop leave it at 1e-6 to 1e-5. For T-CWY with 16 to 256 columns it is 1e-7 to 4e-7, after
 1,000 steps at most 5e-7. What grows with L is the rounding E of the Gram matrix, which comes back
 as W'EW with W = S^{-1} V'. A diagonal of exactly 1/2 for unit vectors would add the error of their
 lengths.
@@ -43,7 +43,7 @@ def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
 
     Returns: Orthogonal (complex: unitary) matrices, ``(..., N, M)``.
     Raises:
-        ValueError: for a zero vector (looked at on the CPU only).
+        ValueError: for L > N, or a zero vector (looked at on the CPU only).
     Note: L passes over N x M, 4 L N M flops.
     Reference: Mhammedi et al. (ICML 2017).
     """

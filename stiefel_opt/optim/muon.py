@@ -56,7 +56,7 @@ class StiefelMuon(MuonLike):
 
     Note:
         Five products of n x m by m x m a step, and for n > m a Cholesky factor of m x m in float64
-        and 14 to 40 products of 2m x 2m, for n = m about as many of m x m. State is one tensor like
+        and 12 to 43 products of 2m x 2m, for n = m about as many of m x m. State is one tensor like
         the parameter. Rows shared by several processes are added up once, 2 m^2 numbers for each
         matrix.
 
