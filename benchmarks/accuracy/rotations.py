@@ -261,7 +261,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.folder = options, options.folder
-        self.folder.mkdir(parents=True, exist_ok=True)
+        settings = {name: getattr(options, name) for name in ("steps", "tokens", "pieces")}
+        harness.keep_settings(self.folder, settings)
         self.exact, tokenizer = load(torch.float32)
         self.trained, _ = load(torch.bfloat16)
         self.text = Text(tokenizer, options.data_dir, options.pieces)

@@ -393,6 +393,7 @@ def main() -> None:
     if options.merge:
         merge(options.folder)
         return
+    harness.keep_settings(options.folder, {"steps": options.steps})
     for run in runs(options):
         work(run, options.folder, options.steps)
 

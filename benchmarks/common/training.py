@@ -61,7 +61,7 @@ class Trainer:
         task: Task,
         configuration: dict[str, Any],
         path: Path,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: torch.optim.lr_scheduler.LambdaLR | None = None,
         counted: tuple[str, int] = ("steps", 1),
         clip: float | None = None,
     ) -> None:
@@ -98,6 +98,9 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+            done, groups = self.scheduler.last_epoch, self.optimizer.param_groups
+            for group, factor in zip(groups, self.scheduler.lr_lambdas, strict=True):
+                group["lr"] = group["initial_lr"] * factor(done)
         self.generator.set_state(state["generator"].cpu())
         torch.set_rng_state(state["global_generator"].cpu())
         self.history = state["history"]

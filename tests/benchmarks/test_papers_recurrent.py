@@ -139,6 +139,21 @@ def test_a_run_can_be_made_longer_but_not_shorter(tmp_path) -> None:
         copying.main([*flags, "--iterations", "4"])
 
 
+def test_a_run_made_longer_goes_on_under_the_schedule_of_the_longer_one(tmp_path) -> None:
+    flags = ["--smoke", "--cells", "cwy", "--output", str(tmp_path), "--iterations"]
+    shorter, longer = (copying.parse_arguments([*flags, count]) for count in ("4", "8"))
+    copying.build_trainer(shorter, "CWY", 0).train("shorter")
+    resumed, fresh = (copying.build_trainer(longer, "CWY", 0) for _ in range(2))
+    resumed.resume()
+    for _ in range(4):
+        fresh.optimizer.step()
+        fresh.scheduler.step()
+    for one, other in zip(
+        resumed.optimizer.param_groups, fresh.optimizer.param_groups, strict=True
+    ):
+        assert one["lr"] == other["lr"] > 0.1 * other["initial_lr"]
+
+
 def test_ctrl_c_ends_with_one_line_and_status_130(capsys) -> None:
     def main() -> None:
         raise KeyboardInterrupt

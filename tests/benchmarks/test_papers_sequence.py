@@ -152,6 +152,23 @@ def test_tested_sequences_do_not_end_a_run() -> None:
         assert int(task.model.solved) == solved
 
 
+def test_a_solved_run_that_goes_on_draws_no_sequence(tmp_path) -> None:
+    options = state_tracking.parse_arguments(["--smoke", "--output", str(tmp_path)])
+    options.epochs = 1
+    begun = state_tracking.build_trainer(options, "S3 n_h=2", 0)
+    begun.train("begun")
+    begun.model.solved.fill_(2)
+    begun.save()
+    options.epochs = 2
+    resumed = state_tracking.build_trainer(options, "S3 n_h=2", 0)
+    resumed.resume()
+    resumed.train("resumed")
+    first, second = resumed.history
+    assert "train_loss" in first
+    assert "train_loss" not in second
+    assert second["accuracy_longer"] == first["accuracy_longer"]
+
+
 def test_parity_is_learned_and_lasts(tmp_path) -> None:
     arguments = ["--tasks", "parity", "--factors", "1", "--length", "8", "--iterations", "300"]
     state_tracking.main([*arguments, "--output", str(tmp_path)])

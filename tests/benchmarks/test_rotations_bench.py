@@ -53,6 +53,10 @@ def test_sets_and_seeds_are_added(bench: ModuleType, tmp_path: Path) -> None:
     assert second["held_out"]["topics"] == first["held_out"]["topics"]
     assert trained.read_bytes() == before
 
+    options.tokens = 9
+    with pytest.raises(ValueError, match=r"must hold runs of .*'tokens': 8"):
+        bench.Bench(options)
+
     bench.merge(options)
     content = json.loads((tmp_path / "results/rotations.json").read_text())
     lines = [line.split("|")[1:3] for line in content["tables"]["rows"].splitlines()[2:]]

@@ -68,10 +68,13 @@ def test_a_run_is_a_file_and_is_not_repeated(
     monkeypatch.setattr("sys.argv", command)
     why.main()
     why.main()
-    stored = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    stored = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     assert sorted(run["rate"] for run in stored) == why.RATES
     assert capsys.readouterr().out.count("deep-20-tagged") == len(stored) == 9
     assert all(run["steps"] == 2 and math.isfinite(run["accuracy"]) for run in stored)
+    monkeypatch.setattr("sys.argv", [*command, "--steps", "3"])
+    with pytest.raises(ValueError, match=r"must hold runs of {'steps': 2}, got {'steps': 3}"):
+        why.main()
 
 
 def test_tables_are_those_of_the_values(why: ModuleType) -> None:

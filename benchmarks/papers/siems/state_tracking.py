@@ -112,6 +112,7 @@ class Tracking:
             draw(table, TESTED, LONGER * options.length, torch.Generator().manual_seed(seed))
             for seed in (2**31, 2**31 + 1)
         )
+        self.right = torch.zeros(())  # of the last batch
         self.last: dict[str, float] = {}
 
     def batches(self, generator: torch.Generator) -> Iterator[Batch]:
