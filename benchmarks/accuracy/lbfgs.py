@@ -34,7 +34,7 @@ import stiefel_opt as so
 from benchmarks.common.harness import RESULTS, machine, markdown_table, one_thread, write_json
 
 GAPS = (1e-8, 1e-12)
-RATES = (0.2, 0.4, 0.8, 1.6)
+RATES = (0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 1.6, 2.4, 3.2)
 MOST_PRODUCTS = 800
 OURS = "StiefelLBFGS"
 

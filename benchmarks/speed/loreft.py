@@ -134,8 +134,10 @@ class Training:
         self.losses.append(loss.item())
 
     def kept(self, piece: Piece) -> int:
-        """Bytes that a step keeps for its backward pass."""
-        return kept_bytes(lambda: self.bench.loss(self.found, piece))[0]
+        """Bytes that a step keeps for its backward pass, parameters and buffers aside."""
+        modules = self.bench.model, self.found
+        own = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        return kept_bytes(lambda: self.bench.loss(self.found, piece), (*own, *piece))[0]
 
     def first_angle(self, piece: Piece) -> float:
         """Make a step, and return the largest angle between the columns before and behind it."""

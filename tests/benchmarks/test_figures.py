@@ -65,7 +65,7 @@ def test_a_picture_is_drawn_from_the_results_beside_it(
 
 
 @pytest.mark.usefixtures("example")
-def test_a_draw_that_missed_the_clock_is_drawn(tmp_path: Path) -> None:
+def test_a_draw_that_did_not_arrive_is_drawn(tmp_path: Path) -> None:
     content = json.loads((RESULTS / "eigen_methods.json").read_text())
     content["results"]["2000 x 50, methods"]["StiefelSGD"]["seconds"][0] = None
     (tmp_path / "eigen_methods.json").write_text(json.dumps(content))
