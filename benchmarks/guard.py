@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -126,12 +125,10 @@ def measure(pair: Pair, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     ours, rival = pair.build()
     timings = interleave([ours.contestant, rival.contestant], rounds=rounds, device=CPU)
-    mine, theirs = (timings.seconds[each.contestant.name] for each in (ours, rival))
-    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
-    low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
+    names = ours.contestant.name, rival.contestant.name
     return {
-        "ratio": middle,
-        "quartiles": [low, high],
+        "ratio": timings.ratio(*names),
+        "quartiles": timings.ratio_quartiles(*names),
         "tolerance": pair.tolerance,
         "error": ours.error(),
         "rival_error": rival.error(),

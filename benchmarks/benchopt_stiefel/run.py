@@ -7,8 +7,8 @@
 
 Every method has the same initialisations and batches, momentum 0.9 and the same number of steps.
 The learning rate is chosen by how five runs end, so that its neighbours, a half decade away, are
-worse: those that miss the target count first, then the mean of steps or values. Five other seeds
-are shown, by their median.
+worse (CayleyAdam on ICA has the largest): those that miss the target count first, then the mean of
+steps or values. Five other seeds are shown, by their median.
 One table compares packages, the other the options of StiefelSGD and StiefelAdam; all StiefelAdam
 here have radius=1.0, nesterov=False.
 """

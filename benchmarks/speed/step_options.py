@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,11 +73,10 @@ def timed(row: Row, rounds: int, device: torch.device) -> tuple[Timings, float]:
     return timings, max(orthonormality_error(entry.matrices()) for entry in entries)
 
 
-def ratio(timings: Timings, name: str, other: str) -> list[float]:
+def ratio(timings: Timings, *names: str) -> list[float]:
     """Return the quartiles of the ratio within rounds, the median second."""
-    pairs = zip(timings.seconds[name], timings.seconds[other], strict=True)
-    found: list[float] = np.percentile([own / its for own, its in pairs], (25, 50, 75)).tolist()
-    return found
+    low, high = timings.ratio_quartiles(*names)
+    return [low, timings.ratio(*names), high]
 
 
 def main(argv: list[str] | None = None) -> int:

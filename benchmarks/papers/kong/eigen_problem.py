@@ -56,7 +56,10 @@ class Problem:
 
 @dataclass
 class Run:
-    """Where a run has got to: products with A, seconds, relative gap and |X'X - I|."""
+    """Where a run has got to: products with A, seconds, relative gap and |X'X - I|.
+
+    The product at the initial point is counted for pymanopt only.
+    """
 
     products: int = 0
     seconds: float = 0.0

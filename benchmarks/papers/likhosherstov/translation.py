@@ -9,8 +9,8 @@ source; another writes the target and attends to all states of the first: by def
 of Luong et al. (2015) after the recurrence and gradients clipped at 1, in the preset with the
 paper's additive score before it and no clipping; the paper does not mention any. Perplexity means,
 as in the table of the paper, 2^loss of a target word, end included, with a loss in nats.
-`StiefelAdam` runs with radius=1.0, nesterov=False. After Likhosherstov et al. (AISTATS 2021),
-section 4.2, appendix D and table 3.
+`StiefelAdam` runs with radius=1.0, nesterov=False; ProjectedRGD has Adam's learning rate. After
+Likhosherstov et al. (AISTATS 2021), section 4.2, appendix D and table 3.
 """
 
 import itertools
