@@ -290,11 +290,14 @@ class StiefelOptimizer(Optimizer, ABC):
         group = checks.completed(param_group, self.defaults)
         self.check_options(group)
         checks.check_new_group(group, self.param_groups)
-        if group["stiefel"]:
-            untagged = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-            key = group["stiefel"]
-            project_untagged(untagged, Stiefel() if key is True else Stiefel.from_dict(key))
         super().add_param_group(group)
+        if key := group["stiefel"]:
+            try:
+                manifold = Stiefel() if key is True else Stiefel.from_dict(key)
+                project_untagged(group["params"], manifold)
+            except Exception:
+                self.param_groups.pop()
+                raise
         self._indices.append(None)
         self.records.recall(group["params"])
 
@@ -332,6 +335,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _step_all(self) -> None:
         """Look at the gradients of every group, then move every group."""
+        self._count_groups()
         plain = [self._prepare(*item) for item in enumerate(self.param_groups)]
         for group, parameters in zip(self.param_groups, plain, strict=True):
             self._move_plain(group, parameters)
@@ -347,12 +351,20 @@ class StiefelOptimizer(Optimizer, ABC):
             if index is not None:
                 self._move_plain(group, index.plain_with_gradient(self, group))
 
+    def _count_groups(self) -> None:
+        """Divide all groups anew where one was added to, or taken from, ``param_groups`` itself."""
+        if len(self._indices) != len(self.param_groups):
+            for weight_group in self.all_constrained():
+                weight_group.views.release()
+            self._indices = [None] * len(self.param_groups)
+
     def _init_group(self, group: Group) -> None:  # noqa: ARG002
         """Make missing state: ``torch.compile`` calls it, and guards on who has a gradient.
 
         The first call makes the state of all groups: the compiler would overwrite state that is
         made later.
         """
+        self._count_groups()
         for place, each in enumerate(self.param_groups):
             for plain in self._init(place, each).plain:
                 parameter = each["params"][plain]
@@ -466,13 +478,19 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with the reading of each parameter beside it."""
-        packed = super().state_dict()
-        packed["state"] = {key: values for key, values in packed["state"].items() if values}
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
-        checkpoint.mark(packed["param_groups"], self.param_groups, self.rule)
-        return packed
+
+        def complete(_: Optimizer, packed: dict[str, Any]) -> None:  # before other hooks
+            packed["state"] = {key: values for key, values in packed["state"].items() if values}
+            checkpoint.mark(packed["param_groups"], self.param_groups, self.rule)
+
+        handle = self.register_state_dict_post_hook(complete, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -488,32 +506,16 @@ class StiefelOptimizer(Optimizer, ABC):
                 newer version, and options that make no sense. Nothing has changed then.
             TypeError: for what is no state_dict.
         """
-        checkpoint.check_state_dict(state_dict)
-        saved_groups = [dict(saved) for saved in state_dict["param_groups"]]
-        of_torch = checkpoint.take_marks(saved_groups, self.rule)
-        if of_torch:
-            checkpoint.check_plain_rule(
-                state_dict["state"], saved_groups, self._torch_rule, self.rule
-            )
-        checkpoint.check_saved_readings(self.param_groups, saved_groups)
-        legacy = {} if of_torch else self._legacy_defaults  # torch's lacks our options
-        checkpoint.complete_options(saved_groups, self.param_groups, self.defaults, legacy)
+        checkpoint.check_is_dict(state_dict)
         final: dict[str, Any] = {}
 
-        def examine(_: Optimizer, given: dict[str, Any]) -> None:  # as other hooks leave it
-            groups = self.param_groups, given["param_groups"]
-            if of_torch:
-                given["state"] = checkpoint.without_plain(given["state"], *groups)
-            for group, saved in zip(*groups, strict=False):
-                checks.check_lr({**group, **saved}["lr"])
-                self.check_options({**group, **saved})
-            plain = self._torch_rule is not None
-            checkpoint.check_states(given["state"], *groups, self.declared_for, of_torch=plain)
-            final.update(given)
+        def examine(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:  # behind other hooks
+            final.update(checkpoint.examined(given, self))
+            return dict(final)
 
         handle = self.register_load_state_dict_pre_hook(examine)
         try:
-            super().load_state_dict({**state_dict, "param_groups": saved_groups})
+            super().load_state_dict(dict(state_dict))
         finally:
             handle.remove()
         checkpoint.keep_precision(self.state, self.param_groups, final)

@@ -12,7 +12,7 @@ from torch import Tensor
 from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.checks import label, reading
+from stiefel_opt.optim.checks import check_lr, label, reading
 from stiefel_opt.optim.state import (
     MOMENTS_OF_TORCH,
     ROWS,
@@ -44,15 +44,40 @@ def mark(saved_groups: list[Group], groups: list[Group], rule: str) -> None:
             saved["readings"] = [r if r is None else r.as_dict() for r in readings]
 
 
-def check_state_dict(state_dict: object) -> None:
-    """Raise unless this has the parts of a state_dict."""
+def check_is_dict(state_dict: object) -> None:
+    """Raise unless this is a dict, for hooks to look at."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(fail("state_dict", "be a dict", type(state_dict).__name__))
+
+
+def check_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Raise unless this has the parts of a state_dict."""
+    check_is_dict(state_dict)
     keys = sorted(map(str, state_dict))
     if not {"state", "param_groups"} <= set(keys):
         remedy = "pass what optimizer.state_dict() returned"
         condition = "have the keys ['param_groups', 'state']"
         raise ValueError(fail("state_dict", condition, keys[:8], remedy))
+
+
+def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return what torch may load of a state_dict; raise for what no step could use."""
+    check_state_dict(given)
+    groups, state = [dict(saved) for saved in given["param_groups"]], given["state"]
+    known, torch_rule = optimizer.param_groups, optimizer._torch_rule
+    of_torch = take_marks(groups, optimizer.rule)
+    if of_torch:
+        check_plain_rule(state, groups, torch_rule, optimizer.rule)
+    check_saved_readings(known, groups)
+    legacy = {} if of_torch else optimizer._legacy_defaults  # torch's lacks our options
+    complete_options(groups, known, optimizer.defaults, legacy)
+    if of_torch:
+        state = without_plain(state, known, groups)
+    for group, saved in zip(known, groups, strict=False):
+        check_lr({**group, **saved}["lr"])
+        optimizer.check_options({**group, **saved})
+    check_states(state, known, groups, optimizer.declared_for, of_torch=torch_rule is not None)
+    return {**given, "param_groups": groups, "state": state}
 
 
 def take_marks(saved_groups: list[Group], rule: str) -> bool:

@@ -73,9 +73,9 @@ class StiefelMuon(MuonLike):
         self,
         params: ParamsT,
         lr: float | Tensor = 0.02,
+        weight_decay: float = 0.0,
         momentum: float = 0.95,
         nesterov: bool = True,
-        weight_decay: float = 0.0,
         *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -88,8 +88,8 @@ class StiefelMuon(MuonLike):
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
-        adamw = {"amsgrad": False, "decoupled_weight_decay": True}
-        super().__init__(params, options_of(locals()) | adamw)
+        options = options_of(locals())
+        super().__init__(params, {**options, "amsgrad": False, "decoupled_weight_decay": True})
 
     @override
     def check_options(self, group: Group) -> None:

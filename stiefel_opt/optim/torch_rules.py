@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adam import adam
+from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
 Group = dict[str, Any]
@@ -34,7 +35,7 @@ def step_sgd(
         buffers = [state.get("momentum_buffer") for state in states]
     sgd(
         parameters,
-        grads,
+        [grad.clone() for grad in grads] if _writes_to_grads(group, parameters) else grads,
         buffers,
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],
@@ -49,6 +50,16 @@ def step_sgd(
     )
     for state, buffer in zip(states, buffers, strict=False):
         state["momentum_buffer"] = buffer
+
+
+def _writes_to_grads(group: Group, parameters: list[Tensor]) -> bool:
+    """Say whether torch's foreach kernels add the momentum to the gradients in place."""
+    if not group["nesterov"] or group["maximize"] or group["weight_decay"] != 0:
+        return False
+    foreach = group["foreach"]
+    if foreach is None and group["fused"] is None:  # as torch chooses
+        foreach = _default_to_fused_or_foreach(parameters, False)[1]
+    return bool(foreach)
 
 
 def adam_moments(group: Group) -> list[str]:

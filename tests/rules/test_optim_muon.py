@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from typing import Any
 
@@ -27,6 +28,20 @@ def free_copy(net: nn.Module) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     other = copy.deepcopy(net)
     tensors = list(other.parameters())
     return other, [p for p in tensors if p.ndim == 2], [p for p in tensors if p.ndim != 2]
+
+
+def test_arguments_have_the_order_of_torchs_muon() -> None:
+    names = (
+        list(inspect.signature(rule).parameters) for rule in (so.StiefelMuon, torch.optim.Muon)
+    )
+    ours, theirs = (found[:5] for found in names)
+    assert ours == theirs == ["params", "lr", "weight_decay", "momentum", "nesterov"]
+
+
+def test_options_of_a_group_are_the_arguments_and_those_of_adamw() -> None:
+    opt = so.StiefelMuon([so.ManifoldParameter(torch.eye(3))])
+    arguments = set(inspect.signature(so.StiefelMuon).parameters)
+    assert opt.param_groups[0].keys() == arguments | {"amsgrad", "decoupled_weight_decay"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -524,3 +524,36 @@ def test_modules_that_project_what_they_load_say_nothing():
     module = MultiheadAttention(8, 2)
     module.load_state_dict(nn.MultiheadAttention(8, 2).state_dict())
     assert so.orthonormality_error(module) < 1e-5
+
+
+def test_hooks_of_a_state_dict_have_torchs_places() -> None:
+    """A hook sees what is saved, and may wrap it; what a hook unwraps or renames is what counts."""
+    net = model()
+    opt = optimizer("sgd", net.parameters())
+    train(net, opt, 0, 3)
+    seen: list[Any] = []
+    opt.register_state_dict_post_hook(lambda _, packed: seen.append(copy.deepcopy(packed)))
+    opt.register_state_dict_post_hook(lambda _, packed: {"wrapped": packed})
+    saved = copy.deepcopy(opt.state_dict())
+    assert saved.keys() == {"wrapped"}
+    assert saved["wrapped"]["param_groups"] == seen[0]["param_groups"]
+    assert "readings" in seen[0]["param_groups"][0]
+    for group in saved["wrapped"]["param_groups"]:
+        group["rule"] = "Old"
+    given = copy.deepcopy(saved)
+
+    def unwrap(_: Any, packed: dict[str, Any]) -> dict[str, Any]:
+        inner = packed["wrapped"]
+        groups = [{**group, "rule": "StiefelSGD"} for group in inner["param_groups"]]
+        return {**inner, "param_groups": groups}
+
+    other = copy.deepcopy(net)
+    loaded = optimizer("sgd", other.parameters())
+    with pytest.raises(ValueError, match="must have the keys"):
+        loaded.load_state_dict(saved)
+    loaded.register_load_state_dict_pre_hook(unwrap)
+    loaded.load_state_dict(saved)
+    assert_same(saved, given)
+    train(net, opt, 3, 6)
+    train(other, loaded, 3, 6)
+    assert_same(list(net.parameters()), list(other.parameters()))

@@ -17,6 +17,7 @@ from contract import (
     optimizer,
     train,
 )
+from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -156,6 +157,80 @@ def test_a_parameter_that_joins_late_changes_nothing_for_the_others(name, kind):
         assert opt.state[params[index]]["step"] == alone.state[p]["step"]
         for key, value in alone.state[p].items():
             torch.testing.assert_close(opt.state[params[index]][key], value, atol=1e-13, rtol=1e-13)
+
+
+def taken(opt, group):
+    opt.param_groups.remove(group)
+
+
+def appended(opt, group):
+    opt.param_groups.remove(group)
+    opt.step()
+    opt.param_groups.append(group)
+
+
+def replaced(opt, group):
+    opt.param_groups = [opt.param_groups[1], {**group}]
+
+
+def cleared(opt, group):
+    kept = opt.param_groups[-1]
+    assert kept is not group
+    opt.param_groups.clear()
+    opt.add_param_group(kept)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("edit", [taken, appended, replaced, cleared])
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [("sgd", "cpu"), ("adam", "as_accelerator"), ("muon", "cpu"), ("cayley-sgd", "cpu")],
+    indirect=["machine"],
+)
+def test_the_list_of_groups_may_be_edited(name, edit):
+    """As in torch: groups that are there move, with their state, and others stay."""
+    torch.manual_seed(0)
+    net, other = (so.constrain(nn.Linear(6, 4).double()) for _ in range(2))
+    together, alone = copy.deepcopy([net, other]), copy.deepcopy(other)
+    opt = optimizer(name, [{"params": list(each.parameters())} for each in together])
+    its_own = optimizer(name, alone.parameters())
+    for step in range(6):
+        if step == 3:
+            first = opt.param_groups[0]
+            for p in (*together[0].parameters(), *together[1].parameters()):
+                p.grad = None
+            edit(opt, first)
+        for each in (*together, alone):
+            each.zero_grad()
+            each(torch.linspace(-1, 1, 6 + step).double()[step:]).square().sum().backward()
+        before = [p.detach().clone() for p in together[0].parameters()]
+        opt.step()
+        its_own.step()
+        moves = step < 3 or edit in (appended, replaced)
+        assert all(
+            torch.equal(p, q) != moves
+            for p, q in zip(together[0].parameters(), before, strict=True)
+        )
+    for p, q in zip(together[1].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.CayleySGD, so.ProjectedRGD])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_a_step_writes_to_no_gradient(rule, foreach):
+    """Torch's foreach kernels add Nesterov's momentum to gradients in place: ours are copies."""
+    rows, plain = so.ManifoldParameter(torch.randn(6, 4), so.Stiefel(rows=(0, 4))), torch.ones(5)
+    params = [rows, nn.Parameter(plain)]
+    opt = rule(params, lr=0.01, momentum=0.9, nesterov=True, foreach=foreach)
+    other = nn.Parameter(plain.clone())
+    twin = torch.optim.SGD([other], 0.01, 0.9, nesterov=True)
+    for _ in range(3):
+        for p in (*params, other):
+            p.grad = torch.ones_like(p)
+        opt.step()
+        twin.step()
+        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in params)
+    assert torch.equal(params[1], other)
 
 
 @on_machines(cpu="sgd", as_accelerator="cayley-adam", slowly_compiled="cayley-sgd")

@@ -121,6 +121,28 @@ def assert_refused(opt, net, group, error, message):
     opt.step()
 
 
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        (lambda q: [("named", q)], ValueError),
+        (lambda q: [q, torch.ones(4, 2, requires_grad=True) * 2], ValueError),
+        (lambda q: {q}, TypeError),
+        (lambda q: [q, "bias"], TypeError),
+        (lambda q: [q, nn.Parameter(torch.full((4, 2), torch.inf))], ValueError),
+        (lambda q: [q, nn.Parameter(torch.ones(3))], ValueError),
+    ],
+    ids=["named", "no leaf", "set", "no tensor", "inf", "vector"],
+)
+def test_a_refused_group_leaves_its_parameters_as_they_were(params, error):
+    q = nn.Parameter(torch.randn(4, 2))
+    opt, before = SGD([so.ManifoldParameter(torch.eye(3))], lr=0.1), q.detach().clone()
+    with pytest.raises(error):
+        opt.add_param_group({"params": params(q), "stiefel": True})
+    assert torch.equal(q, before)
+    assert not hasattr(q, "manifold")
+    assert len(opt.param_groups) == 1
+
+
 @pytest.mark.parametrize("rule", [SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM])
 def test_every_rule_checks_all_its_options(rule):
     for options, error, message in [
