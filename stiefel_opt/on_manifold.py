@@ -54,9 +54,9 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
         \xi = D - X\,\mathrm{sym}(X^\top D),\quad X \leftarrow (X + \xi)(I + \xi^\top\xi)^{-1/2}
 
     Plain weights get the optimizer's own bits. Checkpoints, schedules, closures, gradient scaling
-    and groups added later work as before. ``p.grad`` stays as it is. Momentum stays in the
-    coordinates of the weight, while that of :class:`stiefel_opt.StiefelAdam` and
-    :class:`stiefel_opt.StiefelSGD` turns with the point.
+    and groups added later work as before. ``p.grad`` of a constrained weight stays as it is.
+    Momentum stays in the coordinates of the weight, while that of
+    :class:`stiefel_opt.StiefelAdam` and :class:`stiefel_opt.StiefelSGD` turns with the point.
 
     Args:
         optimizer: A ``torch.optim.Optimizer``, of torch or of another package. Constrained are

@@ -66,6 +66,7 @@ class GroupIndex:
         self._stiefel = group["stiefel"]
         self._bind(optimizer, group)
         self.readings = [checks.reading(parameter, group) for parameter in self._params]
+        checks.check_shapes(self._params, self.readings, optimizer.param_groups)
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
         self.weight_groups: list[WeightGroup] = []
@@ -154,7 +155,8 @@ class StiefelOptimizer(Optimizer, ABC):
     ``torch.compile``.
 
     Args:
-        params: Parameters, named parameters or groups, as in torch.
+        params: Parameters, named parameters or groups, as in torch. A step needs their values: not
+            on the meta device.
         defaults: Options of the groups; ``nonfinite`` and ``stiefel`` are added.
 
     Attributes:
@@ -590,12 +592,14 @@ class StiefelOptimizer(Optimizer, ABC):
         Raises:
             TypeError: for sharded parameters, whose momentum can only be read, and for what is no
                 tensor.
-            ValueError: for tensors of another shape, and values that are not finite. Nothing has
-                changed then.
+            ValueError: for tensors of another shape, values that are not finite, and rules that
+                keep no momentum. Nothing has changed then.
         """
         group, manifold = group_of(parameter, self.param_groups)
         declared, form = self.declared_for(group), self._velocity_form()
         self._check_velocity(declared)
+        if not declared:
+            raise ValueError(fail(self.rule, "keep a momentum", "momentum=0", "set momentum"))
         called = partial(checks.name_of, parameter, self.param_groups)
         set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
 

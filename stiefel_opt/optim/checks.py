@@ -303,6 +303,19 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
 
 
+def check_shapes(
+    parameters: list[Tensor], readings: Sequence[Stiefel | None], groups: list[Group]
+) -> None:
+    """Raise for a parameter that cannot be read so: the key of a group may change in training."""
+    for parameter, manifold in zip(parameters, readings, strict=True):
+        if manifold is None:
+            continue
+        try:
+            manifold.check(parameter.shape, "")
+        except ValueError:  # its name takes time
+            manifold.check(parameter.shape, name_of(parameter, groups))
+
+
 def check_sharing(
     shards: Shards, parameter: Tensor, optimizer: Any, called: Callable[[], str]
 ) -> None:

@@ -27,6 +27,31 @@ def test_a_group_that_stops_constraining_starts_a_plain_state(name: str) -> None
     assert so.orthonormality_error(weight) > 1e-3
 
 
+def test_a_reading_that_does_not_fit_is_refused_by_name_before_anything_moves() -> None:
+    layer = so.constrain(nn.Linear(6, 4))
+    opt = so.StiefelSGD(layer.named_parameters(), lr=0.1)
+    for stiefel in (None, so.Stiefel(heads=2).as_dict()):
+        layer(torch.ones(1, 6)).sum().backward()
+        before = [p.detach().clone() for p in layer.parameters()]
+        opt.param_groups[0]["stiefel"] = stiefel
+        if stiefel is None:
+            opt.step()
+    with pytest.raises(ValueError, match="`bias` must have at least 2 dimensions"):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("rule", [so.StiefelSGD, so.ProjectedRGD, so.StiefelMuon])
+def test_a_velocity_needs_a_momentum(rule: Any) -> None:
+    weight = so.ManifoldParameter(torch.eye(4, 2))
+    opt = rule([weight], lr=0.1, momentum=0.0)
+    skew, normal = opt.velocity(weight)
+    assert not skew.any()
+    assert not normal.any()
+    with pytest.raises(ValueError, match="must keep a momentum, got momentum=0"):
+        opt.set_velocity(weight, torch.zeros(2, 2), torch.zeros(4, 2))
+
+
 @on_machines(cpu="adam-amsgrad sgd", as_accelerator="cayley-sgd")
 def test_a_parameter_of_another_shape_is_named_before_anything_moves(name: str) -> None:
     plain, weight = nn.Parameter(torch.zeros(3)), so.ManifoldParameter(torch.eye(4, 2))
