@@ -8,12 +8,14 @@ Everything here broadcasts over leading dimensions.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from stiefel_opt._checks import HALF, fail
+from stiefel_opt.device import full_precision, no_autocast
 from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
@@ -77,7 +79,8 @@ def polar_factor(matrices: Tensor) -> Tensor:
 
     Note: One LAPACK singular value decomposition, about 6 n m^2 + 20 m^3 flops, which waits for the
         device: for initial values, not for steps. One Newton-Schulz step at the end removes the
-        rounding of the decomposition from X'X - I.
+        rounding of the decomposition from X'X - I. Autograd would divide by differences of
+        singular values: :func:`retract` has the derivative.
     """
     if matrices.size(-2) < matrices.size(-1):
         raise ValueError(fail("matrices", "be tall", matrices))
@@ -112,6 +115,7 @@ def random_point(
     return orthonormal.mT.contiguous() if wide else orthonormal.contiguous()
 
 
+@full_precision
 def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     r"""Return :math:`R_X(\xi)` for "polar", "qr" or "cayley": of tall matrices, one factorisation.
 
@@ -119,7 +123,8 @@ def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     """
     moved = point + tangent
     if retraction == "polar":
-        return polar_factor(moved)
+        polar: Tensor = _Polar.apply(moved)  # type: ignore[no-untyped-call]
+        return polar
     if retraction == "qr":
         return positive_qr(moved)
     turn = skew(point.mH @ tangent)
@@ -135,3 +140,71 @@ def positive_qr(matrices: Tensor) -> Tensor:
     phase = torch.sgn(torch.diagonal(triangular, dim1=-2, dim2=-1)).unsqueeze(-2)
     factor: Tensor = torch.where(phase == 0, orthonormal, orthonormal * phase)
     return factor.to(matrices.dtype)
+
+
+# ---- the derivative of the polar factor ----------------------------------------------------------
+
+
+class _Polar(torch.autograd.Function):
+    r"""Y with A = Y H, the polar factor, and its derivative, at equal singular values too.
+
+    Of a gradient G it makes :math:`(I - Y Y^\top) G H^{-1} + 2 Y \Omega`, where
+    :math:`H \Omega + \Omega H = \mathrm{skew}(Y^\top G)`. Without ``jvp``: nested forward modes
+    of torch 2.13 return zeros for a function that has one.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @override
+    def forward(matrices: Tensor) -> Tensor:
+        return polar_factor(matrices)
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        matrices, polar = ctx.saved_tensors
+        with no_autocast(matrices):
+            stretch, inner = sym(polar.mH @ matrices), polar.mH @ grads[0]
+            # solve_ex: without full rank there is no derivative, and the device need not wait
+            normal = grads[0] - polar @ inner
+            across: Tensor = torch.linalg.solve_ex(stretch, normal, left=False).result
+            turn: Tensor = _Lyapunov.apply(stretch, skew(inner))  # type: ignore[no-untyped-call]
+            result: Tensor = across + 2 * polar @ turn
+            return result
+
+
+class _Lyapunov(torch.autograd.Function):
+    r"""X with :math:`H X + X H = Y`, H positive definite, by its eigenvalues.
+
+    Its derivative, :math:`H \, dX + dX \, H = dY - dH \, X - X \, dH`, is an equation of the same
+    kind, so that any order of derivative divides by sums of eigenvalues only.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @override
+    def forward(matrix: Tensor, right: Tensor) -> Tensor:
+        values, basis = torch.linalg.eigh(matrix)
+        inner = (basis.mH @ right @ basis) / (values.unsqueeze(-1) + values.unsqueeze(-2))
+        solution: Tensor = basis @ inner @ basis.mH
+        return solution
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        matrix, solution = ctx.saved_tensors
+        with no_autocast(matrix):
+            back: Tensor = _Lyapunov.apply(matrix, grads[0])  # type: ignore[no-untyped-call]
+            return -(back @ solution.mH + solution.mH @ back), back

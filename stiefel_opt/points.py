@@ -226,8 +226,10 @@ def retract(
         ValueError: for another retraction, shapes that differ or that ``manifold`` does not fit.
         TypeError: for arguments that are no tensor, or no :class:`Stiefel`.
 
-    Note: One factorisation for each matrix. Differentiable. An optimizer of this package needs none
-        of it: see :class:`ProjectedRGD`.
+    Note: One factorisation for each matrix, in float32 for half precision. Differentiable any
+        number of times, at a tangent of zero too; "polar" in reverse mode only, with an
+        eigendecomposition of m x m. An optimizer of this package needs none of it: see
+        :class:`ProjectedRGD`.
     Reference: Absil, Mahony & Sepulchre, Optimization algorithms on matrix manifolds (2008), 4.1;
         Wen & Yin (2013).
     """

@@ -26,7 +26,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "linalg": {"device"},
     "roots": {"linalg", "device"},
     "distributed": set(),
-    "geometry": {"linalg", "_checks"},
+    "geometry": {"linalg", "device", "_checks"},
     "stacked": set(),
     "foreign": {"_checks", "device"},
     "manifold": {"_checks"},

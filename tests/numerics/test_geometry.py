@@ -5,8 +5,11 @@ import pytest
 import scipy.linalg
 import torch
 from cases import in_turn
+from torch.autograd import gradcheck, gradgradcheck
 
+import stiefel_opt as so
 from stiefel_opt.geometry import (
+    RETRACTIONS,
     gram_error,
     orthonormality_tolerance,
     polar_factor,
@@ -159,3 +162,87 @@ def test_random_point_is_invariant_under_rotation_of_its_rows():
 def test_random_point_refuses_what_is_no_matrix(shape):
     with pytest.raises(ValueError, match="`shape` must be at least two positive sizes"):
         random_point(*shape)
+
+
+# ---- retractions ---------------------------------------------------------------------------------
+
+STORED = [(3, 3), (4, 2), (2, 4), (2, 3, 2), (1, 2, 2, 2)]
+DTYPES = [torch.float64, torch.complex128]
+
+
+def stored_point(*shape, dtype=torch.float64):
+    return so.random_point(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def stored_tangents(point):
+    """None, along which the singular values of X + xi are equal, and a random one."""
+    vector = gaussian(*point.shape, seed=1, dtype=point.dtype)
+    return torch.zeros_like(point), so.project_tangent(point, vector)
+
+
+@pytest.mark.parametrize("retraction", RETRACTIONS)
+@pytest.mark.parametrize(("shape", "dtype"), in_turn(STORED, DTYPES))
+def test_a_retraction_has_its_derivatives_at_every_tangent(shape, dtype, retraction):
+    def end(point, tangent):
+        return so.retract(point, tangent, retraction=retraction)
+
+    point = stored_point(*shape, dtype=dtype)
+    for tangent in stored_tangents(point):
+        pair = point.clone().requires_grad_(), tangent.requires_grad_()
+        assert gradcheck(end, pair, check_batched_grad=True)
+        assert gradgradcheck(end, pair, fast_mode=retraction != "polar")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_polar_retraction_has_derivatives_of_any_order(dtype):
+    """Of third order at a tangent of zero, against those beside it."""
+    point = stored_point(4, 3, dtype=dtype)
+    direction, weight = (gaussian(4, 3, seed=seed, dtype=dtype) for seed in (1, 2))
+
+    def third(offset):
+        t = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        value = (so.retract(point, offset * weight + t * direction) * weight.conj()).real.sum()
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value, t, create_graph=True)
+        return value.item()
+
+    assert third(0.0) == pytest.approx(third(1e-7), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch
+def test_the_polar_retraction_is_mapped_and_traced():
+    point = stored_point(5, 3)
+
+    def slope(tangent):
+        return torch.func.grad(lambda vector: (so.retract(point, vector) ** 3).sum())(tangent)
+
+    zero, tangent = stored_tangents(point)
+    several = torch.stack([zero, tangent])
+    expected = torch.stack([slope(zero), slope(tangent)])
+    torch.testing.assert_close(torch.vmap(slope)(several), expected)
+    leaf = tangent.clone().requires_grad_()
+    traced = torch.compile(lambda v: so.retract(point, v), backend="aot_eager", fullgraph=True)
+    (traced(leaf) ** 3).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected[1])
+
+
+@pytest.mark.parametrize("retraction", RETRACTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [0.0, 1.0, 1e3])
+def test_a_retraction_in_half_precision_is_that_of_float32_rounded(length, dtype, retraction):
+    point = stored_point(6, 4, dtype=torch.float32).to(dtype)
+    tangent = (length * gaussian(6, 4, seed=1, dtype=torch.float32)).to(dtype)
+    end = so.retract(point, tangent, retraction=retraction)
+    wide = so.retract(point.float(), tangent.float(), retraction=retraction)
+    assert torch.equal(end, wide.to(dtype))
+    assert end.dtype == dtype
+
+
+@pytest.mark.parametrize("retraction", ["polar", "qr"])
+@pytest.mark.parametrize("length", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_retraction_of_any_length_is_orthonormal_to_rounding(length, dtype, retraction):
+    point = stored_point(20, 6, dtype=dtype)
+    tangent = length * stored_tangents(point)[1]
+    end = so.retract(point, tangent, retraction=retraction)
+    assert gram_error(end) < orthonormality_tolerance(dtype, 20)
