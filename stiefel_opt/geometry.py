@@ -20,7 +20,7 @@ from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 # |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.
-FAR: Final = 1e-2
+FAR: Final = 2e-2
 
 
 def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
@@ -32,6 +32,11 @@ def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
     if dtype in HALF:
         return 2.0 * torch.finfo(dtype).eps
     return 10.0 * math.sqrt(n) * torch.finfo(dtype).eps
+
+
+def scale_tolerance(dtype: torch.dtype) -> float:
+    """Return the relative difference of two scales of one weight that counts as rounding."""
+    return 1e-3 if dtype in HALF else 1e-5
 
 
 def widened(tensor: Tensor) -> Tensor:

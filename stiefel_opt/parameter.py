@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -148,16 +148,19 @@ def has_lost_tag(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def project_untagged(parameters: Iterable[Tensor], manifold: Stiefel) -> None:
+def project_untagged(parameters: Iterable[Tensor], key: bool | Mapping[str, Any] | None) -> None:
     """Project in place, and tag, the ``parameters`` of a group that are untagged.
 
-    For the key ``stiefel`` of a group, when it is added: the first forward pass then sees a point,
-    and averages and reports a tag, as of a :class:`ManifoldParameter`. Tagged parameters stay as
-    they are; DTensors and those on the meta device are only tagged.
+    For the ``key`` "stiefel" of a group, when it is added: the first forward pass then sees a
+    point, and averages and reports a tag, as of a :class:`ManifoldParameter`. Tagged parameters
+    stay as they are; DTensors and those on the meta device are only tagged.
 
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
+    if not key:
+        return
+    manifold = Stiefel() if key is True else Stiefel.from_dict(key)
     points: list[tuple[str, Any, Tensor | None]] = []
     lost: list[tuple[str, float]] = []
     for parameter in parameters:

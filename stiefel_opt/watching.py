@@ -34,7 +34,7 @@ from stiefel_opt.device import (
     untraced,
 )
 from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.geometry import FAR, orthonormality_tolerance, widened
+from stiefel_opt.geometry import FAR, orthonormality_tolerance, scale_tolerance, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.points import kept_scale, largest_error, nearest
@@ -311,9 +311,7 @@ def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel
         scale = kept_scale(value, reading, name)
     except ValueError:  # zero, or not finite
         return reading
-    if abs(scale / reading.scale - 1) <= 10 * orthonormality_tolerance(
-        value.dtype, max(reading.heights(value.shape))
-    ):
+    if abs(scale / reading.scale - 1) <= scale_tolerance(value.dtype):
         return reading
     if module.__dict__.get(GROUPED, False):
         warnings.warn(

@@ -24,7 +24,6 @@ from stiefel_opt.device import exact_products, is_compiling, readable
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
-from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.commit import Correction, Rule, StepOptions
@@ -179,6 +178,7 @@ class StiefelOptimizer(Optimizer, ABC):
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
+    _is_new: bool = False  # within the constructor
     _options_of_torch: ClassVar[Group] = {}  # of the plain rule, where a subclass names none
     # Values of options that an older checkpoint lacks.
     _legacy_defaults: ClassVar[Group] = {}
@@ -203,7 +203,11 @@ class StiefelOptimizer(Optimizer, ABC):
         self.records = Records()
         checks.check_params(params)
         defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
+        self._is_new = True  # no weight is written to before every group has been looked at
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
+        self._is_new = False
+        for group in self.param_groups:
+            self._admit_group(group)
         checks.warn_if_nothing_is_constrained(self.param_groups)
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -293,14 +297,13 @@ class StiefelOptimizer(Optimizer, ABC):
         self.check_options(group)
         checks.check_new_group(group, self.param_groups)
         super().add_param_group(group)
-        if key := group["stiefel"]:
-            try:
-                manifold = Stiefel() if key is True else Stiefel.from_dict(key)
-                project_untagged(group["params"], manifold)
-            except Exception:
-                self.param_groups.pop()
-                raise
         self._indices.append(None)
+        if not self._is_new:
+            self._admit_group(group)
+
+    def _admit_group(self, group: Group) -> None:
+        """Constrain what the key ``stiefel`` says, and remember the tags."""
+        project_untagged(group["params"], group["stiefel"])
         self.records.recall(group["params"])
 
     # ---- the step ------------------------------------------------------------------------------
@@ -598,8 +601,6 @@ class StiefelOptimizer(Optimizer, ABC):
         group, manifold = group_of(parameter, self.param_groups)
         declared, form = self.declared_for(group), self._velocity_form()
         self._check_velocity(declared)
-        if not declared:
-            raise ValueError(fail(self.rule, "keep a momentum", "momentum=0", "set momentum"))
         called = partial(checks.name_of, parameter, self.param_groups)
         set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
 

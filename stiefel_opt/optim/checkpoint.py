@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
+from stiefel_opt.geometry import scale_tolerance
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_lr, label, reading
 from stiefel_opt.optim.state import (
@@ -252,11 +253,18 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
         pairs = zip(group["params"], _saved_readings(saved), strict=False)
         for index, (parameter, earlier) in enumerate(pairs):
             current = reading(parameter, group)
-            if earlier is not None and (current is None or current.as_dict() != earlier):
+            if earlier is not None and not _agree(current, earlier, parameter.dtype):
                 called = f"reading of {label(group, index, number)}"
                 condition = f"be the saved one, {Stiefel.from_dict(earlier)}"
                 remedy = "constrain it as it was when the checkpoint was written"
                 raise ValueError(fail(called, condition, current, remedy))
+
+
+def _agree(current: Stiefel | None, saved: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Say whether readings are equal, but for the rounding of a scale that a weight kept."""
+    if current is None or current.as_dict() | {"scale": 1.0} != {**saved, "scale": 1.0}:
+        return False
+    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=scale_tolerance(dtype))
 
 
 def complete_options(

@@ -78,6 +78,8 @@ def set_velocity_(
     """Set (Z, U), after all of it is checked; see ``StiefelOptimizer.set_velocity``."""
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
+    if not declared:
+        raise ValueError(fail("momentum", "not be 0 to set a velocity", "0"))
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))

@@ -557,3 +557,34 @@ def test_hooks_of_a_state_dict_have_torchs_places() -> None:
     train(net, opt, 3, 6)
     train(other, loaded, 3, 6)
     assert_same(list(net.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sgd", "adam", "muon"])
+def test_a_kept_scale_is_the_saved_one_but_for_rounding(dtype: torch.dtype, name: str) -> None:
+    """It is taken from loaded values again; another process begins with other values."""
+
+    def build(seed: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        net = so.constrain(nn.Linear(16, 32).to(dtype), scale="keep")
+        return net, optimizer(name, net.parameters())
+
+    net, opt = build(0)
+    for _ in range(5):
+        opt.zero_grad()
+        net(torch.ones(3, 16, dtype=dtype)).square().sum().backward()
+        opt.step()
+    for seed in range(1, 9):
+        other, loaded = build(seed)
+        with pytest.raises(ValueError, match="scale"):
+            loaded.load_state_dict(opt.state_dict())
+        other.load_state_dict(net.state_dict())
+        loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+        assert torch.equal(other.weight, net.weight)
+
+
+def test_another_scale_is_refused() -> None:
+    layers = (so.constrain(nn.Linear(16, 32), scale=scale) for scale in (0.5, 0.5002))
+    one, other = (optimizer("sgd", layer.parameters()) for layer in layers)
+    with pytest.raises(ValueError, match=r"be the saved one, .*scale=0.5"):
+        other.load_state_dict(one.state_dict())

@@ -508,3 +508,23 @@ def test_sparse_gradients_of_plain_parameters():
     with pytest.raises(TypeError, match=r"`grad of table` must be dense, got .*shape \(4, 3\)"):
         adam.step()
     assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("second", "error"),
+    [
+        ({"wd": 0.1}, TypeError),
+        ({"lr": -1.0}, ValueError),
+        ({"stiefel": so.Stiefel(heads=3)}, ValueError),
+        ("twice", ValueError),
+    ],
+)
+@pytest.mark.parametrize("rule", [SGD, ADAM, RGD, CAYLEY_SGD, so.StiefelMuon])
+def test_an_optimizer_that_is_refused_leaves_every_weight_as_it_was(rule, second, error):
+    q, r = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+    before = [q.detach().clone(), r.detach().clone()]
+    other = {"params": [q]} if second == "twice" else {"params": [r], **second}
+    with pytest.raises(error):
+        rule([{"params": [q], "stiefel": True}, other], lr=0.1)
+    assert all(torch.equal(p, value) for p, value in zip((q, r), before, strict=True))
+    assert not hasattr(q, "manifold")

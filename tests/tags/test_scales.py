@@ -43,6 +43,21 @@ def test_weights_alone_bring_their_scale(options: dict[str, Any]) -> None:
     assert layer.weight.manifold.scale == pytest.approx(16.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.005, 1.05, 2.0])
+def test_the_norm_of_what_is_loaded_is_kept_in_every_precision(
+    dtype: torch.dtype, factor: float
+) -> None:
+    one, other = kept().to(dtype), kept().to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a factor that is rounded leaves the manifold
+        other.load_state_dict({k: factor * v for k, v in one.state_dict().items()})
+    norm = other.weight.float().norm()
+    so.project_(other)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(other.weight.float().norm(), norm, rtol=1e-3 + eps / 8, atol=0)
+
+
 def test_weights_that_are_off_warn_and_the_remedy_keeps_their_norm() -> None:
     layer, saved = kept(), nn.Linear(8, 4).state_dict()
     saved["weight"] *= 30
