@@ -287,7 +287,8 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
 
     Returns: The module; the value stays as it is.
     Raises:
-        ValueError: for an unknown name, or a weight that is not constrained.
+        ValueError: for an unknown name, or a weight that is not constrained, or that a
+            parametrization of others computes. Nothing is changed then.
         TypeError: if ``module`` is not a module.
 
     Note: An optimizer of ``model.parameters()`` follows from its next step on; one that was built
@@ -295,10 +296,16 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
     """
     check_module("module", module)
     path, _, leaf = str(name).rpartition(".")
-    for prefix, owner in module.named_modules():
-        if prefix == path and parametrize.is_parametrized(owner, leaf):
-            parametrize.remove_parametrizations(owner, leaf)
-            return module
+    parent = dict(module.named_modules(remove_duplicate=False)).get(path)
+    if parent is not None and parametrize.is_parametrized(parent, leaf):
+        maps: Any = parent.parametrizations[leaf]
+        for each in maps:
+            if not isinstance(getattr(each, "manifold", None), Stiefel):  # which ours all have
+                given = f"one that {type(each).__name__} computes"
+                remedy = "end that first: torch.nn.utils.parametrize.remove_parametrizations"
+                raise ValueError(fail(name, "be constrained to be released", given, remedy))
+        parametrize.remove_parametrizations(parent, leaf)
+        return module
     owner, leaf, parameter = find_parameter(module, name)
     holders = [
         (other, known)
@@ -336,7 +343,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
 
     For values that came from elsewhere: a checkpoint in bfloat16, averaged or merged weights,
     weights that have drifted. Matrices that are orthonormal up to rounding stay bit for bit, and so
-    do plain rows. Parameters in half precision are projected in float32 and rounded; those on the
+    do plain rows. Values in half precision are projected in float32 and rounded; those on the
     meta device are skipped. Sharded ones are gathered: every process must call. The momentum of an
     optimizer is not touched: the next step takes the part of it that is tangent at the new point;
     of StiefelSGD, whose momentum U refers to the point that the last step wrote, up to lr |U| times
@@ -355,7 +362,9 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     Note: One singular value decomposition for each matrix that is off, and a host sync.
     """
     if isinstance(x, Tensor):
-        _project(x, reading_of(x, manifold, "x"), "x")
+        reading = reading_of(x, manifold, "x")
+        if not x.is_meta:
+            _project(x, reading, "x")
         return x
     if manifold is not None:
         raise ValueError(fail("manifold", "be None for a model", manifold))

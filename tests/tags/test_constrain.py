@@ -219,6 +219,13 @@ def test_two_parameters_of_one_module():
     assert len(module._forward_pre_hooks) == 1
 
 
+def test_projecting_skips_the_meta_device():
+    for value in (torch.empty(3, 2, device="meta"), nn.Parameter(torch.empty(3, 2, device="meta"))):
+        assert so.project_(value) is value
+    with pytest.raises(ValueError, match="heads of x"):
+        so.project_(torch.empty(3, 2, device="meta"), so.Stiefel(heads=2))
+
+
 def test_meta_parameters_are_recorded_and_tagged():
     with torch.device("meta"):
         model = attention()

@@ -394,6 +394,56 @@ def test_release_undoes_every_record_of_a_tied_weight() -> None:
     assert str(so.report(so.retag(net))) == "no constrained parameters"
 
 
+class Doubled(nn.Module):
+    """Somebody's parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+def doubled(layer: nn.Module) -> nn.Module:
+    return parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+FOREIGN = {
+    "_WeightNorm": parametrizations.weight_norm,
+    "_SpectralNorm": parametrizations.spectral_norm,
+    "_Orthogonal": parametrizations.orthogonal,
+    "Doubled": doubled,
+    "Doubled above ours": lambda layer: doubled(so.orthogonal(layer)),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_release_leaves_what_others_compute(kind: str) -> None:
+    layer = FOREIGN[kind](nn.Linear(4, 4))
+    maps = list(layer.parametrizations.weight)
+    message = f"`weight` must be constrained to be released, got one that {kind.split()[0]} comput"
+    with pytest.raises(ValueError, match=f"{message}.*remove_parametrizations"):
+        so.release(layer)
+    assert list(layer.parametrizations.weight) == maps
+
+
+OURS = {
+    "map": so.orthogonal,
+    "compat": compat.orthogonal,
+    "two": lambda layer: so.orthogonal(layer) and compat.orthogonal(layer),
+}
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_release_ends_the_maps_of_this_package(kind: str) -> None:
+    """By any name of the owner."""
+    layer = OURS[kind](nn.Linear(4, 6))
+    value = layer.weight.detach().clone()
+    so.release(nn.ModuleList([layer, layer]), "1.weight")
+    assert type(layer._parameters["weight"]) is nn.Parameter
+    assert torch.equal(layer.weight, value)
+
+
 # ---- pretrained weights ------------------------------------------------------------------------
 
 
