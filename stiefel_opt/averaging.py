@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -33,7 +35,8 @@ class ProjectedAverage(swa_utils.AveragedModel):
         super().update_parameters(model)
         tagged = [(p, reading) for p, reading in readings(self.module).values() if reading]
         for parameter, reading in tagged:
-            _correct(parameter, reading)
+            if not parameter.is_meta:
+                _correct(parameter, reading)
         if tagged:
             project_(self.module)  # decomposes matrices that are still off
 
@@ -67,8 +70,9 @@ def averaged(
         TypeError: if ``model`` is no module, or one of its tagged weights is sharded.
         ValueError: for a decay out of range.
     Warns: if nothing is constrained yet: tags are copied with the model.
-    Note: Up to nine products of n x m by m x m for each tagged matrix and update; a singular value
-        decomposition only where the average is far from orthonormal.
+    Note: Up to ten products of n x m by m x m for each tagged matrix and update; a singular value
+        decomposition only where the average is far from orthonormal. Weights on the meta device
+        have no values and are not projected. The result can be pickled.
     Reference: Moakher, Means and averaging in the group of rotations (2002): of points, the
         projected arithmetic mean is nearest in the least-squares sense.
     """
@@ -89,11 +93,22 @@ def averaged(
             "first, or build the optimizer whose group constrains it",
             stacklevel=2,
         )
-    function = None
-    if decay is not None:
-        function = swa_utils.get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    function = None if decay is None else _MovingAverage(decay)
     place = None if device is None else torch.device(device)
     return ProjectedAverage(model, place, multi_avg_fn=function, use_buffers=use_buffers)
+
+
+@dataclass(frozen=True)
+class _MovingAverage:
+    """torch's exponential moving average; its own function is a closure, which no pickle takes."""
+
+    decay: float
+
+    def __call__(
+        self, averages: Sequence[Tensor], values: Sequence[Tensor], count: Tensor | int
+    ) -> None:
+        function = swa_utils.get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        function(averages, values, count)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     Raises:
         ValueError: for a negative weight, or if nothing in the model is constrained.
         TypeError: if ``model`` is not a module.
-    Note: Two products of n x m by m x m, and as many backwards.
+    Note: One product of m x n by n x m for each matrix, and two of that cost backwards.
     """
     check_range("weight", weight, 0.0)
     terms = []

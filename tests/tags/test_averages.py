@@ -9,6 +9,7 @@ import torch
 from contract import IS_ON_CPU, warnings_of
 from torch import Tensor, nn
 from torch.optim import swa_utils
+from torch.utils.flop_counter import FlopCounterMode
 
 import stiefel_opt as so
 
@@ -94,18 +95,49 @@ def test_averages_of_other_dtypes(dtype: torch.dtype) -> None:
     assert average.module.weight.dtype == dtype
 
 
-def test_an_average_goes_on_after_saving_and_copying() -> None:
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_an_average_goes_on_after_saving_and_copying(decay: float | None) -> None:
     model = net()
     optimizer = so.StiefelAdam(model.parameters(), lr=0.1)
-    average = so.averaged(model, use_buffers=True)
+    average = so.averaged(model, decay, use_buffers=True)
     train(model, optimizer)
     average.update_parameters(model)
-    again = so.averaged(net(), use_buffers=True)
+    again = so.averaged(net(), decay, use_buffers=True)
     again.load_state_dict(average.state_dict())
-    for twin in (again, copy.deepcopy(average), pickle.loads(pickle.dumps(average))):
+    twins = (again, copy.deepcopy(average), pickle.loads(pickle.dumps(average)))
+    train(model, optimizer)
+    average.update_parameters(model)
+    for twin in twins:
         twin.update_parameters(model)
         assert so.orthonormality_error(twin) < 2e-6
         assert int(twin.n_averaged) == 2
+        for name, value in average.state_dict().items():
+            assert torch.equal(twin.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_an_average_on_the_meta_device_is_not_projected(decay: float | None) -> None:
+    with torch.device("meta"):
+        model = so.constrain(nn.Linear(3, 2))
+    average = so.averaged(model, decay)
+    for _ in range(2):
+        average.update_parameters(model)
+    assert average.module.weight.is_meta
+    assert average.module.weight.manifold == so.Stiefel()
+
+
+def test_an_update_of_the_average_takes_ten_products() -> None:
+    n, m = 40, 7
+    torch.manual_seed(0)
+    model = so.constrain(nn.Linear(m, n))
+    average = so.averaged(model, 0.9)
+    average.update_parameters(model)
+    with torch.no_grad():
+        step = so.project_tangent(model.weight, 0.3 * torch.randn(n, m))
+        model.weight.copy_(so.retract(model.weight, step))
+    with FlopCounterMode(display=False) as counter:
+        average.update_parameters(model)
+    assert counter.get_total_flops() == 10 * 2 * n * m * m
 
 
 def test_a_model_without_tags_is_averaged_as_torch_does() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import stiefel_opt as so
 from stiefel_opt import orthonormality_penalty
@@ -62,6 +63,16 @@ def test_an_optimizer_of_torch_brings_it_to_zero():
         orthonormality_penalty(net, 1.0).backward()
         opt.step()
     assert so.orthonormality_error(net) < 1e-6
+
+
+def test_it_takes_one_product_and_two_backwards():
+    layer = so.constrain(nn.Linear(7, 40))
+    with FlopCounterMode(display=False) as forward:
+        penalty = orthonormality_penalty(layer)
+    with FlopCounterMode(display=False) as backward:
+        penalty.backward()
+    assert forward.get_total_flops() == 2 * 40 * 7 * 7
+    assert backward.get_total_flops() == 2 * forward.get_total_flops()
 
 
 def test_zero_on_the_manifold():
