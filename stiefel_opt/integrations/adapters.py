@@ -73,7 +73,8 @@ def constrain_adapters(
       as by :func:`from_torch_orthogonal`.
 
     The function of the model stays the same. peft's parameter objects stay, too; their shape
-    changes for OFT, so that the graph of an earlier forward pass must be gone. Train them by an optimizer of this package, built anew if it has taken a step.
+    changes for OFT, so that the graph of an earlier forward pass must be gone. Train them by an
+    optimizer of this package, built anew if it has taken a step.
     Several adapters, dropout, merging, saving and resuming work as before. A saved OFT adapter
     loads in models that are constrained alike, until :func:`export_adapters` restores peft's
     numbers.
@@ -153,7 +154,8 @@ def export_adapters(
             which peft's numbers are infinite, or is a reflection. Nothing is changed then.
         TypeError: if ``model`` is not a module.
 
-    Note: Optimizers of the model have to be built anew, and graphs be gone. One linear system for each block of OFT.
+    Note: Optimizers of the model have to be built anew, and graphs be gone. One linear system for
+        each block of OFT.
     """
     check_module("model", model)
     check_range("tolerance", tolerance, 0.0)
