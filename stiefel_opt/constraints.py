@@ -182,9 +182,7 @@ def _names(module: nn.Module, name: object) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def check_value(
-    parameter: nn.Parameter, reading: Stiefel, name: str, *, is_read: bool = True
-) -> None:
+def check_value(parameter: Tensor, reading: Stiefel, name: str, *, is_read: bool = True) -> None:
     """Raise if ``reading`` cannot constrain ``parameter``, or values that are read be projected."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
@@ -356,7 +354,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     Returns: The model or the tensor itself.
     Raises:
         ValueError: for values that are not finite, naming the parameter, or if nothing in the model
-            is constrained.
+            is constrained. Nothing has changed then, but for sharded parameters before that one.
         TypeError: if ``x`` is neither, or has no fraction.
 
     Note: One singular value decomposition for each matrix that is off, and a host sync.
@@ -372,6 +370,9 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     if not tagged:
         kind, remedy = type(x).__name__, "call so.constrain first"
         raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
+    for name, parameter, reading in tagged:  # all are looked at before any is written to
+        if not is_sharded(parameter):
+            check_value(parameter, reading, name, is_read=True)
     for name, parameter, reading in tagged:
         if not parameter.is_meta:
             _project(parameter, reading, name)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from stiefel_opt._checks import check_dtype, check_module, fail
-from stiefel_opt.constraints import constrain
+from stiefel_opt.constraints import check_value, constrain
+from stiefel_opt.manifold import Stiefel
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -25,7 +27,8 @@ def from_torch_orthogonal(model: ModuleT) -> ModuleT:
         model: A model with such weights; changed in place and returned.
 
     Raises:
-        ValueError: if it has none, or one that further parametrizations share; nothing is changed.
+        ValueError: if it has none, one that further parametrizations share, or one that is not
+            finite; nothing is changed.
         TypeError: for dtypes that :func:`stiefel_opt.constrain` refuses.
     Note: Values that are off by more than rounding become the nearest point. Build the optimizer
         afterwards: state of the former weight means nothing to the new one. To move a checkpoint,
@@ -105,6 +108,8 @@ def _unparametrized(model: ModuleT, wanted: Callable[[nn.Module], bool], called:
                 condition = f"have {called} as its only parametrization"
                 raise ValueError(fail(name, condition, others, "remove the others first"))
             check_dtype(name, listed.original.dtype)
+            with torch.no_grad():
+                check_value(getattr(module, leaf), Stiefel(), name, is_read=True)
             weights.append((module, leaf))
     if not weights:
         raise ValueError(_none_found(model, f"a weight of {called}"))

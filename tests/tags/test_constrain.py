@@ -861,3 +861,19 @@ def test_report_is_a_table():
     found = {line.name: line.error for line in so.report(model).lines}
     assert max(found.values()) == so.orthonormality_error(model)
     assert str(so.report(nn.ReLU())) == "no constrained parameters"
+
+
+@pytest.mark.parametrize("convert", [so.project_, so.from_torch_orthogonal])
+def test_values_that_are_not_finite_are_refused_before_any_is_written(convert):
+    torch.manual_seed(0)
+    wrap = nn.utils.parametrizations.orthogonal if convert is not so.project_ else so.constrain
+    net = nn.Sequential(*(wrap(nn.Linear(4, 4)) for _ in range(2)))
+    with torch.no_grad():
+        for number, parameter in enumerate(p for p in net.parameters() if p.ndim == 2):
+            parameter.mul_(2 if number == 0 else torch.nan)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(ValueError, match=r"`1\.weight` must be finite"):
+        convert(net)
+    after = net.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(v.nan_to_num(), after[k].nan_to_num()) for k, v in before.items())
