@@ -20,14 +20,31 @@ from stiefel_opt.geometry import project_tangent, retract
 class _Ascent(Optimizer):
     """U <- qf(U - lr D) with a direction D that a subclass chooses."""
 
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self._check_options(defaults)
+        super().__init__(params, defaults)
+
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        check_range("lr", self.param_groups[-1]["lr"], 0.0)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.ndim != 2 or parameter.size(0) < parameter.size(1):
+        """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
+        if not isinstance(param_group, dict):
+            raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
+        group = dict(param_group)
+        params = group["params"]
+        if not isinstance(params, (Tensor, set)):  # torch refuses a set
+            group["params"] = params = list(params)
+        self._check_options({**self.defaults, **group})
+        for each in [params] if isinstance(params, Tensor) else params:
+            parameter = each[-1] if isinstance(each, tuple) else each  # with its name
+            is_tensor = isinstance(parameter, Tensor)  # torch refuses others
+            if is_tensor and (parameter.ndim != 2 or parameter.size(0) < parameter.size(1)):
                 shape = f"shape {tuple(parameter.shape)}"
                 raise ValueError(fail("params", "be tall matrices", shape))
+        super().add_param_group(group)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Raise for options that cannot be."""
+        check_range("lr", group["lr"], 0.0)
 
     @abstractmethod
     def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
@@ -103,9 +120,13 @@ class RAGAS(_Ascent):
     """
 
     def __init__(self, params: ParamsT, lr: float, beta: float = 0.8, floor: float = 1e-6) -> None:
-        check_range("beta", beta, 0.0, 1.0)
-        check_range("floor", floor, 0.0, open_low=True)
         super().__init__(params, {"lr": lr, "beta": beta, "floor": floor})
+
+    @override
+    def _check_options(self, group: dict[str, Any]) -> None:
+        super()._check_options(group)
+        check_range("beta", group["beta"], 0.0, 1.0)
+        check_range("floor", group["floor"], 0.0, open_low=True)
 
     @override
     def _direction(self, point: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:

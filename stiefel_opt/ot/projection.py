@@ -121,7 +121,7 @@ def projection_robust_wasserstein(
             as a ``reg`` that is lost in the rounding of the distances, and for an optimizer that
             leaves the manifold.
         RuntimeError: if the plan under the final projection cannot be converged.
-    Warns: where the gradient has not fallen to ``tol``.
+    Warns: where the gradient has not fallen to ``tol``, unless ``max_iter`` or ``tol`` is 0.
     Note: An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
         with a vector, mostly 5 to 30; nothing of size d x d. The plan is the only n x m array.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.

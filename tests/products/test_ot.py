@@ -558,6 +558,32 @@ def test_baselines_refuse_what_they_cannot_use(rule: Any) -> None:
         rule([torch.nn.Parameter(torch.eye(2, 3))], lr=1)
     with pytest.raises(ValueError, match=r"`beta` must be in \[0, 1\), got 1"):
         so.ot.RAGAS([torch.nn.Parameter(torch.eye(3, 2))], lr=1, beta=1.0)
+    with pytest.raises(TypeError, match="`param_group` must be a dict, got list"):
+        rule([torch.nn.Parameter(torch.eye(3, 2))], lr=1).add_param_group([])
+
+
+GROUPS = [
+    ({"lr": -1.0}, 2, r"`lr` must be in \[0, inf\), got -1"),
+    ({"beta": 3.0}, 2, r"`beta` must be in \[0, 1\), got 3"),
+    ({"floor": -1.0}, 2, r"`floor` must be in \(0, inf\), got -1"),
+    ({}, 4, r"`params` must be tall matrices, got shape \(3, 4\)"),
+]
+
+
+@pytest.mark.parametrize(("options", "width", "message"), GROUPS)
+def test_a_refused_group_leaves_no_trace(options: dict[str, Any], width: int, message: str) -> None:
+    """Given later or at first, and with names."""
+    rule = so.ot.RAGAS([("first", torch.nn.Parameter(torch.eye(3, 2)))], lr=1)
+    pair = ("second", torch.nn.Parameter(torch.eye(3, width)))
+    group = {"params": iter([pair]), **options}
+    with pytest.raises(ValueError, match=message):
+        rule.add_param_group(group)
+    assert [kept["param_names"] for kept in rule.param_groups] == [["first"]]
+    with pytest.raises(ValueError, match=message):
+        so.ot.RAGAS([{"params": pair[1], **options}], lr=1)
+    rule.add_param_group({"params": iter([("third", torch.nn.Parameter(torch.eye(3, 2)))])})
+    assert rule.param_groups[1]["param_names"] == ["third"]
+    assert rule.param_groups[1]["beta"] == 0.8
 
 
 @pytest.mark.parametrize(
