@@ -586,6 +586,7 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
         ({"steps": 0}, ValueError, "`steps` must be a positive integer or None"),
         ({"lr": -1.0}, ValueError, "`lr` must be in"),
         ({"optimizer": 3}, TypeError, "`optimizer` must be a function"),
+        ({"optimizer": lambda _: 3}, TypeError, "`optimizer` must return .*Optimizer, got int; "),
         ({"lr": 0.1, "optimizer": so.StiefelAdam}, ValueError, "`lr` must be None where"),
         (
             {"batches": torch.zeros(2, 3).long()},
