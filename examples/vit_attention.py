@@ -69,4 +69,4 @@ model = VisionTransformer()
 train("AdamW", model, torch.optim.AdamW(model.parameters(), lr=3e-3))
 print("""
 What to see: nothing is lost in accuracy, one optimizer and one rate train the whole model, and the
-singular values of queries and keys stay exactly 1, so that no attention logit can blow up.""")
+singular values of queries and keys stay exactly 1: these weights cannot enlarge a logit.""")

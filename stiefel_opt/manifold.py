@@ -43,6 +43,8 @@ class Stiefel:
 
     Raises:
         ValueError: for heads or rows that cannot be, overlapping ranges, or scale <= 0.
+        TypeError: for heads or rows that are no ``int``, such as numpy's, flags that are no
+            ``bool``, and a scale that is neither ``int`` nor ``float``.
     """
 
     heads: int | tuple[int, ...] | None = None

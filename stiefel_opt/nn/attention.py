@@ -38,8 +38,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     Note:
         Parameters and results are those of ``nn.MultiheadAttention``, so its state_dict loads. The
         initial value, and a loaded one, is replaced by the nearest orthonormal matrices; an
-        orthonormal value keeps its bits. A module that was converted to half precision, for
-        inference, loads values unchanged.
+        orthonormal value keeps its bits, in half precision too: there, what is orthonormal up to
+        its rounding, as a module of this class that was converted for inference.
 
     Reference:
         Kong, Wang & Tao (ICLR 2023), table 1.

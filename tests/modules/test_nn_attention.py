@@ -155,10 +155,15 @@ def test_reset_parameters_projects_again():
 
 
 def test_half_precision_loads_for_inference():
+    """Orthonormal values as they are rounded; others are projected."""
     module = attention("within")
     half = attention("within").to(torch.bfloat16)
     half.load_state_dict(module.state_dict())
     assert torch.equal(half.in_proj_weight, module.in_proj_weight.to(torch.bfloat16))
+    theirs = nn.MultiheadAttention(WIDTH, HEADS).to(torch.bfloat16)
+    half.load_state_dict(theirs.state_dict())
+    assert not torch.equal(half.in_proj_weight, theirs.in_proj_weight)
+    assert largest_error(half) < 2e-2
 
 
 def test_double_precision_is_projected_in_double_precision():

@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -143,6 +144,7 @@ IMPOSSIBLE = [
     ({"heads": 0}, ValueError, "`heads` must be at least 1, got 0"),
     ({"heads": 2.0}, TypeError, "`heads` must be an integer"),
     ({"heads": True}, TypeError, "`heads` must be an integer"),
+    ({"heads": np.int64(2)}, TypeError, "`heads` must be an integer"),
     ({"heads": (2, 3)}, ValueError, "`heads` must have one number for each of the 1 ranges"),
     ({"heads": (2,), "rows": ((0, 2), (2, 4))}, ValueError, "each of the 2 ranges"),
     ({"rows": (0, 4, 8)}, TypeError, r"`rows` must be \(start, stop\) or several of them"),
