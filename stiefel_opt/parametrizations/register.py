@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import check_choice, check_module, check_options, fail, find_parameter
+from stiefel_opt._checks import (
+    check_choice,
+    check_dtype,
+    check_module,
+    check_options,
+    fail,
+    find_parameter,
+)
 from stiefel_opt.geometry import polar_factor
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parametrizations.base import Parametrization
@@ -96,6 +103,7 @@ def orthogonal(
     if manifold_of(parameter) is not None:
         given = "a parameter that so.constrain put there"
         raise ValueError(fail(name, "not be tagged", given, "so.release it first"))
+    check_dtype(name, parameter.dtype)
     check_options(map, options, kind := MAPS[map])
     if heads is None and not transposed and flatten is not False:
         heads = stacked(owner, leaf)[0]

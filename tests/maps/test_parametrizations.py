@@ -746,6 +746,18 @@ def test_wrong_input_is_named():
             call()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dtype_that_no_map_has_is_refused(dtype, name):
+    layer = nn.Linear(4, 4)
+    value = layer.weight.detach().to(dtype)
+    layer.weight = nn.Parameter(value, requires_grad=False)
+    with pytest.raises(TypeError, match=f"`weight` must be one of .* got {dtype}"):
+        so.orthogonal(layer, map=name)
+    assert layer.weight.data_ptr() == value.data_ptr()
+    assert not parametrize.is_parametrized(layer)
+
+
 @pytest.mark.parametrize("negative", [0, 3])
 def test_the_signs_of_a_cayley_map_can_be_given(negative):
     generator = torch.Generator().manual_seed(5)
