@@ -100,10 +100,7 @@ def orthogonal(
     check_module("module", module)
     check_choice("map", map, MAPS)
     owner, leaf, parameter = find_parameter(module, name)
-    if manifold_of(parameter) is not None:
-        given = "a parameter that so.constrain put there"
-        raise ValueError(fail(name, "not be tagged", given, "so.release it first"))
-    check_dtype(name, parameter.dtype)
+    _check_weight(name, parameter)
     check_options(map, options, kind := MAPS[map])
     if heads is None and not transposed and flatten is not False:
         heads = stacked(owner, leaf)[0]
@@ -135,6 +132,14 @@ def orthogonal(
     if is_trained and (share := distance(before, getattr(owner, leaf))) > FAR:  # type: ignore[arg-type]
         warn_of_lost([(name, share)])
     return module
+
+
+def _check_weight(name: str, parameter: Tensor) -> None:
+    """Raise for a weight that is constrained already, or has values that no map takes."""
+    if manifold_of(parameter) is not None:
+        given = "a parameter that so.constrain put there"
+        raise ValueError(fail(name, "not be tagged", given, "so.release it first"))
+    check_dtype(name, parameter.dtype)
 
 
 def _start(
