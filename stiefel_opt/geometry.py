@@ -179,13 +179,18 @@ class _Polar(torch.autograd.Function):
             # solve_ex: without full rank there is no derivative, and the device need not wait
             normal = grads[0] - polar @ inner
             across: Tensor = torch.linalg.solve_ex(stretch, normal, left=False).result
-            turn: Tensor = _Lyapunov.apply(stretch, skew(inner))  # type: ignore[no-untyped-call]
-            result: Tensor = across + 2 * polar @ turn
+            result: Tensor = across + 2 * polar @ solve_lyapunov(stretch, skew(inner))
             return result
 
 
+def solve_lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
+    """Return X with H X + X H = Y, H positive definite; differentiable any number of times."""
+    solution: Tensor = _Lyapunov.apply(matrix, right)  # type: ignore[no-untyped-call]
+    return solution
+
+
 class _Lyapunov(torch.autograd.Function):
-    r"""X with :math:`H X + X H = Y`, H positive definite, by its eigenvalues.
+    r"""X with :math:`H X + X H = Y`, by the eigenvalues of H.
 
     Its derivative, :math:`H \, dX + dX \, H = dY - dH \, X - X \, dH`, is an equation of the same
     kind, so that any order of derivative divides by sums of eigenvalues only.
@@ -211,5 +216,5 @@ class _Lyapunov(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         matrix, solution = ctx.saved_tensors
         with no_autocast(matrix):
-            back: Tensor = _Lyapunov.apply(matrix, grads[0])  # type: ignore[no-untyped-call]
+            back = solve_lyapunov(matrix, grads[0])
             return -(back @ solution.mH + solution.mH @ back), back

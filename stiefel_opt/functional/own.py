@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import full_precision, no_autocast
+from stiefel_opt.geometry import solve_lyapunov
 
 
 @full_precision
@@ -72,41 +73,10 @@ class _InverseRoot(torch.autograd.Function):
         with no_autocast(root):
             result: Tensor
             if torch.is_grad_enabled():
-                inner = _Lyapunov.apply(root, grad, roots, basis)  # type: ignore[no-untyped-call]
+                inner = solve_lyapunov(root, grad)
                 result = -(root @ (root @ inner @ root) @ root)
             else:
                 row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
                 inner = (basis.mH @ grad @ basis) / (row * column * (row + column))
                 result = -(basis @ inner @ basis.mH)
             return (result + result.mH) / 2
-
-
-class _Lyapunov(torch.autograd.Function):
-    r"""X with :math:`R X + X R = Y`, R = U diag(1/s) U' positive definite, s and U as constants.
-
-    Its derivative, :math:`R \, dX + dX \, R = dY - dR \, X - X \, dR`, is an equation of the same
-    kind, so that any order of derivative divides by sums of eigenvalues only.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    @override
-    def forward(root: Tensor, right: Tensor, roots: Tensor, basis: Tensor) -> Tensor:
-        row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)
-        inner = (basis.mH @ right @ basis) * (row * column / (row + column))
-        return basis @ inner @ basis.mH
-
-    @staticmethod
-    @override
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        root, _, roots, basis = inputs
-        ctx.save_for_backward(root, roots, basis, output)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        root, roots, basis, solution = ctx.saved_tensors
-        with no_autocast(root):
-            back = _Lyapunov.apply(root, grads[0], roots, basis)  # type: ignore[no-untyped-call]
-            return -(back @ solution.mH + solution.mH @ back), back, None, None
