@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.optim import Optimizer
 
 NOTHING_CONSTRAINED = (
     "no parameter is constrained. Constrain some by so.constrain(module, 'weight'), or pass "
@@ -129,6 +130,14 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in CONSTRAINABLE:
         listed = ", ".join(str(known).removeprefix("torch.") for known in CONSTRAINABLE)
         raise TypeError(fail(name, f"be one of {listed} to be constrained", dtype, "convert it"))
+
+
+def check_optimizer(value: object, remedy: str) -> Optimizer:
+    """Return what a caller's factory made, or raise."""
+    if not isinstance(value, Optimizer):
+        wanted, kind = "return a torch.optim.Optimizer", type(value).__name__
+        raise TypeError(fail("optimizer", wanted, kind, remedy))
+    return value
 
 
 def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter]:

@@ -44,13 +44,17 @@ class _Splitting(StiefelOptimizer):
     @override
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
-        count = len(self.param_groups)
+        count, was_new, self._is_new = len(self.param_groups), self._is_new, True
         try:
             for part in _split(param_group, self.defaults):
                 super().add_param_group(part)
         except Exception:  # all parts or none
-            del self.param_groups[count:]
+            del self.param_groups[count:], self._indices[count:]
             raise
+        finally:
+            self._is_new = was_new
+        for group in () if was_new else self.param_groups[count:]:
+            self._admit_group(group)
 
 
 class SGDG(_Splitting, CayleySGD):

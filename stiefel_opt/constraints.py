@@ -182,19 +182,25 @@ def _names(module: nn.Module, name: object) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def check_value(parameter: Tensor, reading: Stiefel, name: str, *, is_read: bool = True) -> None:
+def check_value(
+    parameter: Tensor,
+    reading: Stiefel,
+    name: str,
+    *,
+    is_read: bool = True,
+    remedy: str = "initialise it first, or pass project=False",
+) -> None:
     """Raise if ``reading`` cannot constrain ``parameter``, or values that are read be projected."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
     if not is_read:
         return
     if is_sharded(parameter):
-        remedy = "call so.constrain before fully_shard, or project=False: the first step projects"
-        raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", remedy))
+        before = "call so.constrain before fully_shard, or project=False: the first step projects"
+        raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", before))
     for part in () if parameter.is_meta else reading.parts(parameter.detach()):
         if not bool(torch.isfinite(part).all()):
             given = f"shape {tuple(parameter.shape)} with infinities or NaN"
-            remedy = "initialise it first, or pass project=False"
             raise ValueError(fail(name, "be finite to be projected", given, remedy))
 
 
@@ -372,7 +378,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
     for name, parameter, reading in tagged:  # all are looked at before any is written to
         if not is_sharded(parameter):
-            check_value(parameter, reading, name, is_read=True)
+            check_value(parameter, reading, name, remedy="initialise it first")
     for name, parameter, reading in tagged:
         if not parameter.is_meta:
             _project(parameter, reading, name)

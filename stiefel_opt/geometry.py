@@ -34,9 +34,9 @@ def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
     return 10.0 * math.sqrt(n) * torch.finfo(dtype).eps
 
 
-def scale_tolerance(dtype: torch.dtype) -> float:
-    """Return the relative difference of two scales of one weight that counts as rounding."""
-    return 1e-3 if dtype in HALF else 1e-5
+def scale_tolerance(dtype: torch.dtype, n: int) -> float:
+    """Return the relative change of a scale below which loaded values are of the same scale."""
+    return 1e-3 if dtype in HALF else 10.0 * orthonormality_tolerance(dtype, n)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -183,9 +183,15 @@ class _Polar(torch.autograd.Function):
             return result
 
 
-def solve_lyapunov(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return X with H X + X H = Y, H positive definite; differentiable any number of times."""
-    solution: Tensor = _Lyapunov.apply(matrix, right)  # type: ignore[no-untyped-call]
+def solve_lyapunov(
+    matrix: Tensor, right: Tensor, spectrum: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Return X with H X + X H = Y, H positive definite; differentiable any number of times.
+
+    ``spectrum``: eigenvalues and eigenvectors of H, where they are known better than from H.
+    """
+    values, basis = spectrum or torch.linalg.eigh(matrix.detach())
+    solution: Tensor = _Lyapunov.apply(matrix, right, values, basis)  # type: ignore[no-untyped-call]
     return solution
 
 
@@ -200,21 +206,20 @@ class _Lyapunov(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(matrix: Tensor, right: Tensor) -> Tensor:
-        values, basis = torch.linalg.eigh(matrix)
+    def forward(matrix: Tensor, right: Tensor, values: Tensor, basis: Tensor) -> Tensor:
         inner = (basis.mH @ right @ basis) / (values.unsqueeze(-1) + values.unsqueeze(-2))
-        solution: Tensor = basis @ inner @ basis.mH
-        return solution
+        return basis @ inner @ basis.mH
 
     @staticmethod
     @override
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        matrix, _, values, basis = inputs
+        ctx.save_for_backward(matrix, values, basis, output)
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        matrix, solution = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        matrix, values, basis, solution = ctx.saved_tensors
         with no_autocast(matrix):
-            back = solve_lyapunov(matrix, grads[0])
-            return -(back @ solution.mH + solution.mH @ back), back
+            back = solve_lyapunov(matrix, grads[0], (values, basis))
+            return -(back @ solution.mH + solution.mH @ back), back, None, None

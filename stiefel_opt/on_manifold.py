@@ -22,13 +22,14 @@ from stiefel_opt.batches import Block, Stack, stacks_of
 from stiefel_opt.device import exact_products, reader_for
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import inner_optimizers, is_own, trust
-from stiefel_opt.geometry import project_tangent, retract, widened
+from stiefel_opt.geometry import project_tangent, widened
 from stiefel_opt.linalg import (
     add_to_diagonal_,
     are_finite,
     infinity_norm,
     largest_bound,
     own_gram,
+    skew,
 )
 from stiefel_opt.manifold import Stiefel, reading_by
 from stiefel_opt.points import nearest
@@ -411,9 +412,19 @@ def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pulled_back(point: Tensor, tangent: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient by xi of a function with gradient G at the retraction of xi."""
-    with torch.enable_grad():
-        tangent = tangent.detach().requires_grad_()
-        moved = retract(point, tangent, "polar")
-    (pulled,) = torch.autograd.grad(moved, tangent, grad)
-    return pulled
+    r"""Return the gradient by :math:`\xi` of a function with gradient G at Y, the retraction of xi.
+
+    With A = X + xi = Y H it is :math:`(I - YY')G H^{-1} + 2 Y \Omega`, where
+    :math:`H\Omega + \Omega H = \mathrm{skew}(Y'G)`.
+    """
+    moved = point + tangent
+    values, basis = torch.linalg.eigh(moved.mH @ moved)
+    lengths = values.sqrt()
+    inverse = (basis / lengths.unsqueeze(-2)) @ basis.mH
+    new_point = moved @ inverse
+    inner = new_point.mH @ grad
+    turned = basis.mH @ skew(inner) @ basis
+    turned = turned / (lengths.unsqueeze(-1) + lengths.unsqueeze(-2))
+    normal = (grad - new_point @ inner) @ inverse
+    pulled: Tensor = 2 * new_point @ (basis @ turned @ basis.mH)
+    return pulled.add_(normal)

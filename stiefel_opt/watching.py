@@ -311,7 +311,8 @@ def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel
         scale = kept_scale(value, reading, name)
     except ValueError:  # zero, or not finite
         return reading
-    if abs(scale / reading.scale - 1) <= scale_tolerance(value.dtype):
+    tolerance = scale_tolerance(value.dtype, max(reading.heights(value.shape)))
+    if abs(scale / reading.scale - 1) <= tolerance:
         return reading
     if module.__dict__.get(GROUPED, False):
         warnings.warn(

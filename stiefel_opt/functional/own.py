@@ -73,7 +73,7 @@ class _InverseRoot(torch.autograd.Function):
         with no_autocast(root):
             result: Tensor
             if torch.is_grad_enabled():
-                inner = solve_lyapunov(root, grad)
+                inner = solve_lyapunov(root, grad, (1 / roots, basis))
                 result = -(root @ (root @ inner @ root) @ root)
             else:
                 row, column = roots.unsqueeze(-2), roots.unsqueeze(-1)

@@ -109,7 +109,8 @@ def _unparametrized(model: ModuleT, wanted: Callable[[nn.Module], bool], called:
                 raise ValueError(fail(name, condition, others, "remove the others first"))
             check_dtype(name, listed.original.dtype)
             with torch.no_grad():
-                check_value(getattr(module, leaf), Stiefel(), name, is_read=True)
+                value = getattr(module, leaf)
+                check_value(value, Stiefel(), name, remedy="initialise it first")
             weights.append((module, leaf))
     if not weights:
         raise ValueError(_none_found(model, f"a weight of {called}"))

@@ -198,14 +198,14 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def __init__(self, params: Any, defaults: Group) -> None:
         self.rule = self.rule or type(self).__name__
-        self._handle = remember(self)
         self._indices: list[GroupIndex | None] = []
-        self.records = Records()
         checks.check_params(params)
         defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
+        self._handle, self.records = remember(self), Records()
         self._is_new = True  # no weight is written to before every group has been looked at
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         self._is_new = False
+        self.register_state_dict_post_hook(checkpoint.complete)  # before those of users
         for group in self.param_groups:
             self._admit_group(group)
         checks.warn_if_nothing_is_constrained(self.param_groups)
@@ -299,7 +299,11 @@ class StiefelOptimizer(Optimizer, ABC):
         super().add_param_group(group)
         self._indices.append(None)
         if not self._is_new:
-            self._admit_group(group)
+            try:
+                self._admit_group(group)
+            except Exception:
+                del self.param_groups[-1], self._indices[-1]
+                raise
 
     def _admit_group(self, group: Group) -> None:
         """Constrain what the key ``stiefel`` says, and remember the tags."""
@@ -486,16 +490,7 @@ class StiefelOptimizer(Optimizer, ABC):
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
-
-        def complete(_: Optimizer, packed: dict[str, Any]) -> None:  # before other hooks
-            packed["state"] = {key: values for key, values in packed["state"].items() if values}
-            checkpoint.mark(packed["param_groups"], self.param_groups, self.rule)
-
-        handle = self.register_state_dict_post_hook(complete, prepend=True)
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        return super().state_dict()
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -531,6 +526,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle, self.records = remember(self), Records()
+            self.register_state_dict_post_hook(checkpoint.complete)
         self.rule = self.rule or type(self).__name__
         checkpoint.count_by_tensors(self.state.values())
         for name, value in self._legacy_defaults.items():

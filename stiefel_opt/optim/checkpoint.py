@@ -11,7 +11,6 @@ from torch import Tensor
 
 from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
-from stiefel_opt.geometry import scale_tolerance
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_lr, label, reading
 from stiefel_opt.optim.state import (
@@ -25,6 +24,7 @@ from stiefel_opt.optim.torch_rules import Group
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 
+_SAME_SCALE: Final = 1e-5  # relative; more in half precision
 _RULE, _FORMAT = "rule", "format"  # keys of saved groups, and of no others
 
 
@@ -36,10 +36,11 @@ class TorchRule(NamedTuple):
     options: frozenset[str]
 
 
-def mark(saved_groups: list[Group], groups: list[Group], rule: str) -> None:
-    """Write into saved groups the rule, the version of the format and the readings."""
-    for saved, group in zip(saved_groups, groups, strict=True):
-        saved[_RULE], saved[_FORMAT] = rule, FORMAT
+def complete(optimizer: Any, packed: Group) -> None:
+    """Write into a state_dict the rule, the version of the format and the readings."""
+    packed["state"] = {key: values for key, values in packed["state"].items() if values}
+    for saved, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
+        saved[_RULE], saved[_FORMAT] = optimizer.rule, FORMAT
         readings = [reading(parameter, group) for parameter in group["params"]]
         if any(manifold is not None for manifold in readings):
             saved["readings"] = [r if r is None else r.as_dict() for r in readings]
@@ -264,7 +265,8 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], dtype: torch.dtype
     """Say whether readings are equal, but for the rounding of a scale that a weight kept."""
     if current is None or current.as_dict() | {"scale": 1.0} != {**saved, "scale": 1.0}:
         return False
-    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=scale_tolerance(dtype))
+    rounding = max(_SAME_SCALE, torch.finfo(dtype).eps)
+    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=rounding)
 
 
 def complete_options(

@@ -79,7 +79,8 @@ def set_velocity_(
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
     if not declared:
-        raise ValueError(fail("momentum", "not be 0 to set a velocity", "0"))
+        wanted, remedy = "keep a momentum to set a velocity", "set its momentum"
+        raise ValueError(fail("optimizer", wanted, "a rule without state", remedy))
     values = [(skew, normal)]
     if isinstance(skew, tuple) and isinstance(normal, tuple):
         values = list(zip(skew, normal, strict=False))

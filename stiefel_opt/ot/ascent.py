@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_optimizer, fail
 from stiefel_opt.geometry import gram_error, polar_factor, project_tangent
 from stiefel_opt.optim.stiefel import StiefelSGD
 from stiefel_opt.ot.clouds import Clouds
@@ -150,11 +150,8 @@ class _GivenSteps:
 
     def __init__(self, ascent: Ascent, factory: OptimizerFactory) -> None:
         self.ascent = ascent
-        self.optimizer = factory([ascent.point])
-        if not isinstance(self.optimizer, Optimizer):
-            kind = type(self.optimizer).__name__
-            remedy = "for instance `lambda params: StiefelAdam(params, lr=0.1)`"
-            raise TypeError(fail("optimizer", "return a torch.optim.Optimizer", kind, remedy))
+        remedy = "for instance `lambda params: StiefelAdam(params, lr=0.1)`"
+        self.optimizer = check_optimizer(factory([ascent.point]), remedy)
 
     def step(self) -> bool:
         self.optimizer.step()

@@ -20,7 +20,14 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import Optimizer
 
-from stiefel_opt._checks import check_choice, check_counts, check_flags, check_range, fail
+from stiefel_opt._checks import (
+    check_choice,
+    check_counts,
+    check_flags,
+    check_optimizer,
+    check_range,
+    fail,
+)
 from stiefel_opt._optional import ProgressBar
 from stiefel_opt.geometry import gram_error
 from stiefel_opt.optim import StiefelAdam
@@ -122,7 +129,8 @@ def learn(
     moving = Rotations(rotations[0], rotations[1:], start.online)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
     angle = ANGLES[loss] if lr is None else lr
-    method = _made(optimizer, rotations) if optimizer else _default_optimizer(rotations, angle)
+    method = optimizer(rotations) if optimizer else _default_optimizer(rotations, angle)
+    method = check_optimizer(method, "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`")
     options |= {"loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
     options |= {"lr": lr, **_options_of(method)}
     options |= {"start": _digest([start.residual, *start.heads]), "batches": _digest_of_all(data)}
@@ -132,16 +140,6 @@ def learn(
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
         matrices = training.run(_Objective(decoder, quantizers, loss, top_k), data, bar)
     return Rotations(matrices[0], matrices[1:], start.online, training.log)
-
-
-def _made(factory: OptimizerFactory, rotations: list[nn.Parameter]) -> Optimizer:
-    """Return the caller's optimizer, or raise."""
-    method: object = factory(rotations)
-    if not isinstance(method, Optimizer):
-        remedy = "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`"
-        wanted, kind = "return a torch.optim.Optimizer", type(method).__name__
-        raise TypeError(fail("optimizer", wanted, kind, remedy))
-    return method
 
 
 def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer:

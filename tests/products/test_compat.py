@@ -251,12 +251,15 @@ def test_a_tag_decides_how_its_parameter_is_read(rule, stiefel):
 @pytest.mark.parametrize("rule", [SGDG, AdamG, CaileySGD])
 def test_a_refused_group_leaves_no_trace(rule):
     first, second = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))
-    opt = rule([second], lr=0.1)
+    opt, before = rule([second], lr=0.1), first.detach().clone()
     with pytest.raises(ValueError, match="appear once"):
         opt.add_param_group({"params": [first, second], "stiefel": True})
     assert len(opt.param_groups) == 1
+    assert not hasattr(first, "manifold")
+    assert torch.equal(first, before)
     opt.add_param_group({"params": [first], "stiefel": True})
     assert len(opt.param_groups) == 2
+    assert so.orthonormality_error(first) < 1e-6
 
 
 def test_step_hooks_run_once():

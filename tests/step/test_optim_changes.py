@@ -48,7 +48,7 @@ def test_a_velocity_needs_a_momentum(rule: Any) -> None:
     skew, normal = opt.velocity(weight)
     assert not skew.any()
     assert not normal.any()
-    with pytest.raises(ValueError, match="`momentum` must not be 0"):
+    with pytest.raises(ValueError, match="`optimizer` must keep a momentum"):
         opt.set_velocity(weight, torch.zeros(2, 2), torch.zeros(4, 2))
 
 

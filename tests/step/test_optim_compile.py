@@ -167,3 +167,27 @@ def test_small_steps_of_half_precision_add_up(
         assert (master - start).abs().max() > 2e-5
         assert torch.equal(master.to(dtype), own)
         assert so.orthonormality_error(master, own.manifold) < 2e-6
+
+
+def test_groups_that_are_taken_and_put_back_stay_in_one_graph():
+    """The list itself is edited, as torch allows: the step is traced anew, without a break."""
+    found = []
+    for backend in (None, "eager"):
+        torch.manual_seed(0)
+        layers = [so.constrain(nn.Linear(6, 4)) for _ in range(2)]
+        opt = so.StiefelSGD([{"params": list(each.parameters())} for each in layers], lr=0.1)
+        step = opt.step
+        if backend is not None:
+            step = torch.compile(opt.step, backend=backend, fullgraph=True)
+        for number in range(6):
+            if number == 2:
+                group = opt.param_groups.pop(0)
+            if number == 4:
+                opt.param_groups.append(group)
+            for layer in layers:
+                layer.zero_grad()
+                layer(torch.linspace(-1, number, 6)).square().sum().backward()
+            step()
+        found.append([p.detach() for layer in layers for p in layer.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

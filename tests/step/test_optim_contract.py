@@ -181,10 +181,12 @@ def cleared(opt, group):
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("edit", [taken, appended, replaced, cleared])
 @pytest.mark.parametrize(
-    ("name", "machine"),
-    [("sgd", "cpu"), ("adam", "as_accelerator"), ("muon", "cpu"), ("cayley-sgd", "cpu")],
+    ("name", "edit", "machine"),
+    [
+        *mixed(9, ["sgd", "muon", "cayley-sgd"], [taken, appended, replaced, cleared], ["cpu"]),
+        ("adam", taken, "as_accelerator"),
+    ],
     indirect=["machine"],
 )
 def test_the_list_of_groups_may_be_edited(name, edit):
