@@ -132,6 +132,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(fail(name, f"be one of {listed} to be constrained", dtype, "convert it"))
 
 
+def check_group(value: object) -> None:
+    """Raise for what is no group of parameters."""
+    if not isinstance(value, dict):
+        raise TypeError(fail("param_group", "be a dict", type(value).__name__))
+
+
 def check_optimizer(value: object, remedy: str) -> Optimizer:
     """Return what a caller's factory made, or raise."""
     if not isinstance(value, Optimizer):

@@ -13,7 +13,7 @@ from torch.optim import swa_utils
 from typing_extensions import override
 
 from stiefel_opt._checks import check_flag, check_module, check_range, fail
-from stiefel_opt.constraints import project_, readings
+from stiefel_opt.constraints import readings, to_nearest_
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel
@@ -33,12 +33,10 @@ class ProjectedAverage(swa_utils.AveragedModel):
             ValueError: for values that are not finite, naming the parameter.
         """
         super().update_parameters(model)
-        tagged = [(p, reading) for p, reading in readings(self.module).values() if reading]
-        for parameter, reading in tagged:
-            if not parameter.is_meta:
+        for name, (parameter, reading) in readings(self.module).items():
+            if reading and not parameter.is_meta:
                 _correct(parameter, reading)
-        if tagged:
-            project_(self.module)  # decomposes matrices that are still off
+                to_nearest_(parameter, reading, name)  # decomposes matrices that are still off
 
 
 def averaged(

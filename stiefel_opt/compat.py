@@ -42,19 +42,8 @@ class _Splitting(StiefelOptimizer):
     """Groups that are read as in the released code."""
 
     @override
-    def add_param_group(self, param_group: Group) -> None:
-        """Add a group; one with ``stiefel=True`` becomes two where some of it is plain."""
-        count, was_new, self._is_new = len(self.param_groups), self._is_new, True
-        try:
-            for part in _split(param_group, self.defaults):
-                super().add_param_group(part)
-        except Exception:  # all parts or none
-            del self.param_groups[count:], self._indices[count:]
-            raise
-        finally:
-            self._is_new = was_new
-        for group in () if was_new else self.param_groups[count:]:
-            self._admit_group(group)
+    def _parts(self, group: Group) -> list[Group]:
+        return _split(group, self.defaults)
 
 
 class SGDG(_Splitting, CayleySGD):
@@ -218,8 +207,6 @@ def _split(group: Group, defaults: Group) -> list[Group]:
     ``stiefel=True`` constrains matrices of few rows; parameters with a tag keep its reading, as in
     every optimizer here. ``stiefel=None`` constrains only those.
     """
-    if not isinstance(group, dict):
-        return [group]
     wanted, params = group.get("stiefel", defaults["stiefel"]), listed(group["params"])
     group = {**group, "params": params}  # not what was read from, which may be empty now
     if isinstance(params, set) or not (wanted is None or wanted is True):

@@ -368,7 +368,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     if isinstance(x, Tensor):
         reading = reading_of(x, manifold, "x")
         if not x.is_meta:
-            _project(x, reading, "x")
+            to_nearest_(x, reading, "x")
         return x
     if manifold is not None:
         raise ValueError(fail("manifold", "be None for a model", manifold))
@@ -381,11 +381,12 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
             check_value(parameter, reading, name, remedy="initialise it first")
     for name, parameter, reading in tagged:
         if not parameter.is_meta:
-            _project(parameter, reading, name)
+            to_nearest_(parameter, reading, name)
     return x
 
 
-def _project(tensor: Tensor, reading: Stiefel, name: str) -> None:
+def to_nearest_(tensor: Tensor, reading: Stiefel, name: str) -> None:
+    """Replace every matrix of a tensor that is off the manifold by the nearest point."""
     _write(tensor, nearest(whole(tensor.detach()), reading, name))
 
 

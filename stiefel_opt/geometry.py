@@ -39,6 +39,11 @@ def scale_tolerance(dtype: torch.dtype, n: int) -> float:
     return 1e-3 if dtype in HALF else 10.0 * orthonormality_tolerance(dtype, n)
 
 
+def scale_rounding(dtype: torch.dtype) -> float:
+    """Return by how much two scales of one weight may differ: 1e-5, or eps in half precision."""
+    return max(1e-5, torch.finfo(dtype).eps)
+
+
 def widened(tensor: Tensor) -> Tensor:
     """Return ``tensor``, in float32 if it is of half precision."""
     return tensor.float() if tensor.dtype in HALF else tensor

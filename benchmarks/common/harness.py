@@ -336,15 +336,15 @@ def write_json(path: Path, content: Mapping[str, Any], *, exact: bool = False) -
     write_text(path, text + "\n")
 
 
-def keep_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+def keep_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Keep the settings of the runs in a folder; others are refused."""
     path = folder / "settings"
-    theirs = json.loads(path.read_text()) if path.exists() else dict(settings)
-    if theirs != dict(settings):
+    if not path.exists():
+        write_json(path, settings)
+    elif (theirs := json.loads(path.read_text())) != settings:
         raise ValueError(
-            f"--folder must hold runs of {theirs}, got {dict(settings)}; choose another folder"
+            f"--folder must hold runs of {theirs}, got {settings}; choose another folder"
         )
-    write_json(path, settings)
 
 
 def _shortened(value: Any) -> Any:

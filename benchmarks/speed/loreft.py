@@ -42,6 +42,7 @@ from benchmarks.common.harness import (
     RESULTS,
     beyond,
     kept_bytes,
+    lowest,
     machine,
     markdown_table,
     mean_and_deviation,
@@ -180,7 +181,7 @@ def best_rates(bench: Bench) -> tuple[dict[str, float], dict[str, dict[float, fl
             print(name, now[name], ends[name][now[name]], flush=True)
         for name in now:
             tried = sorted(ends[name])
-            best[name] = min(tried, key=lambda rate: ends[name][rate])
+            best[name] = lowest(ends[name])
             if not wanted[name] and len(tried) < len(RATES) + 2:
                 wanted[name] = beyond(tried, best[name])
     return best, {name: dict(sorted(found.items())) for name, found in ends.items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_group, fail
 from stiefel_opt.device import exact_products, is_compiling, readable
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.flows import Tensors, corrected
@@ -290,20 +290,25 @@ class StiefelOptimizer(Optimizer, ABC):
     @override
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
-        if not isinstance(param_group, dict):
-            raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
-        checks.check_option_names(param_group, self.defaults, type(self).__name__)
-        group = checks.completed(param_group, self.defaults)
-        self.check_options(group)
-        checks.check_new_group(group, self.param_groups)
-        super().add_param_group(group)
-        self._indices.append(None)
-        if not self._is_new:
-            try:
+        check_group(param_group)
+        count = len(self.param_groups)
+        try:
+            for part in self._parts(param_group):
+                checks.check_option_names(part, self.defaults, type(self).__name__)
+                group = checks.completed(part, self.defaults)
+                self.check_options(group)
+                checks.check_new_group(group, self.param_groups)
+                super().add_param_group(group)
+                self._indices.append(None)
+            for group in () if self._is_new else self.param_groups[count:]:
                 self._admit_group(group)
-            except Exception:
-                del self.param_groups[-1], self._indices[-1]
-                raise
+        except Exception:
+            del self.param_groups[count:], self._indices[count:]
+            raise
+
+    def _parts(self, group: Group) -> list[Group]:
+        """Return the groups that are added for one."""
+        return [group]
 
     def _admit_group(self, group: Group) -> None:
         """Constrain what the key ``stiefel`` says, and remember the tags."""

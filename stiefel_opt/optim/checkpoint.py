@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
+from stiefel_opt.geometry import scale_rounding
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_lr, label, reading
 from stiefel_opt.optim.state import (
@@ -24,7 +25,6 @@ from stiefel_opt.optim.torch_rules import Group
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 
-_SAME_SCALE: Final = 1e-5  # relative; more in half precision
 _RULE, _FORMAT = "rule", "format"  # keys of saved groups, and of no others
 
 
@@ -265,8 +265,7 @@ def _agree(current: Stiefel | None, saved: Mapping[str, Any], dtype: torch.dtype
     """Say whether readings are equal, but for the rounding of a scale that a weight kept."""
     if current is None or current.as_dict() | {"scale": 1.0} != {**saved, "scale": 1.0}:
         return False
-    rounding = max(_SAME_SCALE, torch.finfo(dtype).eps)
-    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=rounding)
+    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=scale_rounding(dtype))
 
 
 def complete_options(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_range, fail
+from stiefel_opt._checks import check_group, check_range, fail
 from stiefel_opt.geometry import project_tangent, retract
 
 
@@ -27,8 +27,7 @@ class _Ascent(Optimizer):
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as ``torch.optim.Optimizer``; a refused group leaves no trace."""
-        if not isinstance(param_group, dict):
-            raise TypeError(fail("param_group", "be a dict", type(param_group).__name__))
+        check_group(param_group)
         group = dict(param_group)
         params = group["params"]
         if not isinstance(params, (Tensor, set)):  # torch refuses a set
