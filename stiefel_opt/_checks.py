@@ -132,6 +132,13 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(fail(name, f"be one of {listed} to be constrained", dtype, "convert it"))
 
 
+def check_writable(name: str, tensor: Tensor) -> None:
+    """Raise for a tensor whose elements share memory, as after ``expand``."""
+    if 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]:
+        given = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(fail(name, "not repeat elements to be projected", given, "clone it first"))
+
+
 def check_group(value: object) -> None:
     """Raise for what is no group of parameters."""
     if not isinstance(value, dict):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import check_writable, fail
 from stiefel_opt.device import untraced
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.foreign import note_tag
@@ -167,8 +167,11 @@ def project_untagged(parameters: Iterable[Tensor], key: bool | Mapping[str, Any]
         if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
             manifold.check(parameter.shape, name)
-            stays = parameter.is_meta or is_sharded(parameter)
-            points.append((name, parameter, None if stays else nearest(parameter, manifold, name)))
+            point = None
+            if not (parameter.is_meta or is_sharded(parameter)):
+                check_writable(name, parameter)
+                point = nearest(parameter, manifold, name)
+            points.append((name, parameter, point))
     for name, parameter, point in points:
         share = distance(parameter, point)
         lost += [(name, share)] if is_lost(parameter, manifold, share) else []

@@ -44,13 +44,10 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
     Raises:
         ValueError: for values that are not finite, naming ``name``.
     """
+    check_finite(tensor, reading, name)
     result = None
     for index, part in enumerate(reading.parts(tensor)):
         matrices = widened(reading.matrices(part, index))
-        if not bool(torch.isfinite(matrices).all()):
-            given = f"shape {tuple(tensor.shape)} with infinities or NaN"
-            remedy = "initialise it first, or pass project=False"
-            raise ValueError(fail(name, "be finite to be projected", given, remedy))
         tolerance = orthonormality_tolerance(tensor.dtype, matrices.size(-2))
         off = ~(gram_error(matrices / reading.scale) <= tolerance)  # overflows count
         if bool(off.any()):
@@ -59,6 +56,19 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
             projected[off] = reading.scale * polar_factor(matrices[off])
             reading.parts(result)[index].copy_(reading.stored(projected, part.shape, index))
     return result
+
+
+def check_finite(
+    tensor: Tensor,
+    reading: Stiefel,
+    name: str,
+    remedy: str = "initialise it first, or pass project=False",
+) -> None:
+    """Raise unless what ``reading`` reads of ``tensor`` is finite."""
+    for part in reading.parts(tensor.detach()):
+        if not bool(torch.isfinite(part).all()):
+            given = f"shape {tuple(tensor.shape)} with infinities or NaN"
+            raise ValueError(fail(name, "be finite to be projected", given, remedy))
 
 
 @torch.no_grad()

@@ -284,6 +284,7 @@ NAN = torch.tensor([[1.0, 0.0], [0.0, float("nan")], [0.0, 0.0]])
         (holder(torch.zeros(0, 3)), {}, ValueError, r"`weight` must not be empty, got shape \(0"),
         (holder(NAN), {}, ValueError, "`weight` must be finite to be projected, got shape"),
         (holder(NAN[:, 1:] / 0), {}, ValueError, "`weight` must be finite to be projected"),
+        (holder(torch.ones(3).expand(2, 3)), {}, ValueError, "`weight` must not repeat elements"),
         (
             holder(torch.ones(2, 2, dtype=torch.int32), False),
             {},
