@@ -33,7 +33,7 @@ from stiefel_opt.distributed import is_sharded, replicated, whole
 from stiefel_opt.foreign import note_module
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import tag, untag
-from stiefel_opt.points import check_finite, kept_scale, nearest, reading_of, rms_scale
+from stiefel_opt.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
 from stiefel_opt.stacked import CONVOLUTIONS, stacked
 from stiefel_opt.trained import distance, is_lost, warn_of_lost
 from stiefel_opt.watching import GROUPED, mark_maps, record, records_of, watch
@@ -200,7 +200,7 @@ def check_value(
         before = "call so.constrain before fully_shard, or project=False: the first step projects"
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", before))
     if not parameter.is_meta:
-        check_finite(parameter, reading, name, remedy)
+        check_projectable(parameter, reading, name, remedy)
         check_writable(name, parameter)
 
 

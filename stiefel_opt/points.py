@@ -44,7 +44,7 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
     Raises:
         ValueError: for values that are not finite, naming ``name``.
     """
-    check_finite(tensor, reading, name)
+    check_projectable(tensor, reading, name)
     result = None
     for index, part in enumerate(reading.parts(tensor)):
         matrices = widened(reading.matrices(part, index))
@@ -58,7 +58,7 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
     return result
 
 
-def check_finite(
+def check_projectable(
     tensor: Tensor,
     reading: Stiefel,
     name: str,
