@@ -35,13 +35,19 @@ def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
 
 
 def scale_tolerance(dtype: torch.dtype, n: int) -> float:
-    """Return the relative change of a scale below which loaded values are of the same scale."""
-    return 1e-3 if dtype in HALF else 10.0 * orthonormality_tolerance(dtype, n)
+    """Return the relative change of a scale below which loaded values are of the same scale.
+
+    Matrices that are orthonormal up to rounding have a scale within half of that.
+    """
+    return 1e-3 if dtype in HALF else orthonormality_tolerance(dtype, n)
 
 
-def scale_rounding(dtype: torch.dtype) -> float:
-    """Return by how much two scales of one weight may differ: 1e-5, or eps in half precision."""
-    return max(1e-5, torch.finfo(dtype).eps)
+def scale_rounding(dtype: torch.dtype, n: int) -> float:
+    """Return by how much the saved scale of a weight may differ from the one it has taken since.
+
+    Never less than :func:`scale_tolerance`, below which a weight keeps the scale that it had.
+    """
+    return max(1e-5, torch.finfo(dtype).eps, scale_tolerance(dtype, n))
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -62,7 +62,8 @@ class ManifoldParameter(nn.Parameter):
             cls = _Tagged  # type: ignore[assignment]
             stated = True
             if project and not (data.is_meta or is_sharded(data)):
-                point = nearest(data, manifold, "data")
+                remedy = "initialise it first, or pass project=False"
+                point = nearest(data, manifold, "data", remedy)
                 share = distance(data, point)
                 warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
                 data = data if point is None else point
@@ -161,7 +162,7 @@ def project_untagged(parameters: Iterable[Tensor], key: bool | Mapping[str, Any]
     if not key:
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
-    points: list[tuple[str, Any, Tensor | None]] = []
+    points: list[tuple[Any, Tensor | None]] = []
     lost: list[tuple[str, float]] = []
     for parameter in parameters:
         if manifold_of(parameter) is None:
@@ -171,11 +172,11 @@ def project_untagged(parameters: Iterable[Tensor], key: bool | Mapping[str, Any]
             if not (parameter.is_meta or is_sharded(parameter)):
                 check_writable(name, parameter)
                 point = nearest(parameter, manifold, name)
-            points.append((name, parameter, point))
-    for name, parameter, point in points:
-        share = distance(parameter, point)
-        lost += [(name, share)] if is_lost(parameter, manifold, share) else []
+            points.append((parameter, point))
+            share = distance(parameter, point)
+            lost += [(name, share)] if is_lost(parameter, manifold, share) else []
+    warn_of_lost(lost)  # which raises where warnings are errors
+    for parameter, point in points:
         if point is not None:
             parameter.copy_(point)
         tag(parameter, manifold)
-    warn_of_lost(lost)

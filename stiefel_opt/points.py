@@ -36,7 +36,9 @@ def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
 
 
 @torch.no_grad()
-def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
+def nearest(
+    tensor: Tensor, reading: Stiefel, name: str, remedy: str = "initialise it first"
+) -> Tensor | None:
     """Return a copy of ``tensor`` with every matrix off the manifold replaced by the nearest point.
 
     None if all are on it up to rounding; those that are keep their bits.
@@ -44,7 +46,7 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
     Raises:
         ValueError: for values that are not finite, naming ``name``.
     """
-    check_projectable(tensor, reading, name)
+    check_projectable(tensor, reading, name, remedy)
     result = None
     for index, part in enumerate(reading.parts(tensor)):
         matrices = widened(reading.matrices(part, index))
@@ -58,12 +60,7 @@ def nearest(tensor: Tensor, reading: Stiefel, name: str) -> Tensor | None:
     return result
 
 
-def check_projectable(
-    tensor: Tensor,
-    reading: Stiefel,
-    name: str,
-    remedy: str = "initialise it first, or pass project=False",
-) -> None:
+def check_projectable(tensor: Tensor, reading: Stiefel, name: str, remedy: str) -> None:
     """Raise unless what ``reading`` reads of ``tensor`` is finite."""
     for part in reading.parts(tensor.detach()):
         if not bool(torch.isfinite(part).all()):
@@ -77,9 +74,9 @@ def kept_scale(value: Tensor, reading: Stiefel, name: str) -> float:
     if value.is_meta:
         raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
     matrices = [reading.matrices(part, index) for index, part in enumerate(reading.parts(value))]
-    norms = torch.stack([torch.linalg.vector_norm(widened(matrix)) for matrix in matrices])
+    columns = [torch.linalg.vector_norm(widened(matrix), dim=-2).flatten() for matrix in matrices]
     count = sum(matrix.numel() // matrix.size(-2) for matrix in matrices)  # of singular values
-    mean = float(torch.linalg.vector_norm(norms)) / math.sqrt(count)
+    mean = float(torch.linalg.vector_norm(torch.cat(columns))) / math.sqrt(count)
     if not 0 < mean < float("inf"):
         raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
     return mean

@@ -205,7 +205,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._is_new = True  # no weight is written to before every group has been looked at
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         self._is_new = False
-        self.register_state_dict_post_hook(checkpoint.complete)  # before those of users
+        self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
         for group in self.param_groups:
             self._admit_group(group)
         checks.warn_if_nothing_is_constrained(self.param_groups)
@@ -303,7 +303,7 @@ class StiefelOptimizer(Optimizer, ABC):
             for group in () if self._is_new else self.param_groups[count:]:
                 self._admit_group(group)
         except Exception:
-            del self.param_groups[count:], self._indices[count:]
+            del self.param_groups[count:]
             raise
 
     def _parts(self, group: Group) -> list[Group]:
@@ -495,6 +495,8 @@ class StiefelOptimizer(Optimizer, ABC):
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+        # before all hooks of users: they see what is saved, and what they return counts
+        self._optimizer_state_dict_post_hooks.move_to_end(self._completes, last=False)
         return super().state_dict()
 
     @override
@@ -531,7 +533,7 @@ class StiefelOptimizer(Optimizer, ABC):
         self._indices = [None] * len(self.param_groups)
         if "_handle" not in self.__dict__:
             self._handle, self.records = remember(self), Records()
-            self.register_state_dict_post_hook(checkpoint.complete)
+            self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
         self.rule = self.rule or type(self).__name__
         checkpoint.count_by_tensors(self.state.values())
         for name, value in self._legacy_defaults.items():
@@ -606,8 +608,7 @@ class StiefelOptimizer(Optimizer, ABC):
         set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
 
     def _velocity_form(self) -> Form:
-        reads, writes = self.velocity_in, self.state_of_velocity
-        return Form(self.velocity_names, self._known, reads, writes)
+        return Form(self.velocity_names, self._known, self.velocity_in, self.state_of_velocity)
 
     def _check_velocity(self, declared: tuple[State, ...]) -> None:
         """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""

@@ -254,18 +254,19 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
         pairs = zip(group["params"], _saved_readings(saved), strict=False)
         for index, (parameter, earlier) in enumerate(pairs):
             current = reading(parameter, group)
-            if earlier is not None and not _agree(current, earlier, parameter.dtype):
+            if earlier is not None and not _agree(current, earlier, parameter):
                 called = f"reading of {label(group, index, number)}"
                 condition = f"be the saved one, {Stiefel.from_dict(earlier)}"
                 remedy = "constrain it as it was when the checkpoint was written"
                 raise ValueError(fail(called, condition, current, remedy))
 
 
-def _agree(current: Stiefel | None, saved: Mapping[str, Any], dtype: torch.dtype) -> bool:
+def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor) -> bool:
     """Say whether readings are equal, but for the rounding of a scale that a weight kept."""
     if current is None or current.as_dict() | {"scale": 1.0} != {**saved, "scale": 1.0}:
         return False
-    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=scale_rounding(dtype))
+    rounding = scale_rounding(parameter.dtype, max(current.heights(parameter.shape)))
+    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=rounding)
 
 
 def complete_options(

@@ -291,7 +291,15 @@ def test_state_that_is_no_parameters_is_left_alone():
     _, opt = partly_constrained()
     opt.state["history"], opt.state["text"], opt.state["numbers"] = [1, 2], "step", {0: 1}
     other = copy.deepcopy(opt)
+    assert other.state_dict()["param_groups"] == opt.state_dict()["param_groups"]
     assert [other.state[key] for key in ("history", "text", "numbers")] == [[1, 2], "step", {0: 1}]
+
+
+def test_state_that_was_only_asked_for_is_not_saved():
+    net = model()
+    opt = optimizer("sgd", net.parameters())
+    assert not any(opt.state[parameter] for parameter in net.parameters())
+    assert opt.state_dict()["state"] == {}
 
 
 @every_optimizer
@@ -538,6 +546,10 @@ def test_hooks_of_a_state_dict_have_torchs_places() -> None:
     assert saved.keys() == {"wrapped"}
     assert saved["wrapped"]["param_groups"] == seen[0]["param_groups"]
     assert "readings" in seen[0]["param_groups"][0]
+    first = opt.register_state_dict_post_hook(lambda _, packed: {"own": packed}, prepend=True)
+    assert opt.state_dict()["wrapped"]["own"].keys() == {"state", "param_groups"}
+    assert seen.pop().keys() == {"own"}
+    first.remove()
     for group in saved["wrapped"]["param_groups"]:
         group["rule"] = "Old"
     given = copy.deepcopy(saved)
@@ -585,6 +597,21 @@ def test_a_kept_scale_is_the_saved_one_but_for_rounding(
         other.load_state_dict(net.state_dict())
         loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
         assert torch.equal(other.weight, net.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("change", [3e-6, 4e-5, 4e-4, 9.9e-4, 2e-3])
+def test_a_scale_that_loading_has_kept_is_no_other_one(dtype: torch.dtype, change: float) -> None:
+    """Weights that differ by less than rounding keep the scale that they had."""
+    one = so.constrain(nn.Linear(16, 32).to(dtype), scale="keep")
+    other = copy.deepcopy(one)
+    with torch.no_grad():
+        other.weight.mul_(1 + change)
+    other = so.constrain(other, scale="keep")
+    layers = one, other
+    saver, loader = (so.StiefelSGD(layer.parameters(), lr=0.1) for layer in layers)
+    other.load_state_dict(one.state_dict())
+    loader.load_state_dict(saver.state_dict())
 
 
 def test_another_scale_is_refused() -> None:

@@ -141,6 +141,17 @@ def test_untagged_weights_of_a_group_are_projected() -> None:
         assert not hasattr(whole[0], "manifold")
 
 
+def test_a_group_that_a_warning_stops_leaves_its_weight_as_it_was() -> None:
+    weight = nn.Parameter(torch.cat([torch.ones(63), torch.tensor([99.0])]).diag())
+    opt = so.StiefelSGD([nn.Parameter(torch.ones(2))], lr=0.1, stiefel=False)
+    before = weight.detach().clone()
+    with pytest.raises(UserWarning, match="seems trained"):
+        opt.add_param_group({"params": [weight], "stiefel": True})
+    assert len(opt.param_groups) == 1
+    assert torch.equal(weight, before)
+    assert not hasattr(weight, "manifold")
+
+
 @pytest.mark.parametrize("key", [True, so.Stiefel(heads=2), {"heads": 2, "scale": 3.0}])
 def test_a_weight_of_a_group_counts_as_one_that_was_constrained(key: Any) -> None:
     torch.manual_seed(0)
