@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import check_group, fail
+from stiefel_opt._checks import check_group
 from stiefel_opt.device import exact_products, is_compiling, readable
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional.flows import Tensors, corrected
@@ -178,7 +178,6 @@ class StiefelOptimizer(Optimizer, ABC):
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
-    _is_new: bool = False  # within the constructor
     _options_of_torch: ClassVar[Group] = {}  # of the plain rule, where a subclass names none
     # Values of options that an older checkpoint lacks.
     _legacy_defaults: ClassVar[Group] = {}
@@ -202,9 +201,8 @@ class StiefelOptimizer(Optimizer, ABC):
         checks.check_params(params)
         defaults = {"nonfinite": "skip", "stiefel": None, **defaults}
         self._handle, self.records = remember(self), Records()
-        self._is_new = True  # no weight is written to before every group has been looked at
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
-        self._is_new = False
+        # known from now on: every group has been looked at, and weights may be written to
         self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
         for group in self.param_groups:
             self._admit_group(group)
@@ -300,7 +298,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 checks.check_new_group(group, self.param_groups)
                 super().add_param_group(group)
                 self._indices.append(None)
-            for group in () if self._is_new else self.param_groups[count:]:
+            for group in self.param_groups[count:] if hasattr(self, "_completes") else ():
                 self._admit_group(group)
         except Exception:
             del self.param_groups[count:]
@@ -359,8 +357,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
         for group in self.param_groups:
             self._init_group(group)
-        lrs = [group["lr"] for group in self.param_groups]
-        in_graph(self._handle, self.all_constrained(), lrs)
+        in_graph(self._handle, self.all_constrained(), [each["lr"] for each in self.param_groups])
         for group, index in zip(self.param_groups, self._indices, strict=True):
             if index is not None:
                 self._move_plain(group, index.plain_with_gradient(self, group))
@@ -426,18 +423,31 @@ class StiefelOptimizer(Optimizer, ABC):
                 self._refuse(group, weights, changed)
         return index.plain_with_gradient(self, group)
 
-    def step_in_graph(self, grads: list[Tensor | None], lrs: list[Tensor]) -> None:
-        """Step all constrained parameters; called by the compiled operation.
+    def step_in_graph(self, grads: Mapping[Tensor, Tensor], lrs: list[Tensor]) -> None:
+        """Step all parameters that were constrained when the graph was traced.
 
-        Gradients are in the order of :meth:`all_constrained`; ``lrs`` are the learning rates that
-        are tensors, in the order of groups.
+        Options and tags may have changed since, which the compiler does not see. A parameter that
+        was plain then moves as a plain one once more.
+
+        Args:
+            grads: Gradients by parameter.
+            lrs: Learning rates that are tensors, in the order of groups.
         """
-        given, tensors = iter(grads), iter(lrs)
-        for group, index in zip(self.param_groups, self._indices, strict=True):
-            for weights in index.weight_groups if index else ():
-                ours = list(itertools.islice(given, len(weights.weights)))
+        tensors, earlier = iter(lrs), self.all_constrained()
+        for place, group in enumerate(self.param_groups):
+            if self._indices[place] is None:
+                continue
+            index = self._init(place, group)
+            for weights in index.weight_groups:
+                ours = list(map(grads.get, weights.parameters))
                 changed = weights.set_gradients(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, weights, changed)
+            released = [p for p in map(group["params"].__getitem__, index.plain) if p in grads]
+            if released:
+                states = [self.state[p] for p in released]
+                self._step_plain(group, released, [grads[p] for p in released], states)
+        if earlier != self.all_constrained():
+            self._handle = remember(self)  # the graph was of the earlier one: trace anew
         known = [group["lr"] for group in self.param_groups]
         self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
@@ -586,9 +596,9 @@ class StiefelOptimizer(Optimizer, ABC):
             ValueError: for a rule of one's own that keeps its momentum otherwise.
         """
         group, manifold = group_of(parameter, self.param_groups)
-        self._check_velocity(self.declared_for(group))
-        state = self.state.get(parameter, {})
-        return velocity_of(parameter, manifold, state, self._velocity_form())
+        form = self._velocity_form()
+        form.check(self.rule, self.declared_for(group))
+        return velocity_of(parameter, manifold, self.state.get(parameter, {}), form)
 
     def set_velocity(self, parameter: Tensor, skew: Any, normal: Any) -> None:
         """Set the momentum (Z, U) of a constrained parameter; shapes as :meth:`velocity` gives.
@@ -603,19 +613,12 @@ class StiefelOptimizer(Optimizer, ABC):
         """
         group, manifold = group_of(parameter, self.param_groups)
         declared, form = self.declared_for(group), self._velocity_form()
-        self._check_velocity(declared)
+        form.check(self.rule, declared)
         called = partial(checks.name_of, parameter, self.param_groups)
         set_velocity_(parameter, manifold, called, self.state, declared, form, skew, normal)
 
     def _velocity_form(self) -> Form:
         return Form(self.velocity_names, self._known, self.velocity_in, self.state_of_velocity)
-
-    def _check_velocity(self, declared: tuple[State, ...]) -> None:
-        """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
-        names = [kind.name for kind in declared if kind.shape != "1"]
-        if names and not set(names) & set(self.velocity_names):
-            condition = "keep its momentum as Z and U"
-            raise ValueError(fail(self.rule, condition, ", ".join(names), "read optimizer.state"))
 
     def all_constrained(self) -> list[WeightGroup]:
         """Return the constrained parameters of all groups that have state, by group and device."""

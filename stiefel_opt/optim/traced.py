@@ -66,7 +66,8 @@ def _step(
 ) -> None:
     optimizer = _OPTIMIZERS[handle]
     weight_groups: list[WeightGroup] = optimizer.all_constrained()
-    real = [parameter.detach() for each in weight_groups for parameter in each.parameters]
+    owned = [parameter for each in weight_groups for parameter in each.parameters]
+    real = [parameter.detach() for parameter in owned]
     real += [tensor for each in weight_groups for tensor in each.tensors()]
     copies = [
         (own, given)
@@ -75,9 +76,9 @@ def _step(
     ]
     for own, copy in copies:  # a graph that keeps the old values hands out copies to write to
         own.copy_(copy)
-    by_place: dict[int, Tensor] = dict(zip(places, grads, strict=True))
+    moving = map(owned.__getitem__, places)
     try:
-        optimizer.step_in_graph([by_place.get(place) for place in range(len(parameters))], lrs)
+        optimizer.step_in_graph(dict(zip(moving, grads, strict=True)), lrs)
     except BaseException:
         torch.set_grad_enabled(True)  # the graph turned it off, and will not come to its end
         raise

@@ -27,6 +27,13 @@ class Form(NamedTuple):
     read: Callable[[Tensor, Tensors], tuple[Tensor | None, Tensor | None]]  # Z and U at X
     write: Callable[[Tensor, Tensor, Tensor], Tensors]  # state of Z and U at X
 
+    def check(self, rule: str, declared: tuple[State, ...]) -> None:
+        """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
+        names = [kind.name for kind in declared if kind.shape != "1"]
+        if names and not set(names) & set(self.names):
+            condition = "keep its momentum as Z and U"
+            raise ValueError(fail(rule, condition, ", ".join(names), "read optimizer.state"))
+
 
 class Range(NamedTuple):
     """A constrained range of a parameter, its rows gathered."""

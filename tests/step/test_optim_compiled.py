@@ -280,6 +280,72 @@ def test_a_tensor_rate_makes_nothing_compile_again() -> None:
     assert counter.frame_count == early
 
 
+# ---- other options, and tags ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [
+        ("sgd", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9)),
+        ("adam", "betas", ((0.5, 0.99), (0.6, 0.98), (0.7, 0.97), (0.8, 0.96), (0.9, 0.95))),
+        ("adam", "radius", (1.0, 2.0, 3.0, 4.0, 5.0)),
+        ("adam", "amsgrad", (False, False, True, True, False)),
+        ("adamw", "weight_decay", (0.1, 1.0, 2.0, 4.0, 8.0)),
+        pytest.param("muon", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), marks=slow),
+        pytest.param("cayley-sgd", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), marks=slow),
+        pytest.param("sgd", "nonfinite", ("skip", "ignore", "raise", "skip", "skip"), marks=slow),
+    ],
+)
+def test_an_option_may_change_in_every_step(name: str, option: str, values: Any) -> None:
+    """The compiler looks at the first change, and takes numbers for variables from then on."""
+    both = Both(name, **({} if option == "weight_decay" else {"weight_decay": 0}))
+    both.compile()
+    for step, value in enumerate(values):
+        for rule in (both.opt, both.eager):
+            rule.param_groups[0][option] = value
+        both.step(step)
+
+
+def test_a_momentum_that_a_scheduler_cycles_is_followed() -> None:
+    both = Both("sgd", weight_decay=0)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(rule, 0.3, total_steps=9)
+        for rule in (both.opt, both.eager)
+    ]
+    both.compile()
+    for step in range(8):
+        both.step(step)
+        for schedule in schedules:
+            schedule.step()
+
+
+def divided(net: nn.Sequential) -> None:
+    so.constrain(net[2], heads=2)
+
+
+def released(net: nn.Sequential) -> None:
+    so.release(net[2])
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=slow)])
+@pytest.mark.parametrize("change", [divided, released])
+def test_a_tag_may_change_between_steps(change: Any, backend: str) -> None:
+    found = []
+    for is_compiled in (False, True):
+        net = network()
+        opt = so.StiefelAdam(net.parameters(), lr=0.01)
+        step = torch.compile(opt.step, backend=backend) if is_compiled else opt.step
+        for number in range(8):
+            if number == 4:
+                change(net)
+            opt.zero_grad()
+            net(torch.linspace(-1, number, 24).view(2, 12)).square().sum().backward()
+            step()
+        found.append([parameter.detach() for parameter in net.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
 # ---- a whole training step -----------------------------------------------------------------------
 
 
