@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stiefel_opt import geometry
 from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.device import finest_dtype
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -74,9 +75,10 @@ def kept_scale(value: Tensor, reading: Stiefel, name: str) -> float:
     if value.is_meta:
         raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
     matrices = [reading.matrices(part, index) for index, part in enumerate(reading.parts(value))]
-    columns = [torch.linalg.vector_norm(widened(matrix), dim=-2).flatten() for matrix in matrices]
+    # float32 adds the squares of a large weight, or of equal entries, one after the other
+    norms = [torch.linalg.vector_norm(each, dtype=finest_dtype(each)) for each in matrices]
     count = sum(matrix.numel() // matrix.size(-2) for matrix in matrices)  # of singular values
-    mean = float(torch.linalg.vector_norm(torch.cat(columns))) / math.sqrt(count)
+    mean = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
     if not 0 < mean < float("inf"):
         raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
     return mean

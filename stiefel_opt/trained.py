@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import users_level
+from stiefel_opt.device import finest_dtype
 from stiefel_opt.geometry import widened
 from stiefel_opt.manifold import Stiefel
 
@@ -32,8 +33,9 @@ def distance(tensor: Tensor, point: Tensor | None) -> float:
     """Return the distance from ``tensor`` to ``point``, or None for itself, over its norm."""
     if point is None:
         return 0.0
-    distance = torch.linalg.vector_norm(widened(point) - widened(tensor))
-    return float(distance / torch.linalg.vector_norm(widened(tensor)))
+    precise = finest_dtype(tensor)  # float32 cannot square 1e20
+    distance = torch.linalg.vector_norm(widened(point) - widened(tensor), dtype=precise)
+    return float(distance / torch.linalg.vector_norm(tensor, dtype=precise))
 
 
 def looks_trained(value: Tensor, reading: Stiefel) -> bool:

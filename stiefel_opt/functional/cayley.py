@@ -132,7 +132,7 @@ def cayley_adam(
         V = torch.add(normal_force(X, S, G).mul_(1 - beta1), V, alpha=beta1)
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
-    divisor = divisor.clamp(min=torch.finfo(divisor.dtype).tiny)  # 0/0 is 0
+    divisor = torch.where(divisor > 0, divisor, 1.0)  # 0/0 is 0
     new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader)
     return new_X, new | carried(X, new_X, T, V, sums), length
 

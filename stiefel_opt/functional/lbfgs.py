@@ -155,7 +155,7 @@ def rotated_(vectors: Tensor, before: Tensor, after: Tensor) -> Tensor:
         vectors: Shape ``(h, N)`` or ``(N,)``.
         before, after: Shape ``(N,)``.
     """
-    cosine = torch.dot(before, after)
+    cosine = (before * after).sum()  # a dot product of millions of entries errs by more
     rows = vectors if vectors.ndim == 2 else vectors.unsqueeze(0)
     if cosine >= 0:
         total = before + after

@@ -461,7 +461,8 @@ def largest_quotient(
     else:
         terms = math.expm1(min(step * growth, 700.0)) / (ratio - 1)
     most = (terms / (1 - betas[1])) ** 0.5 * (1 - betas[0])
-    return betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5 if nesterov else most
+    most = betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5 if nesterov else most
+    return most if isinstance(most, Tensor) else min(most, torch.finfo(dtype).max)
 
 
 def gain(

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
-from stiefel_opt.device import full_precision, no_autocast
+from stiefel_opt.device import finest_dtype, full_precision, no_autocast
 from stiefel_opt.geometry import solve_lyapunov
 
 
@@ -34,9 +34,10 @@ def own(free: Tensor) -> Tensor:
         condition = "have more rows than columns: OWN centres the columns"
         remedy = "use another map for square matrices"
         raise ValueError(fail("free", condition, free, remedy))
-    centred = free - free.mean(dim=-2, keepdim=True)
+    precise = free.to(finest_dtype(free))  # C has the square of the condition of V
+    centred = precise - precise.mean(dim=-2, keepdim=True)
     root: Tensor = _InverseRoot.apply(centred.mH @ centred)[0]  # type: ignore[no-untyped-call]
-    return centred @ root
+    return (centred @ root).to(free.dtype)
 
 
 class _InverseRoot(torch.autograd.Function):

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import check_flag, check_range, fail
-from stiefel_opt.geometry import project_tangent
+from stiefel_opt.device import exact_products
+from stiefel_opt.geometry import project_tangent, widened
 from stiefel_opt.manifold import Stiefel
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,  # noqa: ARG001
 ) -> Tensor:
     r"""Scale all gradients by one factor so that their Riemannian norm is at most ``max_norm``.
 
@@ -28,12 +33,14 @@ def clip_grad_norm_(
     Args:
         parameters: Parameters, tagged and plain; those without gradient are skipped.
         max_norm: Largest norm, > 0; inf to get the norm only.
+        norm_type: 2, the norm of tangent vectors; torch's function takes others.
         error_if_nonfinite: Raise where the norm is not finite, before anything is scaled; waits
             for the device. Default: no.
+        foreach: Has no effect; here for calls of torch's function.
 
     Returns: The norm before clipping, a 0-dim tensor.
     Raises:
-        ValueError: for max_norm <= 0, or a norm that is not finite, if asked.
+        ValueError: for max_norm <= 0, another norm, or one that is not finite, if asked.
         TypeError: for a module, and for sparse gradients of constrained parameters.
     Note: Two products of n x m by m x m for each constrained parameter; no host sync. As in torch
         one gradient that is not finite spoils all of them, and ``nonfinite="skip"`` then saves the
@@ -41,6 +48,9 @@ def clip_grad_norm_(
     """
     if not isinstance(max_norm, Tensor) and max_norm != math.inf:  # inf: the norm is wanted only
         check_range("max_norm", max_norm, 0.0, open_low=True)
+    if isinstance(norm_type, bool) or norm_type != 2:
+        remedy = "clip plain parameters by torch.nn.utils.clip_grad_norm_"
+        raise ValueError(fail("norm_type", "be 2", repr(norm_type), remedy))
     check_flag("error_if_nonfinite", error_if_nonfinite)
     if isinstance(parameters, nn.Module):
         given, remedy = type(parameters).__name__, "pass model.parameters()"
@@ -74,7 +84,8 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     norms = [torch.linalg.vector_norm(part) for part in reading.plain_parts(grad)]
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
-        point = reading.matrices(point, index) / reading.scale
-        tangent = project_tangent(point, reading.matrices(vector, index))
-        norms.append(torch.linalg.vector_norm(tangent))
+        point = widened(reading.matrices(point, index)) / reading.scale
+        with exact_products(point):
+            tangent = project_tangent(point, widened(reading.matrices(vector, index)))
+        norms.append(torch.linalg.vector_norm(tangent).to(grad.dtype))
     return norms

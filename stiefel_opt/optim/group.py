@@ -54,6 +54,7 @@ MANY_STEPS: Final = 100
 _LONG: Final = math.pi / 4
 # Rounding in X'X and X'U is measured and removed once in so many steps.
 _CORRECTION_PERIOD: Final = 8
+_LAST_COUNT: Final = 2.0**24  # float32 counts no further
 
 # Counts of each parameter: skipped steps, and overflows that other processes do not know of yet.
 TALLIES: Final = ("skipped", "unreported")
@@ -374,12 +375,12 @@ class WeightGroup:
     def _number(self, batch: Batch, places: list[int]) -> tuple[float | Tensor, bool]:
         """Return the number of this step for a batch, and whether rounding is to be removed."""
         if isinstance(self._numbers, float):
-            return self._numbers, self._numbers % _CORRECTION_PERIOD == 0
+            return self._numbers, _is_due(self._numbers)
         numbers = self._numbers[places]
         if not self.reads:
             return batch.of_each(numbers), self._steps_begun % _CORRECTION_PERIOD == 0
         each = set(numbers.tolist())
-        is_due = any(number % _CORRECTION_PERIOD == 0 for number in each)
+        is_due = any(map(_is_due, each))
         return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
 
     def _count(self, overflowed: Tensor, places: list[int]) -> None:
@@ -453,6 +454,11 @@ class WeightGroup:
         for place in staying:
             for now, then in zip(self._seen, earlier, strict=True):
                 now[place] = then[place]
+
+
+def _is_due(number: float) -> bool:
+    """Say whether a step removes rounding: every one does where the count stands still."""
+    return number % _CORRECTION_PERIOD == 0 or number > _LAST_COUNT
 
 
 def _move_rows(weights: WeightGroup, values: list[Tensor], move_rows: MoveRows) -> None:

@@ -25,7 +25,7 @@ from stiefel_opt._checks import (
     users_level,
 )
 from stiefel_opt.batches import Stack, stacks_of
-from stiefel_opt.device import exact_products
+from stiefel_opt.device import exact_products, finest_dtype
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.functional import lbfgs
 from stiefel_opt.geometry import (
@@ -174,7 +174,7 @@ class _Line:
         self.t = 0.0
         with exact_products(direction):
             self.vector = point.mapped(lbfgs.from_coordinates, direction)
-            self._length = torch.linalg.vector_norm(direction)
+            self._length = torch.linalg.vector_norm(direction, dtype=finest_dtype(direction))
             self.before = self.after = direction / self._length
             tensors = point.shaped(self.vector)
             self._curves: list[lbfgs.Curve] = [

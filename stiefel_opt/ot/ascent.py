@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,6 +179,7 @@ class _ScaledSteps:
     def __init__(self, ascent: Ascent) -> None:
         self.ascent = ascent
         self.lr = _FIRST_STEP / ascent.cost if ascent.cost > 0 else 1.0
+        self.unit = 2.0 ** math.frexp(ascent.cost)[1]  # gradients of small clouds are tiny
         self.optimizer = StiefelSGD([ascent.point], lr=self.lr, momentum=0.0)
         self.former: tuple[Tensor, Tensor] | None = None
         self.mean, self.weight = ascent.transport.objective, 1.0
@@ -192,8 +194,9 @@ class _ScaledSteps:
         lr = self._learning_rate(point, tangent)
         self.former = point, tangent
         rise = 1e-4 * float(tangent.square().sum())
+        ascent.point.grad = tangent / -self.unit
         while True:
-            self.optimizer.param_groups[0]["lr"] = lr
+            self.optimizer.param_groups[0]["lr"] = lr * self.unit
             self.optimizer.step()
             ascent.solve()
             if transport.objective >= self.mean + lr * rise - 1e-12 * abs(objective):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -38,10 +39,11 @@ def projected_wasserstein(
     check_integer("max_iter", max_iter, 1)
     transport = imported("ot", "pot")
     cost = torch.cdist(clouds.x @ point, clouds.y @ point).square().cpu().numpy()
+    unit = 2.0 ** math.frexp(float(cost.max()))[1]  # POT's tolerances are absolute
     weights = clouds.a.cpu().numpy(), clouds.b.cpu().numpy()
     with warnings.catch_warnings():  # what it warns of is an error here
         warnings.simplefilter("ignore")
-        plan, log = transport.emd(*weights, cost, numItermax=max_iter, log=True)
+        plan, log = transport.emd(*weights, cost / unit, numItermax=max_iter, log=True)
     if log["result_code"] != 1:  # POT's code for an optimal plan
         raise RuntimeError(fail("max_iter", "be enough pivots", max_iter, f"POT: {log['warning']}"))
     return float((plan * cost).sum())

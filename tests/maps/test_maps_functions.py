@@ -200,6 +200,13 @@ def test_own_is_the_polar_factor_of_centred_columns():
         np.testing.assert_allclose(point.numpy(), expected, atol=1e-13)
 
 
+def test_own_is_orthonormal_in_float32_where_vectors_are_nearly_dependent():
+    free = gaussian(50, 33, 32, seed=0).float()  # conditions up to 1e4
+    found = own(free)
+    assert (found.mT @ found - torch.eye(32)).abs().max() < 1e-5
+    torch.testing.assert_close(found, own(free.double()).float(), rtol=0, atol=1e-6)
+
+
 def test_own_has_a_gradient_at_equal_eigenvalues():
     """Autograd through eigh divides by their difference."""
     free = orthonormal(6, 3)

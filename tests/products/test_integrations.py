@@ -273,6 +273,28 @@ def test_the_normal_part_does_not_count(generator):
     assert torch.nn.utils.get_total_norm([weight.grad]) > 1e3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_norm_in_half_precision_is_that_of_exact_products(dtype, generator):
+    weight = so.constrain(nn.Linear(64, 256, bias=False, dtype=dtype)).weight
+    normal = torch.randn(64, 64, generator=generator)
+    skewed = 1e-2 * torch.randn(256, 64, generator=generator)
+    weight.grad = (weight.detach().float() @ (normal + normal.T) + skewed).to(dtype)
+    point, grad = weight.detach().double(), weight.grad.double()
+    expected = tangent_norm(point, grad)
+    torch.testing.assert_close(
+        so.clip_grad_norm_(weight, 1e9).double(), expected, rtol=0.01, atol=0
+    )
+
+
+def test_a_call_of_torchs_function_needs_no_change(generator):
+    model = filled(constrained_model(), generator)
+    norm = so.clip_grad_norm_(model.parameters(), 1e9, 2.0, False, foreach=None)
+    torch.testing.assert_close(norm, expected_norm(model))
+    for wrong in (1.0, math.inf, True):
+        with pytest.raises(ValueError, match="`norm_type` must be 2, got"):
+            so.clip_grad_norm_(model.parameters(), 1.0, norm_type=wrong)
+
+
 def test_plain_parameters_are_clipped_as_by_torch(generator):
     ours, theirs = filled(nn.Linear(5, 3), generator), nn.Linear(5, 3)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -19,7 +19,7 @@ def clouds(seed: int = 0, shift: float = 4.0) -> tuple[Any, Any]:
     return x, y
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-60, 1e-9, 1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_default_regularization_is_a_few_percent_of_the_value(scale: float, seed: int) -> None:
     x, y = clouds(seed)

@@ -84,6 +84,55 @@ def test_an_eps_that_rounds_to_zero_divides_nothing(eps, generator):
     assert so.orthonormality_error(weight) < 1e-5
 
 
+@pytest.mark.parametrize("size", [1e-22, 1e-23, 1e-25])
+def test_gradients_whose_squares_are_zero_move_little(size, generator):
+    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    optimizer, start = so.CayleyAdam([weight], lr=0.1, eps=0.0), weight.detach().clone()
+    for _ in range(5):
+        weight.grad = size * torch.randn((7, 3), generator=generator)
+        optimizer.step()
+    assert (weight - start).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.0), (0.9, 0.1), (0.99, 0.5)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_bound_beyond_float32_bounds_nothing(betas, nesterov, generator):
+    """beta1^2 > beta2: the first moment may be any number of times the root of the second."""
+    weight = so.ManifoldParameter(orthonormal((7, 3), generator, torch.float32))
+    optimizer = so.StiefelAdam([weight], lr=0.01, betas=betas, nesterov=nesterov)
+    for _ in range(140):
+        weight.grad = torch.randn((7, 3), generator=generator)
+        optimizer.step()
+    assert so.orthonormality_error(weight) < 1e-5
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rounding_is_removed_where_the_count_of_steps_stands_still(rule, generator):
+    """float32 counts to 2^24; a write that no version shows is found when rounding is removed."""
+    weights = [so.ManifoldParameter(orthonormal((12, 4), generator, torch.float32))]
+    weights.append(so.ManifoldParameter(orthonormal((12, 4), generator, torch.float32)))
+    optimizer = rule(weights, lr=1e-3)
+    for step in range(20):
+        for weight in weights:
+            weight.grad = torch.randn((12, 4), generator=generator)
+        optimizer.step()
+        if step == 0:
+            for weight in weights:
+                optimizer.state[weight]["step"].fill_(2.0**24)
+        if step == 5:
+            weights[0].detach().numpy()[0] += 1e-3
+    assert max(map(so.orthonormality_error, weights)) < 1e-6
+
+
+def test_a_polar_retraction_takes_gradients_that_only_a_small_rate_suits(generator):
+    weight = so.ManifoldParameter(orthonormal((70, 70), generator, torch.float32))
+    optimizer = so.ProjectedRGD([weight], lr=1e-10, retraction="polar")
+    weight.grad, start = 1e10 * torch.randn((70, 70), generator=generator), +weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, start)
+    assert so.orthonormality_error(weight) < 1e-5
+
+
 @pytest.mark.parametrize(("rule", "shape"), in_turn(RULES, [(9, 4), (3, 4, 4), (2, 30, 40)]))
 def test_without_a_force_nothing_moves(rule, shape, generator):
     weight = so.ManifoldParameter(torch.randn(shape, generator=generator), project=False)

@@ -118,6 +118,15 @@ def test_heads_that_mix_keys_and_values_are_told_by_the_name(name: str) -> None:
 # ---- groups of untagged weights ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("size", [1e-23, 1.0, 1e20])
+def test_the_length_of_a_move_is_measured_at_every_size(size: float) -> None:
+    layer = nn.Linear(4, 8)
+    with torch.no_grad():
+        layer.weight.copy_(size * so.random_point(8, 4))
+    (line,) = so.report(so.constrain(layer)).lines
+    assert line.moved == pytest.approx(abs(1 / size - 1), rel=1e-5, abs=1e-6)
+
+
 def test_untagged_weights_of_a_group_are_projected() -> None:
     torch.manual_seed(0)
     tagged = so.ManifoldParameter(torch.randn(8, 4), project=False)

@@ -69,6 +69,17 @@ def test_the_scale_of_a_large_weight_is_exact_too(size: int) -> None:
     assert layer.weight.manifold.scale == pytest.approx(exact, rel=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-20, 0.7123, 1e20])
+def test_the_scale_of_many_equal_columns_is_exact_too(size: float) -> None:
+    """Rounding of equal numbers does not average out."""
+    weight = size * so.random_point(20_000, 2, 2, manifold=so.Stiefel())
+    module = nn.Module()
+    module.weight = nn.Parameter(weight)
+    so.constrain(module, scale="keep")
+    assert module.weight.manifold.scale == pytest.approx(size, rel=1e-6)
+    assert torch.equal(module.weight, weight)
+
+
 def test_weights_that_are_off_warn_and_the_remedy_keeps_their_norm() -> None:
     layer, saved = kept(), nn.Linear(8, 4).state_dict()
     saved["weight"] *= 30
