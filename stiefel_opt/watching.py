@@ -167,7 +167,8 @@ class _Watched(dict[str, Any]):
             return
         called, frame = False, cast("FrameType | None", sys._getframe(1))
         while frame is not None and not called:
-            if frame.f_globals.get("__name__", "").startswith("torch.ao.nn."):
+            calling = frame.f_globals.get("__name__", "")
+            if calling.startswith("torch.ao.nn.") and ".qat." not in calling:  # which trains
                 looks.is_over = True
                 warnings.warn(_CONVERTED.format(name, self.kind), stacklevel=users_level())
                 return

@@ -26,8 +26,8 @@ def own(free: Tensor) -> Tensor:
     Returns: Matrices with orthonormal columns that sum to zero, ``(..., n, m)``.
     Raises:
         ValueError: for m >= n: centred columns span at most n - 1 dimensions.
-    Note: 4 n m^2 flops and an eigendecomposition of m x m, which waits for the device. Equal
-        eigenvalues do no harm to derivatives of any order.
+    Note: 4 n m^2 flops and an eigendecomposition of m x m, in float64 where the device has it, and
+        which waits for the device. Equal eigenvalues do no harm to derivatives of any order.
     Reference: Huang et al. (AAAI 2018), eq. (5).
     """
     if free.ndim < 2 or not 1 <= free.size(-1) < free.size(-2):

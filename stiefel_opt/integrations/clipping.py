@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import check_flag, check_range, fail
-from stiefel_opt.device import exact_products
 from stiefel_opt.geometry import project_tangent, widened
 from stiefel_opt.manifold import Stiefel
 
@@ -85,7 +84,6 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
         point = widened(reading.matrices(point, index)) / reading.scale
-        with exact_products(point):
-            tangent = project_tangent(point, widened(reading.matrices(vector, index)))
+        tangent = project_tangent(point, widened(reading.matrices(vector, index)))
         norms.append(torch.linalg.vector_norm(tangent).to(grad.dtype))
     return norms

@@ -234,6 +234,9 @@ class OrthogonalRNN(nn.Module):
                 threshold=None if threshold is None else threshold.to(dtype.to_real()),
             )
 
+    def flatten_parameters(self) -> None:
+        """Do nothing: for code that calls it on ``nn.RNN``."""
+
     @override
     def extra_repr(self) -> str:
         return (

@@ -1,5 +1,7 @@
 """A weight put into a constrained module keeps its own reading; loading warns where it must."""
 
+import warnings
+
 import pytest
 import torch
 from contract import warnings_of
@@ -118,6 +120,25 @@ def test_quantising_is_told() -> None:
     texts = warnings_of(lambda: torch.ao.quantization.quantize_dynamic(model, {nn.Linear}))
     (text,) = {text for text in texts if "constrained" in text}
     assert "`weight` of Linear is constrained, and is quantised" in text
+
+
+def test_training_that_knows_of_quantising_is_not_told() -> None:
+    torch.backends.quantized.engine = "fbgemm"
+    model = nn.Sequential(so.constrain(nn.Linear(8, 4)), nn.ReLU()).train()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+
+    def prepared() -> nn.Module:
+        return torch.ao.quantization.prepare_qat(model)
+
+    assert not [text for text in warnings_of(prepared) if "constrained" in text]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trained = prepared()
+        optimizer = so.StiefelAdam(trained.parameters(), lr=0.01)
+        for _ in range(3):
+            trained(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+    assert so.orthonormality_error(trained) < 1e-6
 
 
 def test_fusing_with_a_norm_is_told() -> None:
