@@ -319,7 +319,7 @@ def exponential(step: Tensor) -> Tensor:
     # For a single matrix torch 2.13 stops the series early: at 1e-11 in float64, and small ones at
     # 1e-5 in float32.
     is_precise = step.dtype in (torch.float64, torch.complex128)
-    is_cut = batch.size(0) == 1 and (is_precise or step.size(-1) <= 8)
+    is_cut = batch.size(0) == 1 and (is_precise or step.size(-1) < 8)
     rotation: Tensor = torch.linalg.matrix_exp(batch.expand(2, -1, -1) if is_cut else batch)
     return rotation[: batch.size(0)].reshape(step.shape)
 

@@ -32,6 +32,7 @@ from stiefel_opt.linalg import (
     skew,
 )
 from stiefel_opt.manifold import Stiefel, reading_by
+from stiefel_opt.parameter import recalled
 from stiefel_opt.points import nearest
 from stiefel_opt.roots import roots
 
@@ -89,6 +90,7 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
         return optimizer
     _refuse(optimizer)
     keeper = _Keeper()
+    keeper.recall(optimizer)
     outside: Any = functools.partial(torch.compiler.disable, reason="so.on_manifold needs values")
     optimizer.register_step_pre_hook(outside(keeper.before))
     optimizer.register_step_post_hook(outside(keeper.after))
@@ -165,8 +167,14 @@ class _Keeper:
         self._points: list[Tensor] = []  # X of each stack during a step
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
+        self._tags: dict[Tensor, Any] = {}  # by parameter, as they were last seen
         self._depth = 0  # of steps that a step makes of the class it derives from
         self._is_scaled = False  # whether a GradScaler lets the optimizer judge the gradients
+
+    def recall(self, optimizer: Optimizer) -> None:
+        """Remember the tags, and put back those that are lost."""
+        params = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        self._tags = recalled(params, self._tags)
 
     @torch.no_grad()
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -178,6 +186,7 @@ class _Keeper:
             self._depth = 0  # an exception has ended the step before
             self.after(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self.recall(optimizer)
         weights = _constrained(optimizer)
         known = self._written
         self._written = {w.parameter: known[w.parameter] for w in weights if w.parameter in known}

@@ -143,9 +143,20 @@ def untag(parameter: nn.Parameter) -> None:
     _RELEASED.add(id(parameter))
 
 
-def has_lost_tag(parameter: Tensor) -> bool:
-    """Say whether torch has taken the tag of a parameter that had one, by swapping tensors."""
-    return not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
+def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
+    """Return the tag of each parameter, or None; put back one that is ``known`` and lost.
+
+    ``torch.utils.swap_tensors``, by which a module may convert its parameters, exchanges their
+    attributes, the tag among them, while the parameter stays the same object.
+    """
+    tags: dict[Tensor, Any] = {}
+    for parameter in parameters:
+        before = known.get(parameter)
+        is_lost = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
+        if is_lost and isinstance(before, Stiefel):
+            tag(parameter, before)  # type: ignore[arg-type]
+        tags[parameter] = getattr(parameter, "manifold", None)
+    return tags
 
 
 @torch.no_grad()

@@ -212,7 +212,7 @@ def _turn(turn: Tensor, size: Tensor, step: Scalar, limit: float, retraction: st
     if retraction == "cayley":
         return cayley(turn * step)
     if retraction == "polar":
-        difference = roots(size * (step * step), limit).difference  # roots squares it
+        difference = roots(size * (step * step), limit).difference  # roots squares its argument
         return add_to_diagonal_(polar_rotation(turn, difference, step), 1.0)
     moved = add_to_diagonal_(turn * step, 1.0)
     return torch.bmm(moved, cholesky_factor(add_to_diagonal_(size * (step * step), 1.0)))

@@ -85,5 +85,5 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     for index, (point, vector) in enumerate(pairs):
         point = widened(reading.matrices(point, index)) / reading.scale
         tangent = project_tangent(point, widened(reading.matrices(vector, index)))
-        norms.append(torch.linalg.vector_norm(tangent).to(grad.dtype))
+        norms.append(torch.linalg.vector_norm(tangent))
     return norms

@@ -357,7 +357,7 @@ class StiefelOptimizer(Optimizer, ABC):
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
         for group in self.param_groups:
             self._init_group(group)
-        in_graph(self._handle, self.all_constrained(), [each["lr"] for each in self.param_groups])
+        in_graph(self._handle, self.all_constrained(), self.param_groups)
         for group, index in zip(self.param_groups, self._indices, strict=True):
             if index is not None:
                 self._move_plain(group, index.plain_with_gradient(self, group))
@@ -433,21 +433,21 @@ class StiefelOptimizer(Optimizer, ABC):
             grads: Gradients by parameter.
             lrs: Learning rates that are tensors, in the order of groups.
         """
-        tensors, earlier = iter(lrs), self.all_constrained()
+        tensors, released = iter(lrs), []
         for place, group in enumerate(self.param_groups):
             if self._indices[place] is None:
                 continue
+            if not _is_finite(group["lr"]):
+                checks.refuse_lr(group["lr"])
             index = self._init(place, group)
             for weights in index.weight_groups:
                 ours = list(map(grads.get, weights.parameters))
                 changed = weights.set_gradients(ours, group["nonfinite"], in_graph=True)
                 self._refuse(group, weights, changed)
-            released = [p for p in map(group["params"].__getitem__, index.plain) if p in grads]
-            if released:
-                states = [self.state[p] for p in released]
-                self._step_plain(group, released, [grads[p] for p in released], states)
-        if earlier != self.all_constrained():
-            self._handle = remember(self)  # the graph was of the earlier one: trace anew
+            plain = [p for p in map(group["params"].__getitem__, index.plain) if p in grads]
+            released += [(group, plain)] if plain else []
+        for group, plain in released:
+            self._step_plain(group, plain, [grads[p] for p in plain], [self.state[p] for p in plain])
         known = [group["lr"] for group in self.param_groups]
         self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
@@ -469,9 +469,9 @@ class StiefelOptimizer(Optimizer, ABC):
         except RuntimeError as error:
             checks.refuse_other_precision(parameters, self.state, self.param_groups, error)
             raise
-        for parameter in parameters:
-            if not self.state[parameter]:  # torch's SGD has none without momentum
-                del self.state[parameter]
+        # torch's SGD has none without momentum; the compiler would trace anew after a change here
+        for parameter in [p for p in parameters if not (self.state[p] or is_compiling())]:
+            del self.state[parameter]
 
     def _move_constrained(self, lrs: Sequence[float | Tensor]) -> None:
         """Move the constrained parameters of every group; last, warn or raise for missed steps."""

@@ -13,7 +13,7 @@ from stiefel_opt._checks import HALF, fail
 from stiefel_opt.distributed import local_part
 from stiefel_opt.geometry import scale_rounding
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.checks import check_lr, label, reading
+from stiefel_opt.optim.checks import check_saved_lr, label, reading
 from stiefel_opt.optim.state import (
     MOMENTS_OF_TORCH,
     ROWS,
@@ -76,7 +76,7 @@ def examined(given: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     if of_torch:
         state = without_plain(state, known, groups)
     for group, saved in zip(known, groups, strict=False):
-        check_lr({**group, **saved}["lr"])
+        check_saved_lr({**group, **saved}["lr"])
         optimizer.check_options({**group, **saved})
     check_states(state, known, groups, optimizer.declared_for, of_torch=torch_rule is not None)
     return {**given, "param_groups": groups, "state": state}

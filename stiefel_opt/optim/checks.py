@@ -164,8 +164,13 @@ def check_lr(lr: Any) -> None:
         check_range("lr", float(value), 0.0)
 
 
-def refuse_lr(lr: Any) -> NoReturn:
+def check_saved_lr(lr: Any) -> None:
     """Raise for a learning rate that no step can use; one below 0, of a schedule, it can."""
+    check_lr(abs(lr) if isinstance(lr, numbers.Real | Tensor) else lr)
+
+
+def refuse_lr(lr: Any) -> NoReturn:
+    """Raise for a learning rate that no step can use."""
     is_number = isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
     if not is_number:
         check_lr(lr)

@@ -39,6 +39,7 @@ from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.checkpoint import check_state_dict
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.parameter import recalled
 
 Closure = Callable[[], Any]
 
@@ -66,17 +67,17 @@ class _Point:
     ) -> None:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
+        self._starts, self._length = _places(self.parameters)
         self._frames: list[lbfgs.Frame] | None = None  # at this point
         self.stacks = stacks_of([parameter.detach() for parameter in parameters], readings)
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
         """Return views of a flat vector, shaped like the parameters."""
-        views, start = [], 0
-        for parameter in self.parameters:
+        views = []
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
             shape = tuple(_real(parameter).shape)
             view = flat[start : start + math.prod(shape)].view(shape)
             views.append(torch.view_as_complex(view) if parameter.is_complex() else view)
-            start += math.prod(shape)
         return views
 
     def points(self, stack: Stack) -> Tensor:
@@ -126,12 +127,11 @@ class _Point:
 
     def gradient(self) -> Tensor:
         """Return the coordinates of the Riemannian gradient; what is missing is zero."""
-        grads = [
-            torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse
-            else p.grad
-            for p in self.parameters
-        ]  # fmt: skip
-        flat = torch.cat([_real(grad).reshape(-1) for grad in grads])
+        flat = _real(self.parameters[0]).new_zeros(self._length)
+        for parameter, own in zip(self.parameters, self.shaped(flat), strict=True):
+            grad = parameter.grad
+            if grad is not None:
+                own.copy_(grad.to_dense() if grad.is_sparse else grad)
         return self.mapped(_coordinates_of_gradient, flat)
 
     def values(self) -> list[Tensor]:
@@ -154,6 +154,16 @@ def _forget(state: dict[str, Any]) -> None:
     for name in (*_PAIRS, *_LAST):
         state.pop(name, None)
     state["order"] = []
+
+
+def _places(parameters: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return where each parameter begins in a flat vector, and the length of the vector."""
+    starts, end = [], 0
+    for parameter in parameters:
+        end += end % 2 if parameter.is_complex() else 0  # where torch can view pairs as complex
+        starts.append(end)
+        end += _real(parameter).numel()
+    return starts, end
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -566,6 +576,7 @@ class StiefelLBFGS(LBFGS):
         self.defaults.update(self._own_defaults)
         super().add_param_group(_checked(param_group, self.defaults))
         _readings(self.param_groups[0])
+        self._tags = recalled(self.param_groups[0]["params"], {})
 
     @override
     @torch.no_grad()
@@ -586,6 +597,7 @@ class StiefelLBFGS(LBFGS):
             raise TypeError(fail("closure", "be a function", type(closure).__name__, remedy))
         group = self.param_groups[0]
         _check_options(group)
+        self._tags = recalled(self._params, self.__dict__.get("_tags", {}))
         readings = _readings(group)
         _fit_state(self.state, self._params, readings)
         if not any(readings):
@@ -766,8 +778,10 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
             condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
             remedy = "constrain it as it was when the checkpoint was written"
             raise ValueError(fail(called, condition, current, remedy))
-    numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in group["params"])
+    of_torch = sum(_real(parameter).numel() for parameter in group["params"])
+    own = _places(group["params"])[1]
     for name in ("d", "prev_flat_grad", "steps", "last_step"):
+        numel = own if name in (*_PAIRS, *_LAST) else of_torch
         if name in saved and saved[name] is not None and saved[name].shape[-1] != numel:
             given = f"{saved[name].shape[-1]} of {name}"
             remedy = "load the weights only and let it start anew"

@@ -12,7 +12,7 @@ from stiefel_opt.distributed import whole
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.group import TALLIES
 from stiefel_opt.optim.state import StateDict
-from stiefel_opt.parameter import has_lost_tag, tag
+from stiefel_opt.parameter import recalled
 
 
 class Records:
@@ -30,17 +30,8 @@ class Records:
         self._tallies: dict[Tensor, StateDict] = {}  # views on counts
 
     def recall(self, parameters: list[Tensor]) -> None:
-        """Remember the tag of each parameter, and put back a tag that is lost.
-
-        ``torch.utils.swap_tensors``, by which a module may convert its parameters, exchanges their
-        attributes, the tag among them, while the parameter stays the same object.
-        """
-        for parameter in parameters:
-            known, seen = self._tags.get(parameter), getattr(parameter, "manifold", None)
-            if isinstance(known, Stiefel) and has_lost_tag(parameter):
-                tag(parameter, known)  # type: ignore[arg-type]
-            else:
-                self._tags[parameter] = seen
+        """Remember the tag of each parameter, and put back a tag that is lost."""
+        self._tags |= recalled(parameters, self._tags)
 
     def drop_other(self, states: Any, parameter: Tensor, manifold: Stiefel | None) -> None:
         """Drop state that was made by another reading; None is that of a plain parameter.

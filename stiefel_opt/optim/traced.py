@@ -8,6 +8,7 @@ one 128 x 2 and 1.7 times as long for one 2048 x 256.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.optim.group import WeightGroup
+from stiefel_opt.optim.torch_rules import Group
 
 # Every optimizer of the package by its number; their class imports this file.
 _OPTIMIZERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_LOCK = threading.Lock()
 
 _LIBRARY: Any = torch.library.Library("stiefel_opt", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -28,15 +31,16 @@ _LIBRARY.define(
 
 def remember(optimizer: Any) -> int:
     """Return the number under which the operation finds an optimizer."""
-    handle = max(_OPTIMIZERS.keys(), default=0) + 1
-    _OPTIMIZERS[handle] = optimizer
-    return handle
+    with _LOCK:
+        handle = max(_OPTIMIZERS.keys(), default=0) + 1
+        _OPTIMIZERS[handle] = optimizer
+        return handle
 
 
-def in_graph(handle: int, weight_groups: list[WeightGroup], lrs: list[float | Tensor]) -> None:
+def in_graph(handle: int, weight_groups: list[WeightGroup], groups: list[Group]) -> None:
     """Put the step of all constrained parameters into the graph that is being traced.
 
-    Learning rates of groups, ``lrs``, that are tensors are read where the graph has them.
+    Learning rates of ``groups`` that are tensors are read where the graph has them.
     """
     parameters: list[Tensor] = []
     state: list[Tensor] = []
@@ -51,9 +55,12 @@ def in_graph(handle: int, weight_groups: list[WeightGroup], lrs: list[float | Te
                 grads.append(parameter.grad)
             parameters.append(parameter)
         state += weights.tensors()
-    if places:
-        rates = [lr for lr in lrs if isinstance(lr, Tensor)]
-        torch.ops.stiefel_opt.step(parameters, state, grads, places, rates, handle)
+    if not parameters:  # the operation looks for new tags; one that writes to nothing is dropped
+        plain = [p for group in groups for p in group["params"] if p.grad is not None]
+        state = plain[:1]
+    if parameters or state:
+        lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+        torch.ops.stiefel_opt.step(parameters, state, grads, places, lrs, handle)
 
 
 def _step(

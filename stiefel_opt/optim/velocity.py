@@ -113,7 +113,7 @@ def set_velocity_(
 def keep_velocity(weight: Weight, declared: tuple[State, ...], form: Form) -> None:
     """Turn momentum that other options have left into that of these options."""
     state, wanted = weight.state, {kind.name for kind in declared}
-    if weight.shards is not None or not wanted:
+    if not wanted:
         return
     if {key.partition(".")[0] for key in state}.intersection(form.names) <= wanted:
         return

@@ -41,7 +41,8 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
         *("trained", "watching"),
     },
     "on_manifold": {
-        *(*BASE, "points", "batches", "linalg", "roots", "device", "distributed", "foreign"),
+        *(*BASE, "parameter", "points", "batches", "linalg", "roots", "device", "distributed"),
+        *("foreign",),
     },
     "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},
     "penalty": {"report", "_checks"},

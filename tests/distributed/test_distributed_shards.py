@@ -180,6 +180,28 @@ def keep_what_is_spoilt(name, layouts):
 
 
 @torch.no_grad()
+def go_on_with(change, dtype, options):
+    """Momentum that an option keeps in another form is the same one, as in one process."""
+    found = pairs(tuple(LAYOUTS), dtype)
+    alone_opt = so.StiefelSGD([whole for _, whole, _ in found], lr=0.05, **options)
+    opt = so.StiefelSGD([shard for *_, shard in found], lr=0.05, **options)
+    for step in range(4):
+        if step == 2:
+            for each in (alone_opt, opt):
+                each.param_groups[0].update(change)
+        fill_grads(found, step, size=0.1)
+        alone_opt.step()
+        opt.step()
+    for layout, whole, shard in found:
+        expected = part(whole.detach(), shard.device_mesh, shard.placements).to_local()
+        off = (shard.to_local() - expected).abs().max() if expected.numel() else 0.0
+        assert off <= (1e-12 if dtype is torch.float64 else 1e-2), (
+            f"{change}: {layout} off by {off}"
+        )
+        assert opt.state[shard].keys() == alone_opt.state[whole].keys()
+
+
+@torch.no_grad()
 def agree_on_an_overflow(name):
     """X'G = 0 and the gradient is huge in rows of one process: all leave the same parameter."""
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -226,7 +248,12 @@ def test_shards_train_as_one_process_on_two():
     spoilt = [(keep_what_is_spoilt, name, tuple(shared)) for name in OF_EACH_KIND]
     spoilt += [(agree_on_an_overflow, name) for name in PROPORTIONAL]
     low = [(compare, name, KINDS[start::3], torch.bfloat16) for start, name in enumerate(HALF)]
-    run(2, *calls, *spoilt, *low)
+    changes = [
+        (go_on_with, {"nesterov": True}, torch.float64, {}),
+        (go_on_with, {"transport": "projected"}, torch.float64, {"nesterov": True}),
+        (go_on_with, {"adaptive": True}, torch.bfloat16, {"transport": "projected"}),
+    ]
+    run(2, *calls, *spoilt, *low, *changes)
 
 
 def test_shards_train_as_one_process_on_four():

@@ -106,6 +106,27 @@ def test_what_was_loaded_is_a_copy() -> None:
     assert torch.equal(saved["state"][0]["steps"], kept["state"][0]["steps"])
 
 
+def test_complex_weights_may_stand_behind_an_odd_number_of_entries() -> None:
+    torch.manual_seed(0)
+    real = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+    weight = so.ManifoldParameter(torch.randn(4, 2, dtype=torch.complex128))
+    target = torch.randn(4, 2, dtype=torch.complex128)
+    optimizer = so.StiefelLBFGS([real, weight], max_iter=100)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (real - 1).square().sum() + (weight - target).abs().square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    left, _, right = torch.linalg.svd(target, full_matrices=False)
+    torch.testing.assert_close(weight.detach(), left @ right, rtol=0, atol=1e-5)
+    torch.testing.assert_close(real.detach(), torch.ones_like(real), rtol=0, atol=1e-5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step(closure)
+
+
 def test_torchs_state_serves_plain_parameters_alone() -> None:
     start, ends = torch.randn(6, dtype=F64), []
     first = nn.Parameter(start.clone())

@@ -346,6 +346,33 @@ def test_a_tag_may_change_between_steps(change: Any, backend: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_a_constraint_where_nothing_constrained_moved_is_followed(name: str, backend: str) -> None:
+    """It is seen behind the next step: the compiler has no reason to trace that one anew."""
+    net = network()
+    opt = optimizer(name, net.parameters(), weight_decay=0)
+    for layer in (net[0], net[2]):
+        layer.weight.requires_grad_(False)
+    step = torch.compile(opt.step, backend=backend, fullgraph=True)
+    for number in range(8):
+        if number == 2:
+            so.constrain(net[3])
+        opt.zero_grad()
+        net(torch.linspace(-1, number, 24).view(2, 12)).square().sum().backward()
+        step()
+        assert number < 3 or so.orthonormality_error(net) < 1e-5
+
+
+def test_without_momentum_a_step_is_traced_once() -> None:
+    counter = CompileCounterWithBackend("eager")
+    both = Both("sgd", weight_decay=0, momentum=0.0)
+    both.compile(backend=counter, fullgraph=True)
+    for step in range(10):
+        both.step(step)
+    assert counter.frame_count <= 2
+
+
 # ---- a whole training step -----------------------------------------------------------------------
 
 

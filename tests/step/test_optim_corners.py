@@ -94,7 +94,7 @@ def test_gradients_whose_squares_are_zero_move_little(size, generator):
     assert (weight - start).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.0), (0.9, 0.1), (0.99, 0.5)])
+@pytest.mark.parametrize("betas", [(0.9, 0.0), (0.9, 0.1)])
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_bound_beyond_float32_bounds_nothing(betas, nesterov, generator):
     """beta1^2 > beta2: the first moment may be any number of times the root of the second."""

@@ -1,6 +1,7 @@
 """A weight put into a constrained module keeps its own reading; loading warns where it must."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,30 @@ def test_loading_by_assignment_tells_the_truth() -> None:
 
 
 # ---- modules that are made of a constrained one ------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lbfgs", "on_manifold"])
+def test_a_weight_that_torch_swaps_stays_constrained(kind: str) -> None:
+    layer = so.constrain(nn.Linear(4, 6, bias=False))
+    params = [layer.weight]
+    optimizer: Any = {
+        "sgd": lambda: so.StiefelSGD(params, lr=0.1),
+        "lbfgs": lambda: so.StiefelLBFGS(params, max_iter=4),
+        "on_manifold": lambda: so.on_manifold(torch.optim.SGD(params, lr=0.1)),
+    }[kind]()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (layer(torch.linspace(-1, 1, 32).view(8, 4)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for swaps in (True, False, True):
+        if swaps:
+            torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach().clone()))
+        optimizer.step(closure)
+    assert layer.weight.manifold == Stiefel()
+    assert so.orthonormality_error(layer) < 1e-5
 
 
 def test_quantising_is_told() -> None:
