@@ -446,8 +446,8 @@ class StiefelOptimizer(Optimizer, ABC):
                 self._refuse(group, weights, changed)
             plain = [p for p in map(group["params"].__getitem__, index.plain) if p in grads]
             released += [(group, plain)] if plain else []
-        for group, plain in released:
-            self._step_plain(group, plain, [grads[p] for p in plain], [self.state[p] for p in plain])
+        for group, own in released:
+            self._step_plain(group, own, [grads[p] for p in own], [self.state[p] for p in own])
         known = [group["lr"] for group in self.param_groups]
         self._move_constrained([next(tensors) if isinstance(lr, Tensor) else lr for lr in known])
 
