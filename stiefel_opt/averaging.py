@@ -66,7 +66,7 @@ def averaged(
 
     Raises:
         TypeError: if ``model`` is no module, or one of its tagged weights is sharded.
-        ValueError: for a decay out of range.
+        ValueError: for a decay out of range, or a ``Trivialization`` whose base moves.
     Warns: if nothing is constrained yet: tags are copied with the model.
     Note: Up to ten products of n x m by m x m for each tagged matrix and update; a singular value
         decomposition only where the average is far from orthonormal. Weights on the meta device
@@ -85,6 +85,12 @@ def averaged(
         if is_sharded(parameter):
             remedy = "gather the weights into a model that is not sharded, and average that"
             raise TypeError(fail(name, "not be sharded to be averaged", "a DTensor", remedy))
+    for name, module in model.named_modules():
+        if hasattr(module, "rebase") and getattr(module, "every", None) is not None:
+            remedy = "its base moves, and with it what its free tensor means"
+            raise ValueError(
+                fail(f"every of {name}", "be None to be averaged", module.every, remedy)
+            )
     if not (tagged or mark_maps(model)):
         warnings.warn(
             "nothing in `model` is constrained, and its average will be torch's; call so.constrain "

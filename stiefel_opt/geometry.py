@@ -58,7 +58,19 @@ def widened(tensor: Tensor) -> Tensor:
 def gram_error(point: Tensor) -> Tensor:
     """Return max abs of X'X - I for each matrix, shape ``(...)``: how far X is from orthonormal."""
     point = widened(point)
-    return identity_error(point.mH @ point)
+    with no_autocast(point):
+        return identity_error(point.mH @ point)
+
+
+def square_gram_error(point: Tensor) -> Tensor:
+    """Return the sum of |X'X - I|_F^2, in float32 for half precision; of any order of derivative.
+
+    Not by absolute values, whose derivative torch sets to 0 at 0.
+    """
+    point = widened(point)
+    with no_autocast(point):
+        difference = add_to_diagonal_(point.mH @ point, -1.0)
+        return (difference.conj() * difference).real.sum()
 
 
 def identity_error(matrix: Tensor) -> Tensor:
@@ -70,7 +82,8 @@ def identity_error(matrix: Tensor) -> Tensor:
 
 def project_tangent(point: Tensor, vector: Tensor) -> Tensor:
     """Return the tangent vector at X = ``point`` nearest to D = ``vector``, D - X sym(X'D)."""
-    return vector - point @ sym(point.mH @ vector)
+    with no_autocast(point):
+        return vector - point @ sym(point.mH @ vector)
 
 
 def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tensor:
@@ -100,14 +113,16 @@ def polar_factor(matrices: Tensor) -> Tensor:
     """
     if matrices.size(-2) < matrices.size(-1):
         raise ValueError(fail("matrices", "be tall", matrices))
-    left, _, right = torch.linalg.svd(widened(matrices), full_matrices=False)
-    return newton_schulz(left @ right).to(matrices.dtype)
+    with no_autocast(matrices):
+        left, _, right = torch.linalg.svd(widened(matrices), full_matrices=False)
+        return newton_schulz(left @ right).to(matrices.dtype)
 
 
 def newton_schulz(point: Tensor, steps: int = 1) -> Tensor:
     """Return ``point``, near the manifold, on it: each Newton-Schulz step squares the error."""
-    for _ in range(steps):
-        point = 1.5 * point - 0.5 * point @ (point.mH @ point)
+    with no_autocast(point):
+        for _ in range(steps):
+            point = 1.5 * point - 0.5 * point @ (point.mH @ point)
     return point
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import check_range, fail
+from stiefel_opt.geometry import square_gram_error
 from stiefel_opt.report import constrained
 
 
@@ -30,9 +31,7 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     for _, parameter, reading, _ in constrained(model, computed=False):
         parameter.is_unconstrained = True  # type: ignore[attr-defined]  # to leave it is meant
         for index, part in enumerate(reading.parts(parameter)):
-            point = reading.matrices(part, index) / reading.scale
-            identity = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)
-            terms.append((point.mH @ point - identity).abs().square().sum())
+            terms.append(square_gram_error(reading.matrices(part, index) / reading.scale))
     if not terms:
         kind = type(model).__name__
         condition, remedy = "have a constrained parameter", "call so.constrain first"

@@ -48,7 +48,7 @@ def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
     Reference: Mhammedi et al. (ICML 2017).
     """
     columns = _check_vectors(vectors, columns)
-    lengths = vectors.abs().square().sum(-2, keepdim=True)
+    lengths = (vectors.conj() * vectors).real.sum(-2, keepdim=True)  # abs has no curvature at 0
     check_lengths(lengths)
     result = _leading_columns(vectors, columns)
     scaled = vectors * (2 / lengths)
@@ -90,7 +90,7 @@ def tcwy(vectors: Tensor) -> Tensor:
     Note: 4 N M^2 + M^3 flops (published: 7/3 M^3, by an inverse); the backward 6 N M^2 + O(M^3).
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
-    return _compact(vectors, _check_vectors(vectors, vectors.size(-1)))
+    return _compact(vectors, _check_vectors(vectors, int(vectors.size(-1))))
 
 
 @full_precision

@@ -36,7 +36,7 @@ def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:
         shapes = f"{tuple(phases.shape)}, {tuple(vectors.shape)} and {tuple(permutation.shape)}"
         condition = "be (..., 3, N), (..., N, 2) and (N,)"
         raise ValueError(fail("phases, vectors, permutation", condition, shapes))
-    lengths = vectors.abs().square().sum(-2)
+    lengths = (vectors.conj() * vectors).real.sum(-2)  # abs has no curvature at 0
     check_lengths(lengths)
     phases = phases.to(lengths.dtype)  # converted apart, as by module.double()
     first, second, third = torch.polar(torch.ones_like(phases), phases).unbind(-2)

@@ -243,22 +243,38 @@ def _plan(
         raise _UnreadableError(f"it has no linear layer for {sorted(missing)}")
     stated = _number(module, KEY_HEADS)
     fused = any(len(weight.projections) == 3 for weight in weights)
+    if fused and _is_mixed(module):
+        name = weights[0].name
+        raise _UnreadableError(f"each head of {name} holds its query, key and value in turn")
     if fused and stated not in (None, _number(module, names.heads)):
         raise _UnreadableError(f"one weight holds queries and the keys of {stated} heads")
     heads = dict.fromkeys("qkv", 1)
-    if constraint == "within":
-        heads = _heads(module, weights, names.heads)
-        if stated not in (None, heads["k"]):
-            width = f"its keys have the width of {heads['k']} heads"
+    if constraint == "within" or (stated and _number(module, names.heads)):
+        found = _heads(module, weights, names.heads)
+        if stated not in (None, found["k"]):
+            width = f"its keys have the width of {found['k']} heads"
             raise _UnreadableError(f"{width}, but it states {stated}")
+        heads = found if constraint == "within" else heads
     plan = [(weight.name, _reading(weight, heads, which)) for weight in wanted]
     if "o" in which:
-        plan.append(_output(module, names.outputs, above, heads["q"]))
+        sizes = {letter: weight.size for weight in weights for letter in weight.projections}
+        joined = sizes.get("v", 0) * heads["q"] // heads["v"] if constraint == "within" else 0
+        plan.append(_output(module, names.outputs, above, heads["q"], joined))
     return plan
 
 
+def _is_mixed(module: nn.Module) -> bool:
+    """Say whether a fused weight holds query, key and value of one head, then of the next."""
+    known = vars(module)
+    return (
+        known.get("multi_query") is False  # GPT-BigCode
+        or known.get("head_first") is True  # MaxViT of timm
+        or {"key_dim", "val_dim"} <= known.keys()  # TinyViT, EfficientFormer and LeViT of timm
+    )
+
+
 def _output(
-    module: nn.Module, outputs: Sequence[str], above: nn.Module | None, heads: int
+    module: nn.Module, outputs: Sequence[str], above: nn.Module | None, heads: int, joined: int = 0
 ) -> tuple[str, Stiefel]:
     """Return name and reading of the weight that projects the joined heads."""
     children = dict(module.named_children())
@@ -277,6 +293,8 @@ def _output(
     name, layer = linear[0]
     weight = _linear_weight(layer, name, "o")
     inputs = layer.weight.size(0 if weight.transposed else 1)
+    if joined and inputs != joined:
+        raise _UnreadableError(f"{name} has {inputs} inputs, its heads {joined} values")
     if inputs % heads:
         raise _UnreadableError(f"{heads} heads do not divide the {inputs} inputs of {name}")
     if heads == 1:
@@ -324,7 +342,7 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
 
 def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
     weight = layer._parameters.get("weight")
-    kind = type(layer).__name__
+    kind = f"{type(layer).__module__.partition('.')[0]}.{type(layer).__name__}"
     transposed = _is_conv1d(layer)
     if weight is None or weight.ndim != 2 or not (isinstance(layer, nn.Linear) or transposed):
         raise _UnreadableError(f"{name} is a {kind}, not a linear layer with a plain weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,14 @@ if not hasattr(_tuners.BaseTuner, "_get_adapter_state_dict"):
         fail("peft", "be version 0.21 or newer", _peft.__version__, f"run: pip install {_PEFT}")
     )
 
-STELLA = "STELLA"  # what adapter_config.json calls the type
+
+class _Kind(str, enum.Enum):
+    """The type of an adapter as adapter_config.json has it, in the form of peft's ``PeftType``."""
+
+    STELLA = "STELLA"
+
+
+STELLA = _Kind.STELLA
 TunerLayer: Any = _tuners.BaseTunerLayer
 OFTLayer: Any = _oft.OFTLayer
 OFTRotation: Any = _oft.OFTRotationModule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
@@ -46,4 +46,15 @@ class OWN(Parametrization):
 
     @override
     def start(self, point: Tensor) -> Free:
-        return polar_factor(point - point.mean(dim=-2, keepdim=True))
+        # In a basis that a reflection takes (1, ..., 1) out of: columns of zero may be completed.
+        n = point.size(-2)
+        mirror = point.new_full((n, 1), n**-0.5)
+        mirror[0] += 1
+        mirror = mirror / torch.linalg.vector_norm(mirror)
+
+        def reflected(matrices: Tensor) -> Tensor:
+            image: Tensor = matrices - 2 * mirror @ (mirror.mH @ matrices)
+            return image
+
+        centred = polar_factor(reflected(point)[..., 1:, :])
+        return reflected(nn.functional.pad(centred, (0, 0, 1, 0)))

@@ -111,7 +111,8 @@ class Trivialization(_Based):
     Raises:
         ValueError: for ``every`` below 1.
     Note: as :class:`MatrixExp`. X0 and the count of changes are in the state_dict, so that training
-        resumes exactly. A compiled forward does not move X0: call :meth:`rebase` in the loop.
+        resumes exactly. A compiled forward does not move X0: call :meth:`rebase` in the loop. Take
+        ``every=None`` where P is kept outside this module: averages, L-BFGS, SAM, lookahead.
     Reference: Lezcano-Casado, Trivializations for gradient-based optimization on manifolds
         (NeurIPS 2019).
     """

@@ -88,8 +88,11 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
             owner = f"a {type(model).__name__} without {name}"
             raise ValueError(fail("model", f"be a Llama-like decoder with {LOOKED_FOR}", owner))
         if not isinstance(module, kind):
-            remedy = "load the model in float32 or bfloat16, without quantisation"
-            raise TypeError(fail(name, f"be a {kind.__name__}", type(module).__name__, remedy))
+            remedy = (
+                "load the model in float32 or bfloat16, without quantisation, and merge adapters"
+            )
+            given = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
+            raise TypeError(fail(name, f"be a torch {kind.__name__}", given, remedy))
         return module
 
     def only(name: str, children: set[str]) -> None:

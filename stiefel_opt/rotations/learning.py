@@ -46,6 +46,8 @@ DRIFT = 5e-7  # error of R'R above which rounding is removed from a rotation
 EVERY = 10  # steps between two checkpoints
 
 
+@torch.inference_mode(mode=False)  # so that it may be called where no graph is recorded
+@torch.enable_grad()
 def learn(
     model: nn.Module,
     batches: Iterable[Any],

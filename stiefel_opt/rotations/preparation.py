@@ -38,7 +38,7 @@ def prepare_(model: ModelT) -> ModelT:
     Raises:
         ValueError: for another family, naming what was looked for; for a norm that is no RMSNorm, a
             weight that is shared with something else than the head, and a model that is prepared
-            already.
+            already; for weights that are constrained.
         TypeError: for weights that are quantised or sharded, or a ``model`` that is no module.
     Note: One product for each weight, rounded once to its dtype; untying adds one embedding.
     """
@@ -51,6 +51,9 @@ def prepare_(model: ModelT) -> ModelT:
     for name, norm, readers in decoder.norms():
         _check_norm(name, norm)
         for reader in readers:
+            if getattr(reader.weight, "manifold", None) is not None:
+                remedy = "call so.release: the gains of the norm would move it off the manifold"
+                raise ValueError(fail(f"weight behind {name}", "be plain", "constrained", remedy))
             whole(name, reader.weight)
     mark(decoder.model, "half prepared")  # an interrupted model cannot be used
     if decoder.head.weight is decoder.embedding.weight:

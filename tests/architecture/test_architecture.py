@@ -45,7 +45,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
         *("foreign",),
     },
     "report": {*BASE, "points", "device", "constraints", "distributed", "stacked"},
-    "penalty": {"report", "_checks"},
+    "penalty": {"geometry", "report", "_checks"},
     "functional": {"linalg", "roots", "device", "geometry", "_checks"},
     "optim": {*BASE, "parameter", "batches", "linalg", "device", "functional", "distributed"},
     "parametrizations": {*BASE, "device", "functional", "stacked", "trained", "watching"},

@@ -325,6 +325,16 @@ def test_stella_is_saved_and_loaded_by_peft(tmp_path: Path) -> None:
     assert_equal(trained(again, steps=1), trained(model, steps=1), 1e-5)
 
 
+def test_stella_is_saved_and_loaded_by_transformers(tmp_path: Path) -> None:
+    model = llama()
+    model.add_adapter(so.StellaConfig(r=RANK, target_modules=TARGETS))
+    model.save_pretrained(tmp_path)
+    again = llama()
+    again.load_adapter(str(tmp_path))
+    assert_close(logits(again), logits(model), 1e-6)
+    assert so.orthonormality_error(again) < 1e-5
+
+
 def test_stella_starts_at_a_core_of_one_where_it_is_asked_to() -> None:
     model = peft.get_peft_model(llama(), stella(init_lora_weights=False))
     cores = [value for name, value in model.named_parameters() if name.endswith("core")]

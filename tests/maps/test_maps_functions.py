@@ -8,8 +8,10 @@ import scipy.linalg
 import torch
 from cases import in_turn, pairwise
 from map_cases import FUNCTIONS, error_of, gaussian, orthonormal
+from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
+import stiefel_opt as so
 from stiefel_opt.functional import (
     cayley_map,
     cwy,
@@ -188,6 +190,23 @@ def test_tall_exponential_stays_orthonormal_for_long_steps(size):
     assert error_of(exponential_map(torch.zeros(50, 4, dtype=torch.float64))) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_reflections_have_curvature_where_entries_are_zero(dtype):
+    vectors = torch.tril(torch.randn(5, 3, generator=torch.Generator().manual_seed(0))).to(dtype)
+    assert gradgradcheck(householder, (vectors.requires_grad_(),))
+    if dtype.is_complex:
+        phases, order = torch.randn(3, 4, dtype=torch.float64), torch.randperm(4)
+        pair = torch.eye(4, 2, dtype=dtype, requires_grad=True)
+        assert gradgradcheck(lambda v: urnn(phases, v, order), (pair,))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_map_of_its_shape_alone_is_traced():
+    vectors = torch.randn(5, 3)
+    traced = torch.jit.trace(tcwy, (vectors,), check_trace=False)
+    torch.testing.assert_close(traced(vectors), tcwy(vectors))
+
+
 # ---- OWN, URNN, EURNN ----------------------------------------------------------------------------
 
 
@@ -205,6 +224,18 @@ def test_own_is_orthonormal_in_float32_where_vectors_are_nearly_dependent():
     found = own(free)
     assert (found.mT @ found - torch.eye(32)).abs().max() < 1e-5
     torch.testing.assert_close(found, own(free.double()).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "start", [torch.ones(7, 4), torch.zeros(7, 4), torch.ones(8, 1) * torch.tensor([1.0, 1, -1, 1])]
+)
+def test_own_starts_from_dependent_columns(start):
+    module = nn.Module()
+    module.weight = nn.Parameter(start.clone())
+    so.orthogonal(module, "weight", "own")
+    weight = module.weight.detach()
+    torch.testing.assert_close(weight.T @ weight, torch.eye(4), rtol=0, atol=1e-5)
+    assert weight.sum(0).abs().max() < 1e-5
 
 
 def test_own_has_a_gradient_at_equal_eigenvalues():

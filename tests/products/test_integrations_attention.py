@@ -7,6 +7,7 @@ each says how a head's weights are cut out of what is stored.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from types import SimpleNamespace
 
@@ -304,7 +305,7 @@ REFUSED = [
         ),
         {"which": "o"},
         ValueError,
-        "4 heads do not divide the 18 inputs of to_out",
+        "to_out has 18 inputs, its heads 12 values",
     ),
     (computed, {}, ValueError, "its in_proj_weight is computed by a parametrization"),
     (lambda: nn.Linear(3, 3), {}, ValueError, "`model` must contain an attention.*are: Linear"),
@@ -320,8 +321,25 @@ REFUSED = [
         ValueError,
         f"qkv.weight is not three parts of {WIDTH // 2} rows if proj takes {WIDTH} inputs",
     ),
+    *(
+        (
+            functools.partial(
+                Holder, {"qkv": nn.Linear(WIDTH, 3 * WIDTH)}, num_heads=HEADS, **{name: value}
+            ),
+            {},
+            ValueError,
+            "each head of qkv.weight holds its query, key and value in turn",
+        )
+        for name, value in (("multi_query", False), ("head_first", True))
+    ),
+    (  # queries and gates in one weight, as in Qwen3-Next
+        projections({"to_q": 24, "to_k": 12, "to_v": 12}, num_heads=4, num_key_value_heads=4),
+        {"constraint": "across"},
+        ValueError,
+        "its keys have the width of 2 heads, but it states 4",
+    ),
     (without_heads, {}, ValueError, "neither it nor its config has one of num_heads"),
-    (wrapped, {}, ValueError, "key is a Sequential, not a linear layer"),
+    (wrapped, {}, ValueError, "key is a torch.Sequential, not a linear layer"),
     (not_finite, {}, ValueError, "`1.qkv.weight` must be finite"),
     (TimmAttention, {"constraint": "inside"}, ValueError, "`constraint` must be one of"),
     (TimmAttention, {"which": "qq"}, ValueError, "`which` must be one or more"),

@@ -181,7 +181,7 @@ def test_online_rotations_return_to_a_model_that_was_quantised_after_folding() -
     rotations.load_online_(quantised)
     assert_close_to_the_largest(logits(quantised, batch), expected, 0.02)
     assert float((without - expected).abs().max()) > 0.1 * float(expected.abs().max())
-    with pytest.raises(TypeError, match="must be a Linear, got Int8Linear"):
+    with pytest.raises(TypeError, match=r"must be a torch Linear, got test_rotations\.Int8L"):
         rotations.prepare_(quantised)
 
 
@@ -326,6 +326,15 @@ def mean_loss(model: nn.Module, data: list[Tensor], found: Rotations, options: d
         p, q = exact.log_softmax(-1), rounded.log_softmax(-1)
         losses.append((p.exp() * (p - q)).sum(-1).mean())
     return float(torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_learning_learns_where_no_graph_is_recorded(context: Any) -> None:
+    model, data = prepared(), tokens()
+    expected = rotations.learn(model, data, steps=4, progress=False)
+    with context():
+        found = rotations.learn(model, data, steps=4, progress=False)
+    assert [entry["loss"] for entry in found.log] == [entry["loss"] for entry in expected.log]
 
 
 def test_learning_narrows_the_rounding_of_loud_channels() -> None:

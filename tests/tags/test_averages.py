@@ -140,6 +140,14 @@ def test_an_update_of_the_average_takes_ten_products() -> None:
     assert counter.get_total_flops() == 10 * 2 * n * m * m
 
 
+def test_a_map_whose_base_moves_is_not_averaged() -> None:
+    model = nn.Sequential(so.orthogonal(nn.Linear(4, 4), "weight", "trivialization"))
+    with pytest.raises(ValueError, match=r"`every of 0\.parametrizations.* must be None to be av"):
+        so.averaged(model)
+    fixed = so.orthogonal(nn.Linear(4, 4), "weight", "trivialization", every=None)
+    so.averaged(fixed).update_parameters(fixed)
+
+
 def test_a_model_without_tags_is_averaged_as_torch_does() -> None:
     model = nn.Linear(3, 2)
     with pytest.warns(UserWarning, match="nothing in `model` is constrained.*call so.constrain fi"):

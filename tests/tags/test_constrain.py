@@ -878,3 +878,29 @@ def test_values_that_are_not_finite_are_refused_before_any_is_written(convert):
     after = net.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(v.nan_to_num(), after[k].nan_to_num()) for k, v in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_makes_no_value_less_exact(dtype):
+    layer = nn.Linear(32, 64)
+    with torch.autocast("cpu", dtype=dtype):
+        so.constrain(layer)
+        assert so.orthonormality_error(layer) < 2e-6
+        so.project_(layer)
+        average = so.averaged(layer, 0.9)
+        average.update_parameters(layer)
+        average.update_parameters(so.constrain(nn.Linear(32, 64)))
+        xi = so.project_tangent(layer.weight, torch.randn(64, 32)).detach()
+    with torch.no_grad():
+        assert so.orthonormality_error(average) < 2e-6
+        crossed = layer.weight.T @ xi
+        assert (crossed + crossed.T).abs().max() < 1e-5
+    moving = so.orthogonal(nn.Linear(8, 16), "weight", "trivialization", every=2)
+    optimizer = torch.optim.SGD(moving.parameters(), lr=0.1)
+    for _ in range(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = (moving(torch.randn(32, 8)).float() - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert so.orthonormality_error(moving) < 2e-6

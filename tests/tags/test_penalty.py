@@ -75,6 +75,30 @@ def test_it_takes_one_product_and_two_backwards():
     assert backward.get_total_flops() == 2 * forward.get_total_flops()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_exact_under_autocast_and_for_half_weights(dtype):
+    layer = so.constrain(nn.Linear(16, 32, bias=False).to(dtype))
+    with torch.no_grad():
+        layer.weight.mul_(1.002)
+    exact = layer.weight.detach().double()
+    error = exact.T @ exact - torch.eye(16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = so.orthonormality_penalty(layer, 1.0)
+    value.backward()
+    torch.testing.assert_close(value.double(), error.square().sum(), rtol=1e-2, atol=0)
+    torch.testing.assert_close(layer.weight.grad.double(), 4 * exact @ error, rtol=2e-2, atol=1e-4)
+
+
+def test_it_has_curvature_where_entries_are_zero():
+    layer = so.constrain(nn.Linear(2, 4, bias=False).double())
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(4, 2))
+    value = so.orthonormality_penalty(layer, 1.0)
+    (gradient,) = torch.autograd.grad(value, layer.weight, create_graph=True)
+    (product,) = torch.autograd.grad((gradient * torch.eye(4, 2)).sum(), layer.weight)
+    torch.testing.assert_close(product, 8 * torch.eye(4, 2).double())
+
+
 def test_zero_on_the_manifold():
     assert orthonormality_penalty(so.constrain(nn.Linear(5, 3)), 1.0) < 1e-10
 
