@@ -13,6 +13,7 @@ from typing_extensions import override
 from stiefel_opt._checks import check_choice, check_flag, check_module, fail
 from stiefel_opt.device import finest_dtype
 from stiefel_opt.functional.skew_maps import cayley_map
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.manifold import manifold_of
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.householder import TCWY
@@ -161,7 +162,11 @@ def _translate(
     precise = finest_dtype(free)
     if base is not None:
         theirs.base = base.to(free.device, precise)
-    weight = theirs(free.to(precise)).to(ours.dtype)
+    weight = theirs(free.to(precise))
+    tall = weight if weight.size(-2) >= weight.size(-1) else weight.mH
+    if bool((gram_error(tall) <= orthonormality_tolerance(free.dtype, tall.size(-2))).all()):
+        tall = polar_factor(tall)  # as exact as it was saved, not as it is loaded
+    weight = (tall if tall.shape == weight.shape else tall.mH).to(ours.dtype)
     try:
         state_dict[prefix + "original"] = ours.right_inverse(weight)
     except ValueError as error:

@@ -145,6 +145,22 @@ def test_what_torch_refuses_and_what_is_constrained_is_refused() -> None:
         compat.orthogonal(torch.eye(3))  # type: ignore[type-var]
 
 
+@pytest.mark.parametrize("size", [(16, 16), (8, 16), (16, 8)])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_checkpoints_in_less_precision_are_loaded(
+    size: tuple[int, int], saved: torch.dtype, loaded: torch.dtype
+) -> None:
+    theirs = parametrizations.orthogonal(nn.Linear(*size))
+    state = {key: value.to(saved) for key, value in theirs.state_dict().items()}
+    ours = compat.orthogonal(nn.Linear(*size)).to(loaded)
+    ours.load_state_dict(state)
+    error = 4 * torch.finfo(saved).eps
+    torch.testing.assert_close(ours.weight, theirs.weight.to(loaded), rtol=0, atol=error)
+    assert so.orthonormality_error(ours) < 100 * torch.finfo(loaded).eps
+
+
 def test_checkpoints_that_cannot_be_loaded_say_so() -> None:
     theirs = parametrizations.orthogonal(nn.Linear(3, 6))
     saved = theirs.state_dict()
