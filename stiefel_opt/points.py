@@ -180,7 +180,8 @@ def orthogonal_(
     manifold = manifold or tagged or Stiefel(heads=heads, flatten=tensor.ndim > 2)
     reading = reading_of(tensor, manifold, "tensor")
     for index, part in enumerate(reading.parts(tensor)):
-        drawn = torch.empty(part.shape, dtype=widened(part[..., :0]).dtype, device=part.device)
+        dtype = widened(part[..., :0]).dtype
+        drawn = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
         gaussian = reading.matrices(drawn.normal_(generator=generator), index)
         point = reading.scale * gain * geometry.positive_qr(gaussian)
         part.copy_(reading.stored(point, part.shape, index))

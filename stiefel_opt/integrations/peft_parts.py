@@ -34,6 +34,8 @@ class _Kind(str, enum.Enum):
 
     STELLA = "STELLA"
 
+    __str__ = str.__str__
+
 
 STELLA = _Kind.STELLA
 TunerLayer: Any = _tuners.BaseTunerLayer

@@ -166,7 +166,8 @@ def check_lr(lr: Any) -> None:
 
 def check_saved_lr(lr: Any) -> None:
     """Raise for a learning rate that no step can use; one below 0, of a schedule, it can."""
-    check_lr(abs(lr) if isinstance(lr, numbers.Real | Tensor) else lr)
+    is_number = isinstance(lr, numbers.Real) or (isinstance(lr, Tensor) and lr.numel() == 1)
+    check_lr(-lr if is_number and -math.inf < lr < 0 else lr)
 
 
 def refuse_lr(lr: Any) -> NoReturn:

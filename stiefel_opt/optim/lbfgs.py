@@ -67,7 +67,7 @@ class _Point:
     ) -> None:
         self.parameters, self.readings = list(parameters), list(readings)
         self.states = states
-        self._starts, self._length = _places(self.parameters)
+        self._starts = _places(self.parameters)[0]
         self._frames: list[lbfgs.Frame] | None = None  # at this point
         self.stacks = stacks_of([parameter.detach() for parameter in parameters], readings)
 
@@ -127,11 +127,13 @@ class _Point:
 
     def gradient(self) -> Tensor:
         """Return the coordinates of the Riemannian gradient; what is missing is zero."""
-        flat = _real(self.parameters[0]).new_zeros(self._length)
-        for parameter, own in zip(self.parameters, self.shaped(flat), strict=True):
-            grad = parameter.grad
-            if grad is not None:
-                own.copy_(grad.to_dense() if grad.is_sparse else grad)
+        pieces, end = [], 0
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            piece = _real(grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+            pieces += [piece.new_zeros(start - end), piece] if start > end else [piece]
+            end = start + piece.numel()
+        flat = torch.cat(pieces)
         return self.mapped(_coordinates_of_gradient, flat)
 
     def values(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stiefel_opt.distributed import is_sharded
 from stiefel_opt.optim.group import WeightGroup
 from stiefel_opt.optim.torch_rules import Group
 
@@ -56,8 +57,8 @@ def in_graph(handle: int, weight_groups: list[WeightGroup], groups: list[Group])
             parameters.append(parameter)
         state += weights.tensors()
     if not parameters:  # the operation looks for new tags; one that writes to nothing is dropped
-        plain = [p for group in groups for p in group["params"] if p.grad is not None]
-        state = plain[:1]
+        moving = [p for group in groups for p in group["params"] if p.grad is not None]
+        state = [p for p in moving if not is_sharded(p)][:1]
     if parameters or state:
         lrs = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
         torch.ops.stiefel_opt.step(parameters, state, grads, places, lrs, handle)

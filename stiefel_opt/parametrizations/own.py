@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt._checks import fail
+from stiefel_opt.device import no_autocast
 from stiefel_opt.functional.own import own
 from stiefel_opt.geometry import polar_factor
 from stiefel_opt.parametrizations.base import Free, Parametrization
@@ -56,5 +57,6 @@ class OWN(Parametrization):
             image: Tensor = matrices - 2 * mirror @ (mirror.mH @ matrices)
             return image
 
-        centred = polar_factor(reflected(point)[..., 1:, :])
-        return reflected(nn.functional.pad(centred, (0, 0, 1, 0)))
+        with no_autocast(point):
+            centred = polar_factor(reflected(point)[..., 1:, :])
+            return reflected(nn.functional.pad(centred, (0, 0, 1, 0)))
