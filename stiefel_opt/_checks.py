@@ -145,6 +145,11 @@ def check_group(value: object) -> None:
         raise TypeError(fail("param_group", "be a dict", type(value).__name__))
 
 
+def type_name(value: object) -> str:
+    """Return the name of a type with its package: ``peft.Linear`` is not ``torch.Linear``."""
+    return f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+
+
 def check_optimizer(value: object, remedy: str) -> Optimizer:
     """Return what a caller's factory made, or raise."""
     if not isinstance(value, Optimizer):

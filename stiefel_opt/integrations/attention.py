@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_module, fail
+from stiefel_opt._checks import check_choice, check_module, fail, type_name
 from stiefel_opt.constraints import apply_readings, check_value
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.nn import MultiheadAttention
@@ -342,7 +342,7 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
 
 def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
     weight = layer._parameters.get("weight")
-    kind = f"{type(layer).__module__.partition('.')[0]}.{type(layer).__name__}"
+    kind = type_name(layer)
     transposed = _is_conv1d(layer)
     if weight is None or weight.ndim != 2 or not (isinstance(layer, nn.Linear) or transposed):
         raise _UnreadableError(f"{name} is a {kind}, not a linear layer with a plain weight")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stiefel_opt._checks import check_module, fail
+from stiefel_opt._checks import check_module, fail, type_name
 from stiefel_opt.distributed import is_sharded
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
@@ -91,8 +91,7 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
             remedy = (
                 "load the model in float32 or bfloat16, without quantisation, and merge adapters"
             )
-            given = f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
-            raise TypeError(fail(name, f"be a torch {kind.__name__}", given, remedy))
+            raise TypeError(fail(name, f"be a torch {kind.__name__}", type_name(module), remedy))
         return module
 
     def only(name: str, children: set[str]) -> None:
