@@ -208,7 +208,7 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     """
 
     reading = _reading(point, manifold, vector)
-    return _matrix_wise(geometry.project_tangent, reading, point, vector, vector.clone())
+    return _matrix_wise(geometry.project_tangent, reading, point, vector, torch.clone)
 
 
 def retract(
@@ -251,7 +251,7 @@ def retract(
     def move(matrices: Tensor, tangents: Tensor) -> Tensor:
         return scale * geometry.retract(matrices, tangents / scale, retraction)
 
-    return _matrix_wise(move, reading, point, tangent, point + tangent)
+    return _matrix_wise(move, reading, point, tangent, point.add)
 
 
 def _matrix_wise(
@@ -259,14 +259,21 @@ def _matrix_wise(
     reading: Stiefel,
     point: Tensor,
     vector: Tensor,
-    result: Tensor,
+    plain: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Write ``function`` of the matrices, without scale, and of the vectors into ``result``."""
-    for index, part in enumerate(reading.parts(point)):
+    """Return ``function`` of the matrices, without scale, and of the vectors, ``plain`` between."""
+    values = []
+    for index, (part, own) in enumerate(
+        zip(reading.parts(point), reading.parts(vector), strict=True)
+    ):
         matrices = reading.matrices(part, index) / reading.scale
-        vectors = reading.matrices(reading.parts(vector)[index], index)
-        value = reading.stored(function(matrices, vectors), part.shape, index)
-        reading.parts(result)[index].copy_(value)
+        value = function(matrices, reading.matrices(own, index))
+        values.append(reading.stored(value, part.shape, index))
+    if reading.rows is None:
+        return values[0].contiguous()
+    result = plain(vector)
+    for part, value in zip(reading.parts(result), values, strict=True):
+        part.copy_(value)
     return result
 
 

@@ -1,5 +1,7 @@
 """Laws of the manifold: what a tangent vector, a gradient, a nearest and a random point must be."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -191,6 +193,24 @@ def test_a_retraction_has_its_derivatives_at_every_tangent(shape, dtype, retract
         pair = point.clone().requires_grad_(), tangent.requires_grad_()
         assert gradcheck(end, pair, check_batched_grad=True)
         assert gradgradcheck(end, pair, fast_mode=retraction != "polar")
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (0, None)])
+def test_points_and_vectors_are_mapped_one_or_both(shape, in_dims):
+    """``torch.vmap`` over points, vectors or both is the loop over them."""
+    points = stored_point(3, *shape)
+    vectors = so.project_tangent(points, gaussian(3, *shape, seed=1))
+    pairs = [(points, in_dims[0]), (vectors, in_dims[1])]
+    given = [batch if dim == 0 else batch[0] for batch, dim in pairs]
+    one_by_one = [[batch[0 if dim is None else i] for batch, dim in pairs] for i in range(3)]
+    functions = [so.project_tangent]
+    functions += [partial(so.retract, retraction=retraction) for retraction in RETRACTIONS]
+    for function in functions:
+        mapped = torch.vmap(function, in_dims)(*given)
+        wanted = torch.stack([function(*pair) for pair in one_by_one])
+        torch.testing.assert_close(mapped, wanted, rtol=0, atol=1e-14)
+        assert mapped.is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
