@@ -13,11 +13,11 @@ from torch.optim import swa_utils
 from typing_extensions import override
 
 from stiefel_opt._checks import check_flag, check_module, check_range, fail
-from stiefel_opt.constraints import readings, to_nearest_
+from stiefel_opt.constraints import readings, reread, to_nearest_
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.watching import mark_maps
+from stiefel_opt.watching import maps_of, mark_maps
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
 
@@ -27,14 +27,21 @@ class ProjectedAverage(swa_utils.AveragedModel):
 
     @override
     def update_parameters(self, model: nn.Module) -> None:
-        """Average with the parameters of ``model``, and project.
+        """Average with the parameters of ``model``, and project those that are constrained there.
 
         Raises:
             ValueError: for values that are not finite, naming the parameter.
         """
         super().update_parameters(model)
-        for name, (parameter, reading) in readings(self.module).items():
-            if reading and not parameter.is_meta:
+        for average, source in zip(maps_of(self.module), maps_of(model), strict=False):
+            for old, new in zip(average.buffers(), source.buffers(), strict=False):
+                old.copy_(new)  # of a base there is no mean
+        pairs = zip(readings(self.module).items(), readings(model).values(), strict=False)
+        for (name, (parameter, known)), (source, reading) in pairs:
+            if known != reading:  # another scale was loaded, or the weight released
+                reread(self.module, parameter, reading)
+            is_left = parameter.is_meta or getattr(source, "is_unconstrained", False)
+            if reading and not is_left:
                 _correct(parameter, reading)
                 to_nearest_(parameter, reading, name)  # decomposes matrices that are still off
 
@@ -58,7 +65,8 @@ def averaged(
     Args:
         model: The model, copied here. Tags, heads, ranges of rows, convolutions and scales are
             preserved; weights that :func:`stiefel_opt.orthogonal` computes are averaged by their
-            free tensors, and are orthonormal anyway.
+            free tensors, and are orthonormal anyway. A weight that leaves the manifold on purpose
+            (``stiefel=False``, a penalty) is averaged as a plain one.
         decay: d of an exponential moving average, in (0, 1). Default: the mean of all updates
             (stochastic weight averaging).
         device: Device of the average. Default: that of the model.

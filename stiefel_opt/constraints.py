@@ -30,7 +30,7 @@ from stiefel_opt._checks import (
     users_level,
 )
 from stiefel_opt.distributed import is_sharded, replicated, whole
-from stiefel_opt.foreign import note_module
+from stiefel_opt.foreign import known_modules, note_module
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.parameter import tag, untag
 from stiefel_opt.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
@@ -86,9 +86,10 @@ def constrain(
             for convolutions. A transposed convolution stores ``(C_in, C_out, *kernel)`` and is
             read as the convolution whose adjoint it is, one row for each input channel.
         scale: As in :class:`Stiefel`. "keep" takes the root mean square of the singular values, so
-            that a trained weight keeps its norm, and takes it anew from what ``load_state_dict``
-            brings. "rms" takes sqrt(rows / columns) of a matrix, sqrt(out / in) of a linear layer:
-            then outputs of a tall one are as large as inputs, by their root mean squares.
+            that a trained weight keeps its norm, and one of ``nn.init.orthogonal_`` its gain, and
+            takes it anew from what ``load_state_dict`` brings. "rms" takes sqrt(rows / columns) of
+            a matrix, sqrt(out / in) of a linear layer: then outputs of a tall one are as large as
+            inputs, by their root mean squares.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -134,7 +135,7 @@ def constrain(
         if heads is None and rows is None and not transposed and flatten is not False:
             own_heads = stacked(owner, leaf)[0]
         if flatten is None:
-            own_flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
+            own_flatten = _is_kernel(owner, parameter.shape, each)
         known = 1.0 if isinstance(scale, str) else scale
         reading = Stiefel(own_heads, rows, own_flatten, transposed, known)  # type: ignore[arg-type]
         check_value(parameter, reading, each, is_read=project or scale == "keep")
@@ -240,6 +241,25 @@ def apply_readings(
     return moved
 
 
+def _is_kernel(owner: nn.Module, shape: torch.Size, name: str) -> bool:
+    """Say whether a weight is that of a convolution; warn where it may be of one's own module."""
+    if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
+        return len(shape) > 2
+    if shape[-2:] == (1, 1) and shape.numel() > 1:
+        remedy = "pass flatten=True for a kernel"
+        given = f"{shape.numel()} matrices of 1 x 1, shape {tuple(shape)}"
+        raise ValueError(fail(name, "hold matrices of more than one entry", given, remedy))
+    kernel = shape[2:]
+    if len(kernel) > 1 and all(size % 2 for size in kernel) and max(kernel) < min(8, *shape[:2]):
+        size = " x ".join(map(str, shape[-2:]))
+        warnings.warn(
+            f"`{name}` is read as {shape[:-2].numel()} matrices of {size}: pass flatten=True if it "
+            "is the kernel of a convolution, flatten=False if it is a batch",
+            stacklevel=users_level(),
+        )
+    return False
+
+
 def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
     """Warn of blocks of rows that lie across three matrices, one above the other."""
     row_count = parameter.size(reading.dimensions(parameter.ndim)[0])
@@ -311,20 +331,43 @@ def release(module: ModuleT, name: str = "weight") -> ModuleT:
         parametrize.remove_parametrizations(parent, leaf)
         return module
     owner, leaf, parameter = find_parameter(module, name)
-    holders = [
-        (other, known)
-        for other in {owner: None, **dict.fromkeys(module.modules())}
-        for known in list(records_of(other))
-        if other._parameters.get(known) is parameter
-    ]
+    holders = _holders([owner, module, *known_modules()], parameter)
     if not holders and manifold_of(parameter, name) is None:
         raise ValueError(fail(name, "be constrained to be released", "a plain parameter"))
     for other, known in holders:
         _warn_if_grouped(other, known, None)
-        del records_of(other)[known], other.__dict__[MOVED][known]
-    if manifold_of(parameter) is not None:
-        untag(parameter)
+    _reread(holders, parameter, None)
     return module
+
+
+def reread(module: nn.Module, parameter: nn.Parameter, reading: Stiefel | None) -> None:
+    """Give a parameter of ``module`` another reading, or none: in its records and its tag."""
+    _reread(_holders([module], parameter), parameter, reading)
+
+
+def _reread(
+    holders: list[tuple[nn.Module, str]], parameter: nn.Parameter, reading: Stiefel | None
+) -> None:
+    for owner, leaf in holders:
+        if reading is None:
+            del records_of(owner)[leaf], owner.__dict__[MOVED][leaf]
+        else:
+            records_of(owner)[leaf] = reading
+    if reading is not None:
+        tag(parameter, reading)
+    elif manifold_of(parameter) is not None:
+        untag(parameter)
+
+
+def _holders(roots: list[nn.Module], parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
+    """Return the owners below ``roots`` that have a record of a parameter, and its names there."""
+    owners = dict.fromkeys(owner for root in roots for owner in root.modules())
+    return [
+        (owner, leaf)
+        for owner in owners
+        for leaf in records_of(owner)
+        if owner._parameters.get(leaf) is parameter
+    ]
 
 
 def _warn_if_grouped(owner: nn.Module, leaf: str, reading: Stiefel | None) -> None:

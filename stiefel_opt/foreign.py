@@ -32,6 +32,11 @@ def note_module(module: nn.Module) -> None:
     _modules[id(module)] = module
 
 
+def known_modules() -> list[nn.Module]:
+    """Return the modules that live and in which something was constrained."""
+    return list(_modules.values())
+
+
 def trust(optimizer: Optimizer) -> None:
     """Say that an optimizer keeps constrained weights, whatever its class."""
     optimizer.__dict__[_LOOKED] = math.inf
@@ -103,7 +108,7 @@ def _name_of(parameter: Tensor) -> str:
     """Return the longest name that a parameter has below a module that is known."""
     names = [
         name
-        for module in list(_modules.values())
+        for module in known_modules()
         for name, other in module.named_parameters(remove_duplicate=False)
         if other is parameter
     ]

@@ -76,8 +76,9 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
         Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
         copies of the constrained weights while it lasts. Decoupled weight decay, and that of SGD,
         does not move a constrained weight; that of Adam does. A weight off the manifold is
-        projected by the next step. A matrix whose gradient is not finite gets a gradient of zero in
-        this step, on a CPU with a warning. In half precision there is no float32 master: steps
+        projected by the next step; after a write to ``.data``, which leaves no trace, several
+        steps bring it there. A matrix whose gradient is not finite gets a gradient of zero in this
+        step, on a CPU with a warning. In half precision there is no float32 master: steps
         below rounding are lost. A closure is evaluated on the manifold, with the gradient of the
         loss behind the retraction. Copies of the optimizer (``copy.deepcopy``, pickle) lose all
         step hooks, as always in torch: call this on the copy.
@@ -93,7 +94,9 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     keeper.recall(optimizer)
     outside: Any = functools.partial(torch.compiler.disable, reason="so.on_manifold needs values")
     optimizer.register_step_pre_hook(outside(keeper.before))
-    optimizer.register_step_post_hook(outside(keeper.after))
+    last = optimizer.register_step_post_hook(outside(keeper.after))
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(last.id, last=False)  # all others see points of the manifold
     vars(optimizer)[_KEEPER] = keeper
     trust(optimizer)
     is_open = any(group.get("stiefel") is not False for group in optimizer.param_groups)
@@ -192,8 +195,6 @@ class _Keeper:
         self._written = {w.parameter: known[w.parameter] for w in weights if w.parameter in known}
         if closure is None:
             weights = [weight for weight in weights if weight.parameter.grad is not None]
-        else:
-            weights = [weight for weight in weights if weight.parameter.requires_grad]
         self._begin(optimizer, weights)
         self._is_scaled = getattr(optimizer, "found_inf", None) is not None
         if closure is None:
@@ -224,6 +225,8 @@ class _Keeper:
         changed = [w for w in weights if known.get(w.parameter) != _version_of(w.parameter)]
         _check(optimizer, weights, changed)
         for weight in changed:
+            if not weight.parameter.requires_grad:  # it may move: a momentum remembers it
+                continue
             point = nearest(weight.parameter, weight.reading, weight.called())
             if point is not None:
                 weight.parameter.copy_(point)

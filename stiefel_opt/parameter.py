@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -160,16 +160,22 @@ def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[
 
 
 @torch.no_grad()
-def project_untagged(parameters: Iterable[Tensor], key: bool | Mapping[str, Any] | None) -> None:
+def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any] | None) -> None:
     """Project in place, and tag, the ``parameters`` of a group that are untagged.
 
     For the ``key`` "stiefel" of a group, when it is added: the first forward pass then sees a
     point, and averages and reports a tag, as of a :class:`ManifoldParameter`. Tagged parameters
-    stay as they are; DTensors and those on the meta device are only tagged.
+    stay as they are; DTensors and those on the meta device are only tagged. With the key False
+    parameters are marked: they leave the manifold on purpose.
 
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
+    for parameter in parameters:
+        if key is False:
+            parameter.is_unconstrained = True  # type: ignore[attr-defined]
+        elif hasattr(parameter, "is_unconstrained"):
+            del parameter.is_unconstrained
     if not key:
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)

@@ -70,17 +70,22 @@ def record(module: nn.Module, name: str, reading: Stiefel, *, keeps: bool = Fals
     module.__dict__[KEEPS] = others | {name} if keeps else others
 
 
-def mark_maps(model: nn.Module) -> bool:
-    """Mark the free tensors of :func:`stiefel_opt.orthogonal`; say whether there are some."""
-    maps = [
+def maps_of(model: nn.Module) -> list[Any]:
+    """Return the ``ParametrizationList`` of each weight of :func:`stiefel_opt.orthogonal`."""
+    return [
         module
         for module in model.modules()
         if isinstance(module, parametrize.ParametrizationList)
         and getattr(module[-1], "orthonormal", False)
     ]
+
+
+def mark_maps(model: nn.Module) -> bool:
+    """Mark the free tensors of :func:`stiefel_opt.orthogonal`; say whether there are some."""
+    maps = maps_of(model)
     for module in maps:
         for parameter in module.parameters(recurse=False):
-            parameter.computes_orthonormal = True  # type: ignore[attr-defined]
+            parameter.computes_orthonormal = True
     return bool(maps)
 
 

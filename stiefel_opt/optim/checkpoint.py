@@ -304,7 +304,7 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
     """Undo in ``state`` what torch does on load: it casts to the dtype of the parameter.
 
     In half precision the state of constrained parameters is of float32, and the steps of their
-    plain rows are numbers of float32 on the device where they were counted.
+    plain rows are numbers of float32 on the device of the parameter.
     """
     for group, saved_group in zip(groups, saved["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved_group["params"], strict=True):
@@ -314,10 +314,10 @@ def keep_precision(state: Any, groups: list[Group], saved: Mapping[str, Any]) ->
             for name, value in values.items():
                 if _counts_steps(name):
                     count = torch.as_tensor(value).detach().clone().reshape(())
-                    is_whole = name == "step"
-                    if is_whole or group.get("capturable") or group.get("fused"):
-                        count = count.to(parameter.device)
-                    if is_whole or not (isinstance(value, Tensor) and count.is_floating_point()):
+                    count = count.to(parameter.device)  # saved on a CPU, perhaps
+                    if name == "step" or not (
+                        isinstance(value, Tensor) and count.is_floating_point()
+                    ):
                         count = count.float()
                     state[parameter][name] = count
                 elif isinstance(value, Tensor) and parameter.dtype in HALF:

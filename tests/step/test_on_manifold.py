@@ -504,3 +504,61 @@ def test_a_compiled_step_runs_its_hooks() -> None:
     for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert so.orthonormality_error(nets[1]) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "LBFGS"])
+def test_a_weight_that_is_frozen_and_still_moves_stays_on_the_manifold(name: str) -> None:
+    """A momentum or a history moves it on, with a closure and without."""
+    rule = RULES.get(name, lambda p: O.LBFGS(p, 0.1))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(6, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
+    )
+    so.constrain(model, "*.weight")
+    optimizer = so.on_manifold(rule(model.parameters()))
+    x = torch.randn(8, 6, dtype=torch.float64)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        loss = (model(x) - x.flip(0)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(6):
+        model[0].weight.requires_grad_(step < 3)
+        optimizer.step(closure)
+    assert so.orthonormality_error(model) < 1e-14
+
+
+def test_a_frozen_weight_is_not_projected_for_a_closure() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    so.constrain(model, "*.weight")
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = so.on_manifold(O.SGD(model.parameters(), 0.1))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_all_other_hooks_see_points() -> None:
+    point = weight("tall")
+    optimizer = O.SGD([point], 0.5)
+    seen: list[float] = []
+    for _ in range(2):
+        optimizer.register_step_post_hook(
+            lambda *_: seen.append(float(so.orthonormality_error(point)))
+        )
+        so.on_manifold(optimizer)
+    point.grad = torch.randn_like(point)
+    optimizer.step()
+    assert len(seen) == 2
+    assert max(seen) < 1e-6

@@ -377,3 +377,48 @@ def test_copies_are_compiled_exported_and_traced(with_grad: bool) -> None:
     with torch.inference_mode():
         layer = so.constrain(nn.Linear(4, 4))
         assert layer(x).shape == (2, 4)
+
+
+# ---- a model that changes under its average ------------------------------------------------------
+
+
+def test_an_average_follows_the_scale_that_is_loaded_into_the_model() -> None:
+    model = so.constrain(nn.Linear(6, 4), scale="keep")
+    average = so.averaged(model, 0.5)
+    model.load_state_dict({"weight": 5 * so.random_point(4, 6), "bias": torch.zeros(4)})
+    for _ in range(60):
+        average.update_parameters(model)
+    torch.testing.assert_close(average.module.weight.detach(), model.weight.detach())
+    assert average.module.weight.manifold == model.weight.manifold
+    so.retag(average.module)  # the record follows, too
+    assert average.module.weight.manifold == model.weight.manifold
+
+
+def leave(model: nn.Module, way: str) -> None:
+    if way == "released":
+        so.release(model)
+    elif way == "penalty":
+        so.orthonormality_penalty(model).backward()
+    else:
+        so.StiefelSGD([{"params": model.parameters(), "stiefel": False}], lr=0.1)
+
+
+@pytest.mark.parametrize("way", ["released", "penalty", "stiefel=False"])
+def test_what_leaves_the_manifold_on_purpose_is_averaged_as_it_is(way: str) -> None:
+    model = so.constrain(nn.Linear(6, 4))
+    average = so.averaged(model)
+    leave(model, way)
+    with torch.no_grad():
+        model.weight.mul_(3.0)
+    average.update_parameters(model)  # the first one copies
+    assert torch.equal(average.module.weight, model.weight)
+
+
+def test_a_base_is_copied_where_buffers_are_averaged() -> None:
+    model = so.orthogonal(nn.Linear(6, 6), map="trivialization", every=None)
+    average = so.averaged(model, use_buffers=True)
+    for _ in range(3):
+        model.weight = so.random_point(6, 6)
+        average.update_parameters(model)
+    assert so.orthonormality_error(average.module.weight) < 1e-6
+    torch.testing.assert_close(average.module.weight, model.weight)

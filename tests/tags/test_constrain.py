@@ -904,3 +904,39 @@ def test_autocast_makes_no_value_less_exact(dtype):
         loss.backward()
         optimizer.step()
     assert so.orthonormality_error(moving) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+def test_a_tied_weight_is_released_below_any_of_its_owners(name: str) -> None:
+    """``release`` looks at all modules in which something was constrained."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    so.constrain(model, "*.weight")
+    so.release(model.get_submodule(name[0]))
+    assert not any(reading for _, reading in so.constraints.readings(model).values())
+    assert all("weight" not in so.watching.records_of(layer) for layer in model)
+
+
+KERNELS = {
+    "1 x 1": ((6, 6, 1, 1), {}, ValueError, "more than one entry"),
+    "1 x 1 of a batch": ((9, 1, 1), {}, ValueError, "more than one entry"),
+    "3 x 3": ((8, 4, 3, 3), {}, UserWarning, "flatten=True"),
+    "1 x 5": ((8, 16, 1, 5), {}, UserWarning, "flatten=True"),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_a_kernel_of_a_module_of_ones_own_is_read_with_flatten(case: str) -> None:
+    shape, options, error, message = KERNELS[case]
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.randn(shape))
+    with pytest.raises(error, match=message):
+        so.constrain(layer, **options)
+    so.constrain(layer, flatten=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1, 1), (12, 8, 16, 16), (3, 4, 4), (2, 2, 5, 5)])
+def test_a_batch_of_matrices_is_no_kernel(shape: tuple[int, ...]) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.randn(shape))
+    so.constrain(layer)
