@@ -159,23 +159,17 @@ def _names(module: nn.Module, name: object) -> list[str]:
         except TypeError:
             wanted = "take the name and the parameter"
             raise TypeError(fail("name", wanted, f"a function{inspect.signature(name)}")) from None
-        chosen = [
-            each
-            for each, parameter in known.items()
-            if name(each, parameter) and not is_factor(module, each)
-        ]
+        chosen = [each for each, parameter in known.items() if name(each, parameter)]
     elif isinstance(name, str):
         if not set(name) & set("*?["):
             return [name]  # find_parameter says what it cannot be
-        chosen = [
-            each
-            for each in known
-            if fnmatch.fnmatchcase(each, name) and not is_factor(module, each)
-        ]
+        chosen = [each for each in known if fnmatch.fnmatchcase(each, name)]
     elif isinstance(name, Iterable) and not isinstance(name, Tensor):
         chosen = [each for given in name for each in _names(module, given)]
     else:
         return [name]  # type: ignore[list-item]  # find_parameter refuses it
+    if callable(name) or isinstance(name, str):
+        chosen = [each for each in chosen if not is_factor(module, each)]
     if not chosen:
         shown = ", ".join(list(known)[:12]) + (", ..." if len(known) > 12 else "")
         wanted = f"match a parameter of this {type(module).__name__}"
