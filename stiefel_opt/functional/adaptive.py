@@ -183,8 +183,8 @@ def adaptive_sgd(
     new[UNIT] = _unit(b, state[UNIT], X.size(-1) * sums.scale**2)
     unit = new[FACTOR] * new[UNIT]
     eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
-    reader, along = reader or reader_for(X), (mu, eta, a)
-    return _moved(X, S, forces, state, new, along, nesterov, transport, sums, reader)
+    reader = reader or reader_for(X)
+    return _moved(X, S, forces, state, new, mu, eta, a, nesterov, transport, sums, reader)
 
 
 def adaptive_adam(
@@ -237,9 +237,9 @@ def adaptive_adam(
     _, mu, new = _friction(forces, divided, state, lr, betas[0], _FACTORS_OF_ADAM, a, sums)
     of_next = step + 1 if nesterov else step
     eta = lr * new[FACTOR] * ((1 - betas[0]) / bias_correction(betas[0], of_next, dtype))
-    reader, along = reader or reader_for(X), (mu, eta, a)
+    reader = reader or reader_for(X)
     new |= moments
-    move = _moved(X, S, divided, state, new, along, nesterov, transport, sums, reader)
+    move = _moved(X, S, divided, state, new, mu, eta, a, nesterov, transport, sums, reader)
     return *move[:2], move[2]._replace(inner=None)  # S is not divided
 
 
@@ -306,14 +306,15 @@ def _moved(
     forces: Parts,
     state: Mapping[str, Tensor],
     new: Tensors,
-    along: tuple[Tensor, Tensor, float],
+    mu: Tensor,
+    eta: Tensor,
+    a: float,
     nesterov: bool,
     transport: str,
     sums: Sums,
     reader: Reader,
 ) -> tuple[Tensor, Tensors, Length]:
     """Add -F~ to mu v, and take the step; ``new`` is the rest of the new state."""
-    mu, eta, a = along
     minus_f, minus_g = forces
     if not (reader.is_exact or reader.is_blind):
         reader = _FarReader(reader)
