@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stiefel_opt._checks import check_flag, check_integer, fail
+from stiefel_opt.geometry import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
@@ -216,7 +217,7 @@ class Quantizers:
         if self.measure is not None:
             self._measure(x, bits, rotation, self.symmetric)
             return x
-        y = fake_quantize(turned(wide(x), rotation), bits, self.symmetric)
+        y = fake_quantize(turned(widened(x), rotation), bits, self.symmetric)
         return turned(y, rotation, back=True).to(x.dtype)
 
     def _measure(
@@ -226,7 +227,7 @@ class Quantizers:
         if self.measure is None or (not isinstance(rotation, Tensor) and outward is None):
             return  # fixed: nothing to learn
         with torch.enable_grad():
-            y = turned(wide(x.detach()), rotation)
+            y = turned(widened(x.detach()), rotation)
             y = y if outward is None else turned(y.mT, outward).mT
             self.measure(noise_ratio(y, bits, symmetric))
 
@@ -247,7 +248,7 @@ class Quantizers:
             return plain(x)
 
         def run(x: Tensor) -> Tensor:
-            weight = turned(wide(linear.weight), inward)
+            weight = turned(widened(linear.weight), inward)
             weight = turned(weight.mT, outward).mT
             weight = fake_quantize(weight, bits, symmetric=True)
             weight = turned(turned(weight.mT, outward, back=True).mT, inward, back=True)
@@ -263,11 +264,6 @@ class Quantizers:
 
 
 Rotation = Tensor | Callable[..., Tensor] | None  # a matrix for one piece of a row, or fixed
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 at least."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def turned(x: Tensor, rotation: Rotation, *, back: bool = False) -> Tensor:
