@@ -44,6 +44,11 @@ def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
     return f"`{name}` must {condition}, got {value}" + (f"; {remedy}" if remedy else "")
 
 
+def none_found(name: str, wanted: str, model: nn.Module, remedy: str = "") -> str:
+    """Return the text of an error of a model that has none of what is wanted."""
+    return fail(name, f"have {wanted}", f"a {type(model).__name__} of none", remedy)
+
+
 def users_level() -> int:
     """Return the ``stacklevel`` by which a warning of the caller shows the user's own line."""
     frame, level, inner = sys._getframe(1), 1, ("stiefel_opt", "torch")

@@ -27,6 +27,7 @@ from stiefel_opt._checks import (
     fail,
     find_parameter,
     is_factor,
+    none_found,
     users_level,
 )
 from stiefel_opt.distributed import is_sharded, replicated, whole
@@ -411,8 +412,8 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         raise ValueError(fail("manifold", "be None for a model", manifold))
     tagged = [(name, p, reading) for name, (p, reading) in readings(x).items() if reading]
     if not tagged:
-        kind, remedy = type(x).__name__, "call so.constrain first"
-        raise ValueError(fail("model", "have a constrained parameter", f"a {kind} of none", remedy))
+        remedy = "call so.constrain first"
+        raise ValueError(none_found("model", "a constrained parameter", x, remedy))
     for name, parameter, reading in tagged:  # all are looked at before any is written to
         if not is_sharded(parameter):
             check_value(parameter, reading, name, remedy="initialise it first")

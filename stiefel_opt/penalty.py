@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import check_range, fail
+from stiefel_opt._checks import check_range, none_found
 from stiefel_opt.geometry import square_gram_error
 from stiefel_opt.report import constrained
 
@@ -33,7 +33,6 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
         for index, part in enumerate(reading.parts(parameter)):
             terms.append(square_gram_error(reading.matrices(part, index) / reading.scale))
     if not terms:
-        kind = type(model).__name__
-        condition, remedy = "have a constrained parameter", "call so.constrain first"
-        raise ValueError(fail("model", condition, f"a {kind} of none", remedy))
+        remedy = "call so.constrain first"
+        raise ValueError(none_found("model", "a constrained parameter", model, remedy))
     return weight * torch.stack([term.to(terms[0].device) for term in terms]).sum()

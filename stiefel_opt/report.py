@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
+from stiefel_opt._checks import fail, none_found
 from stiefel_opt.constraints import MOVED, readings
 from stiefel_opt.device import finest_dtype
 from stiefel_opt.distributed import whole
@@ -46,9 +46,8 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
             raise ValueError(fail("manifold", "be None for a model", manifold))
         errors = [_error(weight, reading) for _, weight, reading, _ in constrained(x)]
         if not errors:
-            kind = type(x).__name__
             remedy = "call so.constrain or so.orthogonal first"
-            raise ValueError(fail("x", "have a constrained parameter", f"a {kind} of none", remedy))
+            raise ValueError(none_found("x", "a constrained parameter", x, remedy))
         return torch.stack([error.to(errors[0].device) for error in errors]).amax()
     if not isinstance(x, Tensor):
         raise TypeError(fail("x", "be a tensor or a torch.nn.Module", type(x).__name__))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stiefel_opt._checks import check_integer, check_module, fail
+from stiefel_opt._checks import check_integer, check_module, fail, none_found
 from stiefel_opt.report import constrained, orthonormality_error
 
 TAG = "orthonormality_error"
@@ -84,8 +84,7 @@ def log_orthonormality(
     check_integer("first_step", first_step, 0)
     if next(constrained(model), None) is None:
         remedy = "call so.constrain or so.orthogonal first"
-        kind = f"a {type(model).__name__} of none"
-        raise ValueError(fail("model", "have an orthonormal weight", kind, remedy))
+        raise ValueError(none_found("model", "an orthonormal weight", model, remedy))
     write = None if writer is None else _write_to(writer, tag)
     step = first_step
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from stiefel_opt._checks import check_dtype, check_module, fail
+from stiefel_opt._checks import check_dtype, check_module, fail, none_found
 from stiefel_opt.constraints import check_value, constrain
 from stiefel_opt.manifold import Stiefel
 
@@ -82,7 +82,8 @@ def from_geoopt(model: ModuleT) -> ModuleT:
             condition = "be on a Stiefel manifold to be converted"
             raise ValueError(fail(name, condition, repr(manifold), remedy))
     if not stiefel:
-        raise ValueError(_none_found(model, "a geoopt.ManifoldParameter on a Stiefel manifold"))
+        wanted = "a geoopt.ManifoldParameter on a Stiefel manifold"
+        raise ValueError(none_found("model", wanted, model))
     converted: list[Tensor] = [*plain.values(), *(parameter for _, parameter in stiefel.values())]
     for tensor in converted:
         del tensor.manifold  # type: ignore[attr-defined]
@@ -113,16 +114,12 @@ def _unparametrized(model: ModuleT, wanted: Callable[[nn.Module], bool], called:
                 check_value(value, Stiefel(), name, remedy="initialise it first")
             weights.append((module, leaf))
     if not weights:
-        raise ValueError(_none_found(model, f"a weight of {called}"))
+        raise ValueError(none_found("model", f"a weight of {called}", model))
     for module, leaf in weights:
         parametrize.remove_parametrizations(module, leaf, leave_parametrized=True)
         module.get_parameter(leaf).grad = None  # of the unconstrained tensor
         constrain(module, leaf, flatten=False)
     return model
-
-
-def _none_found(model: nn.Module, wanted: str) -> str:
-    return fail("model", f"have {wanted}", f"a {type(model).__name__} of none")
 
 
 def _kinds(value: object, package: str) -> set[str]:
