@@ -6,481 +6,29 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS
-from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is meant
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import (
-    HALF,
-    check_choice,
-    check_count,
-    check_range,
-    fail,
-    users_level,
-)
-from stiefel_opt.batches import Stack, stacks_of
-from stiefel_opt.device import exact_products, finest_dtype
+from stiefel_opt._checks import HALF, check_choice, check_count, check_range, fail, users_level
+from stiefel_opt.device import exact_products
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.functional import lbfgs
-from stiefel_opt.geometry import (
-    gram_error,
-    orthonormality_tolerance,
-    polar_factor,
-    riemannian_gradient,
-)
-from stiefel_opt.linalg import own_gram
+from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.checkpoint import check_state_dict
+from stiefel_opt.optim.line_search import LAST, PAIRS, Closure, Point, Run, as_real, places
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.parameter import recalled
 
-Closure = Callable[[], Any]
-
 _NONFINITE: Final = ("skip", "raise")
 _LINE_SEARCHES: Final = ("strong_wolfe",)
-_MOST_TRIALS: Final = 25  # of one line search
-_LONGEST_TURN: Final = 2 * math.pi
-_PAIRS: Final = ("steps", "changes")
-_LAST: Final = ("last_step", "last_gradient")
 _step_of_torch: Final = inspect.unwrap(LBFGS.step)  # without hooks: they belong to our step
-
-
-# ---- all parameters as one point, vectors there as flat tensors ----------------------------------
-
-
-class _Point:
-    """The parameters as one point of a product of manifolds.
-
-    A vector of the product is one flat real tensor in the order of the parameters, as in torch's
-    class; its coordinates, with respect to the frames at the point, are another one.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], readings: Sequence[Stiefel | None], states: Any
-    ) -> None:
-        self.parameters, self.readings = list(parameters), list(readings)
-        self.states = states
-        self._starts = _places(self.parameters)[0]
-        self._frames: list[lbfgs.Frame] | None = None  # at this point
-        self.stacks = stacks_of([parameter.detach() for parameter in parameters], readings)
-
-    def shaped(self, flat: Tensor) -> list[Tensor]:
-        """Return views of a flat vector, shaped like the parameters."""
-        views = []
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            shape = tuple(_real(parameter).shape)
-            view = flat[start : start + math.prod(shape)].view(shape)
-            views.append(torch.view_as_complex(view) if parameter.is_complex() else view)
-        return views
-
-    def points(self, stack: Stack) -> Tensor:
-        """Return the orthonormal matrices of a stack."""
-        return stack.read(self.parameters) / stack.scale
-
-    def refer_here(self) -> None:
-        """Make this point the reference of the frames."""
-        self.leave()
-        for parameter, manifold in zip(self.parameters, self.readings, strict=True):
-            if manifold is not None:
-                self.states[parameter]["reference"] = parameter.detach().clone()
-
-    def forget(self) -> None:
-        """Forget all pairs and the reference."""
-        self.leave()
-        for parameter in self.parameters:
-            self.states[parameter].pop("reference", None)
-        _forget(self.states[self.parameters[0]])
-
-    def leave(self) -> None:
-        """Forget the frames: the parameters move, or another reference is chosen."""
-        self._frames = None
-
-    def frames(self) -> list[lbfgs.Frame]:
-        """Return the frames of all stacks at this point."""
-        if self._frames is None:
-            # a parameter without one is its own
-            references = [self.states[p].get("reference", p) for p in self.parameters]
-            self._frames = [
-                lbfgs.frame(self.points(stack), stack.read(references) / stack.scale)
-                for stack in self.stacks
-            ]
-        return self._frames
-
-    def is_far(self) -> bool:
-        """Say whether another reference would serve better."""
-        return any(lbfgs.is_ill_conditioned(at) for at in self.frames())
-
-    def mapped(self, function: Callable[[lbfgs.Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
-        """Return a flat vector whose matrices went through a function of the frames."""
-        result = flat.clone()
-        tensors = self.shaped(result)
-        for stack, at in zip(self.stacks, self.frames(), strict=True):
-            stack.write(tensors, function(at, stack.read(tensors)))
-        return result
-
-    def gradient(self) -> Tensor:
-        """Return the coordinates of the Riemannian gradient; what is missing is zero."""
-        pieces, end = [], 0
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            piece = _real(grad.to_dense() if grad.is_sparse else grad).reshape(-1)
-            pieces += [piece.new_zeros(start - end), piece] if start > end else [piece]
-            end = start + piece.numel()
-        flat = torch.cat(pieces)
-        return self.mapped(_coordinates_of_gradient, flat)
-
-    def values(self) -> list[Tensor]:
-        """Return copies of the parameters."""
-        return [parameter.detach().clone() for parameter in self.parameters]
-
-    def restore(self, values: Sequence[Tensor]) -> None:
-        """Go back to where :meth:`values` were read."""
-        self.leave()
-        for parameter, value in zip(self.parameters, values, strict=True):
-            parameter.copy_(value)
-
-
-def _coordinates_of_gradient(at: lbfgs.Frame, grad: Tensor) -> Tensor:
-    return lbfgs.coordinates(at, riemannian_gradient(at.point, grad))
-
-
-def _forget(state: dict[str, Any]) -> None:
-    """Drop all pairs from the state of the first parameter."""
-    for name in (*_PAIRS, *_LAST):
-        state.pop(name, None)
-    state["order"] = []
-
-
-def _places(parameters: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return where each parameter begins in a flat vector, and the length of the vector."""
-    starts, end = [], 0
-    for parameter in parameters:
-        end += end % 2 if parameter.is_complex() else 0  # where torch can view pairs as complex
-        starts.append(end)
-        end += _real(parameter).numel()
-    return starts, end
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-class _Line:
-    """The curve of all parameters along a direction, and the transport that belongs to it.
-
-    Loss, gradient and slope are those at its start, vectors are coordinates there.
-    """
-
-    def __init__(
-        self, point: _Point, direction: Tensor, loss: float, gradient: Tensor, slope: Tensor
-    ) -> None:
-        self.point, self.start = point, point.values()
-        self.direction, self.loss, self.gradient, self.slope = direction, loss, gradient, slope
-        self.t = 0.0
-        with exact_products(direction):
-            self.vector = point.mapped(lbfgs.from_coordinates, direction)
-            self._length = torch.linalg.vector_norm(direction, dtype=finest_dtype(direction))
-            self.before = self.after = direction / self._length
-            tensors = point.shaped(self.vector)
-            self._curves: list[lbfgs.Curve] = [
-                lbfgs.curve(at.point, stack.read(tensors) / stack.scale)
-                for stack, at in zip(point.stacks, point.frames(), strict=True)
-            ]
-
-    def go(self, t: float) -> None:
-        """Move the parameters to t."""
-        point, velocity = self.point, self.vector.clone()
-        moves, velocities = point.shaped(self.vector), point.shaped(velocity)
-        with exact_products(velocity):
-            for parameter, value, move in zip(point.parameters, self.start, moves, strict=True):
-                parameter.copy_(torch.add(value, move, alpha=t))
-            for stack, path in zip(point.stacks, self._curves, strict=True):
-                matrices, speeds = lbfgs.along(path, t)
-                stack.write(point.parameters, stack.scale * matrices)
-                stack.write(velocities, stack.scale * speeds)
-            point.leave()
-            self.after = point.mapped(lbfgs.coordinates, velocity) / self._length
-        self.t = t
-
-    def longest(self) -> float:
-        """Return the longest t of a first trial: beyond it matrices only turn around again."""
-        speed = max(lbfgs.largest_speed(path) for path in self._curves)
-        return _LONGEST_TURN / speed if speed > 0 else math.inf
-
-    def longest_move(self) -> float:
-        """Return the largest entry of t times the direction."""
-        return self.t * float(self.vector.abs().max())
-
-    def is_rounding(self, eps: float) -> bool:
-        """Say whether the whole direction is no more than rounding of the parameters."""
-        largest = max(float(value.abs().max()) for value in self.start if value.numel())
-        return float(self.vector.abs().max()) <= eps * largest
-
-    def stay(self) -> None:
-        """Go back to the start, to the bit."""
-        self.point.restore(self.start)
-        self.t, self.after = 0.0, self.before
-
-    def carried_(self, vectors: Tensor) -> Tensor:
-        """Carry coordinates from the start to where the parameters are, in place."""
-        with exact_products(vectors):
-            return lbfgs.rotated_(vectors, self.before, self.after)
-
-    def brought_back_(self, vectors: Tensor) -> Tensor:
-        """Undo :meth:`carried_`."""
-        with exact_products(vectors):
-            return lbfgs.rotated_(vectors, self.after, self.before)
-
-    def angles(self) -> dict[Tensor, float]:
-        """Return by how much each constrained parameter was turned at most, in radians."""
-        largest: dict[Tensor, float] = {}
-        for stack in self.point.stacks:
-            vectors = stack.read(self.point.shaped(self.vector)) / stack.scale
-            with exact_products(vectors):
-                squares = torch.linalg.eigvalsh(own_gram(vectors))[..., -1].clamp(min=0.0)
-            for block, angles in stack.pieces(squares.sqrt() * self.t):
-                parameter = self.point.parameters[block.place]
-                largest[parameter] = max(largest.get(parameter, 0.0), float(angles.max()))
-        return largest
-
-
-# ---- the memory of pairs -------------------------------------------------------------------------
-
-
-class _Memory:
-    """The pairs (s, y) in the state of the first parameter, as coordinates at the point.
-
-    ``steps`` and ``changes`` have a pair in each row; ``order`` lists the rows in use, oldest
-    first. ``last_step`` and ``last_gradient`` are of the last iteration, whose pair needs the
-    gradient of the next one.
-    """
-
-    def __init__(self, state: dict[str, Any], history_size: int) -> None:
-        self._state, self._size = state, history_size
-        state.setdefault("order", [])
-
-    def __bool__(self) -> bool:
-        return bool(self._state["order"])
-
-    def forget(self) -> None:
-        """Start anew."""
-        _forget(self._state)
-
-    def note(self, step: Tensor, gradient: Tensor) -> None:
-        """Keep the step of this iteration, and the gradient before it."""
-        self._state["last_step"], self._state["last_gradient"] = step, gradient.clone()
-
-    def learn(self, gradient: Tensor) -> None:
-        """Make a pair of the last iteration, if the curvature along its step is positive."""
-        step, before = (self._state.pop(name, None) for name in _LAST)
-        if step is None:
-            return
-        change = gradient - before
-        rounding = torch.finfo(step.dtype).eps * step.norm() * change.norm()
-        if torch.dot(step, change) > rounding:
-            row = self._free_row(step)
-            self._state["steps"][row], self._state["changes"][row] = step, change
-            self._state["order"].append(row)
-
-    def _free_row(self, like: Tensor) -> int:
-        """Return a row for the next pair: a new one, or that of the oldest."""
-        state = self._state
-        rows = len(state["steps"]) if "steps" in state else 0
-        del state["order"][: max(0, len(state["order"]) + 1 - self._size)]
-        free = set(range(rows)).difference(state["order"])
-        if not free:
-            more = like.new_zeros(max(1, min(rows, self._size - rows)), like.numel())
-            for name in _PAIRS:
-                state[name] = torch.cat([state[name], more]) if rows else more.clone()
-        return min(free, default=rows)
-
-    def direction(self, gradient: Tensor) -> Tensor:
-        """Return -H g."""
-        rows = ([self._state[name][row] for row in self._state["order"]] for name in _PAIRS)
-        return lbfgs.quasi_newton_direction(gradient, *rows)
-
-    def tensors(self) -> list[Tensor]:
-        """Return all coordinates, rows of pairs as one tensor."""
-        return [self._state[name] for name in (*_PAIRS, *_LAST) if name in self._state]
-
-
-# ---- one call of step ----------------------------------------------------------------------------
-
-
-class _Run:
-    """One call of :meth:`StiefelLBFGS.step`: the iterations of torch's class, on the manifold."""
-
-    def __init__(self, point: _Point, group: Group, closure: Closure) -> None:
-        self._group, self._point, self._closure = group, point, closure
-        self._state = point.states[point.parameters[0]]
-        self._state.setdefault("func_evals", 0)
-        self._state.setdefault("n_iter", 0)
-        self._memory = _Memory(self._state, group["history_size"])
-        self._evaluations = 0
-        self.line: _Line | None = None  # of the last iteration
-        self.failure = ""  # text of a warning
-        self.is_finite = True
-
-    def run(self) -> Any:
-        """Iterate until a tolerance or a budget is reached; return the first loss."""
-        returned, loss, gradient = self._evaluate()
-        if not _is_finite(loss, gradient):
-            self.is_finite = False
-            return returned
-        try:
-            self._iterate(loss, gradient)
-        except BaseException:
-            if self.line is not None:
-                self.line.stay()
-            raise
-        return returned
-
-    def _iterate(self, loss: float, gradient: Tensor) -> None:
-        group, tolerance = self._group, self._group["tolerance_change"]
-        for iteration in range(1, group["max_iter"] + 1):
-            is_last = iteration == group["max_iter"]
-            if self._is_small(gradient):
-                return
-            self._state["n_iter"] += 1
-            if self._point.is_far():
-                gradient = self._refer_here(gradient)
-            self._memory.learn(gradient)
-            direction, slope = self._direction(gradient)
-            if slope >= 0 or slope > -tolerance:
-                return
-            self.line = _Line(self._point, direction, loss, gradient, slope)
-            reached = self._move(self.line, is_last)
-            if reached is None:
-                if self._is_over(self.line):
-                    return
-                self._memory.forget()
-                continue
-            change, (loss, gradient) = loss - reached[0], reached
-            if (
-                is_last
-                or self._evaluations >= group["max_eval"]
-                or self.line.longest_move() <= tolerance
-                or abs(change) < tolerance
-            ):
-                return
-
-    def _evaluate(self) -> tuple[Any, float, Tensor]:
-        """Return what the closure returned, the loss, and the coordinates of the gradient."""
-        self._evaluations += 1
-        self._state["func_evals"] += 1
-        returned = self._closure()
-        try:
-            loss = float(returned.detach() if isinstance(returned, Tensor) else returned)
-        except (TypeError, ValueError, RuntimeError) as error:
-            given, remedy = type(returned).__name__, "let it return the loss, one number"
-            raise TypeError(fail("closure", "return a number", given, remedy)) from error
-        if all(parameter.grad is None for parameter in self._point.parameters):
-            remedy = "call loss.backward() in it, on a loss that depends on the parameters"
-            raise ValueError(fail("closure", "leave a gradient", "none", remedy))
-        with exact_products(self._point.parameters[0]):
-            gradient = self._point.gradient()
-        return returned, loss, gradient
-
-    def _is_small(self, gradient: Tensor) -> bool:
-        """Say whether no entry of the Riemannian gradient exceeds the tolerance."""
-        with exact_products(gradient):
-            vector = self._point.mapped(lbfgs.from_coordinates, gradient)
-        return bool(vector.abs().max() <= self._group["tolerance_grad"])
-
-    def _refer_here(self, gradient: Tensor) -> Tensor:
-        """Change the reference of the frames, and all coordinates with it."""
-        point, tensors = self._point, [*self._memory.tensors(), gradient.clone()]
-        vectors = [row for tensor in tensors for row in tensor.view(-1, gradient.numel())]
-        with exact_products(gradient):
-            for vector in vectors:
-                vector.copy_(point.mapped(lbfgs.from_coordinates, vector))
-            point.refer_here()
-            for vector in vectors:
-                vector.copy_(point.mapped(lbfgs.coordinates, vector))
-        return tensors[-1]
-
-    def _direction(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the direction and the slope along it."""
-        direction = self._memory.direction(gradient)
-        slope = torch.dot(gradient, direction)
-        if not slope < 0:  # the pairs have drowned in rounding
-            self._memory.forget()
-            direction = gradient.neg()
-            slope = torch.dot(gradient, direction)
-        return direction, slope
-
-    def _move(self, line: _Line, is_last: bool) -> tuple[float, Tensor] | None:
-        """Move the parameters; return loss and gradient there, or None if they had to stay."""
-        lr = float(self._group["lr"])
-        t = lr if self._memory else lr * min(1.0, 1.0 / float(line.vector.abs().sum()))
-        t = min(t, line.longest())
-        if self._group["line_search_fn"] is None:
-            line.go(t)
-            reached = (line.loss, line.gradient) if is_last else self._evaluate()[1:]
-            if not _is_finite(*reached):
-                line.stay()
-                self.is_finite = False
-                return None
-        else:
-            new_loss, brought, length, _ = _strong_wolfe(  # type: ignore[no-untyped-call]
-                lambda _, t, __: self._trial(line, float(t)),
-                None,
-                t,
-                line.direction,
-                line.loss,
-                line.gradient,
-                line.slope,
-                tolerance_change=self._group["tolerance_change"],
-                max_ls=min(_MOST_TRIALS, self._group["max_eval"] - self._evaluations),
-            )
-            t = float(length)
-            # torch's interpolation may divide by 0
-            if not 0 < t < math.inf or new_loss > line.loss:
-                line.stay()
-                return None
-            if line.t != t:
-                line.go(t)
-            reached = new_loss, line.carried_(brought.clone())
-        self._memory.note(t * line.direction, line.gradient)
-        for vectors in self._memory.tensors():
-            line.carried_(vectors)
-        return reached
-
-    def _trial(self, line: _Line, t: float) -> tuple[float, Tensor]:
-        """Return the loss at t, and the gradient there brought back to the start."""
-        line.go(t)
-        _, new_loss, there = self._evaluate()
-        if not _is_finite(new_loss, there):  # uphill, so that the search turns back
-            return line.loss - float(line.slope) * t, -line.gradient
-        return new_loss, line.brought_back_(there)
-
-    def _is_over(self, line: _Line) -> bool:
-        """Say whether a line search without success is the end, and why."""
-        eps = torch.finfo(line.slope.dtype).eps
-        if not self.is_finite or self._evaluations >= self._group["max_eval"]:
-            return True
-        if -float(line.slope) <= 10 * eps * abs(line.loss) or line.is_rounding(100 * eps):
-            return True  # converged: nothing but rounding could be gained
-        if self._memory:
-            return False
-        self.failure = (
-            "The line search found no lower loss along the negative gradient: the parameters stay "
-            "as they were. The closure must return the same loss at the same point (no dropout, no "
-            "new batch), call zero_grad() before backward(), and be differentiable there."
-        )
-        return True
-
-
-def _is_finite(loss: float, gradient: Tensor) -> bool:
-    """Say whether both are, and the gradient can be squared."""
-    return math.isfinite(loss) and math.isfinite(float(torch.dot(gradient, gradient)))
 
 
 # ---- the class -----------------------------------------------------------------------------------
@@ -604,7 +152,7 @@ class StiefelLBFGS(LBFGS):
         _fit_state(self.state, self._params, readings)
         if not any(readings):
             return _step_of_torch(self, closure)
-        return _step_on_manifold(_Point(self._params, readings, self.state), group, closure)
+        return _step_on_manifold(Point(self._params, readings, self.state), group, closure)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -687,10 +235,10 @@ def _as_data(readings: Sequence[Stiefel | None]) -> list[Any]:
     return [None if manifold is None else manifold.as_dict() for manifold in readings]
 
 
-def _step_on_manifold(point: _Point, group: Group, closure: Closure) -> Any:
+def _step_on_manifold(point: Point, group: Group, closure: Closure) -> Any:
     """Do what :meth:`StiefelLBFGS.step` does where a parameter is constrained."""
     _settle(point, group)
-    run = _Run(point, group, torch.enable_grad()(closure))
+    run = Run(point, group, torch.enable_grad()(closure))
     returned = run.run()
     for parameter, angle in run.line.angles().items() if run.line is not None else ():
         point.states[parameter]["angle"] = angle
@@ -705,7 +253,7 @@ def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | N
     """Forget pairs of other readings or another precision, and torch's pairs if tags are new."""
     state, data = states.get(params[0], {}), _as_data(readings) if any(readings) else None
     is_fit = not state or state.get("readings") == data
-    dtypes = [state[name].dtype for name in (*_PAIRS, *_LAST) if name in state]
+    dtypes = [state[name].dtype for name in (*PAIRS, *LAST) if name in state]
     if not is_fit or any(dtype != params[0].dtype.to_real() for dtype in dtypes):
         for parameter in params:
             states.pop(parameter, None)
@@ -713,7 +261,7 @@ def _fit_state(states: Any, params: list[Tensor], readings: Sequence[Stiefel | N
         states[params[0]]["readings"] = data
 
 
-def _settle(point: _Point, group: Group) -> None:
+def _settle(point: Point, group: Group) -> None:
     """Replace matrices that are off the manifold by the nearest ones, and say so."""
     off: list[Tensor] = []
     for stack in point.stacks:
@@ -741,7 +289,7 @@ def _settle(point: _Point, group: Group) -> None:
         point.refer_here()
 
 
-def _report_nonfinite(point: _Point, group: Group) -> None:
+def _report_nonfinite(point: Point, group: Group) -> None:
     """Count the step as missed by those whose gradient was not finite; warn or raise."""
     bad = [p for p in point.parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
     for parameter in bad or point.parameters:
@@ -780,10 +328,10 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
             condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
             remedy = "constrain it as it was when the checkpoint was written"
             raise ValueError(fail(called, condition, current, remedy))
-    of_torch = sum(_real(parameter).numel() for parameter in group["params"])
-    own = _places(group["params"])[1]
+    of_torch = sum(as_real(parameter).numel() for parameter in group["params"])
+    own = places(group["params"])[1]
     for name in ("d", "prev_flat_grad", "steps", "last_step"):
-        numel = own if name in (*_PAIRS, *_LAST) else of_torch
+        numel = own if name in (*PAIRS, *LAST) else of_torch
         if name in saved and saved[name] is not None and saved[name].shape[-1] != numel:
             given = f"{saved[name].shape[-1]} of {name}"
             remedy = "load the weights only and let it start anew"
