@@ -283,16 +283,16 @@ def take_step(task: Task) -> Verdict:
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
     unsafe: list[int] = []
-    ok, size = task.ok, math.inf
+    ok, grad_length = task.ok, math.inf
     if task.options.nonfinite == "skip" and reader.is_exact:
-        ok, size, unsafe = _judge(grad, task)
+        ok, grad_length, unsafe = _judge(grad, task)
         if len(unsafe) == len(task.places):
             return Verdict(unsafe)
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
     state = batch.state if index is None else {n: t[index] for n, t in batch.state.items()}
-    new_X, new, length, overflowed = _new_point(stored, grad, state, ok, size, task, reader)
+    new_X, new, length, overflowed = _new_point(stored, grad, state, ok, grad_length, task, reader)
     if isinstance(lr, Tensor):
         new_X = torch.where(lr == 0, stored, new_X)
     is_moving = isinstance(lr, Tensor) or lr != 0  # else no bit changes
@@ -329,7 +329,7 @@ def _new_point(
     grad: Tensor,
     state: Tensors,
     ok: Tensor | None,
-    gradient_length: float,
+    grad_length: float,
     task: Task,
     reader: Reader,
 ) -> tuple[Tensor, Tensors, Length | Tensor | float, Tensor | None]:
@@ -343,8 +343,8 @@ def _new_point(
     unscaled = stored if scale == 1.0 else stored / scale
     lr = lr if scale == 1.0 else lr / scale
     if not sums.are_local:  # all processes must decide alike
-        gradient_length = math.inf
-    X, fixed = _on_manifold(unscaled, state, grad, task, gradient_length, reader)
+        grad_length = math.inf
+    X, fixed = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     current = {**state, **fixed}
     move = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
     is_first = batch.is_new
@@ -353,7 +353,7 @@ def _new_point(
         batch.is_new = False
     new_X, new, length = move
     new = {**fixed, **new}
-    for _ in range(_corrections_after(length, lr, gradient_length, reader)):
+    for _ in range(_corrections_after(length, lr, grad_length, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
     if is_first and reader.is_exact and sums.are_local:
@@ -385,10 +385,10 @@ def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
 
 def _on_manifold(
     point: Tensor,
-    state: Tensors,
     grad: Tensor,
+    state: Tensors,
+    grad_length: float,
     task: Task,
-    length: float,
     reader: Reader,
 ) -> tuple[Tensor, Tensors]:
     """Return the point with rounding removed if that is due, and the state that has changed.
@@ -402,7 +402,8 @@ def _on_manifold(
     if not (looks or task.is_changed):
         return correct(point, state, sums) if is_due else (point, {})
     if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
-        is_due = (length if length < math.inf else float(torch.linalg.vector_norm(grad))) != 0.0
+        known = grad_length if grad_length < math.inf else float(torch.linalg.vector_norm(grad))
+        is_due = known != 0.0
     (gram,) = sums((point, point))
     error, tolerance = identity_error(gram), orthonormality_tolerance(point.dtype, batch.row_count)
     worst = float(error.amax())
@@ -497,7 +498,7 @@ def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
 
 
 def _corrections_after(
-    length: Length | Tensor | float, lr: Scalar, gradient_length: float, reader: Reader
+    length: Length | Tensor | float, lr: Scalar, grad_length: float, reader: Reader
 ) -> int:
     """Return how often rounding is to be removed after a step, as far as that can be known.
 
@@ -512,18 +513,16 @@ def _corrections_after(
         length = reader.number("length of a step", lambda: largest)
     if not isinstance(length, Length):
         return int(not length <= 1)
-    return max(int(length.limit > 1), _corrections_of(length.inner, lr, gradient_length, reader))
+    return max(int(length.limit > 1), _corrections_of(length.inner, lr, grad_length, reader))
 
 
-def _corrections_of(
-    inner: Tensor | None, lr: Scalar, gradient_length: float, reader: Reader
-) -> int:
+def _corrections_of(inner: Tensor | None, lr: Scalar, grad_length: float, reader: Reader) -> int:
     if inner is None:
         return 0
     if isinstance(lr, Tensor):
         stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
     else:
-        if lr * gradient_length <= _STEEP:  # |X'G| <= |G|
+        if lr * grad_length <= _STEEP:  # |X'G| <= |G|
             return 0
         if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
             return 0
