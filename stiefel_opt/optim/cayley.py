@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
+from stiefel_opt._checks import check_flag, check_integer
 from stiefel_opt.functional.cayley import MAX_SQUARE, SQUARE, cayley_adam, cayley_sgd
 from stiefel_opt.manifold import Stiefel
-from stiefel_opt.optim.checks import check_iterations
+from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State
@@ -18,7 +19,17 @@ from stiefel_opt.optim.torch_rules import Group
 SQUARES = tuple(State(name, "1", dtype="real", least=0.0) for name in (SQUARE, MAX_SQUARE))
 
 
-class CayleySGD(SGDLike):
+class _Iterated(StiefelOptimizer):
+    """What both classes say of the options of their Cayley map."""
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_integer("steps", group["steps"], 0)
+        check_flag("exact", group["exact"])
+
+
+class CayleySGD(_Iterated, SGDLike):
     r"""Cayley SGD with momentum for constrained parameters; plain ones get torch's SGD.
 
     .. math::
@@ -72,11 +83,6 @@ class CayleySGD(SGDLike):
         super().__init__(params, options_of(locals()))
 
     @override
-    def check_options(self, group: Group) -> None:
-        super().check_options(group)
-        check_iterations(group)
-
-    @override
     def state_for(self, group: Group) -> tuple[State, ...]:
         return Z_STATE, U_STATE
 
@@ -85,7 +91,7 @@ class CayleySGD(SGDLike):
         return self.bound(group, cayley_sgd, "steps", "exact")
 
 
-class CayleyAdam(AdamLike):
+class CayleyAdam(_Iterated, AdamLike):
     r"""Cayley Adam for constrained parameters; plain ones get torch's Adam.
 
     As :class:`CayleySGD`, with one second moment v for each matrix:
@@ -136,11 +142,6 @@ class CayleyAdam(AdamLike):
         stiefel: Stiefel | bool | None = None,
     ) -> None:
         super().__init__(params, options_of(locals()))
-
-    @override
-    def check_options(self, group: Group) -> None:
-        super().check_options(group)
-        check_iterations(group)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:

@@ -17,7 +17,6 @@ from stiefel_opt._checks import (
     check_choice,
     check_dtype,
     check_flag,
-    check_integer,
     check_range,
     fail,
     users_level,
@@ -237,12 +236,6 @@ def _check_unpublished(option: str, group: Group) -> None:
     if group[option] and group["transport"] == "published":
         remedy = "choose 'isometric' or 'projected'"
         raise ValueError(fail("transport", f"not be 'published' if {option}", "it", remedy))
-
-
-def check_iterations(group: Group) -> None:
-    """Raise unless ``steps`` and ``exact`` of a Cayley map make sense."""
-    check_integer("steps", group["steps"], 0)
-    check_flag("exact", group["exact"])
 
 
 # ---- parameters and gradients --------------------------------------------------------------------
