@@ -206,7 +206,6 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
 
     Note: Two products of size n x m by m x m. Differentiable.
     """
-
     reading = _reading(point, manifold, vector)
     return _matrix_wise(geometry.project_tangent, reading, point, vector, torch.clone)
 
@@ -244,7 +243,6 @@ def retract(
         Wen & Yin (2013).
     """
     check_choice("retraction", retraction, geometry.RETRACTIONS)
-
     reading = _reading(point, manifold, tangent)
     scale = reading.scale
 

@@ -124,7 +124,7 @@ class WeightGroup:
         self.skipped, self._unreported = (joined(tallies, name) for name in TALLIES)
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
-        self.is_shared = not bool(all(weight.shards is None for weight in weights))
+        self.is_shared = any(weight.shards is not None for weight in weights)
         values = [weight.moving() for weight in weights]
         stacks = stacks_of(weights, values, declared, on_cpu=self.reads)
         self.batches = [Batch(stack, *piece) for stack in stacks for piece in stack.pieces]

@@ -141,7 +141,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def complete_state(
     state: StateDict,
-    declared: Iterable[State],
+    declared: Sequence[State],
     parameter: Tensor,
     manifold: Stiefel,
     called: Callable[[], str],
@@ -173,21 +173,21 @@ def complete_state(
             state[key] = state[key].to(dtype)
         if shards is not None and (layout := _placements(kind, shards)) is not None:
             state[key] = shards.placed(state[key], layout)
-    for key in [key for key in state if is_declared(key, known) and key not in expected]:
-        if not key.startswith(ROWS):
+    for key in state.keys() - expected.keys():
+        if is_declared(key, known) and not key.startswith(ROWS):
             del state[key]
     return state
 
 
 def expected_state(
-    declared: Iterable[State], parameter: Tensor, manifold: Stiefel
+    declared: Sequence[State], parameter: Tensor, manifold: Stiefel
 ) -> dict[str, tuple[State | None, torch.Size]]:
     """Return all state of a constrained parameter but ``step``: declaration and shape, by key.
 
     The master of a half-precision parameter has no declaration.
     """
     expected: dict[str, tuple[State | None, torch.Size]] = {}
-    model, declared = torch.empty(parameter.shape, device="meta"), tuple(declared)
+    model = torch.empty(parameter.shape, device="meta")
     for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
         shapes = {"nm": part.shape, "mm": torch.Size((*lead, m, m)), "1": torch.Size((*lead, 1, 1))}
