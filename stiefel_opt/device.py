@@ -64,6 +64,11 @@ def finest_dtype(tensor: Tensor) -> torch.dtype:
     return torch.complex128 if tensor.is_complex() else torch.float64
 
 
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of ``dtype`` are worked on: float32 for half precision."""
+    return torch.float32 if dtype in HALF else dtype
+
+
 def may_wait_for(tensor: Tensor) -> bool:
     """Say whether a value may be waited for: not while code is traced or a graph is captured."""
     if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stiefel_opt import geometry
 from stiefel_opt._checks import check_choice, fail
-from stiefel_opt.device import finest_dtype
+from stiefel_opt.device import finest_dtype, working_dtype
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
 from stiefel_opt.manifold import Stiefel, manifold_of
@@ -180,7 +180,7 @@ def orthogonal_(
     manifold = manifold or tagged or Stiefel(heads=heads, flatten=tensor.ndim > 2)
     reading = reading_of(tensor, manifold, "tensor")
     for index, part in enumerate(reading.parts(tensor)):
-        dtype = widened(part[..., :0]).dtype
+        dtype = working_dtype(part.dtype)
         drawn = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
         gaussian = reading.matrices(drawn.normal_(generator=generator), index)
         point = reading.scale * gain * geometry.positive_qr(gaussian)

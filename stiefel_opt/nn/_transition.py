@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import HALF, check_choice, check_options, fail
+from stiefel_opt._checks import check_choice, check_options, fail
 from stiefel_opt.constraints import constrain, readings
+from stiefel_opt.device import working_dtype
 from stiefel_opt.functional import cwy_factors
 from stiefel_opt.geometry import random_point, widened
 from stiefel_opt.manifold import Stiefel
@@ -31,7 +32,7 @@ def check_transition(transition: str | None) -> None:
 def draw_uniform(weight: Tensor, generator: torch.Generator | None) -> None:
     """Fill ``weight``, read as rows, with uniformly distributed orthonormal rows or columns."""
     device = weight.device if generator is None else generator.device
-    dtype = torch.float32 if weight.dtype in HALF else weight.dtype
+    dtype = working_dtype(weight.dtype)
     shape = len(weight), weight[0].numel()
     point = random_point(*shape, generator=generator, dtype=dtype, device=device)
     weight.copy_(point.view(weight.shape))

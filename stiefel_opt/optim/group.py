@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_cpu
+from stiefel_opt.device import is_cpu, working_dtype
 from stiefel_opt.distributed import local_part
 from stiefel_opt.optim.blocks import (
     Weight,
@@ -44,7 +44,6 @@ from stiefel_opt.optim.state import (
     follow_,
     is_declared,
     key_of,
-    working_dtype,
 )
 from stiefel_opt.optim.torch_rules import Group
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stiefel_opt import linalg
 from stiefel_opt._checks import HALF, check_choice, fail
+from stiefel_opt.device import working_dtype
 from stiefel_opt.distributed import local_part
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.sharding import Shards
@@ -132,11 +133,6 @@ def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State
 def is_declared(key: str, names: Container[str]) -> bool:
     """Say whether a key is one of ours: of these ``names``, a master, or of plain rows."""
     return key.partition(".")[0] in names or key == MASTER or key.startswith(ROWS)
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a constrained parameter of ``dtype`` is worked on."""
-    return torch.float32 if dtype in HALF else dtype
 
 
 def complete_state(

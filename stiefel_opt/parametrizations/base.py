@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import HALF, fail
-from stiefel_opt.device import finest_dtype
+from stiefel_opt._checks import fail
+from stiefel_opt.device import finest_dtype, working_dtype
 from stiefel_opt.geometry import gram_error, polar_factor
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.init import with_determinant
@@ -126,10 +126,9 @@ class Parametrization(nn.Module):
             matrices = polar_factor(matrices)
         free: Free = _cast(self.start(matrices), weight.dtype)
         self.shape, self.dtype, self.generator = weight.shape, weight.dtype, None
-        half = weight.dtype in HALF
         for name, buffer in self.named_buffers():
             if buffer.is_floating_point() or buffer.is_complex():
-                setattr(self, name, _cast(buffer, torch.float32 if half else weight.dtype))
+                setattr(self, name, _cast(buffer, working_dtype(weight.dtype)))
         return free
 
     @override

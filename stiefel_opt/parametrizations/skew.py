@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from stiefel_opt._checks import check_count, check_integer, fail
-from stiefel_opt.device import untraced
+from stiefel_opt.device import untraced, working_dtype
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
 from stiefel_opt.geometry import (
     gram_error,
@@ -53,7 +53,7 @@ class _Based(Parametrization):
         before = self.base
         super()._apply(fn, recurse)
         if before is not None and self.base is not None and self.base.dtype != before.dtype:
-            self.base = _settled(before.to(self.base.device, widened(self.base[..., :0]).dtype))
+            self.base = _settled(before.to(self.base.device, working_dtype(self.base.dtype)))
         return self
 
     @override
