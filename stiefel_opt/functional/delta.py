@@ -91,13 +91,11 @@ def delta_product(
         read_key = written_key = key
         last: Tensor | float = 1.0
         if log_gate is not None:
-            decays = _decays(_in_chunks(log_gate, -1, chunks, chunk), factors)
-            overlap, attention = overlap * decays[0], attention * decays[1]
-            query, read_key, written_key = (
-                tensor * decay.unsqueeze(-1)
-                for tensor, decay in zip((query, key, key), decays[2:5], strict=True)
-            )
-            last = decays[5].unsqueeze(-1)
+            gates = _in_chunks(log_gate, -1, chunks, chunk)
+            between, to_token, of_token, of_factor, to_last, of_all = _decays(gates, factors)
+            overlap, attention = overlap * between, attention * to_token
+            query, read_key = query * of_token.unsqueeze(-1), key * of_factor.unsqueeze(-1)
+            written_key, last = key * to_last.unsqueeze(-1), of_all.unsqueeze(-1)
 
         # The factors write u = fresh - seen @ S; (I + tril(diag(b) KK', -1)) u = diag(b) (V - K S).
         both = torch.cat([value, read_key], dim=-1) * strength
@@ -148,11 +146,9 @@ def _decays(log_gate: Tensor, factors: int) -> tuple[Tensor, ...]:
         product = (late[0] - early[0]).clamp(max=0.0).exp()
         return product.masked_fill(late[1] != early[1], 0.0) if has_resets else product
 
-    between = decay(tuple(total.unsqueeze(-1) for total in each), column)
-    to_token = decay(tuple(total.unsqueeze(-1) for total in token), column)
     return (
-        between,
-        to_token,
+        decay(tuple(total.unsqueeze(-1) for total in each), column),
+        decay(tuple(total.unsqueeze(-1) for total in token), column),
         decay(token, first),
         decay(each, first),
         decay(last, each),
