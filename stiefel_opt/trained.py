@@ -25,7 +25,7 @@ _OUTLIER: Final = 1.25
 # timm and transformers. An optimizer writes in each step (fused ones unseen), which shows small
 # matrices that were trained in this process.
 _WRITES: Final = 32
-FAR: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
+HARMFUL: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
 
 
 @torch.no_grad()
@@ -34,8 +34,8 @@ def distance(tensor: Tensor, point: Tensor | None) -> float:
     if point is None:
         return 0.0
     precise = finest_dtype(tensor)  # float32 cannot square 1e20
-    distance = torch.linalg.vector_norm(widened(point) - widened(tensor), dtype=precise)
-    return float(distance / torch.linalg.vector_norm(tensor, dtype=precise))
+    moved = torch.linalg.vector_norm(widened(point) - widened(tensor), dtype=precise)
+    return float(moved / torch.linalg.vector_norm(tensor, dtype=precise))
 
 
 def looks_trained(value: Tensor, reading: Stiefel) -> bool:
@@ -46,7 +46,7 @@ def looks_trained(value: Tensor, reading: Stiefel) -> bool:
 
 def is_lost(value: Tensor, reading: Stiefel, share: float) -> bool:
     """Say whether a move by this share of its length loses what ``value`` has learned."""
-    return share > FAR and looks_trained(value, reading)
+    return share > HARMFUL and looks_trained(value, reading)
 
 
 def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:

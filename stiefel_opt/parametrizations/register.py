@@ -27,7 +27,7 @@ from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.stacked import CONVOLUTIONS, stacked
-from stiefel_opt.trained import FAR, distance, looks_trained, warn_of_lost
+from stiefel_opt.trained import HARMFUL, distance, looks_trained, warn_of_lost
 from stiefel_opt.watching import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -129,7 +129,7 @@ def orthogonal(
                 parameter.copy_(before)
         raise
     mark_maps(owner)
-    if is_trained and (share := distance(before, getattr(owner, leaf))) > FAR:  # type: ignore[arg-type]
+    if is_trained and (share := distance(before, getattr(owner, leaf))) > HARMFUL:  # type: ignore[arg-type]
         warn_of_lost([(name, share)])
     return module
 
