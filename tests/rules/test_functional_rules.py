@@ -322,9 +322,12 @@ def distance(point: Tensor, new_X: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(new_X - point, 2)
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
-    ("case", "shape"), [*in_turn(RULES, SHAPES[:3]), *in_turn(RULES, [(5, 5), (6, 5), (24, 24)])]
+    ("case", "shape", "reader"),
+    [
+        *in_turn(RULES, SHAPES[:3], READERS),
+        *in_turn(RULES, [(5, 5), (6, 5), (24, 24)], READERS[::-1]),
+    ],
 )
 def test_the_length_is_that_of_the_tangent_vector_of_the_step(case, shape, reader, generator):
     """To first order a step moves X v by xi v, and turns it by the arc tangent of |xi v|."""
@@ -348,8 +351,7 @@ def is_by_a_cayley_map(case: RuleCase) -> bool:
 CLOSED = [case for case in RULES if is_by_a_cayley_map(case) or not case.has("steps")]
 
 
-@pytest.mark.parametrize("n", [2, 7])
-@pytest.mark.parametrize(("case", "lr"), in_turn(CLOSED, [0.1, 1.0, 30.0, 1e6]))
+@pytest.mark.parametrize(("case", "lr", "n"), in_turn(CLOSED, [0.1, 1.0, 30.0, 1e6], [2, 7, 7]))
 def test_one_column_turns_by_an_arc_tangent_of_the_length_however_long_it_is(
     case, lr, n, generator
 ):
