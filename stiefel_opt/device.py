@@ -69,6 +69,12 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def widened(value: Tensor) -> Tensor:
+    """Return a tensor of half precision in float32, anything else as it is."""
+    is_half = isinstance(value, Tensor) and value.dtype in HALF
+    return value.float() if is_half else value
+
+
 def may_wait_for(tensor: Tensor) -> bool:
     """Say whether a value may be waited for: not while code is traced or a graph is captured."""
     if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
@@ -269,13 +275,8 @@ def full_precision(function: MapT) -> MapT:
         if not (first.is_floating_point() or first.is_complex()):
             raise TypeError(fail(leading, "have a floating-point dtype", first.dtype))
         with no_autocast(first):
-            wide = {name: _widened(value) for name, value in options.items()}
-            result = function(*(_widened(argument) for argument in arguments), **wide)
+            wide = {name: widened(value) for name, value in options.items()}
+            result = function(*(widened(argument) for argument in arguments), **wide)
             return result.to(first.dtype) if isinstance(result, Tensor) else result
 
     return cast("MapT", wrapped)
-
-
-def _widened(argument: Any) -> Any:
-    is_half = isinstance(argument, Tensor) and argument.dtype in HALF
-    return argument.float() if is_half else argument

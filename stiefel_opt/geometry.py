@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from stiefel_opt._checks import HALF, fail
 from stiefel_opt.device import full_precision, no_autocast
+from stiefel_opt.device import widened as widened
 from stiefel_opt.linalg import add_to_diagonal_, skew, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
@@ -48,11 +49,6 @@ def scale_rounding(dtype: torch.dtype, n: int) -> float:
     Never less than :func:`scale_tolerance`, below which a weight keeps the scale that it had.
     """
     return max(1e-5, torch.finfo(dtype).eps, scale_tolerance(dtype, n))
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, in float32 if it is of half precision."""
-    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def gram_error(point: Tensor) -> Tensor:
