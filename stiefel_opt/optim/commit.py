@@ -126,7 +126,7 @@ class Batch:
         self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
-        self._rows = None if self.blocks[0].reading.transposed else shape
+        self._stored_shape = None if self.blocks[0].reading.transposed else shape
         self._share = None if share == slice(0, stack.each) else share
         self._is_one = stop - start == 1
         self._in_parts = any(block.narrow is not None for block in self.blocks)
@@ -138,10 +138,10 @@ class Batch:
         if not self._is_one:
             parts = self._parts(tensors, blocks)
             joined = torch.cat(parts)
-            if self._rows is None:
+            if self._stored_shape is None:
                 joined = joined.reshape(len(parts), *self._part_shape)
                 return as_batch(first.matrices(joined, stacked=True))
-            joined = joined.reshape(len(parts) * self.each, *self._rows)
+            joined = joined.reshape(len(parts) * self.each, *self._stored_shape)
             return joined.mT if first.wide else joined
         if (view := self._views.get(tensor.stride())) is not None:
             return tensor.as_strided(view[0], view[1], tensor.storage_offset() + view[2])
@@ -171,7 +171,7 @@ class Batch:
             return
         parts = self._parts(tensors, blocks)
         shape = torch.Size((len(parts), *self._part_shape))
-        if self._rows is None:
+        if self._stored_shape is None:
             batch = matrices.reshape(len(parts), *self._lead, *matrices.shape[1:])
             stored = first.stored(batch, shape, stacked=True)
         else:
