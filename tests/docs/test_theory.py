@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -422,9 +423,9 @@ def test_a_step_is_smooth_however_long(
             torch.testing.assert_close(stepped((X, K, V), still, 1.0, 1.0, 0.5)[0], X1)
 
 
-@pytest.mark.parametrize("transport", ["isometric", "projected"])
-@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("a", METRICS)
+@pytest.mark.parametrize(
+    ("a", "mu", "transport"), pairwise(METRICS, [0.0, 0.5, 0.9], ["isometric", "projected"])
+)
 def test_energy_falls_in_every_step(a: float, mu: float, transport: str, generator: Source) -> None:
     """Theorem 10, at the largest rate that it allows."""
     f = Weighted(9, 4, generator)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import pairwise
 from contract import IS_ON_CPU, warnings_of
 from torch import Tensor, nn
 from torch.optim import swa_utils
@@ -253,9 +254,10 @@ READS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("write", [by_data, by_another, in_place, None])
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("is_on_cpu", [True, False])
+@pytest.mark.parametrize(
+    ("write", "read", "is_on_cpu"),
+    pairwise([by_data, by_another, in_place, None], READS, [True, False]),
+)
 def test_a_target_network_is_told_wherever_it_is_read(
     read: str, write: Any, is_on_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
