@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import pairwise
+from cases import in_turn, pairwise
 from optimizers import OF_CLASS
 from torch import Tensor, nn
 
@@ -254,8 +254,7 @@ def test_adaptive_steps_reach_an_optimum_from_any_first_step(
     assert so.orthonormality_error(parameter) < 1e-14
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@every_adaptive
+@pytest.mark.parametrize(("name", "shape"), in_turn([*ADAPTIVE, *ADAPTIVE[::-1]], SHAPES.values()))
 def test_a_run_may_start_at_an_optimum(name: str, shape: tuple[int, ...]) -> None:
     """Its first gradient is rounding, and says nothing of the steps behind the first."""
     point, best = optimum(shape)
@@ -318,8 +317,7 @@ def test_an_optimum_is_not_left_again(name: str) -> None:
         assert float(gap[arrived:].max()) < 1e-9
 
 
-@pytest.mark.parametrize("factor", [1e-4, 1.0, 1e4])
-@every_adaptive
+@pytest.mark.parametrize(("name", "factor"), in_turn([*ADAPTIVE, *ADAPTIVE], [1e-4, 1.0, 1e4]))
 def test_the_option_may_change_in_mid_training(name: str, factor: float) -> None:
     """The velocity of Adam is measured otherwise with it: it starts again."""
     parameter = weight((12, 3))
@@ -334,7 +332,13 @@ def test_the_option_may_change_in_mid_training(name: str, factor: float) -> None
 
 
 @pytest.mark.parametrize("part", [1.0, pytest.param(0.25, marks=pytest.mark.slow)])
-@every_adaptive
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("adaptive", "adaptive Adam, Nesterov"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ADAPTIVE[1:3]),
+    ],
+)
 def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
     """Steps of Adam do not become shorter with the gradient, so their factor may fall less."""
     generator = torch.Generator().manual_seed(0)
