@@ -204,12 +204,10 @@ def is_factor(module: nn.Module, name: str) -> bool:
     if isinstance(owner, parametrize.ParametrizationList):
         return any(type(each).__module__ == parametrizations.__name__ for each in owner)
     weight, _, kind = leaf.rpartition("_")
-    return kind in ("orig", "g", "v") and any(
-        (hook.name if isinstance(hook, (SpectralNorm, WeightNorm)) else _pruned(hook)) == weight
+    computed = [
+        hook.name
+        if isinstance(hook, (SpectralNorm, WeightNorm))
+        else getattr(hook, "_tensor_name", None)  # of pruning, whose module is not imported
         for hook in owner._forward_pre_hooks.values()
-    )
-
-
-def _pruned(hook: object) -> object:
-    """Return the name of the weight that a pruning method computes; its module is not imported."""
-    return getattr(hook, "_tensor_name", None)
+    ]
+    return kind in ("orig", "g", "v") and weight in computed
