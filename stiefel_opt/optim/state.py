@@ -169,7 +169,7 @@ def complete_state(
             state[key] = state[key].to(dtype)
         if shards is not None and (layout := _placements(kind, shards)) is not None:
             state[key] = shards.placed(state[key], layout)
-    for key in state.keys() - expected.keys():
+    for key in sorted(state.keys() - expected.keys()):
         if is_declared(key, known) and not key.startswith(ROWS):
             del state[key]
     return state
