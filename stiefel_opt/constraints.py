@@ -499,8 +499,9 @@ def param_groups(
 
     One group holds the plain parameters, and one each those with the same reading, which the group
     carries under the key ``"stiefel"``. Tied parameters appear once, frozen ones too, as in
-    ``model.parameters()``. A parameter of the plain group that is constrained later stays
-    orthonormal from then on; where nothing is constrained yet, this warns.
+    ``model.parameters()``. Rows that a reading leaves plain follow the group of their weight: give
+    it, too, the ``weight_decay`` that they need. A parameter of the plain group that is constrained
+    later stays orthonormal from then on; where nothing is constrained yet, this warns.
 
     Args:
         model: The model.

@@ -25,6 +25,9 @@ _RELEASED: Final[set[int]] = set()  # ids of parameters whose tag `untag` remove
 class ManifoldParameter(nn.Parameter):
     r"""An ``nn.Parameter`` whose tag ``.manifold`` says how it is constrained.
 
+    For a parameter of a module :func:`stiefel_opt.constrain` also makes a record, which restores
+    the tag where torch replaces the parameter.
+
     Args:
         data: The value. What is off the manifold becomes the nearest point, in a copy; a point
             keeps its bits and its memory.

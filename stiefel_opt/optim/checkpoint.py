@@ -257,8 +257,9 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
             if earlier is not None and not _agree(current, earlier, parameter):
                 called = f"reading of {label(group, index, number)}"
                 condition = f"be the saved one, {Stiefel.from_dict(earlier)}"
+                found = f"{current}, shape {tuple(parameter.shape)}"
                 remedy = "constrain it as it was when the checkpoint was written"
-                raise ValueError(fail(called, condition, current, remedy))
+                raise ValueError(fail(called, condition, found, remedy))
 
 
 def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor) -> bool:

@@ -40,7 +40,7 @@ class StiefelMuon(MuonLike):
         lr: Learning rate, a number or a tensor. Constrained parameters turn by at most
             atan(lr / scale) and 76 degrees; plain ones usually want another learning rate.
         momentum, nesterov: As in ``torch.optim.Muon``, for constrained parameters and those that
-            follow Muon.
+            follow Muon. ``OneCycleLR`` and ``CyclicLR`` change ``betas`` instead.
         weight_decay: For plain parameters, decoupled. It cannot move a constrained one.
         betas, eps: As in ``torch.optim.AdamW``, for the others.
         plain: Rule of plain parameters: "adamw", or "muon" for those that are real and have two

@@ -295,6 +295,21 @@ def test_a_call_of_torchs_function_needs_no_change(generator):
             so.clip_grad_norm_(model.parameters(), 1.0, norm_type=wrong)
 
 
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_whole_gradients_count_where_the_constraint_is_off(factor: float) -> None:
+    """Also before the first step, and again as tangents once a group constrains the weight."""
+    layer = so.constrain(nn.Linear(4, 4, bias=False))
+    so.StiefelSGD([{"params": [layer.weight], "stiefel": False}], lr=1.0)
+    with torch.no_grad():
+        layer.weight.mul_(factor)
+    layer.weight.grad = layer.weight.detach().clone()  # normal to the manifold
+    norm = layer.weight.grad.norm()
+    torch.testing.assert_close(so.clip_grad_norm_(layer.parameters(), math.inf), norm)
+    so.project_(layer)
+    so.StiefelSGD(layer.parameters(), lr=1.0)
+    assert so.clip_grad_norm_(layer.parameters(), math.inf) < 1e-5 * factor
+
+
 def test_plain_parameters_are_clipped_as_by_torch(generator):
     ours, theirs = filled(nn.Linear(5, 3), generator), nn.Linear(5, 3)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
