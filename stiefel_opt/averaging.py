@@ -15,8 +15,9 @@ from typing_extensions import override
 from stiefel_opt._checks import check_flag, check_module, check_range, fail
 from stiefel_opt.constraints import readings, reread, to_nearest_
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
+from stiefel_opt.geometry import FAR, gram_error, newton_schulz, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel
+from stiefel_opt.parameter import was_released
 from stiefel_opt.watching import maps_of, mark_maps
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
@@ -32,16 +33,21 @@ class ProjectedAverage(swa_utils.AveragedModel):
         Raises:
             ValueError: for values that are not finite, naming the parameter.
         """
+        found = readings(model)
         super().update_parameters(model)
         for average, source in zip(maps_of(self.module), maps_of(model), strict=False):
             for old, new in zip(average.buffers(), source.buffers(), strict=False):
                 old.copy_(new)  # of a base there is no mean
-        pairs = zip(readings(self.module).items(), readings(model).values(), strict=False)
+        pairs = zip(readings(self.module).items(), found.values(), strict=False)
         for (name, (parameter, known)), (source, reading) in pairs:
+            if reading is None and not was_released(source):  # a copy without tags, perhaps
+                reading = known
             if known != reading:  # another scale was loaded, or the weight released
                 reread(self.module, parameter, reading)
-            is_left = parameter.is_meta or getattr(source, "is_unconstrained", False)
-            if reading and not is_left:
+            vars(parameter).pop("is_unconstrained", None)
+            if reading and _is_off_on_purpose(source, reading):
+                parameter.is_unconstrained = True  # type: ignore[attr-defined]
+            elif reading and not parameter.is_meta:
                 _correct(parameter, reading)
                 to_nearest_(parameter, reading, name)  # decomposes matrices that are still off
 
@@ -121,6 +127,17 @@ class _MovingAverage:
     ) -> None:
         function = swa_utils.get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
         function(averages, values, count)
+
+
+@torch.no_grad()
+def _is_off_on_purpose(parameter: Tensor, reading: Stiefel) -> bool:
+    """Say whether a weight was to leave the manifold, and has left it."""
+    marks = ("is_unconstrained", "takes_whole_gradient")
+    if parameter.is_meta or not any(getattr(parameter, mark, False) for mark in marks):
+        return False
+    parts = enumerate(reading.parts(parameter))
+    points = [widened(reading.matrices(part, index)) / reading.scale for index, part in parts]
+    return any(not float(gram_error(point).amax()) <= FAR for point in points)
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ def constrain(
         if heads is None and rows is None and not transposed and flatten is not False:
             own_heads = stacked(owner, leaf)[0]
         if flatten is None:
-            own_flatten = _is_kernel(owner, parameter.shape, each)
+            own_flatten = _is_kernel(owner, parameter.shape, each, (heads, rows, transposed))
         known = 1.0 if isinstance(scale, str) else scale
         reading = Stiefel(own_heads, rows, own_flatten, transposed, known)  # type: ignore[arg-type]
         check_value(parameter, reading, each, is_read=project or scale == "keep")
@@ -223,7 +223,9 @@ def apply_readings(
         record(owner, leaf, reading, keeps=keeps)
         owner.__dict__.setdefault(MOVED, {})[leaf] = moved[name]
         tag(parameter, reading)
+        vars(parameter).pop("is_unconstrained", None)
         watch(owner)
+        note_module(owner)
     note_module(module)
     warn_of_lost(lost)
     if zero:
@@ -236,7 +238,7 @@ def apply_readings(
     return moved
 
 
-def _is_kernel(owner: nn.Module, shape: torch.Size, name: str) -> bool:
+def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, ...]) -> bool:
     """Say whether a weight is that of a convolution; warn where it may be of one's own module."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
@@ -245,7 +247,8 @@ def _is_kernel(owner: nn.Module, shape: torch.Size, name: str) -> bool:
         given = f"{shape.numel()} matrices of 1 x 1, shape {tuple(shape)}"
         raise ValueError(fail(name, "hold matrices of more than one entry", given, remedy))
     kernel = shape[2:]
-    if len(kernel) > 1 and all(size % 2 for size in kernel) and max(kernel) < min(8, *shape[:2]):
+    is_odd = len(kernel) > 1 and all(size % 2 for size in kernel)
+    if said == (None, None, False) and is_odd and max(kernel) < min(8, *shape[:2]):
         size = " x ".join(map(str, shape[-2:]))
         warnings.warn(
             f"`{name}` is read as {shape[:-2].numel()} matrices of {size}: pass flatten=True if it "
@@ -345,7 +348,8 @@ def _reread(
 ) -> None:
     for owner, leaf in holders:
         if reading is None:
-            del records_of(owner)[leaf], owner.__dict__[MOVED][leaf]
+            del records_of(owner)[leaf]
+            owner.__dict__.get(MOVED, {}).pop(leaf, None)
         else:
             records_of(owner)[leaf] = reading
     if reading is not None:

@@ -195,6 +195,8 @@ class _Keeper:
         self._written = {w.parameter: known[w.parameter] for w in weights if w.parameter in known}
         if closure is None:
             weights = [weight for weight in weights if weight.parameter.grad is not None]
+        else:  # a momentum may move what is frozen
+            weights = [weight for weight in weights if self._may_move(optimizer, weight.parameter)]
         self._begin(optimizer, weights)
         self._is_scaled = getattr(optimizer, "found_inf", None) is not None
         if closure is None:
@@ -219,14 +221,20 @@ class _Keeper:
         for weight in self._weights:
             self._written[weight.parameter] = _version_of(weight.parameter)
 
+    def _may_move(self, optimizer: Optimizer, parameter: Tensor) -> bool:
+        return (
+            parameter.requires_grad
+            or parameter.grad is not None
+            or parameter in self._written
+            or bool(optimizer.state.get(parameter))
+        )
+
     def _begin(self, optimizer: Optimizer, weights: list[_Weight]) -> None:
         """Remember the points. What is new, or written to by others, is looked at."""
         known = self._written
         changed = [w for w in weights if known.get(w.parameter) != _version_of(w.parameter)]
         _check(optimizer, weights, changed)
         for weight in changed:
-            if not weight.parameter.requires_grad:  # it may move: a momentum remembers it
-                continue
             point = nearest(weight.parameter, weight.reading, weight.called())
             if point is not None:
                 weight.parameter.copy_(point)

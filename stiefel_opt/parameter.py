@@ -46,6 +46,7 @@ class ManifoldParameter(nn.Parameter):
     manifold: Stiefel
     is_unconstrained: bool  # where leaving the manifold is intended
     is_stepped: bool = False  # whether an optimizer trains it
+    takes_whole_gradient: bool = False  # whether a group says that it is unconstrained
 
     def __new__(
         cls,
@@ -146,6 +147,11 @@ def untag(parameter: nn.Parameter) -> None:
     _RELEASED.add(id(parameter))
 
 
+def was_released(parameter: Tensor) -> bool:
+    """Say whether a tag was taken away, as by ``release``."""
+    return id(parameter) in _RELEASED
+
+
 def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
     """Return the tag of each parameter, or None; put back one that is ``known`` and lost.
 
@@ -155,7 +161,7 @@ def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[
     tags: dict[Tensor, Any] = {}
     for parameter in parameters:
         before = known.get(parameter)
-        is_lost = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
+        is_lost = not hasattr(parameter, "manifold") and not was_released(parameter)
         if is_lost and isinstance(before, Stiefel):
             tag(parameter, before)  # type: ignore[arg-type]
         tags[parameter] = getattr(parameter, "manifold", None)
@@ -169,17 +175,13 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
     For the ``key`` "stiefel" of a group, when it is added: the first forward pass then sees a
     point, and averages and reports a tag, as of a :class:`ManifoldParameter`. Tagged parameters
     stay as they are; DTensors and those on the meta device are only tagged. With the key False
-    parameters are marked: they leave the manifold on purpose.
+    parameters are marked: all of a gradient moves them.
 
     Raises:
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
-    for parameter in parameters:
-        if key is False:
-            parameter.is_unconstrained = True  # type: ignore[attr-defined]
-        elif hasattr(parameter, "is_unconstrained"):
-            del parameter.is_unconstrained
     if not key:
+        _note_whole(parameters, key is False)
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
     points: list[tuple[Any, Tensor | None]] = []
@@ -200,3 +202,13 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
         if point is not None:
             parameter.copy_(point)
         tag(parameter, manifold)
+    _note_whole(parameters, False)
+
+
+def _note_whole(parameters: Iterable[Any], is_whole: bool) -> None:
+    """Mark parameters that a group trains without their constraint, or no longer."""
+    for parameter in parameters:
+        if is_whole:
+            parameter.takes_whole_gradient = True
+        else:
+            vars(parameter).pop("takes_whole_gradient", None)

@@ -35,7 +35,10 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "trained": {*BASE, "device"},
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign", "trained"},
     "watching": {*BASE, "parameter", "points", "device", "distributed", "trained"},
-    "averaging": {"manifold", "geometry", "_checks", "constraints", "distributed", "watching"},
+    "averaging": {
+        *("manifold", "geometry", "_checks", "constraints", "distributed", "parameter"),
+        *("watching",),
+    },
     "constraints": {
         *("_checks", "manifold", "parameter", "points", "distributed", "foreign", "stacked"),
         *("trained", "watching"),

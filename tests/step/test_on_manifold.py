@@ -562,3 +562,27 @@ def test_all_other_hooks_see_points() -> None:
     optimizer.step()
     assert len(seen) == 2
     assert max(seen) < 1e-6
+
+
+@pytest.mark.parametrize("factor", [0.02, 20.0])
+def test_a_weight_that_thaws_is_projected_by_the_next_step(factor: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    so.constrain(model, "*.weight")
+    model[0].weight.requires_grad_(False)
+    optimizer = so.on_manifold(O.SGD(model.parameters(), 0.1, momentum=0.9))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        model[0].weight.mul_(factor)
+    version = model[0].weight._version
+    optimizer.step(closure)
+    optimizer.step(closure)
+    assert model[0].weight._version == version  # a graph may hold it
+    model[0].weight.requires_grad_(True)
+    optimizer.step(closure)
+    assert so.orthonormality_error(model) < 1e-5

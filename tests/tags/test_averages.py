@@ -424,3 +424,25 @@ def test_a_base_is_copied_where_buffers_are_averaged() -> None:
         average.update_parameters(model)
     assert so.orthonormality_error(average.module.weight) < 1e-6
     torch.testing.assert_close(average.module.weight, model.weight)
+
+
+@pytest.mark.parametrize("way", ["logged penalty", "penalty, then projected", "untagged copy"])
+def test_a_weight_on_the_manifold_is_averaged_as_a_point(way: str) -> None:
+    """Where a penalty was only logged, or is over; and in a replica that has lost its tags."""
+    model = so.constrain(nn.Linear(6, 4))
+    optimizer = so.StiefelSGD(model.parameters(), lr=0.5)
+    average = so.averaged(model, 0.5)
+    if way != "untagged copy":
+        so.orthonormality_penalty(model)
+    if way == "penalty, then projected":
+        with torch.no_grad():
+            model.weight.mul_(2.0)
+        average.update_parameters(model)
+        so.project_(model)
+    for step in range(4):
+        model.weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        source = nn.Linear(6, 4) if way == "untagged copy" else model
+        source.load_state_dict(model.state_dict())
+        average.update_parameters(source)
+    assert so.orthonormality_error(average) < 1e-6
