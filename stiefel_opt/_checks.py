@@ -45,7 +45,7 @@ def fail(name: str, condition: str, value: object, remedy: str = "") -> str:
 
 
 def none_found(name: str, wanted: str, model: nn.Module, remedy: str = "") -> str:
-    """Return the text of an error of a model that has none of what is wanted."""
+    """Return the error message for a model that lacks what ``wanted`` names."""
     return fail(name, f"have {wanted}", f"a {type(model).__name__} of none", remedy)
 
 

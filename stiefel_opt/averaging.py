@@ -15,10 +15,10 @@ from typing_extensions import override
 from stiefel_opt._checks import check_flag, check_module, check_range, fail
 from stiefel_opt.constraints import readings, reread, to_nearest_
 from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import FAR, gram_error, newton_schulz, orthonormality_tolerance, widened
+from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
 from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parameter import was_released
-from stiefel_opt.watching import maps_of, mark_maps
+from stiefel_opt.watching import has_left, maps_of, mark_maps
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
 
@@ -45,7 +45,7 @@ class ProjectedAverage(swa_utils.AveragedModel):
             if known != reading:  # another scale was loaded, or the weight released
                 reread(self.module, parameter, reading)
             vars(parameter).pop("is_unconstrained", None)
-            if reading and _is_off_on_purpose(source, reading):
+            if reading and has_left(source, reading):
                 parameter.is_unconstrained = True  # type: ignore[attr-defined]
             elif reading and not parameter.is_meta:
                 _correct(parameter, reading)
@@ -127,17 +127,6 @@ class _MovingAverage:
     ) -> None:
         function = swa_utils.get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
         function(averages, values, count)
-
-
-@torch.no_grad()
-def _is_off_on_purpose(parameter: Tensor, reading: Stiefel) -> bool:
-    """Say whether a weight was to leave the manifold, and has left it."""
-    marks = ("is_unconstrained", "takes_whole_gradient")
-    if parameter.is_meta or not any(getattr(parameter, mark, False) for mark in marks):
-        return False
-    parts = enumerate(reading.parts(parameter))
-    points = [widened(reading.matrices(part, index)) / reading.scale for index, part in parts]
-    return any(not float(gram_error(point).amax()) <= FAR for point in points)
 
 
 @torch.no_grad()

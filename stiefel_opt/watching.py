@@ -89,6 +89,15 @@ def mark_maps(model: nn.Module) -> bool:
     return bool(maps)
 
 
+@torch.no_grad()
+def has_left(parameter: Tensor, reading: Stiefel) -> bool:
+    """Say whether a weight was to leave the manifold, and has left it."""
+    marks = ("is_unconstrained", "takes_whole_gradient")
+    if parameter.is_meta or not any(getattr(parameter, mark, False) for mark in marks):
+        return False
+    return not float(largest_error(widened(parameter), reading)) <= FAR
+
+
 class _Watched(dict[str, Any]):
     """The parameters of a module with records: a dict that checks writes and reads.
 

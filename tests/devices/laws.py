@@ -176,20 +176,17 @@ def test_the_kernels_of_torch_move_plain_parameters(name: str, options: dict[str
     assert_at_home(opt)
 
 
-OF_TORCH = {
-    each: {"lr": 0.01}
-    for each in (torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
-} | {
-    each: {"lr": 0.01}
-    for each in (torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.ASGD, torch.optim.Rprop)
-}
+OF_TORCH = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.ASGD, torch.optim.Rprop),
+)
 
 
 @pytest.mark.parametrize("rule", OF_TORCH)
 def test_any_optimizer_of_torch_keeps_weights_orthonormal(rule: Any) -> None:
     host, net = pair()
     for each in (host, net):
-        train(each, so.on_manifold(rule(each.parameters(), **OF_TORCH[rule])), 0, 6)
+        train(each, so.on_manifold(rule(each.parameters(), lr=0.01)), 0, 6)
     assert_near(net, host, 1e-9)
     assert float(so.orthonormality_error(net)) < 1e-13
 

@@ -44,28 +44,34 @@ def register() -> Callable[[], int]:
 
 def _built() -> Any:
     """Compile the extension, half a minute, and import it."""
-    folder = Path(tempfile.mkdtemp())
-    library = folder / "toy_device.so"
-    include = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    (place,) = {
-        path for path in cpp_extension.library_paths() if (Path(path) / "libc10.so").exists()
-    }
-    subprocess.run(
-        [
-            COMPILER or "g++",
-            *("-std=c++20", "-O0", "-fPIC", "-shared", "-w", "-DTORCH_EXTENSION_NAME=toy_device"),
-            *(f"-I{path}" for path in include),
-            str(SOURCE),
-            *("-o", str(library)),
-            *(f"-L{place}", f"-Wl,-rpath,{place}"),
-            *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
-        ],
-        check=True,
-    )
-    spec = importlib.util.spec_from_file_location("toy_device", library)
-    if spec is None or spec.loader is None:
-        raise ImportError(library)
-    extension = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(extension)
-    shutil.rmtree(folder)
-    return extension
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "toy_device.so"
+        include = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+        (place,) = {
+            path for path in cpp_extension.library_paths() if (Path(path) / "libc10.so").exists()
+        }
+        subprocess.run(
+            [
+                COMPILER or "g++",
+                *(
+                    "-std=c++20",
+                    "-O0",
+                    "-fPIC",
+                    "-shared",
+                    "-w",
+                    "-DTORCH_EXTENSION_NAME=toy_device",
+                ),
+                *(f"-I{path}" for path in include),
+                str(SOURCE),
+                *("-o", str(library)),
+                *(f"-L{place}", f"-Wl,-rpath,{place}"),
+                *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+            ],
+            check=True,
+        )
+        spec = importlib.util.spec_from_file_location("toy_device", library)
+        if spec is None or spec.loader is None:
+            raise ImportError(library)
+        extension = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(extension)
+        return extension

@@ -331,7 +331,7 @@ def test_stella_is_saved_and_loaded_by_transformers(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     again = llama()
     again.load_adapter(str(tmp_path))
-    so.retag(again)  # transformers replaces the parameters, of which a forward pass would warn
+    so.retag(again)  # transformers replaces the parameters: the next forward pass would warn
     assert_close(logits(again), logits(model), 1e-6)
     assert so.orthonormality_error(again) < 1e-5
 
