@@ -14,10 +14,11 @@ queries    Two blocks of self-attention, four heads of 16, read digits row by ro
            see `logit_noise`.
 
 Each method trains at nine learning rates, which fall to zero along a cosine, with Adam or, where
-weights are tagged, StiefelAdam(radius=1.0, nesterov=False). Methods of one seed see the same data
-in the same order, and have the same initialisation where their name says so. The tables call the
-learning rate best that has the largest share in the same runs. A run is a file in the folder and is
-not repeated while that is there.
+weights are tagged, StiefelAdam(radius=1.0, nesterov=False); the recurrent network also with
+StiefelAdam by default and adaptive, and unconstrained with the adaptive rule. Methods of one seed
+see the same data in the same order, and have the same initialisation where their name says so. The
+tables call the learning rate best that has the largest share in the same runs. A run is a file in
+the folder and is not repeated while that is there.
 """
 
 import argparse
@@ -26,7 +27,8 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +56,12 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
-    "copying": Picture(("tagged", "cwy", "free", "lstm", "clipped"), (100, 300), 300, 32),
+    "copying": Picture(
+        ("tagged", "cwy", "free", "lstm", "clipped", "virtual", "adaptive", "free-adaptive"),
+        (100, 300),
+        300,
+        32,
+    ),
     "deep": Picture(("tagged", "free", "gaussian", "default"), (20, 50), 200, 64),
     "queries": Picture(("tagged", "free", "default"), (2,), 200, 64),
 }
@@ -74,8 +81,61 @@ class Run(NamedTuple):
         return f"{self.picture}-{self.size}-{self.method}-{self.rate:g}-{self.seed}"
 
 
+class AdaptiveAdam(torch.optim.Adam):
+    """The rule of ``StiefelAdam(adaptive=True)`` without the constraint, for weights of hidden
+    states; Adam for other parameters. Letters are those of `functional.adaptive_adam`."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        own = [p for name, p in model.named_parameters() if "weight_hh" in name]
+        rest = [p for name, p in model.named_parameters() if "weight_hh" not in name]
+        super().__init__(rest, lr=lr)
+        self.own = [(p, Friction(p)) for p in own]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter, _ in self.own:
+            parameter.grad = None
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter, friction in self.own:
+            with torch.no_grad():
+                parameter.add_(friction.move(parameter.grad), alpha=self.param_groups[0]["lr"])
+
+
+class Friction:
+    """State of one unconstrained weight under the adaptive rule."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.velocity, self.square = torch.zeros_like(weight), torch.zeros_like(weight)
+        self.slope, self.factor, self.count = 0.0, 1.0, 0
+
+    def move(self, grad: Tensor) -> Tensor:
+        """Return the step, for a learning rate of 1."""
+        self.count += 1
+        self.square = torch.lerp(self.square, grad.square(), 0.001)
+        divided = grad / ((self.square / (1 - 0.999**self.count)).sqrt() + 1e-8)
+        b, minus_s = float((grad * divided).sum()), -float((grad * self.velocity).sum())
+        part = minus_s / self.slope if self.slope > 0 else 0.0
+        self.factor = min(max(self.factor * math.exp(0.2 * min(max(part, -0.7), 0.7)), 0.1), 1e6)
+        bound = b / (self.slope - minus_s) if self.slope > minus_s else math.inf
+        momentum = min(bound, 0.9)
+        self.slope = momentum * self.slope if bound < 0.9 else b + momentum * minus_s
+        self.velocity = momentum * self.velocity - divided
+        return self.factor * 0.1 / (1 - 0.9**self.count) * self.velocity
+
+
+RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "tagged": harness.PRINTED,
+    "virtual": so.StiefelAdam,
+    "adaptive": partial(so.StiefelAdam, adaptive=True, transport="projected"),
+}
+
+
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    kind = harness.PRINTED if run.method == "tagged" else torch.optim.Adam
+    if run.method == "free-adaptive":
+        return AdaptiveAdam(model, run.rate)
+    kind = RULES.get(run.method, torch.optim.Adam)
     if run.picture != "queries":
         return kind(model.parameters(), lr=run.rate)
     swept = [layer.weight for attention in model.attention for layer in (attention.q, attention.k)]
@@ -120,7 +180,7 @@ class Copier(nn.Module):
             with torch.no_grad():  # gates that begin open remember longer
                 self.cell.bias_ih_l0[WIDTH : 2 * WIDTH] = 1.0
         else:
-            transition = {"tagged": "tagged", "cwy": "cwy"}.get(method)
+            transition = "tagged" if method in RULES else "cwy" if method == "cwy" else None
             self.cell = OrthogonalRNN(
                 SYMBOLS,
                 WIDTH,

@@ -9,9 +9,12 @@ from benchmarks.common import harness
 
 METHODS = {
     "tagged": "constrained, StiefelAdam",
+    "virtual": "constrained, StiefelAdam by default",
+    "adaptive": "constrained, StiefelAdam, adaptive",
     "cwy": "CWY",
     "free": "unconstrained, same initialisation",
     "clipped": "unconstrained, same initialisation, clipped",
+    "free-adaptive": "unconstrained, same initialisation, adaptive",
     "lstm": "LSTM",
     "gaussian": "unconstrained, Gaussian initialisation",
     "default": "unconstrained, torch's initialisation",

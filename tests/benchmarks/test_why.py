@@ -77,6 +77,25 @@ def test_a_run_is_a_file_and_is_not_repeated(
         why.main()
 
 
+def test_the_unconstrained_adaptive_rule_is_that_of_stiefel_adam(why: ModuleType) -> None:
+    """A column that hardly turns moves as a vector without constraint does."""
+    draw, lr = torch.Generator().manual_seed(0), 1e-7
+    column = so.ManifoldParameter(torch.eye(65, 1, dtype=torch.float64))
+    optimizer = so.StiefelAdam([column], lr=lr, adaptive=True, transport="projected")
+    plain, friction = torch.zeros(64, dtype=torch.float64), why.Friction(torch.zeros(64).double())
+    steady, factors = torch.randn(64, generator=draw, dtype=torch.float64), []
+    for step in range(60):
+        noise = torch.randn(64, generator=draw, dtype=torch.float64)
+        gradient = noise + steady * (3 if step < 10 else 3 * (-1) ** (step // 3))
+        column.grad = torch.cat([torch.zeros(1), gradient]).unsqueeze(-1)
+        optimizer.step()
+        plain = plain + lr * friction.move(gradient)
+        factors.append(friction.factor)
+    changes = [new / old for old, new in itertools.pairwise(factors)]
+    assert min(changes) < 0.95 < 1.1 < max(changes)
+    torch.testing.assert_close(column.detach()[1:, 0], plain, rtol=1e-5, atol=1e-11)
+
+
 def test_tables_are_those_of_the_values(why: ModuleType) -> None:
     content = json.loads((ROOT / "benchmarks/results/why.json").read_text(encoding="utf-8"))
     assert content["setting"]["rates"] == why.RATES
