@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -647,11 +648,14 @@ DEAD = 1e-40  # a singular value below it need not be told apart from zero
 
 
 def named(method: str) -> str:
-    """The method with its options, which are not the default."""
-    return method.replace("StiefelAdam", "StiefelAdam,\nradius=1.0, nesterov=False")
+    """The method with its options, where they are not the default, in short lines."""
+    if method.endswith("StiefelAdam"):
+        return f"{method},\nradius=1.0, nesterov=False"
+    return re.sub(", (?=[^,]*, [^,]*$)", ",\n", method)
 
 
-ASIDE = ("LSTM", "unconstrained, same initialisation, clipped", "CWY")
+BY_DEFAULT = "constrained, StiefelAdam by default"  # in the table alone
+ASIDE = ("LSTM", "CWY", "unconstrained, same initialisation, clipped")
 
 
 def why_panels() -> dict[str, list[tuple[str, str, str, str, str, tuple[Any, Any]]]]:
@@ -693,8 +697,11 @@ def why(path: Path) -> None:
         lines = {}
         for axis, (title, label, kind, size, key, limits) in zip(axes[0], panels, strict=True):
             methods = found["values"][kind][size]
+            methods = {m: kept for m, kept in methods.items() if m != BY_DEFAULT}
             if name == "why":  # the first picture of a reader: as few lines as make the point
-                methods = {m: kept for m, kept in methods.items() if m not in ASIDE}
+                methods = {
+                    m: kept for m, kept in methods.items() if not m.endswith((*ASIDE, "adaptive"))
+                }
             over_rates(axis, found["setting"]["rates"], methods, key)
             swept = "learning rate" + " of queries and keys" * (kind == "queries")
             axis.set(xlabel=swept, ylabel=label, ylim=limits)
@@ -714,7 +721,8 @@ def why(path: Path) -> None:
             continue
         columns = math.ceil(len(lines) / math.ceil(len(lines) / (2 * len(panels))))
         below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
-        figure.legend(lines.values(), lines, **below)
+        names = [line.replace(", same", ",\nsame") for line in lines]
+        figure.legend(lines.values(), names, **below)
         save(figure, path.with_name(f"{name}.png"))
 
 

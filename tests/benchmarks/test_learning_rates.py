@@ -50,7 +50,7 @@ def networks() -> dict[str, Problem]:
     }
 
 
-@pytest.mark.parametrize("method", ["AdamW", "StiefelAdamW"])
+@pytest.mark.parametrize("method", [pytest.param("AdamW", marks=pytest.mark.slow), "StiefelAdamW"])
 def test_a_copy_of_the_vision_transformer_is_that_of_the_demo(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +184,7 @@ def test_tables_and_figure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("problem", [SingularVectors(), Tucker(), TwoScales()])
+@pytest.mark.slow
 def test_problems_of_several_matrices_are_solved(problem: Problem) -> None:
     """All of them: the length that is looked at is that of the gradients together."""
     problem.steps, problem.target = 150, 0.1

@@ -335,8 +335,8 @@ def test_the_option_may_change_in_mid_training(name: str, factor: float) -> None
 @pytest.mark.parametrize(
     "name",
     [
-        *("adaptive", "adaptive Adam, Nesterov"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ADAPTIVE[1:3]),
+        "adaptive Adam, Nesterov",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ADAPTIVE[:3]),
     ],
 )
 def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
@@ -362,7 +362,7 @@ def test_a_hundred_epochs_do_not_stop(name: str, part: float) -> None:
 def test_noise_alone_neither_stops_nor_speeds_steps(name: str) -> None:
     parameter, generator = weight((64, 8, 2)), torch.Generator().manual_seed(0)
     optimizer = make(name, parameter)
-    for _ in range(600):
+    for _ in range(300):
         parameter.grad = torch.randn(64, 8, 2, generator=generator, dtype=torch.float64)
         optimizer.step()
     logs = optimizer.state[parameter]["step_factor"].log()
