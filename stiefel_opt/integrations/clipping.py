@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt.distributed import is_sharded, whole
 from stiefel_opt.geometry import project_tangent, widened
 from stiefel_opt.manifold import Stiefel
 
@@ -41,7 +42,8 @@ def clip_grad_norm_(
     Raises:
         ValueError: for max_norm <= 0, another norm, or one that is not finite, if asked.
         TypeError: for a module, and for sparse gradients of constrained parameters.
-    Note: Two products of n x m by m x m for each constrained parameter; no host sync. As in torch
+    Note: Two products of n x m by m x m for each constrained parameter; no host sync. Shards that
+        cut heads or channels are gathered. As in torch
         one gradient that is not finite spoils all of them, and ``nonfinite="skip"`` then saves the
         constrained parameters only: pass ``error_if_nonfinite=True``, or clip parameters apart.
     """
@@ -60,7 +62,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norms = [norm for parameter in active for norm in _norms(parameter)]
     device = norms[0].device
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    together = torch.stack([whole(norm).to(device) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(together)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         remedy = "look for the first parameter with a bad gradient, or skip the step"
         raise ValueError(fail("norm of the gradients", "be finite", float(total), remedy))
@@ -83,7 +86,17 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     norms = [torch.linalg.vector_norm(part) for part in reading.plain_parts(grad)]
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
-        point = widened(reading.matrices(point, index)) / reading.scale
-        tangent = project_tangent(point, widened(reading.matrices(vector, index)))
+        point, vector = (_matrices(tensor, reading, index) for tensor in (point, vector))
+        tangent = project_tangent(point / reading.scale, vector)
         norms.append(torch.linalg.vector_norm(tangent))
     return norms
+
+
+def _matrices(tensor: Tensor, reading: Stiefel, index: int) -> Tensor:
+    """Return the matrices of a range of rows, gathered where a border of shards cuts them."""
+    try:
+        return widened(reading.matrices(tensor, index))
+    except RuntimeError:  # DTensor has no view of them
+        if not is_sharded(tensor):
+            raise
+        return widened(reading.matrices(whole(tensor), index))

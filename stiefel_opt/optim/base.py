@@ -357,10 +357,17 @@ class StiefelOptimizer(Optimizer, ABC):
         """The same for ``torch.compile``: the constrained part is one operation of the graph."""
         for group in self.param_groups:
             self._init_group(group)
+        if any(weights.is_shared for weights in self.all_constrained()):
+            self._step_outside_the_graph()
+            return
         in_graph(self._handle, self.all_constrained(), self.param_groups)
         for group, index in zip(self.param_groups, self._indices, strict=True):
             if index is not None:
                 self._move_plain(group, index.plain_with_gradient(self, group))
+
+    @torch.compiler.disable(reason="a step of shards sends sums, which are not for a graph")
+    def _step_outside_the_graph(self) -> None:
+        self._step_all()
 
     def _count_groups(self) -> None:
         """Divide all groups anew where one was added to, or taken from, ``param_groups`` itself."""

@@ -48,8 +48,6 @@ def in_graph(handle: int, weight_groups: list[WeightGroup], groups: list[Group])
     grads: list[Tensor] = []
     places: list[int] = []
     for weights in weight_groups:
-        if weights.is_shared:  # collectives of a step are not for a graph
-            torch._dynamo.graph_break()
         for parameter in weights.parameters:
             if parameter.grad is not None:
                 places.append(len(parameters))

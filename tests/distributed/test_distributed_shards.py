@@ -228,6 +228,43 @@ def agree_on_an_overflow(name):
     assert_equal_on_all([opt.state[shard][TABLE[name].state] for shard in found] + steps)
 
 
+def clip(layouts):
+    """Norm and gradients are those of one process, a plain parameter among them."""
+    found = pairs(layouts, torch.float64)
+    fill_grads(found, 0)
+    plain = [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2)]
+    for parameter in plain:
+        parameter.grad = torch.ones(3, dtype=torch.float64)
+    for layout, whole, shard in found:
+        norm = so.clip_grad_norm_([shard], torch.inf)
+        torch.testing.assert_close(norm, so.clip_grad_norm_([whole], torch.inf), msg=layout)
+    norm = so.clip_grad_norm_([shard for *_, shard in found] + plain[:1], 0.1)
+    alone = so.clip_grad_norm_([whole for _, whole, _ in found] + plain[1:], 0.1)
+    torch.testing.assert_close(norm, alone)
+    torch.testing.assert_close(plain[0].grad, plain[1].grad)
+    for layout, whole, shard in found:
+        mine = part(whole.grad, shard.device_mesh, shard.placements).to_local()
+        torch.testing.assert_close(shard.grad.to_local(), mine, msg=layout)
+
+
+def compile_a_step(name):
+    """Sharded weights move beside the graph, a plain one within it or beside it."""
+    rule, options = OPTIMIZERS[name]
+    ends = []
+    for compiled in (False, True):
+        found = pairs(("tall", "wide by rows"), torch.float64)
+        plain = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        opt = rule([*(shard for *_, shard in found), plain], **options)
+        step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+        for number in range(3):
+            fill_grads(found, number)
+            plain.grad = torch.ones(3, dtype=torch.float64)
+            step()
+        ends.append([plain.detach(), *(shard.to_local().detach() for *_, shard in found)])
+    for eager, other in zip(*ends, strict=True):
+        torch.testing.assert_close(other, eager, rtol=0, atol=1e-12)
+
+
 def dict_of_locals(state):
     return {k: (t.to_local() if isinstance(t, DTensor) else t).clone() for k, t in state.items()}
 
@@ -237,7 +274,7 @@ COUNTED = tuple(name for name in RULES if TABLE[name].sums)
 
 
 def test_shards_train_as_one_process_alone():
-    run(1, *((compare, name, KINDS[at % 4 :: 4]) for at, name in enumerate(RULES)))
+    run(1, (clip, KINDS), *((compare, name, KINDS[at % 4 :: 4]) for at, name in enumerate(RULES)))
 
 
 def test_shards_train_as_one_process_on_two():
@@ -253,7 +290,8 @@ def test_shards_train_as_one_process_on_two():
         (go_on_with, {"transport": "projected"}, torch.float64, {"nesterov": True}),
         (go_on_with, {"adaptive": True}, torch.bfloat16, {"transport": "projected"}),
     ]
-    run(2, *calls, *spoilt, *low, *changes)
+    compiled = [(compile_a_step, "sgd"), (compile_a_step, "adam")]
+    run(2, *calls, *spoilt, *low, *changes, (clip, tuple(LAYOUTS)), *compiled)
 
 
 def test_shards_train_as_one_process_on_four():
