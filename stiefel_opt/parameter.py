@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from stiefel_opt.points import nearest, reading_of
 from stiefel_opt.trained import distance, is_lost, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
-_RELEASED: Final[set[int]] = set()  # ids of parameters whose tag `untag` removed
+# parameters whose tag `untag` removed, by id
+_RELEASED: Final[WeakValueDictionary[int, Tensor]] = WeakValueDictionary()
 
 
 class ManifoldParameter(nn.Parameter):
@@ -73,7 +75,7 @@ class ManifoldParameter(nn.Parameter):
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED
-        _RELEASED.discard(id(parameter))
+        _RELEASED.pop(id(parameter), None)
         note_tag()
         return parameter
 
@@ -135,7 +137,7 @@ def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:
     if type(parameter) is nn.Parameter:
         parameter.__class__ = _Tagged
     parameter.manifold = manifold  # type: ignore[attr-defined]
-    _RELEASED.discard(id(parameter))
+    _RELEASED.pop(id(parameter), None)
     note_tag()
 
 
@@ -144,12 +146,12 @@ def untag(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ManifoldParameter):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     del parameter.manifold  # type: ignore[attr-defined]
-    _RELEASED.add(id(parameter))
+    _RELEASED[id(parameter)] = parameter
 
 
 def was_released(parameter: Tensor) -> bool:
     """Say whether a tag was taken away, as by ``release``."""
-    return id(parameter) in _RELEASED
+    return _RELEASED.get(id(parameter)) is parameter
 
 
 def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[Tensor, Any]:

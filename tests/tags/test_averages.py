@@ -446,3 +446,18 @@ def test_a_weight_on_the_manifold_is_averaged_as_a_point(way: str) -> None:
         source.load_state_dict(model.state_dict())
         average.update_parameters(source)
     assert so.orthonormality_error(average) < 1e-6
+
+
+def test_a_copy_without_tags_is_not_taken_for_a_weight_that_was_released_and_is_gone() -> None:
+    """A new parameter may lie where a released one lay."""
+    for _ in range(20):
+        gone = [so.constrain(nn.Linear(6, 4)) for _ in range(5)]
+        for each in gone:
+            so.release(each)
+        model = so.constrain(nn.Linear(6, 4))
+        average = so.averaged(model, 0.5)
+        del gone, each
+        source = nn.Linear(6, 4)
+        source.load_state_dict(model.state_dict())
+        average.update_parameters(source)
+        assert hasattr(average.module.weight, "manifold")
