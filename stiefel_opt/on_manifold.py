@@ -32,7 +32,7 @@ from stiefel_opt.linalg import (
     skew,
 )
 from stiefel_opt.manifold import Stiefel, reading_by
-from stiefel_opt.parameter import recalled
+from stiefel_opt.parameter import note_whole, recalled
 from stiefel_opt.points import nearest
 from stiefel_opt.roots import roots
 
@@ -92,6 +92,8 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     _refuse(optimizer)
     keeper = _Keeper()
     keeper.recall(optimizer)
+    for group in optimizer.param_groups:
+        note_whole(group["params"], group.get("stiefel") is False)
     outside: Any = functools.partial(torch.compiler.disable, reason="so.on_manifold needs values")
     optimizer.register_step_pre_hook(outside(keeper.before))
     last = optimizer.register_step_post_hook(outside(keeper.after))

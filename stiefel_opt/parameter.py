@@ -87,6 +87,8 @@ class ManifoldParameter(nn.Parameter):
         copied = type(self)(data, self.manifold, self.requires_grad)
         if hasattr(self, "is_unconstrained"):
             copied.is_unconstrained = True
+        if self.takes_whole_gradient:
+            copied.takes_whole_gradient = True
         memo[id(self)] = copied
         return copied
 
@@ -183,7 +185,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
         ValueError: for values that are not finite or cannot be read so; nothing is changed then.
     """
     if not key:
-        _note_whole(parameters, key is False)
+        note_whole(parameters, key is False)
         return
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
     points: list[tuple[Any, Tensor | None]] = []
@@ -204,10 +206,10 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
         if point is not None:
             parameter.copy_(point)
         tag(parameter, manifold)
-    _note_whole(parameters, False)
+    note_whole(parameters, False)
 
 
-def _note_whole(parameters: Iterable[Any], is_whole: bool) -> None:
+def note_whole(parameters: Iterable[Any], is_whole: bool) -> None:
     """Mark parameters that a group trains without their constraint, or no longer."""
     for parameter in parameters:
         if is_whole:

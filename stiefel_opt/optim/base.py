@@ -34,7 +34,7 @@ from stiefel_opt.optim.state import State, StateDict, complete_state, declared_o
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
-from stiefel_opt.parameter import project_untagged
+from stiefel_opt.parameter import note_whole, project_untagged
 
 # The learning rate is limited so that its square fits float32; rotations saturate long before.
 _LARGEST_LR: Final = 2.0**50
@@ -405,6 +405,7 @@ class StiefelOptimizer(Optimizer, ABC):
         earlier = self._indices[place]
         self.records.recall(group["params"])
         index = self._indices[place] = GroupIndex(self, group)
+        note_whole(group["params"], group["stiefel"] is False)
         for plain in index.plain:
             self.records.drop_other(self.state, group["params"][plain], None)
         known = [i for i in index.waiting if self.state.get(group["params"][i])]

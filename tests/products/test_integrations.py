@@ -310,6 +310,33 @@ def test_whole_gradients_count_where_the_constraint_is_off(factor: float) -> Non
     assert so.clip_grad_norm_(layer.parameters(), math.inf) < 1e-5 * factor
 
 
+WAYS = ["on_manifold", "on_manifold, off", "edited on", "edited off", "copied"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_clipping_counts_is_what_the_latest_group_says(way: str) -> None:
+    layer = so.constrain(nn.Linear(4, 4, bias=False))
+    key = None if way == "edited off" else False
+    if way != "on_manifold, off":
+        optimizer = so.StiefelSGD([{"params": [layer.weight], "stiefel": key}], lr=1e-3)
+    if way == "on_manifold":
+        so.on_manifold(torch.optim.SGD(layer.parameters(), lr=1.0))
+    elif way == "on_manifold, off":
+        so.on_manifold(torch.optim.SGD([{"params": [layer.weight], "stiefel": False}], lr=1.0))
+    elif way == "copied":
+        layer = copy.deepcopy(layer)
+    else:
+        for now in (key, False if key is None else None):
+            optimizer.param_groups[0]["stiefel"] = now
+            layer.weight.grad = layer.weight.detach().clone()
+            optimizer.step()
+    layer.weight.grad = layer.weight.detach().clone()
+    is_tangent = way in ("on_manifold", "edited on")
+    wanted = 0.0 if is_tangent else float(layer.weight.grad.norm())
+    norm = float(so.clip_grad_norm_(layer.parameters(), math.inf))
+    assert norm == pytest.approx(wanted, abs=1e-5)
+
+
 def test_plain_parameters_are_clipped_as_by_torch(generator):
     ours, theirs = filled(nn.Linear(5, 3), generator), nn.Linear(5, 3)
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
