@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import HALF, check_range, fail
+from stiefel_opt._checks import check_range, fail
+from stiefel_opt.device import working_dtype
 from stiefel_opt.functional.cayley import cayley_adam
 from stiefel_opt.manifold import Stiefel, manifold_of
 from stiefel_opt.optim.base import StiefelOptimizer
@@ -117,7 +118,7 @@ class CaileySGD(SGDG):
     def check_options(self, group: Group) -> None:
         super().check_options(group)
         for dtype in {p.dtype for p in map(_tensor_of, group["params"]) if p is not None}:
-            moving = torch.float32 if dtype in HALF else dtype
+            moving = working_dtype(dtype)
             if getattr(torch, str(self._dtype), self._dtype) not in (None, moving, dtype):
                 name = str(moving).removeprefix("torch.")
                 wanted = f"be None or {name!r} for parameters of {dtype}"

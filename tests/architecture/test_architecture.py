@@ -56,7 +56,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "ot": {"geometry", "parameter", "_checks", "optim", "_optional"},
     "integrations": {*BASE, "constraints", "distributed", "nn", "points", "report", "_optional"},
     "rotations": {"geometry", "parameter", "_checks", "_optional", "distributed", "optim"},
-    "compat": {"optim", "functional", "manifold", "parametrizations", "_checks"},
+    "compat": {"optim", "functional", "manifold", "parametrizations", "_checks", "device"},
 }
 PUBLIC = (
     "stiefel_opt.compat",
