@@ -125,9 +125,8 @@ class StepFactors(NamedTuple):
     rotation: Tensor  # D - I
     shortening: Tensor  # R - I
     companion: Tensor | None  # R (I + R)^(-1), if asked for
-    excess: tuple[Tensor, float]  # W and eta^2, or eta^2 W and 1
     step: Scalar  # eta, shortened where it saturates
-    length: Length
+    length: Length  # its squares: of the turn, then of the move
 
 
 def step_factors_of(
@@ -145,15 +144,13 @@ def step_factors_of(
     norm that bounds eta sigma exceeds 4, or what the reader allows, the step is shortened.
     ``companion``: also R (I + R)^(-1).
     """
-    count = skew.size(0)
-    squares, second, scale, limit, turn_step, step = _spectra(skew, gram_normal, lr, reader)
-    companions, reads = count if companion else 0, reader.is_exact
+    length, second, turn_step, step = _spectra(skew, gram_normal, lr, reader)
+    squares, scale, limit, _ = length
+    companions, reads = skew.size(0) if companion else 0, reader.is_exact
     both = roots(squares, limit, scale=scale, companions=companions, square=second, reads=reads)
     of_turn, of_move = both.difference.unsafe_chunk(2)
     rotation = polar_rotation(skew, of_turn, turn_step)
-    excess = (squares[count:], scale) if scale == 1.0 else (gram_normal, scale)
-    length = Length(squares, scale, limit, inner)
-    return StepFactors(rotation, of_move, both.companion, excess, step, length)
+    return StepFactors(rotation, of_move, both.companion, step, Length(*length[:3], inner))
 
 
 def rotation_of_square(
@@ -183,9 +180,10 @@ def _of_square(
     compute: Callable[[], Tensor], lr: Scalar, reader: Reader
 ) -> tuple[Tensor, Scalar, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
-    square, second, scale, limit, step, _ = _spectra(compute(), None, lr, reader)
+    length, second, step, _ = _spectra(compute(), None, lr, reader)
+    square, scale, limit, _ = length
     is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is stored instead
-    length = Length(largest_eigenvalue(square) if is_large else square, scale, limit)
+    length = length._replace(squares=largest_eigenvalue(square)) if is_large else length
     root = roots(
         square, limit, scale=scale, overwrite=is_large, square=second, reads=reader.is_exact
     )
@@ -194,11 +192,11 @@ def _of_square(
 
 def _spectra(
     skew: Tensor, normal: Tensor | None, lr: Scalar, reader: Reader
-) -> tuple[Tensor, Tensor | None, float, float, Scalar, Scalar]:
+) -> tuple[Length, Tensor | None, Scalar, Scalar]:
     """Measure a step, and shorten it where it saturates or outgrows what the reader knows.
 
-    Returns: E / s, of K'K first and then, if there is a W, of eta^2 W; its square, or None; s; a
-        bound on E; eta of the turn; eta of the move.
+    Returns: The length, of K'K and then, if there is a W, of eta^2 W; the products of its squares
+        with themselves, or None; eta of the turn; eta of the move.
     """
     count, size, most = skew.size(0), skew.size(-1), SATURATION**2
     squares = own_gram(skew)  # -Z^2: its bound is the sharper one
@@ -217,14 +215,15 @@ def _spectra(
     if is_short:
         if limit > _LARGE * scale:  # their squares would overflow
             squares, scale = squares * scale, 1.0
-        return squares, None, scale, limit, lr, lr
+        return Length(squares, scale, limit), None, lr, lr
     turn_step, step, second = shortened(infinity_norm(skew), lr), lr, None
     squares[:count] *= turn_step * turn_step
     if normal is not None:
         step = shortened(infinity_norm(normal).sqrt(), lr)
         squares[count:] *= step * step
     if reader.is_exact:
-        return squares, None, 1.0, min(_bound_of_finite(squares, reader), most), turn_step, step
+        limit = min(_bound_of_finite(squares, reader), most)
+        return Length(squares, 1.0, limit), None, turn_step, step
     second = symmetric_product(squares, squares)
     bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
     limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
@@ -232,7 +231,7 @@ def _spectra(
     squares, second, shorter = squares * shorter, second * shorter.square(), shorter.sqrt()
     if normal is not None:
         step = step * shorter[count:]
-    return squares, second, 1.0, limit, turn_step * shorter[:count], step
+    return Length(squares, 1.0, limit), second, turn_step * shorter[:count], step
 
 
 def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:

@@ -229,14 +229,16 @@ def _step_unprojected(
         new_B = add_product_(add_product(G, B, L, beta=-1.0, alpha=momentum), X, within)
     (W,) = sums((new_B, new_B))  # 4
     factors = step_factors_of(direction, W, lr, reader, S)
-    rotation, shortening, _, (excess, scale), step, length = factors
+    rotation, shortening, _, step, length = factors
     within, R = composed(rotation, shortening)
     if FACTOR not in state:
         new = carried_skew(new_Z, rotation, "projected")
         new[OVERLAP] = torch.bmm(R, W) * step
     else:  # R^(-1) = (I + eta^2 W) R
+        scale = length.scale  # 1 where W may have been shortened
+        excess = W if scale != 1.0 else length.squares[X.size(0) :]
         new = {SKEW: new_Z, OVERLAP: W * step, FACTOR: torch.baddbmm(R, excess, R, alpha=scale)}
-    del factors, rotation, shortening, excess  # frees memory before a tall product
+    del factors, rotation, shortening  # frees memory before a tall product
     new_X = apply_step(X, within, new_B, R, step)  # 5, 6
     return new_X, new | {UNPROJECTED: new_B}, length
 
