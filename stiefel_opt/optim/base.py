@@ -493,13 +493,12 @@ class StiefelOptimizer(Optimizer, ABC):
             options = StepOptions(*rules, lr, group["nonfinite"])
             for weights in index.weight_groups:
                 with exact_products(weights.steps):
-                    weights.step(options)
+                    turning = weights.step(options)
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
-                if weights.turning:
-                    turning = [weights.parameters[place] for place in weights.turning]
-                    checks.warn_of_long_steps(turning, self.param_groups, MANY_STEPS)
-                    weights.turning = []
+                if turning:
+                    turned = [weights.parameters[place] for place in turning]
+                    checks.warn_of_long_steps(turned, self.param_groups, MANY_STEPS)
         if missed[False]:
             checks.warn_of_skipped(missed[False], self.param_groups)
         if missed[True]:

@@ -140,8 +140,6 @@ class WeightGroup:
         # indices of weights with unsafe gradients or overflow; empty where reading would wait
         self.unsafe: list[int] = []
         self.overflowed: list[int] = []
-        self._overflows: Tensor | None = None  # matrices of each
-        self.turning: list[int] = []  # places of weights that every step turns far
         # versions and addresses of the parameters: now, and after our last write
         self._now = self._look()
         self._seen = [-1] * len(weights), [-1] * len(weights)
@@ -235,7 +233,7 @@ class WeightGroup:
         self._staying = set()
         if not all(map(operator.is_not, grads, itertools.repeat(None))):
             self._staying = {place for place, grad in enumerate(grads) if grad is None}
-        self.unsafe, self.overflowed, self._overflows, self._ok = [], [], None, None
+        self.unsafe, self.overflowed, self._ok = [], [], None
         self._changed = set()
         if self._now != self._seen:
             now, seen = (list(zip(*look, strict=True)) for look in (self._now, self._seen))
@@ -301,14 +299,14 @@ class WeightGroup:
 
     # ---- the step ------------------------------------------------------------------------------
 
-    def step(self, options: StepOptions) -> None:
-        """Move the parameters that have a gradient, and count the step."""
+    def step(self, options: StepOptions) -> list[int]:
+        """Move the parameters that have a gradient, count the step; return who always turns far."""
         for batch in self.batches:
             batch.last = None
         if len(self._staying) == len(self.weights):
             self.skipped[self.unsafe] += 1
             self._grads = []
-            return
+            return []
         values = self._values or [weight.moving() for weight in self.weights]
         lr = options.lr
         if self._changed and isinstance(lr, Tensor) and lr == 0:  # a look waits in any case
@@ -318,6 +316,8 @@ class WeightGroup:
         self._steps_begun += 1
         self._numbers = self._next_numbers()
         moved: set[int] = set()
+        turning: list[int] = []
+        overflows: list[tuple[list[int], Tensor]] = []
         try:
             for batch in self.batches:
                 task = self._task_for(batch, options, values, moved)
@@ -328,15 +328,17 @@ class WeightGroup:
                     self.unsafe += verdict.unsafe
                     self._staying.update(verdict.unsafe)
                 if verdict.overflowed is not None:
-                    self._count(verdict.overflowed, task.places)
+                    overflows.append((task.places, verdict.overflowed))
                 if batch.long_steps == MANY_STEPS:
-                    self.turning += [p for p, angle in batch.angles().items() if angle > _LONG]
+                    turning += [p for p, angle in batch.angles().items() if angle > _LONG]
             if self._rows:
                 _move_rows(self, values, options.move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one
         finally:
             self._finish(values, moved - self._staying, isinstance(lr, Tensor) or lr != 0)
-        self._report_overflows(options.nonfinite)
+        if overflows:
+            self._count(overflows, options.nonfinite)
+        return turning
 
     def _task_for(
         self, batch: Batch, options: StepOptions, values: list[Tensor], done: set[int]
@@ -382,18 +384,13 @@ class WeightGroup:
         is_due = any(map(_is_due, each))
         return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due
 
-    def _count(self, overflowed: Tensor, places: list[int]) -> None:
-        """Count the matrices of each parameter that left floating point."""
-        if self._overflows is None:
-            self._overflows = torch.zeros_like(self.skipped)
-        index = torch.tensor(places, device=overflowed.device)
-        self._overflows.index_add_(0, index, overflowed.view(len(places), -1).sum(dim=1))
-
-    def _report_overflows(self, nonfinite: str) -> None:
+    def _count(self, overflows: list[tuple[list[int], Tensor]], nonfinite: str) -> None:
         """Count overflows; those of weights that processes share are reported by the next step."""
-        if self._overflows is None:
-            return
-        some = self._overflows > 0
+        counts = torch.zeros_like(self.skipped)
+        for places, mask in overflows:
+            index = torch.tensor(places, device=mask.device)
+            counts.index_add_(0, index, mask.view(len(places), -1).sum(dim=1))
+        some = counts > 0
         self._unreported += some & ~self._local
         self.skipped += some & self._local
         if self.reads or nonfinite == "raise":
