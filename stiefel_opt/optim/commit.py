@@ -261,20 +261,12 @@ class Task(NamedTuple):
     done: set[int]
 
 
-class Verdict(NamedTuple):
-    """What became of a batch.
+def take_step(task: Task) -> tuple[list[int], Tensor | None]:
+    """Correct the batch, run its rule, judge what it returned, and write it.
 
-    Attributes:
-        unsafe: Places of weights that stay because of their gradients; on a CPU only.
-        overflowed: Which matrices left floating point, ``(k, 1, 1)``. None: none.
+    Returns: Places of weights that stay because of their gradients, on a CPU only; and which
+        matrices left floating point, ``(k, 1, 1)``, or None: none.
     """
-
-    unsafe: list[int]
-    overflowed: Tensor | None = None
-
-
-def take_step(task: Task) -> Verdict:
-    """Correct the batch, run its rule, judge what it returned, and write it."""
     batch, chosen, lr = task.batch, task.chosen, task.options.lr
     stored = batch.read(task.tensors, chosen)
     reader = batch.now or reader_for(stored, batch.lagged)
@@ -287,7 +279,7 @@ def take_step(task: Task) -> Verdict:
     if task.options.nonfinite == "skip" and reader.is_exact:
         ok, grad_length, unsafe = _judge(grad, task)
         if len(unsafe) == len(task.places):
-            return Verdict(unsafe)
+            return unsafe, None
     if ok is not None:
         grad = torch.where(ok, grad, 0.0)
     index = batch.index_of(chosen)
@@ -321,7 +313,7 @@ def take_step(task: Task) -> Verdict:
     batch.last = LastStep(task.places, length, ok)
     is_long = reader.is_exact and isinstance(length, Length) and length.limit > 1
     batch.long_steps = batch.long_steps + 1 if is_long else 0
-    return Verdict(unsafe, overflowed)
+    return unsafe, overflowed
 
 
 def _new_point(

@@ -323,12 +323,11 @@ class WeightGroup:
                 task = self._task_for(batch, options, values, moved)
                 if task is None:
                     continue
-                verdict = take_step(task)
-                if verdict.unsafe:
-                    self.unsafe += verdict.unsafe
-                    self._staying.update(verdict.unsafe)
-                if verdict.overflowed is not None:
-                    overflows.append((task.places, verdict.overflowed))
+                unsafe, overflowed = take_step(task)
+                self.unsafe += unsafe
+                self._staying.update(unsafe)
+                if overflowed is not None:
+                    overflows.append((task.places, overflowed))
                 if batch.long_steps == MANY_STEPS:
                     turning += [p for p, angle in batch.angles().items() if angle > _LONG]
             if self._rows:
