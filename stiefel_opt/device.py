@@ -99,7 +99,6 @@ class Reader(ABC):
     """
 
     is_exact: bool = False  # what :meth:`number` returns is the number of this very step
-    is_blind: bool = False  # nothing is ever known, so that rounding is removed in every step
     is_lost: bool = False  # a number that was read is not finite: nothing of the step may be used
 
     @abstractmethod
@@ -122,9 +121,7 @@ class Now(Reader):
 
 
 class Fixed(Reader):
-    """Reads nothing."""
-
-    is_blind = True
+    """Reads nothing, so that rounding is removed in every step."""
 
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:

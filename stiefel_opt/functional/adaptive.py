@@ -316,7 +316,7 @@ def _moved(
 ) -> tuple[Tensor, Tensors, Length]:
     """Add -F~ to mu v, and take the step; ``new`` is the rest of the new state."""
     minus_f, minus_g = forces
-    if not (reader.is_exact or reader.is_blind):
+    if not reader.is_exact:
         reader = _FarReader(reader)
     new_Z = torch.addcmul(minus_f, mu, state[SKEW])
     direction = torch.addcmul(minus_f, mu, new_Z) if nesterov else new_Z

@@ -278,7 +278,7 @@ class _PrefixedReader(Reader):
     """
 
     def __init__(self, reader: Reader) -> None:
-        self.is_exact, self.is_blind, self._reader = reader.is_exact, reader.is_blind, reader
+        self.is_exact, self._reader = reader.is_exact, reader
 
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import CONSTRAINABLE, fail, users_level
 from stiefel_opt.batches import as_batch, shares_memory
-from stiefel_opt.device import Lagged, Now, Reader, reader_for, working_dtype
+from stiefel_opt.device import Fixed, Lagged, Now, Reader, reader_for, working_dtype
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import (
     FAR,
@@ -389,7 +389,7 @@ def _on_manifold(
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
-    is_due = task.is_due and not reader.is_blind  # then it is removed behind every step
+    is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
     looks = is_due and reader.is_exact
     if not (looks or task.is_changed):
         return correct(point, state, sums) if is_due else (point, {})
@@ -498,7 +498,7 @@ def _corrections_after(
     step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
     eight steps cost two digits at the most; beyond the second an error may grow to 1.
     """
-    if reader.is_blind:
+    if type(reader) is Fixed:  # the length of no step is ever known
         return 1
     if isinstance(length, Tensor):
         largest = length
