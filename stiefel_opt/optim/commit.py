@@ -123,19 +123,18 @@ class Batch:
         self.is_new = True  # nobody has looked at what the rule returns
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
-        self._lead, self._part_shape, self._on_cpu = stack.lead, stack.part_shape, stack.on_cpu
+        self._lead, self._part_shape = stack.lead, stack.part_shape
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
         self._stored_shape = None if self.blocks[0].reading.transposed else shape
         self._share = None if share == slice(0, stack.each) else share
-        self._is_one = stop - start == 1
         self._in_parts = any(block.narrow is not None for block in self.blocks)
         self._views: dict[Any, tuple[torch.Size, tuple[int, ...], int]] = {}  # by strides
 
     def read(self, tensors: list[Tensor], blocks: list[int] | None = None) -> Tensor:
         """Return the matrices of these ``blocks``, one tensor like the parameter for each."""
         first, tensor = self.blocks[0], tensors[0]
-        if not self._is_one:
+        if len(self.blocks) > 1:
             parts = self._parts(tensors, blocks)
             joined = torch.cat(parts)
             if self._stored_shape is None:
@@ -158,7 +157,7 @@ class Batch:
     ) -> None:
         """Put new ``matrices`` into the tensors of these ``blocks``, from which ``read`` came."""
         first, tensor = self.blocks[0], tensors[0]
-        if self._is_one:
+        if len(self.blocks) == 1:
             if tensor.stride() in self._views:
                 read.copy_(matrices)
                 return
@@ -176,7 +175,7 @@ class Batch:
             stored = first.stored(batch, shape, stacked=True)
         else:
             stored = (matrices.mT if first.wide else matrices).reshape(shape)
-        if self._on_cpu and not self._in_parts:
+        if self.now is not None and not self._in_parts:
             torch.unbind_copy(stored, out=parts)
         else:
             torch._foreach_copy_(parts, list(stored.unbind()))
