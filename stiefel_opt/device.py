@@ -49,7 +49,7 @@ def is_cpu(tensor: Tensor) -> bool:
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
-    return tensor.is_cpu
+    return tensor.is_cpu  # tests put another answer here: is_cpu itself is imported by name
 
 
 def lives_on(tensor: Tensor, kind: str) -> bool:
