@@ -32,7 +32,7 @@ from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
 from stiefel_opt.optim.state import State, StateDict, complete_state, declared_once, restart
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
-from stiefel_opt.optim.traced import in_graph, remember
+from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
 from stiefel_opt.parameter import note_whole, project_untagged
 
@@ -63,6 +63,7 @@ class GroupIndex:
         self._params = list(group["params"])
         self._tags = tags_of(self._params)
         self._stiefel = group["stiefel"]
+        note_whole(self._params, self._stiefel is False)
         self._bind(optimizer, group)
         self.readings = [checks.reading(parameter, group) for parameter in self._params]
         checks.check_shapes(self._params, self.readings, optimizer.param_groups)
@@ -358,16 +359,12 @@ class StiefelOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             self._init_group(group)
         if any(weights.is_shared for weights in self.all_constrained()):
-            self._step_outside_the_graph()
+            beside(self._step_all)
             return
         in_graph(self._handle, self.all_constrained(), self.param_groups)
         for group, index in zip(self.param_groups, self._indices, strict=True):
             if index is not None:
                 self._move_plain(group, index.plain_with_gradient(self, group))
-
-    @torch.compiler.disable(reason="a step of shards sends sums, which are not for a graph")
-    def _step_outside_the_graph(self) -> None:
-        self._step_all()
 
     def _count_groups(self) -> None:
         """Divide all groups anew where one was added to, or taken from, ``param_groups`` itself."""
@@ -405,7 +402,6 @@ class StiefelOptimizer(Optimizer, ABC):
         earlier = self._indices[place]
         self.records.recall(group["params"])
         index = self._indices[place] = GroupIndex(self, group)
-        note_whole(group["params"], group["stiefel"] is False)
         for plain in index.plain:
             self.records.drop_other(self.state, group["params"][plain], None)
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
@@ -497,8 +493,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 places = [*weights.unsafe, *weights.overflowed]
                 missed[group["nonfinite"] == "raise"] += map(weights.parameters.__getitem__, places)
                 if turning:
-                    turned = [weights.parameters[place] for place in turning]
-                    checks.warn_of_long_steps(turned, self.param_groups, MANY_STEPS)
+                    checks.warn_of_long_steps(turning, self.param_groups, MANY_STEPS)
         if missed[False]:
             checks.warn_of_skipped(missed[False], self.param_groups)
         if missed[True]:

@@ -299,7 +299,7 @@ class WeightGroup:
 
     # ---- the step ------------------------------------------------------------------------------
 
-    def step(self, options: StepOptions) -> list[int]:
+    def step(self, options: StepOptions) -> list[Tensor]:
         """Move the parameters that have a gradient, count the step; return who always turns far."""
         for batch in self.batches:
             batch.last = None
@@ -316,7 +316,7 @@ class WeightGroup:
         self._steps_begun += 1
         self._numbers = self._next_numbers()
         moved: set[int] = set()
-        turning: list[int] = []
+        turning: list[Tensor] = []
         overflows: list[tuple[list[int], Tensor]] = []
         try:
             for batch in self.batches:
@@ -329,7 +329,8 @@ class WeightGroup:
                 if overflowed is not None:
                     overflows.append((task.places, overflowed))
                 if batch.long_steps == MANY_STEPS:
-                    turning += [p for p, angle in batch.angles().items() if angle > _LONG]
+                    far = [place for place, angle in batch.angles().items() if angle > _LONG]
+                    turning += [self.parameters[place] for place in far]
             if self._rows:
                 _move_rows(self, values, options.move_rows)
             moved.update(range(len(self.weights)))  # even if this process has no matrices of one

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ def remember(optimizer: Any) -> int:
         handle = max(_OPTIMIZERS.keys(), default=0) + 1
         _OPTIMIZERS[handle] = optimizer
         return handle
+
+
+def beside(step: Callable[[], None]) -> None:
+    """Take a step that sends something to other processes between two graphs, as eagerly."""
+    disable: Any = torch.compiler.disable  # asked for late: it imports the compiler
+    disable(step, reason="a step of sharded weights sends sums to other processes")()
 
 
 def in_graph(handle: int, weight_groups: list[WeightGroup], groups: list[Group]) -> None:
