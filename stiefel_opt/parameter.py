@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,10 @@ from stiefel_opt.points import nearest, reading_of
 from stiefel_opt.trained import distance, is_lost, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
-# parameters whose tag `untag` removed, by id
-_RELEASED: Final[WeakValueDictionary[int, Tensor]] = WeakValueDictionary()
+# Ids of parameters whose tag `untag` removed. An id may come back with another parameter, and an
+# attribute goes with the values where torch swaps them (which it does not with a weak reference):
+# so there are both.
+_RELEASED: Final[set[int]] = set()
 
 
 class ManifoldParameter(nn.Parameter):
@@ -75,7 +76,7 @@ class ManifoldParameter(nn.Parameter):
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED
-        _RELEASED.pop(id(parameter), None)
+        _RELEASED.discard(id(parameter))
         note_tag()
         return parameter
 
@@ -139,7 +140,7 @@ def tag(parameter: nn.Parameter, manifold: Stiefel) -> None:
     if type(parameter) is nn.Parameter:
         parameter.__class__ = _Tagged
     parameter.manifold = manifold  # type: ignore[attr-defined]
-    _RELEASED.pop(id(parameter), None)
+    _RELEASED.discard(id(parameter))
     note_tag()
 
 
@@ -148,12 +149,13 @@ def untag(parameter: nn.Parameter) -> None:
     if isinstance(parameter, ManifoldParameter):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     del parameter.manifold  # type: ignore[attr-defined]
-    _RELEASED[id(parameter)] = parameter
+    parameter.is_released = True  # type: ignore[attr-defined]
+    _RELEASED.add(id(parameter))
 
 
 def was_released(parameter: Tensor) -> bool:
     """Say whether a tag was taken away, as by ``release``."""
-    return _RELEASED.get(id(parameter)) is parameter
+    return id(parameter) in _RELEASED and hasattr(parameter, "is_released")
 
 
 def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[Tensor, Any]:
@@ -165,7 +167,7 @@ def recalled(parameters: Iterable[Tensor], known: Mapping[Tensor, Any]) -> dict[
     tags: dict[Tensor, Any] = {}
     for parameter in parameters:
         before = known.get(parameter)
-        is_lost = not hasattr(parameter, "manifold") and not was_released(parameter)
+        is_lost = not hasattr(parameter, "manifold") and id(parameter) not in _RELEASED
         if is_lost and isinstance(before, Stiefel):
             tag(parameter, before)  # type: ignore[arg-type]
         tags[parameter] = getattr(parameter, "manifold", None)

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt._checks import check_range, fail
-from stiefel_opt.device import Reader, finest_dtype, reader_for
+from stiefel_opt.device import Fixed, Reader, finest_dtype, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar
 from stiefel_opt.linalg import (
     BLOCKED,
@@ -216,7 +216,8 @@ def muon(
         ValueError: as :func:`spectral_direction`.
     Note: As :func:`spectral_direction`, and 1 to 25 products of m x m, 10 up to ``lr`` of 0.4.
         Tensors as ``lr`` may cost those of the longest step. Where rounding in M'M would show in
-        X'X, as in float64 it does, one more sum of m^2 and two products: on a CPU only.
+        X'X, as in float64 it does, one more sum of m^2 and two products: on a CPU, and
+        where nothing may be read.
     """
     accuracy = _accuracy(X, tolerance, smoothing)
     _check(X, G, sums)
@@ -227,7 +228,11 @@ def muon(
     if B is not None:
         buffer = B.lerp(G, 1 - momentum)
         M = G.lerp(buffer, momentum) if nesterov else buffer
-    reads = (reader or reader_for(X)).is_exact
+    reader = reader or reader_for(X)
+    if type(reader) is Fixed:  # D grows with what an unseen write to X has left
+        (own,) = sums((X, X))
+        X = add_product(X, X, _correction_of(own))
+    reads = reader.is_exact
     solved = _solve(X, M, accuracy, sums, reads)
     new = {} if B is None else {AMBIENT: torch.where(solved.finite, buffer, B)}
     step, limit = _step_of(lr, solved.length)
