@@ -242,13 +242,14 @@ def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, 
     """Say whether a weight is that of a convolution; warn where it may be of one's own module."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
         return len(shape) > 2
-    if shape[-2:] == (1, 1) and shape.numel() > 1:
-        remedy = "pass flatten=True for a kernel"
+    is_unsaid = said == (None, None, False)
+    if is_unsaid and shape[-2:] == (1, 1) and shape.numel() > 1:
+        remedy = "pass flatten=True for a kernel, flatten=False for numbers of absolute value 1"
         given = f"{shape.numel()} matrices of 1 x 1, shape {tuple(shape)}"
         raise ValueError(fail(name, "hold matrices of more than one entry", given, remedy))
     kernel = shape[2:]
     is_odd = len(kernel) > 1 and all(size % 2 for size in kernel)
-    if said == (None, None, False) and is_odd and max(kernel) < min(8, *shape[:2]):
+    if is_unsaid and is_odd and max(kernel) < min(8, *shape[:2]):
         size = " x ".join(map(str, shape[-2:]))
         warnings.warn(
             f"`{name}` is read as {shape[:-2].numel()} matrices of {size}: pass flatten=True if it "

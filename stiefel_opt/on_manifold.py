@@ -99,6 +99,7 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     last = optimizer.register_step_post_hook(outside(keeper.after))
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(last.id, last=False)  # all others see points of the manifold
+    optimizer.register_step_post_hook(outside(keeper.behind_others))
     vars(optimizer)[_KEEPER] = keeper
     trust(optimizer)
     is_open = any(group.get("stiefel") is not False for group in optimizer.param_groups)
@@ -223,27 +224,43 @@ class _Keeper:
         for weight in self._weights:
             self._written[weight.parameter] = _version_of(weight.parameter)
 
+    @torch.no_grad()
+    def behind_others(self, *_: Any) -> None:
+        """Hook after a step, behind those of others: project what they have written."""
+        if not self._points:
+            self._project(self._changed(self._weights))
+            for weight in self._weights:
+                self._written[weight.parameter] = _version_of(weight.parameter)
+
     def _may_move(self, optimizer: Optimizer, parameter: Tensor) -> bool:
         return (
             parameter.requires_grad
             or parameter.grad is not None
             or parameter in self._written
             or bool(optimizer.state.get(parameter))
+            or any("old_dirs" in state for state in optimizer.state.values())  # LBFGS: of all
         )
 
     def _begin(self, optimizer: Optimizer, weights: list[_Weight]) -> None:
         """Remember the points. What is new, or written to by others, is looked at."""
-        known = self._written
-        changed = [w for w in weights if known.get(w.parameter) != _version_of(w.parameter)]
+        changed = self._changed(weights)
         _check(optimizer, weights, changed)
-        for weight in changed:
-            point = nearest(weight.parameter, weight.reading, weight.called())
-            if point is not None:
-                weight.parameter.copy_(point)
+        self._project(changed)
         if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
             self._weights, self._values = weights, [w.parameter.detach() for w in weights]
             self._stacks = stacks_of(self._values, [weight.reading for weight in weights])
         self._points = self._here()
+
+    def _changed(self, weights: list[_Weight]) -> list[_Weight]:
+        """Return those that are new, or written to behind the step before."""
+        known = self._written
+        return [w for w in weights if known.get(w.parameter) != _version_of(w.parameter)]
+
+    def _project(self, weights: list[_Weight]) -> None:
+        for weight in weights:
+            point = nearest(weight.parameter, weight.reading, weight.called())
+            if point is not None:
+                weight.parameter.copy_(point)
 
     def _here(self) -> list[Tensor]:
         """Return the values of the parameters in new memory, in float32 at least."""

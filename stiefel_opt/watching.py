@@ -91,11 +91,12 @@ def mark_maps(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def has_left(parameter: Tensor, reading: Stiefel) -> bool:
-    """Say whether a weight was to leave the manifold, and has left it."""
-    marks = ("is_unconstrained", "takes_whole_gradient")
-    if parameter.is_meta or not any(getattr(parameter, mark, False) for mark in marks):
+    """Say whether a weight is unconstrained, or was to leave the manifold and has left it."""
+    if getattr(parameter, "takes_whole_gradient", False):
+        return True
+    if parameter.is_meta or not getattr(parameter, "is_unconstrained", False):
         return False
-    return not float(largest_error(widened(parameter), reading)) <= FAR
+    return FAR < float(largest_error(widened(parameter), reading)) < math.inf
 
 
 class _Watched(dict[str, Any]):

@@ -586,3 +586,53 @@ def test_a_weight_that_thaws_is_projected_by_the_next_step(factor: float) -> Non
     model[0].weight.requires_grad_(True)
     optimizer.step(closure)
     assert so.orthonormality_error(model) < 1e-5
+
+
+def test_what_a_hook_writes_behind_a_step_is_projected() -> None:
+    weight, generator = so.ManifoldParameter(torch.eye(6, 3)), torch.Generator().manual_seed(0)
+    optimizer, seen = torch.optim.SGD([weight], 0.1), []
+
+    @torch.no_grad()
+    def noise(*_: object) -> None:
+        seen.append(float(so.orthonormality_error(weight)))
+        weight.add_(0.05 * torch.randn(6, 3, generator=generator))
+
+    optimizer.register_step_post_hook(noise)
+    so.on_manifold(optimizer)
+    for _ in range(3):
+        weight.grad = torch.randn(6, 3, generator=generator)
+        optimizer.step()
+        assert so.orthonormality_error(weight) < 1e-6
+    assert len(seen) == 3
+    assert max(seen) < 1e-6
+
+
+def test_a_weight_that_lbfgs_moves_though_frozen_is_kept_behind_a_checkpoint() -> None:
+    def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)))
+        so.constrain(model, "*.weight")
+        return model, so.on_manifold(torch.optim.LBFGS(model.parameters(), 0.1))
+
+    inputs = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(inputs) - inputs.flip(0)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    model, optimizer = network()
+    for _ in range(3):
+        step(model, optimizer)
+    other, resumed = network()
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other[1].weight.requires_grad_(False)
+    before = other[1].weight.clone()
+    step(other, resumed)
+    assert (other[1].weight - before).norm() > 1e-6
+    assert so.orthonormality_error(other) < 1e-12

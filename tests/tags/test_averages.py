@@ -461,3 +461,29 @@ def test_a_copy_without_tags_is_not_taken_for_a_weight_that_was_released_and_is_
         source.load_state_dict(model.state_dict())
         average.update_parameters(source)
         assert hasattr(average.module.weight, "manifold")
+
+
+def test_weights_of_a_group_without_constraint_are_averaged_as_plain_ones() -> None:
+    """However near to the manifold they still are."""
+    model = so.constrain(nn.Linear(6, 4, bias=False, dtype=torch.float64))
+    groups = [{"params": list(model.parameters()), "stiefel": False}]
+    optimizer = so.StiefelSGD(groups, lr=1e-4)
+    average, plain = so.averaged(model, 0.5), model.weight.detach().clone()
+    average.update_parameters(model)
+    for step in range(4):
+        model.weight.grad = torch.linspace(step, 3, 24, dtype=torch.float64).view(4, 6)
+        optimizer.step()
+        average.update_parameters(model)
+        plain = (plain + model.weight.detach()) / 2
+    torch.testing.assert_close(average.module.weight.detach(), plain, rtol=0, atol=1e-14)
+
+
+def test_a_penalty_that_was_only_logged_lets_no_nan_into_an_average() -> None:
+    model = so.constrain(nn.Linear(6, 4, bias=False))
+    so.orthonormality_penalty(model)
+    average = so.averaged(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        model.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"`weight` must be finite"):
+        average.update_parameters(model)
