@@ -92,8 +92,6 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     _refuse(optimizer)
     keeper = _Keeper()
     keeper.recall(optimizer)
-    for group in optimizer.param_groups:
-        note_whole(group["params"], group.get("stiefel") is False)
     outside: Any = functools.partial(torch.compiler.disable, reason="so.on_manifold needs values")
     optimizer.register_step_pre_hook(outside(keeper.before))
     last = optimizer.register_step_post_hook(outside(keeper.after))
@@ -160,6 +158,11 @@ def _constrained(optimizer: Optimizer) -> list[_Weight]:
     return weights
 
 
+def _is_moved(parameter: Tensor) -> bool:
+    """Say whether a parameter is trained; others may move by what an optimizer remembers."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
 # ---- the hooks ---------------------------------------------------------------------------------
 
 
@@ -178,8 +181,10 @@ class _Keeper:
         self._is_scaled = False  # whether a GradScaler lets the optimizer judge the gradients
 
     def recall(self, optimizer: Optimizer) -> None:
-        """Remember the tags, and put back those that are lost."""
+        """Remember the tags, and put back those that are lost; mark who is unconstrained."""
         params = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        for group in optimizer.param_groups:
+            note_whole(group["params"], group.get("stiefel") is False)
         self._tags = recalled(params, self._tags)
 
     @torch.no_grad()
@@ -225,17 +230,23 @@ class _Keeper:
             self._written[weight.parameter] = _version_of(weight.parameter)
 
     @torch.no_grad()
-    def behind_others(self, *_: Any) -> None:
+    def behind_others(self, optimizer: Optimizer, *_: Any) -> None:
         """Hook after a step, behind those of others: project what they have written."""
-        if not self._points:
-            self._project(self._changed(self._weights))
-            for weight in self._weights:
-                self._written[weight.parameter] = _version_of(weight.parameter)
+        changed = [] if self._points else self._changed(self._weights)
+        if not changed:
+            return
+        still = set(map(_key, _constrained(optimizer)))  # a hook may release, or read otherwise
+        for weight in changed:
+            if _key(weight) not in still or not bool(weight.parameter.isfinite().all()):
+                continue
+            self._project([weight])
+            version = _version_of(weight.parameter)
+            if version[0] == self._written[weight.parameter][0]:  # else the next step looks again
+                self._written[weight.parameter] = version
 
     def _may_move(self, optimizer: Optimizer, parameter: Tensor) -> bool:
         return (
-            parameter.requires_grad
-            or parameter.grad is not None
+            _is_moved(parameter)
             or parameter in self._written
             or bool(optimizer.state.get(parameter))
             or any("old_dirs" in state for state in optimizer.state.values())  # LBFGS: of all
@@ -245,7 +256,9 @@ class _Keeper:
         """Remember the points. What is new, or written to by others, is looked at."""
         changed = self._changed(weights)
         _check(optimizer, weights, changed)
-        self._project(changed)
+        self._project(
+            [w for w in changed if _is_moved(w.parameter) or w.parameter in self._written]
+        )
         if changed or list(map(_key, weights)) != list(map(_key, self._weights)):
             self._weights, self._values = weights, [w.parameter.detach() for w in weights]
             self._stacks = stacks_of(self._values, [weight.reading for weight in weights])

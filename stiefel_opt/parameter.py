@@ -19,9 +19,8 @@ from stiefel_opt.points import nearest, reading_of
 from stiefel_opt.trained import distance, is_lost, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
-# Ids of parameters whose tag `untag` removed. An id may come back with another parameter, and an
-# attribute goes with the values where torch swaps them (which it does not with a weak reference):
-# so there are both.
+# Ids of parameters whose tag `untag` removed. An id may come back with another parameter, which
+# lacks the attribute that `untag` leaves. torch swaps no tensor that has a weak reference.
 _RELEASED: Final[set[int]] = set()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -636,3 +637,58 @@ def test_a_weight_that_lbfgs_moves_though_frozen_is_kept_behind_a_checkpoint() -
     step(other, resumed)
     assert (other[1].weight - before).norm() > 1e-6
     assert so.orthonormality_error(other) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["replaces .data", "releases", "reads with another scale"])
+def test_a_hook_may_do_what_others_may_between_steps(way: str) -> None:
+    torch.manual_seed(0)
+    layer, plain = (so.constrain(nn.Linear(5, 12, bias=False)) for _ in range(2))
+    plain.load_state_dict(layer.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (layer, plain)]
+
+    def hook(*_: object) -> None:
+        if way == "replaces .data":
+            layer.weight.data = layer.weight.data.clone()
+        elif way == "releases":
+            so.release(layer)
+            layer.weight.data.mul_(3)
+        elif layer.weight.manifold.scale == 1.0:
+            so.release(layer)
+            so.constrain(layer, scale=2.0)
+
+    optimizers[0].register_step_post_hook(hook)
+    for optimizer in optimizers:
+        so.on_manifold(optimizer)
+    for _ in range(4 if way != "releases" else 1):
+        grad = torch.randn(12, 5)
+        for model, optimizer in zip((layer, plain), optimizers, strict=True):
+            model.weight.grad = grad.clone()
+            optimizer.step()
+        length = float(layer.weight.detach().norm()) / 5**0.5
+        wanted = {"replaces .data": 1, "releases": 3, "reads with another scale": 2}[way]
+        assert math.isclose(length, wanted, rel_tol=1e-6)
+    if way == "replaces .data":
+        assert torch.equal(layer.weight, plain.weight)
+
+
+def test_lbfgs_leaves_a_frozen_weight_alone_that_it_does_not_move() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 12, bias=False), nn.Linear(12, 5, bias=False))
+    so.constrain(net, "*.weight")
+    with torch.no_grad():
+        net[1].weight.mul_(1.3)
+    net[1].weight.requires_grad_(False)
+    before = net[1].weight.clone()
+    optimizer = so.on_manifold(torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2))
+    inputs, wanted = torch.randn(8, 5), torch.randn(8, 5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (net(inputs) - wanted).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        assert torch.equal(net[1].weight, before)
+    assert so.orthonormality_error(net[0]) < 1e-5
