@@ -651,7 +651,8 @@ def test_a_hook_may_do_what_others_may_between_steps(way: str) -> None:
             layer.weight.data = layer.weight.data.clone()
         elif way == "releases":
             so.release(layer)
-            layer.weight.data.mul_(3)
+            with torch.no_grad():
+                layer.weight.mul_(3)
         elif layer.weight.manifold.scale == 1.0:
             so.release(layer)
             so.constrain(layer, scale=2.0)
