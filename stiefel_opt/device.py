@@ -14,7 +14,7 @@ import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -82,6 +82,24 @@ def may_wait_for(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
+    """Return an index in the memory of a device, sent there once and while nobody waits.
+
+    A list in its place would be sent, and waited for, at every use.
+    """
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    send = _sent.__wrapped__ if is_captured else _sent  # a graph owns what is made in it
+    return send(device, tuple(places))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sent(device: torch.device, places: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(mode=False):  # every caller shares it
+        pinned = device.type == "cuda"
+        index = torch.tensor(places, dtype=torch.long, device="cpu", pin_memory=pinned)
+        return index.to(device, non_blocking=True)
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """Return the values of ``tensor`` where looking is free, on a CPU and not traced, else None."""
     if not is_cpu(tensor) or is_compiling():
@@ -141,8 +159,8 @@ class Lagged(Reader):
     def number(self, name: str, value: Callable[[], Tensor]) -> float:
         largest = value().amax()
         if name not in self._host:
-            pinned = largest.is_cuda
-            host = torch.full((), math.inf, dtype=torch.float64, device="cpu", pin_memory=pinned)
+            pinned, dtype = largest.is_cuda, largest.dtype
+            host = torch.full((), math.inf, dtype=dtype, device="cpu", pin_memory=pinned)
             self._host[name] = host, host.numpy()
         host, memory = self._host[name]
         earlier = float(memory)  # a number in memory: no operation of torch, and no wait

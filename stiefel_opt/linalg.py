@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_compiling
+from stiefel_opt.device import is_compiling, is_cpu
 
 RowSum = Callable[[Tensor], Tensor]
 
@@ -22,6 +22,7 @@ FEW: Final = 1024  # entries of a batch up to which calls cost more than arithme
 MEDIUM: Final = 64  # m up to which sums of squares give the best bound on eigenvalues
 _LARGE: Final = 256  # m from which norms of rows are computed without a temporary
 BLOCKED: Final = 256  # m from which only half of a symmetric product is computed
+_BLOCKED_ELSEWHERE: Final = 2048  # the same off a CPU, where eight calls cost more than one
 # Up to this width float32 products sum their rows naively, with an error of 2e-3 at 3e6 rows. Sums
 # in chunks of this many rows have an error of 3e-7.
 _FEW_COLUMNS: Final = 11
@@ -72,9 +73,14 @@ def gram(left: Tensor, right: Tensor) -> Tensor:
 
 def own_gram(tall: Tensor) -> Tensor:
     """Return A'A for a tall batch ``(k, n, m)``."""
-    if tall.size(-1) < BLOCKED:
+    if not is_halved(tall):
         return gram(tall, tall)
     return symmetric_product(tall.mH, tall)
+
+
+def is_halved(columns: Tensor) -> bool:
+    """Say whether only half of a symmetric product of this many columns is worth computing."""
+    return columns.size(-1) >= (BLOCKED if is_cpu(columns) else _BLOCKED_ELSEWHERE)
 
 
 class Sums:
@@ -131,7 +137,7 @@ def symmetric_product(
     ``sign`` is -1 if both are skew.
     """
     size = right.size(-1)
-    if size < BLOCKED:
+    if not is_halved(right):
         if into is None:
             return torch.bmm(left, right)
         return into.baddbmm_(left, right, beta=beta, alpha=alpha)

@@ -225,7 +225,7 @@ def adaptive_adam(
 
     def divided_by_moments(part: str, force: Tensor) -> Tensor:
         moments.update(second_moments(state, part, force, betas[1]))
-        denominator = denominator_of(moments, part, step, betas[1], eps)
+        denominator = denominator_of(moments, part, root, eps)
         return torch.div(force, denominator, out=None if X.is_complex() else denominator).mul_(root)
 
     skew, normal = divided_by_moments("skew", forces[0]), None

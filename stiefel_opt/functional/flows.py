@@ -217,10 +217,10 @@ def _spectra(
             squares, scale = squares * scale, 1.0
         return Length(squares, scale, limit), None, lr, lr
     turn_step, step, second = shortened(infinity_norm(skew), lr), lr, None
-    squares[:count] *= turn_step * turn_step
+    squares[:count].mul_(turn_step * turn_step)
     if normal is not None:
         step = shortened(infinity_norm(normal).sqrt(), lr)
-        squares[count:] *= step * step
+        squares[count:].mul_(step * step)
     if reader.is_exact:
         limit = min(_bound_of_finite(squares, reader), most)
         return Length(squares, 1.0, limit), None, turn_step, step

@@ -69,7 +69,6 @@ from stiefel_opt.functional.flows import (
     turned_square,
 )
 from stiefel_opt.linalg import (
-    BLOCKED,
     LOCAL_SUMS,
     Sums,
     add_product,
@@ -77,6 +76,7 @@ from stiefel_opt.linalg import (
     apply_step,
     composed,
     half_error_,
+    is_halved,
     product,
     scale_and_add_,
 )
@@ -183,10 +183,11 @@ def adam(
     reader, a = reader or reader_for(X), metric_parameter(metric)
     (S,) = sums((X, G))
     minus_f = skew_force(S, a)
-    eta = lr * gain(betas, step, minus_f.real.dtype, nesterov=nesterov)
+    root = bias_correction(betas[1], step, X.real.dtype) ** 0.5
+    eta = lr * gain(root, betas[0], step, X.real.dtype, nesterov=nesterov)
     new = moments(state, "skew", minus_f, betas)
-    most = largest_quotient(betas, step, minus_f.real.dtype, nesterov=nesterov)
-    divided = partial(precondition, step=step, betas=betas, eps=eps, most=most)
+    most = largest_quotient(betas, step, X.real.dtype, nesterov=nesterov)
+    divided = partial(precondition, root=root, betas=betas, eps=eps, most=most)
     direction = partial(divided, new, "skew", latest=minus_f if nesterov else None)
     if NORMAL not in state:
         turn = direction if X.size(0) == 1 else cache(direction)  # a single matrix may be large
@@ -327,7 +328,7 @@ def turn_square(
 ) -> tuple[Tensor, Tensors, Length]:
     """X <- X rot(eta ``direction``) for square matrices; ``transport`` None: no momentum."""
     turn = (lambda: direction) if isinstance(direction, Tensor) else direction
-    if transport != "projected" and X.size(-1) < BLOCKED:
+    if transport != "projected" and not is_halved(X):
         new_X, length = turned_square(X, turn, lr, reader)
         new = {} if transport is None else {SKEW: new_Z}
     else:  # a product of the rotation is symmetric, and large ones are cheaper then
@@ -414,7 +415,7 @@ def second_moments(state: Mapping[str, Tensor], part: str, value: Tensor, beta: 
 def precondition(
     state: Mapping[str, Tensor],
     part: str,
-    step: Scalar,
+    root: Scalar,
     betas: tuple[float, float],
     eps: float,
     most: Scalar = math.inf,
@@ -422,26 +423,25 @@ def precondition(
 ) -> Tensor:
     """Return D with gamma D = (Z/c1) / (sqrt(p/c2) + eps), ci = 1 - bi^step; 0/0 counts as 0.
 
-    The factor gamma of :func:`gain` is left to the learning rate. No entry of D exceeds ``most``.
-    ``latest``: -f of this step, for Nesterov's momentum: b1 Z - (1 - b1) f takes the place of Z.
+    ``root`` is that of c2. The factor gamma of :func:`gain` is left to the learning rate. No entry
+    of D exceeds ``most``. ``latest``: -f of this step, for Nesterov's momentum: b1 Z - (1 - b1) f
+    takes the place of Z.
     """
     first = state["momentum_" + part]
     if latest is not None:
         first = torch.lerp(first, latest, 1 - betas[0])
-    denominator = denominator_of(state, part, step, betas[1], eps)
+    denominator = denominator_of(state, part, root, eps)
     quotient = torch.div(first, denominator, out=None if first.is_complex() else denominator)
     if quotient.is_complex():
         return quotient.mul_((most / quotient.abs()).clamp_(max=1.0))
     return quotient.clamp_(-most, most)  # type: ignore[arg-type]
 
 
-def denominator_of(
-    state: Mapping[str, Tensor], part: str, step: Scalar, beta: float, eps: float
-) -> Tensor:
-    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0."""
+def denominator_of(state: Mapping[str, Tensor], part: str, root: Scalar, eps: float) -> Tensor:
+    """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is that of c2."""
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     denominator = torch.sqrt(second)  # real
-    denominator.add_(bias_correction(beta, step, second.dtype) ** 0.5 * eps)
+    denominator.add_(root * eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
     return denominator
@@ -468,11 +468,10 @@ def largest_quotient(
 
 
 def gain(
-    betas: tuple[float, float], step: Scalar, dtype: torch.dtype, *, nesterov: bool = False
+    root: Scalar, beta: float, step: Scalar, dtype: torch.dtype, *, nesterov: bool = False
 ) -> Scalar:
-    """Return gamma = sqrt(c2) / c1, with ``nesterov`` c1 of the next step."""
-    first = bias_correction(betas[0], step + 1 if nesterov else step, dtype)
-    return bias_correction(betas[1], step, dtype) ** 0.5 / first
+    """Return gamma = sqrt(c2) / c1, with ``nesterov`` c1 of the next step, for the root of c2."""
+    return root / bias_correction(beta, step + 1 if nesterov else step, dtype)
 
 
 def bias_correction(beta: float, step: Scalar, dtype: torch.dtype) -> Scalar:
@@ -496,7 +495,9 @@ def _coupling_of_adam(
         return None
     before = step - 1.0
     counted = before.clamp(min=1.0) if isinstance(before, Tensor) else max(before, 1.0)
-    most = largest_quotient(betas, counted, state[SKEW].real.dtype)
-    earlier = precondition(state, "skew", counted, betas, eps, most)
-    earlier_lr = lr * gain(betas, counted, earlier.real.dtype) * (before > 0)
+    dtype = state[SKEW].real.dtype
+    root = bias_correction(betas[1], counted, dtype) ** 0.5
+    most = largest_quotient(betas, counted, dtype)
+    earlier = precondition(state, "skew", root, betas, eps, most)
+    earlier_lr = lr * gain(root, betas[0], counted, dtype) * (before > 0)
     return coupling(earlier, betas[0], earlier_lr, a, reader)

@@ -68,6 +68,7 @@ from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
     accumulated,
+    bias_correction,
     gain,
     metric_parameter,
     moments,
@@ -276,7 +277,8 @@ def _divided(
 ) -> Tensor:
     """Return (Z/c1) / (sqrt(p/c2) + eps), NaN where p has overflowed: it must show."""
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
-    value = precondition(state, part, step, betas, eps) * gain(betas, step, second.dtype)
+    root = bias_correction(betas[1], step, second.dtype) ** 0.5
+    value = precondition(state, part, root, betas, eps) * gain(root, betas[0], step, second.dtype)
     return value + second * 0.0
 
 

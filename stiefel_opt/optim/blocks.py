@@ -26,10 +26,11 @@ from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
-# accelerator launches cost more than memory.
+# accelerator launches cost more than memory, and temporaries are about ten times a batch.
 _BYTES_ON_CPU: Final = 2**21
-_BYTES_ELSEWHERE: Final = 2**28
-# Above this a stack is divided so that temporaries stay below one and a half times its parameters.
+_BYTES_ELSEWHERE: Final = 2**25
+# On a CPU, above this a stack is divided so that temporaries stay below one and a half times its
+# parameters.
 _BYTES_WITHOUT_CARE: Final = 2**20
 _TEMPORARIES: Final = 1.5
 # On a CPU, joining blocks of at least this size costs more than calling the rule for each.
@@ -206,7 +207,7 @@ class Stack:
     def _length(self, size: int, count: int) -> int:
         """Return how many of ``count`` things of ``size`` bytes in all make one batch."""
         pieces = -(-size // (_BYTES_ON_CPU if self.on_cpu else _BYTES_ELSEWHERE))
-        if size > _BYTES_WITHOUT_CARE:  # measured in steps of Adam; joining copies X and G
+        if self.on_cpu and size > _BYTES_WITHOUT_CARE:  # in steps of Adam; joining copies X and G
             is_square, joined = self.row_count == self.column_count, len(self.blocks) > 1
             temporaries = 5 if is_square else 5 + 8 * self.column_count / self.row_count
             temporaries += (3 if is_square else 2) * joined

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import CONSTRAINABLE, fail, users_level
 from stiefel_opt.batches import as_batch, shares_memory
-from stiefel_opt.device import Fixed, Lagged, Now, Reader, reader_for, working_dtype
+from stiefel_opt.device import Fixed, Lagged, Now, Reader, index_on, reader_for, working_dtype
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.geometry import (
     FAR,
@@ -184,16 +184,12 @@ class Batch:
         """Return an index of the matrices of these blocks; None for all of them."""
         if blocks is None:
             return None
-        device = self.blocks[0].weight.parameter.device
-        index = torch.tensor(blocks, device=device)
-        if self.each > 1:
-            first = (index * self.each).unsqueeze(1)
-            index = (first + torch.arange(self.each, device=device)).flatten()
-        return index
+        matrices = [block * self.each + i for block in blocks for i in range(self.each)]
+        return index_on(self.blocks[0].weight.parameter.device, matrices)
 
     def of_each(self, of_block: Tensor) -> Tensor:
         """Return ``(k, 1, 1)``: for each matrix the value of its block."""
-        return of_block.repeat_interleave(self.each).view(-1, 1, 1)
+        return of_block.view(-1, 1).expand(-1, self.each).reshape(-1, 1, 1)
 
     def angles(self) -> dict[int, float]:
         """Return the largest angle in radians of the last step, for each weight that moved."""
@@ -292,10 +288,12 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
         if new and index is None and ok is None:
             torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
         else:
-            rows = slice(None) if index is None else index
             for name, tensor in new.items():
-                old = state[name]  # what is written has no name, so that it is freed at once
-                batch.state[name][rows] = tensor if ok is None else torch.where(ok, tensor, old)
+                whole, old = batch.state[name], state[name]
+                if index is None:
+                    torch.where(ok, tensor, old, out=whole)  # type: ignore[arg-type]
+                else:  # what is written has no name, so that it is freed at once
+                    whole[index] = tensor if ok is None else torch.where(ok, tensor, old)
         if is_moving:
             point = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, point, chosen, stored)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_cpu, working_dtype
+from stiefel_opt.device import index_on, is_cpu, working_dtype
 from stiefel_opt.distributed import local_part
 from stiefel_opt.optim.blocks import (
     Weight,
@@ -120,6 +120,7 @@ class WeightGroup:
         self.parameters = [weight.parameter for weight in weights]
         self.steps = joined([weight.state for weight in weights], "step")
         self.reads = is_cpu(self.steps)
+        self._everywhere = list(range(len(weights)))
         self.skipped, self._unreported = (joined(tallies, name) for name in TALLIES)
         self._local = torch.tensor([w.shards is None for w in weights], device=self.steps.device)
         self.masters = join_masters(weights)
@@ -274,7 +275,8 @@ class WeightGroup:
                 kinds.setdefault(self._grads[place].dtype, []).append(place)  # type: ignore[union-attr]
         for dtype, members in kinds.items():
             lengths = _lengths_of([self._grads[place] for place in members])  # type: ignore[misc]
-            ok[members] = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
+            safe = (lengths <= LARGEST_SAFE[dtype]).to(ok.device)
+            ok = safe if members == self._everywhere else ok.index_copy(0, self._at(members), safe)
         if self.is_shared:
             ok = self._agreed(ok)
         if not self.reads:
@@ -340,6 +342,14 @@ class WeightGroup:
             self._count(overflows, options.nonfinite)
         return turning
 
+    def _at(self, places: Sequence[int]) -> Tensor:
+        """Return the index of these weights."""
+        return index_on(self.steps.device, places)
+
+    def _of(self, numbers: Tensor, places: list[int]) -> Tensor:
+        """Return one number for each of these weights."""
+        return numbers if places == self._everywhere else numbers[self._at(places)]
+
     def _task_for(
         self, batch: Batch, options: StepOptions, values: list[Tensor], done: set[int]
     ) -> Task | None:
@@ -359,7 +369,7 @@ class WeightGroup:
             [values[place] for place in places],
             [self._grads[place] for place in places],  # type: ignore[misc]
             number,
-            None if self._ok is None else batch.of_each(self._ok[places]),
+            None if self._ok is None else batch.of_each(self._of(self._ok, places)),
             is_due,
             bool(self._changed) and not self._changed.isdisjoint(places),
             done,
@@ -377,7 +387,7 @@ class WeightGroup:
         """Return the number of this step for a batch, and whether rounding is to be removed."""
         if isinstance(self._numbers, float):
             return self._numbers, _is_due(self._numbers)
-        numbers = self._numbers[places]
+        numbers = self._of(self._numbers, places)
         if not self.reads:
             return batch.of_each(numbers), self._steps_begun % _CORRECTION_PERIOD == 0
         each = set(numbers.tolist())
@@ -388,8 +398,7 @@ class WeightGroup:
         """Count overflows; those of weights that processes share are reported by the next step."""
         counts = torch.zeros_like(self.skipped)
         for places, mask in overflows:
-            index = torch.tensor(places, device=mask.device)
-            counts.index_add_(0, index, mask.view(len(places), -1).sum(dim=1))
+            counts.index_add_(0, self._at(places), mask.view(len(places), -1).sum(dim=1))
         some = counts > 0
         self._unreported += some & ~self._local
         self.skipped += some & self._local
@@ -398,18 +407,17 @@ class WeightGroup:
 
     def _finish(self, values: list[Tensor], moved: set[int], is_written: bool) -> None:
         """Write masters and shards into their parameters, and count the step."""
-        places: Any = slice(None) if len(moved) == len(self.weights) else sorted(moved)
-        gained = 1.0 if self._ok is None else self._ok[places]
-        new_steps, new_skipped = self._numbers, None
-        if isinstance(places, list):
-            new_steps = self.steps.clone()
-            new_steps[places] += gained
-        elif isinstance(new_steps, Tensor):
-            new_steps = self.steps + gained
-        if self._ok is not None or self.unsafe:
-            new_skipped = self.skipped.clone()
-            if self._ok is not None:
-                new_skipped[places] += ~self._ok[places]
+        new_steps, new_skipped, ok = self._numbers, None, self._ok
+        if len(moved) < len(self.weights):
+            index = self._at(sorted(moved))
+            gained = torch.ones_like(self.steps) if ok is None else ok.to(self.steps.dtype)
+            new_steps = self.steps.index_add(0, index, gained[index])
+        elif ok is not None:
+            new_steps = self.steps + ok
+        if ok is not None:
+            new_skipped = self.skipped + ~ok
+        if self.unsafe:
+            new_skipped = self.skipped.clone() if new_skipped is None else new_skipped
             new_skipped[self.unsafe] += 1
         written = values if is_written else []
         try:

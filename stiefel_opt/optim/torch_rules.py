@@ -39,7 +39,7 @@ def step_sgd(
         buffers,
         weight_decay=group["weight_decay"],
         momentum=group["momentum"],
-        lr=group["lr"],
+        lr=_lr(group, found_inf),
         dampening=group["dampening"],
         nesterov=group["nesterov"],
         maximize=group["maximize"],
@@ -50,6 +50,12 @@ def step_sgd(
     )
     for state, buffer in zip(states, buffers, strict=False):
         state["momentum_buffer"] = buffer
+
+
+def _lr(group: Group, found_inf: Tensor | None) -> Any:
+    """Return the learning rate, a tensor in float32 for fused kernels: on a GPU they ask for it."""
+    lr = group["lr"]
+    return lr.float() if found_inf is not None and isinstance(lr, Tensor) else lr
 
 
 def _writes_to_grads(group: Group, parameters: list[Tensor]) -> bool:
@@ -105,7 +111,7 @@ def step_adam(
         has_complex=any(parameter.is_complex() for parameter in parameters),
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=group["lr"],
+        lr=_lr(group, found_inf),
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=group["maximize"],

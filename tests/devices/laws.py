@@ -2,12 +2,13 @@
 
     python -m pytest tests/devices/laws.py
 
-A GPU copies numbers to the host in its own time; on the toy device nothing is ever read.
+A GPU copies numbers to the host in its own time; from the toy device nothing is ever read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,19 +25,21 @@ from toy_device import register
 import stiefel_opt as so
 
 HAS_ACCELERATOR = torch.accelerator.is_available()
-READS: Callable[[], int] | None = None if HAS_ACCELERATOR else register()
+WAITS: Callable[[], int] | None = None if HAS_ACCELERATOR else register()
 DEVICE = torch.accelerator.current_accelerator() if HAS_ACCELERATOR else torch.device("toy", 0)
 
 
 @contextlib.contextmanager
-def nothing_is_read() -> Iterator[None]:
-    """Raise where the host waits for a number of the device."""
-    if READS is not None:
-        before = READS()
+def nobody_waits() -> Iterator[None]:
+    """Raise where the host waits for the device: for a number, or until one has been sent."""
+    if WAITS is not None:
+        before = WAITS()
         yield
-        assert READS() == before
+        assert WAITS() == before
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -86,18 +89,57 @@ def assert_at_home(opt: torch.optim.Optimizer) -> None:
 
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_step_is_that_of_the_cpu_and_reads_nothing(name: str, dtype: torch.dtype) -> None:
+def test_a_step_is_that_of_the_cpu_and_waits_for_nothing(name: str, dtype: torch.dtype) -> None:
     host, net = pair(dtype)
     of_host, opt = (optimizer(name, each.parameters()) for each in (host, net))
     train(host, of_host, 0, 6)
     train(net, opt, 0, 2)  # the first looks at everything
-    with nothing_is_read():
-        train(net, opt, 2, 6)
+    for step in range(2, 6):
+        fill(net, step)
+        with nobody_waits():
+            opt.step()
     assert_at_home(opt)
     if dtype is torch.float64:
         assert_near(net, host, TABLE[name].unread)
     eps = torch.finfo(dtype).eps
-    assert all(float(error) < 10 * eps for error in so.orthonormality_errors(net).values())
+    assert all(float(error) < 30 * eps for error in so.orthonormality_errors(net).values())
+
+
+@every_rule
+def test_nobody_waits_for_whoever_has_no_gradient(name: str) -> None:
+    host, net = pair()
+    of_host, opt = (optimizer(name, each.parameters()) for each in (host, net))
+    for each, own in ((host, of_host), (net, opt)):
+        train(each, own, 0, 2)
+    for step, without in enumerate([("q.weight",), ("k.weight", "up.weight"), ("fused.weight",)]):
+        for each in (host, net):
+            fill(each, step, without)
+        of_host.step()
+        with nobody_waits():
+            opt.step()
+    assert_near(net, host, TABLE[name].unread)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="graphs are of CUDA")
+@every_optimizer
+def test_a_step_in_a_graph_is_replayed(name: str) -> None:
+    net, graph = on_device(model().double()), torch.cuda.CUDAGraph()
+    captured = copy.deepcopy(net)
+    capturable = {"capturable": True} if TABLE[name].adaptive and TABLE[name].of_torch else {}
+    opt, own = (optimizer(name, each.parameters(), **capturable) for each in (net, captured))
+    with torch.cuda.stream(torch.cuda.Stream()):  # as torch asks for before a capture
+        train(captured, own, 0, 3)
+    train(net, opt, 0, 3)
+    with torch.cuda.graph(graph):
+        own.step()
+    for step in range(3, 12):
+        fill(net, step)
+        for mine, other in zip(captured.parameters(), net.parameters(), strict=True):
+            mine.grad.copy_(other.grad)
+        graph.replay()
+        opt.step()
+    assert_near(captured, net, TABLE[name].unread)
+    assert float(so.orthonormality_error(captured)) < 1e-13
 
 
 @every_rule
@@ -146,7 +188,7 @@ def test_a_learning_rate_may_be_a_tensor_of_the_device(name: str) -> None:
             fill(host if own is of_host else net, step)
             own.step()
             schedule.step()
-    assert_near(net, host, TABLE[name].unread)
+    assert_near(net, host, max(TABLE[name].unread, 1e-7))  # fused kernels read it in float32
 
 
 @every_rule

@@ -1,6 +1,7 @@
 // A device for tests, named "toy": tensors that live on it cannot be read or mixed with tensors of
 // the CPU, as on a GPU, but its memory is that of the host, and its operators are those of the CPU.
-// `reads()` counts how often a program waited for a number or copied a tensor to the host.
+// `waits()` counts how often a program waited: for a number, for a tensor copied to the host, or
+// for one copied from there, if it did not say that it need not.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
@@ -19,7 +20,7 @@ using Maybe = std::optional<T>;
 
 constexpr auto TOY = c10::DeviceType::PrivateUse1;
 const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
-int64_t read_count = 0;
+int64_t wait_count = 0;
 
 // ---- memory, the one stream, and what autograd asks of a device ---------------------------------
 
@@ -50,7 +51,7 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<TOY> {
   void synchronizeStream(const c10::Stream&) const override {}
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag)
       const override {
-    *event = &read_count;  // any address
+    *event = &wait_count;  // any address
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -102,8 +103,8 @@ const Tensor& resize_(const Tensor& self, IntArrayRef size, Maybe<at::MemoryForm
   return self;
 }
 
-Tensor copy_from(const Tensor& self, const Tensor& target, bool) {
-  if (target.is_cpu()) read_count++;
+Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
+  if (target.is_cpu() || (self.is_cpu() && !non_blocking)) wait_count++;
   auto source = self.is_cpu() ? self : on_host(self);
   (target.is_cpu() ? target : on_host(target)).copy_(source);
   return target;
@@ -115,7 +116,7 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
 }
 
 at::Scalar local_scalar_dense(const Tensor& self) {
-  read_count++;
+  wait_count++;
   return on_host(self).item();
 }
 
@@ -258,5 +259,5 @@ TORCH_LIBRARY_IMPL(aten, Negative, library) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   at::RegisterPrivateUse1HooksInterface(&hooks);
-  module.def("reads", [] { return read_count; });
+  module.def("waits", [] { return wait_count; });
 }

@@ -23,7 +23,7 @@ COMPILER = shutil.which("g++")
 
 @functools.cache
 def register() -> Callable[[], int]:
-    """Give torch the device; return the function that counts how often it was read."""
+    """Give torch the device; return the function that counts how often somebody waited for it."""
     torch.utils.rename_privateuse1_backend("toy")
     extension = _built()
     module: Any = types.ModuleType("torch.toy")
@@ -38,8 +38,8 @@ def register() -> Callable[[], int]:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module("toy", module)
     torch.utils.generate_methods_for_privateuse1_backend()
-    reads: Callable[[], int] = extension.reads
-    return reads
+    waits: Callable[[], int] = extension.waits
+    return waits
 
 
 def _built() -> Any:
