@@ -1,10 +1,12 @@
-"""What `torch.compile` gains for the optimizer's step on a CPU, and what it costs to get it.
+"""What `torch.compile` gains for the optimizer's step, and what it costs; on a GPU also a graph.
 
 The rows of `step_time.py`: the same parameters and gradients, eager steps and steps of one compiled
 graph (`torch.compile(optimizer.step, fullgraph=True)`, torch's default backend) in turns. The bits
-are the same: the step is one operation of the graph, in which the eager step runs.
+are the same: the step is one operation of the graph, in which the eager step runs. On a GPU also
+the step captured as a CUDA graph, which is launched by one call.
 
     python -m benchmarks.speed.compiled                                  # about six minutes
+    python -m benchmarks.speed.compiled --device cuda --threads 1 --output cuda.json
 """
 
 from __future__ import annotations
@@ -40,29 +42,48 @@ def compiled(entry: Entry) -> tuple[harness.Contestant, float]:
     ), time.perf_counter() - began
 
 
+def captured(entry: Entry) -> harness.Contestant:
+    """The step of ``entry`` as a CUDA graph."""
+    for group in entry.optimizer.param_groups:
+        group["capturable"] = True
+    with torch.cuda.stream(torch.cuda.Stream()):  # as torch asks for before a capture
+        for _ in range(EAGER_STEPS):
+            entry.contestant.call()
+            entry.contestant.prepare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        entry.optimizer.step()
+    return harness.Contestant("graph", graph.replay, entry.contestant.prepare)
+
+
 def measure(row: Row, name: str, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Time one optimizer on one row, eager and compiled."""
+    """Time one optimizer on one row, eager and compiled, and on a GPU as a graph."""
     torch.compiler.reset()
-    eager, graph = (
+    eager, traced, graph = entries = [
         next(entry for entry in ours(row, device) if entry.contestant.name == name)
-        for _ in range(2)
-    )
-    step, seconds = compiled(graph)
+        for _ in range(3)
+    ]
+    step, seconds = compiled(traced)
     plain = harness.Contestant("eager", eager.contestant.call, eager.contestant.prepare)
-    timings = harness.interleave([plain, step], rounds=rounds, device=device)
+    replayed = [captured(graph)] if device.type == "cuda" else []
+    timings = harness.interleave([plain, step, *replayed], rounds=rounds, device=device)
+    measured = entries[: 2 + len(replayed)]
     saved = timings.median("eager") - timings.median("compiled")
     return {
         "row": row.label, "optimizer": name,
         "eager": timings.summary("eager"), "compiled": timings.summary("compiled"),
         "gain": timings.ratio("eager", "compiled"), "compile_seconds": seconds,
         "steps_to_pay_back": seconds / saved if saved > 0 else math.inf,
-        "errors": [harness.orthonormality_error(entry.matrices()) for entry in (eager, graph)],
+        "errors": [harness.orthonormality_error(entry.matrices()) for entry in measured],
+        **{each.name: timings.summary(each.name) for each in replayed},
     }  # fmt: skip
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     header = ("one step", "optimizer", "eager ms", "compiled ms", "eager / compiled")
-    header = (*header, "seconds to compile", "steps to pay back", "error, eager / compiled")
+    header = (*header, "seconds to compile", "steps to pay back", "errors")
+    has_graph = any("graph" in found for found in results)
+    header = (*header, "graph ms", "eager / graph") if has_graph else header
     rows = []
     for found in results:
         steps = found["steps_to_pay_back"]
@@ -70,7 +91,11 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         row = [found["row"], found["optimizer"], *times, f"{found['gain']:.2f}"]
         row += [f"{found['compile_seconds']:.0f}"]
         row += [f"{steps:,.0f}" if math.isfinite(steps) else "never"]
-        rows.append([*row, " / ".join(f"{error:.0e}" for error in found["errors"])])
+        row += [" / ".join(f"{error:.0e}" for error in found["errors"])]
+        if has_graph:
+            times = [found[kind]["median_ms"] for kind in ("graph", "eager")]
+            row += [f"{times[0]:.2f}", f"{times[1] / times[0]:.2f}"]
+        rows.append(row)
     return harness.markdown_table(header, rows)
 
 

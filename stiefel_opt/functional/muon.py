@@ -216,8 +216,8 @@ def muon(
         ValueError: as :func:`spectral_direction`.
     Note: As :func:`spectral_direction`, and 1 to 25 products of m x m, 10 up to ``lr`` of 0.4.
         Tensors as ``lr`` may cost those of the longest step. Where rounding in M'M would show in
-        X'X, as in float64 it does, one more sum of m^2 and two products: on a CPU, and
-        where nothing may be read.
+        X'X, as in float64 it does, one more sum of m^2 and two products; in float32 only
+        on a CPU, and where nothing may be read.
     """
     accuracy = _accuracy(X, tolerance, smoothing)
     _check(X, G, sums)
@@ -264,7 +264,7 @@ def _moved(
     tall = X.to(dtype)
     new_X = add_product(tall, tall, within.to(dtype))
     new_X = add_product_(new_X, M.to(dtype), along.to(dtype)).to(X.dtype)
-    if reads and _is_rough(X, solved, step):
+    if _is_rough(X, solved, step) if reads else X.real.dtype == torch.float64:
         (own,) = sums((new_X, new_X))
         new_X = add_product(new_X, new_X, _correction_of(own))
     return new_X
