@@ -21,6 +21,7 @@ from stiefel_opt.parameter import was_released
 from stiefel_opt.watching import has_left, maps_of, mark_maps
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
+_NEAR: Final = 0.1  # spectral norm of X'X - I from which they reach rounding
 
 
 class ProjectedAverage(swa_utils.AveragedModel):
@@ -38,6 +39,7 @@ class ProjectedAverage(swa_utils.AveragedModel):
         for average, source in zip(maps_of(self.module), maps_of(model), strict=False):
             for old, new in zip(average.buffers(), source.buffers(), strict=False):
                 old.copy_(new)  # of a base there is no mean
+        constrained: list[tuple[str, Tensor, Stiefel]] = []
         pairs = zip(readings(self.module).items(), found.values(), strict=False)
         for (name, (parameter, known)), (source, reading) in pairs:
             if reading is None and not was_released(source):  # a copy without tags, perhaps
@@ -48,8 +50,8 @@ class ProjectedAverage(swa_utils.AveragedModel):
             if reading and has_left(source, reading):
                 parameter.is_unconstrained = True  # type: ignore[attr-defined]
             elif reading and not parameter.is_meta:
-                _correct(parameter, reading)
-                to_nearest_(parameter, reading, name)  # decomposes matrices that are still off
+                constrained.append((name, parameter, reading))
+        _settle(constrained)
 
 
 def averaged(
@@ -130,12 +132,27 @@ class _MovingAverage:
 
 
 @torch.no_grad()
-def _correct(parameter: Tensor, reading: Stiefel) -> None:
-    """Bring matrices that are near the manifold onto it: averages of near points are."""
-    for index, part in enumerate(reading.parts(parameter)):
-        point = widened(reading.matrices(part, index)) / reading.scale
-        error = float(gram_error(point).amax())
-        if not orthonormality_tolerance(parameter.dtype, point.size(-2)) < error < 1:
-            continue
-        point = reading.scale * newton_schulz(point, _CORRECTIONS)
-        part.copy_(reading.stored(point, part.shape, index))
+def _settle(averages: list[tuple[str, Tensor, Stiefel]]) -> None:
+    """Bring averages onto the manifold: those of near points are near it. The host waits once."""
+    parts = [
+        (name, parameter, reading, index, part)
+        for name, parameter, reading in averages
+        for index, part in enumerate(reading.parts(parameter))
+    ]
+    errors = [gram_error(_matrices(*each[2:])).amax().float() for each in parts]
+    together = [error.to(errors[0].device) for error in errors]
+    values: list[float] = torch.stack(together).tolist() if together else []
+    far = {}
+    for (name, parameter, reading, index, part), error in zip(parts, values, strict=True):
+        point = _matrices(reading, index, part)
+        if orthonormality_tolerance(parameter.dtype, point.size(-2)) < error < 1:
+            point = reading.scale * newton_schulz(point, _CORRECTIONS)
+            part.copy_(reading.stored(point, part.shape, index))
+        if not error * point.size(-1) < _NEAR:  # a bound on the spectral norm
+            far[name] = parameter, reading
+    for name, (parameter, reading) in far.items():
+        to_nearest_(parameter, reading, name)  # decomposes matrices that are still off
+
+
+def _matrices(reading: Stiefel, index: int, part: Tensor) -> Tensor:
+    return widened(reading.matrices(part, index)) / reading.scale

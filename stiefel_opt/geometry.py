@@ -17,7 +17,7 @@ from typing_extensions import override
 from stiefel_opt._checks import HALF, fail
 from stiefel_opt.device import full_precision, no_autocast
 from stiefel_opt.device import widened as widened
-from stiefel_opt.linalg import add_to_diagonal_, skew, sym
+from stiefel_opt.linalg import add_to_diagonal_, skew, solution, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 # |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.
@@ -157,8 +157,7 @@ def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     turn = skew(point.mH @ tangent)
     half = (tangent - point @ turn) / 2
     kernel = add_to_diagonal_(half.mH @ half - turn / 2, 1.0)
-    turned: Tensor = torch.linalg.solve(kernel, add_to_diagonal_(-kernel, 2.0))
-    return (point + half) @ turned + half
+    return (point + half) @ solution(kernel, add_to_diagonal_(-kernel, 2.0)) + half
 
 
 def positive_qr(matrices: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def own_gram(tall: Tensor) -> Tensor:
 
 def is_halved(columns: Tensor) -> bool:
     """Say whether only half of a symmetric product of this many columns is worth computing."""
-    return columns.size(-1) >= (BLOCKED if is_cpu(columns) else _BLOCKED_ELSEWHERE)
+    size = columns.size(-1)
+    return size >= BLOCKED and (size >= _BLOCKED_ELSEWHERE or is_cpu(columns))
 
 
 class Sums:
@@ -306,6 +307,12 @@ def identity_for(matrix: Tensor) -> Tensor:
                 _IDENTITIES.clear()
             _IDENTITIES[key] = identity
     return identity
+
+
+def solution(matrix: Tensor, right: Tensor) -> Tensor:
+    """Return A^(-1) B for A with real part I, or near it, which has an inverse: nobody waits."""
+    solved: Tensor = torch.linalg.solve_ex(matrix, right).result
+    return solved
 
 
 def polar_rotation(matrix: Tensor, difference: Tensor, scale: float | Tensor = 1.0) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stiefel_opt._checks import fail
 from stiefel_opt.device import full_precision
-from stiefel_opt.linalg import exponential
+from stiefel_opt.linalg import exponential, solution
 
 
 @full_precision
@@ -64,12 +64,10 @@ def cayley_map(free: Tensor, base: Tensor | None = None) -> Tensor:
     if 2 * m >= n:
         half = _skew(free, base) / 2
         eye = torch.eye(n, dtype=free.dtype, device=free.device)
-        square: Tensor = torch.linalg.solve(eye - half, _apply(eye + half, base, m))
-        return square
+        return solution(eye - half, _apply(eye + half, base, m))
     left, core, image = _factors(free, base)
     eye = torch.eye(2 * m, dtype=free.dtype, device=free.device)
-    solved: Tensor = torch.linalg.solve(eye - core / 2, image)
-    return _base(free, base) + left @ solved
+    return _base(free, base) + left @ solution(eye - core / 2, image)
 
 
 def _skew(free: Tensor, base: Tensor | None) -> Tensor:

@@ -276,9 +276,13 @@ def test_averages() -> None:
     net = on_device(model())
     opt = optimizer("adam", net.parameters())
     average = so.averaged(net, 0.9)
+    waits = 0
     for step in range(3):
         train(net, opt, step, step + 1)
+        before = WAITS() if WAITS else 0
         average.update_parameters(net)
+        waits = WAITS() - before if WAITS else 0
+    assert waits <= 2  # one is torch's, which asks whether it is the first
     assert float(so.orthonormality_error(average.module)) < 1e-5
 
 
@@ -308,7 +312,10 @@ def test_a_map_is_that_of_the_cpu(case: MapCase) -> None:
         opt = torch.optim.Adam(net.parameters(), lr=0.01)
         for _ in range(3):
             opt.zero_grad()
-            (net.weight * gaussian(*case.shape, dtype=case.dtype).to(device)).sum().abs().backward()
+            factor = gaussian(*case.shape, dtype=case.dtype).to(device)
+            on_toy = WAITS is not None and device != "cpu"  # on a GPU some of torch's kernels wait
+            with nobody_waits() if on_toy else contextlib.nullcontext():
+                (net.weight * factor).sum().abs().backward()
             opt.step()
         found.append(net.weight.detach().cpu())
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-9)
