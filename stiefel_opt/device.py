@@ -23,6 +23,8 @@ from typing_extensions import override
 
 from stiefel_opt._checks import HALF, fail
 
+_LONG: Final = 4096  # places of an index that is not kept
+
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
 
@@ -87,17 +89,26 @@ def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
 
     A list in its place would be sent, and waited for, at every use.
     """
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    send = _sent.__wrapped__ if is_captured else _sent  # a graph owns what is made in it
+    send = _sent if _may_be_kept(device, places) else _sent.__wrapped__
     return send(device, tuple(places))
 
 
-@functools.lru_cache(maxsize=1024)
+def _may_be_kept(device: torch.device, places: Sequence[int]) -> bool:
+    """Say whether an index is worth keeping, and nobody else's: a graph owns what is made in it."""
+    if device.type == "cpu" or len(places) > _LONG:
+        return False
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    is_fake = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    return not is_fake and torch._C._functorch.peek_interpreter_stack() is None
+
+
+@functools.lru_cache(maxsize=256)
 def _sent(device: torch.device, places: tuple[int, ...]) -> Tensor:
     with torch.inference_mode(mode=False):  # every caller shares it
         pinned = device.type == "cuda"
         index = torch.tensor(places, dtype=torch.long, device="cpu", pin_memory=pinned)
-        return index.to(device, non_blocking=True)
+        return index.to(device, non_blocking=device.type != "mps")  # pytorch/pytorch#189690
 
 
 def readable(tensor: Tensor) -> Tensor | None:
@@ -160,6 +171,8 @@ class Lagged(Reader):
         largest = value().amax()
         if name not in self._host:
             pinned, dtype = largest.is_cuda, largest.dtype
+            if dtype not in (torch.float32, torch.float64):  # of a rule of one's own
+                dtype = torch.float64
             host = torch.full((), math.inf, dtype=dtype, device="cpu", pin_memory=pinned)
             self._host[name] = host, host.numpy()
         host, memory = self._host[name]

@@ -291,7 +291,7 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
             for name, tensor in new.items():
                 whole, old = batch.state[name], state[name]
                 if index is None:
-                    torch.where(ok, tensor, old, out=whole)  # type: ignore[arg-type]
+                    torch.where(ok, tensor.to(old.dtype), old, out=whole)  # type: ignore[arg-type]
                 else:  # what is written has no name, so that it is freed at once
                     whole[index] = tensor if ok is None else torch.where(ok, tensor, old)
         if is_moving:

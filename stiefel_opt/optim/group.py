@@ -412,9 +412,11 @@ class WeightGroup:
             index = self._at(sorted(moved))
             gained = torch.ones_like(self.steps) if ok is None else ok.to(self.steps.dtype)
             new_steps = self.steps.index_add(0, index, gained[index])
+            if ok is not None:  # an interrupted step is counted where it was taken
+                lost = (~ok).to(self.skipped.dtype)
+                new_skipped = self.skipped.index_add(0, index, lost[index])
         elif ok is not None:
             new_steps = self.steps + ok
-        if ok is not None:
             new_skipped = self.skipped + ~ok
         if self.unsafe:
             new_skipped = self.skipped.clone() if new_skipped is None else new_skipped

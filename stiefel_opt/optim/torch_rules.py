@@ -12,6 +12,8 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
+from stiefel_opt.device import is_cpu
+
 Group = dict[str, Any]
 PlainRule = Callable[..., None]
 
@@ -55,7 +57,8 @@ def step_sgd(
 def _lr(group: Group, found_inf: Tensor | None) -> Any:
     """Return the learning rate, a tensor in float32 for fused kernels: on a GPU they ask for it."""
     lr = group["lr"]
-    return lr.float() if found_inf is not None and isinstance(lr, Tensor) else lr
+    is_sent = found_inf is not None and isinstance(lr, Tensor) and not is_cpu(lr)
+    return lr.float() if is_sent else lr
 
 
 def _writes_to_grads(group: Group, parameters: list[Tensor]) -> bool:

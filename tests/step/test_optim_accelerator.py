@@ -26,11 +26,14 @@ from contract import (
     train,
 )
 from test_optim_gradient_sets import bytes_of
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
+from stiefel_opt.device import index_on
+from stiefel_opt.optim.commit import take_step
 
 pytestmark = pytest.mark.usefixtures("as_accelerator")
 
@@ -346,3 +349,81 @@ def test_a_rate_that_is_a_tensor_takes_rounding_out_on_steep_slopes_too(nesterov
         weight.grad = -slope @ weight.detach()
         opt.step()
         assert so.orthonormality_error(weight) < 1e-6
+
+
+# ---- around a step -------------------------------------------------------------------------------
+
+
+def test_an_interrupted_step_counts_no_weight_that_it_did_not_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [so.ManifoldParameter(torch.eye(rows, 3)) for rows in (6, 8)]
+    opt = so.StiefelSGD(weights, lr=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    opt.step()
+    weights[1].grad[0, 0] = torch.nan  # type: ignore[index]
+    reached: list[Any] = []
+
+    def stopped(task: Any) -> Any:
+        reached.append(task)
+        if len(reached) == 2:
+            raise KeyboardInterrupt
+        return take_step(task)
+
+    monkeypatch.setattr("stiefel_opt.optim.group.take_step", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert opt.skipped_steps() == {}
+    assert [float(opt.state[weight]["step"]) for weight in weights] == [2, 1]
+
+
+@pytest.mark.parametrize("length", [torch.bfloat16, torch.int64, torch.float64])
+def test_rules_may_return_other_dtypes_than_their_state_has(length: torch.dtype) -> None:
+    class Wide(so.optim.StiefelOptimizer):
+        def state_for(self, _: Any) -> tuple[so.optim.State, ...]:
+            return (so.optim.State("mean_grad", "nm"),)
+
+        def rule_for(self, _: Any) -> Any:
+            def rule(X: Tensor, G: Tensor, state: Any, *, lr: Any, **__: Any) -> Any:
+                mean = state["mean_grad"].double().lerp(G.double(), 0.1)
+                size = torch.ones(X.size(0), 1, 1, dtype=length)
+                return torch.linalg.qr(X - lr * G).Q, {"mean_grad": mean}, size
+
+            return rule
+
+        def update_plain(self, *_: Any) -> None:
+            raise AssertionError
+
+    weights = [so.ManifoldParameter(torch.eye(6, 3)) for _ in range(2)]
+    opt = Wide(weights, {"lr": 0.1})
+    for step in range(3):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        if step == 2:
+            weights[1].grad[0, 0] = torch.nan  # type: ignore[index]
+        opt.step()
+    assert list(opt.skipped_steps().values()) == [1]
+    torch.testing.assert_close(
+        opt.state[weights[1]]["mean_grad"], torch.full((6, 3), 1 - 0.9**2), rtol=1e-6, atol=0
+    )
+
+
+def test_an_index_that_is_kept_is_no_fake_and_of_no_transform() -> None:
+    elsewhere = torch.device("meta")
+
+    def doubled(x: Tensor) -> Tensor:
+        index_on(elsewhere, [7, 3])
+        return (2 * x).sum()
+
+    with FakeTensorMode():
+        index_on(elsewhere, [7, 3])
+    torch.func.grad(doubled)(torch.ones(2))
+    torch.func.functionalize(doubled)(torch.ones(2))
+    kept = index_on(elsewhere, [7, 3])
+    assert type(kept) is Tensor
+    assert not torch._is_functional_tensor(kept)
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(kept)
+    assert index_on(elsewhere, [7, 3]) is kept
+    with torch.inference_mode():
+        assert not index_on(elsewhere, [7, 4]).is_inference()
