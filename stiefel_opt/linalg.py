@@ -310,7 +310,17 @@ def identity_for(matrix: Tensor) -> Tensor:
 
 
 def solution(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return A^(-1) B for A with real part I, or near it, which has an inverse: nobody waits."""
+    """Return A^(-1) B for A with real part I, or near it, singular only by rounding; nobody waits.
+
+    Raises:
+        LinAlgError: for a matrix that is singular by rounding, where looking is free; else NaN.
+    """
+    solve = torch.linalg.solve if is_cpu(matrix) else _solve_unseen
+    solved: Tensor = solve(matrix, right)
+    return solved
+
+
+def _solve_unseen(matrix: Tensor, right: Tensor) -> Tensor:
     solved: Tensor = torch.linalg.solve_ex(matrix, right).result
     return solved
 

@@ -289,11 +289,11 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
             torch._foreach_copy_([batch.state[name] for name in new], list(new.values()))
         else:
             for name, tensor in new.items():
-                whole, old = batch.state[name], state[name]
+                whole, old = batch.state[name], state[name]  # a rule may return a wider dtype
                 if index is None:
                     torch.where(ok, tensor.to(old.dtype), old, out=whole)  # type: ignore[arg-type]
                 else:  # what is written has no name, so that it is freed at once
-                    whole[index] = tensor if ok is None else torch.where(ok, tensor, old)
+                    whole[index] = (tensor if ok is None else torch.where(ok, tensor, old)).to(old)
         if is_moving:
             point = new_X if ok is None else torch.where(ok, new_X, stored)
             batch.write(task.tensors, point, chosen, stored)
