@@ -60,7 +60,8 @@ def _grid(x: Tensor, bits: int, symmetric: bool) -> tuple[Tensor | float, Tensor
     """Return where the grid of each row begins, and its step, ``(..., 1)``."""
     if symmetric:
         return 0.0, x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
-    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    # not aminmax, which has no derivative in torch 2.11
+    low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
     return low, (high - low) / (2**bits - 1)
 
 
