@@ -315,13 +315,8 @@ def solution(matrix: Tensor, right: Tensor) -> Tensor:
     Raises:
         LinAlgError: for a matrix that is singular by rounding, where looking is free; else NaN.
     """
-    solve = torch.linalg.solve if is_cpu(matrix) else _solve_unseen
-    solved: Tensor = solve(matrix, right)
-    return solved
-
-
-def _solve_unseen(matrix: Tensor, right: Tensor) -> Tensor:
-    solved: Tensor = torch.linalg.solve_ex(matrix, right).result
+    looks = is_cpu(matrix)
+    solved: Tensor = torch.linalg.solve_ex(matrix, right, check_errors=looks).result
     return solved
 
 
