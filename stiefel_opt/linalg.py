@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_compiling, is_cpu
+from stiefel_opt.device import finest_dtype, is_compiling, is_cpu, may_wait_for
 
 RowSum = Callable[[Tensor], Tensor]
 
 
 FEW: Final = 1024  # entries of a batch up to which calls cost more than arithmetic
 MEDIUM: Final = 64  # m up to which sums of squares give the best bound on eigenvalues
-_LARGE: Final = 256  # m from which norms of rows are computed without a temporary
+_LARGE: Final = 256  # m from which norms of rows are computed without a temporary on a CPU
 BLOCKED: Final = 256  # m from which only half of a symmetric product is computed
 _BLOCKED_ELSEWHERE: Final = 2048  # the same off a CPU, where eight calls cost more than one
 # Up to this width float32 products sum their rows naively, with an error of 2e-3 at 3e6 rows. Sums
@@ -209,7 +209,7 @@ def infinity_norm(matrix: Tensor) -> Tensor:
 
     Symmetric and skew matrices only: their columns say the same.
     """
-    if matrix.size(-1) > _LARGE:  # needs no temporary, but is slow for short rows
+    if matrix.size(-1) > _LARGE or not is_cpu(matrix):  # one call less; slow for short rows
         rows: Tensor = torch.linalg.vector_norm(matrix, ord=1, dim=-1, keepdim=True)
         return rows.amax(dim=-2, keepdim=True)
     return matrix.abs().sum(dim=-2, keepdim=True).amax(dim=-1, keepdim=True)
@@ -240,19 +240,16 @@ def largest_bound(matrix: Tensor) -> float:
 
 
 def largest_stretch(matrix: Tensor) -> Tensor:
-    """Return about the largest singular value in a batch ``(k, m, m)``, rather too low.
+    """Return about the largest singular value of each of ``(k, m, m)``, rather too low.
 
     Two steps of the power method from a vector that has no structure to be orthogonal to. For a few
     numbers, where calls cost more than arithmetic, a bound, at most m^(1/4) times the value.
     """
     if matrix.numel() <= FEW:
-        return infinity_norm(own_gram(matrix)).amax().sqrt()
-    squares = torch.arange(matrix.size(-1), dtype=torch.float64, device=matrix.device).square_()
-    vector = squares.cos_().to(matrix.dtype).unsqueeze(-1)
-    image = matrix @ (matrix.mH @ vector)
-    ratio = (matrix.mH @ image).norm(dim=-2) / image.norm(dim=-2).clamp(min=1e-30)
-    largest: Tensor = ratio.amax()
-    return largest
+        return infinity_norm(own_gram(matrix)).sqrt()
+    image = matrix @ (matrix.mH @ _kept(_without_structure, matrix))
+    ratio: Tensor = (matrix.mH @ image).norm(dim=-2) / image.norm(dim=-2).clamp(min=1e-30)
+    return ratio
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:
@@ -260,8 +257,7 @@ def largest_eigenvalue(matrix: Tensor) -> Tensor:
 
     Four steps of the power method and a Rayleigh quotient: at most the eigenvalue.
     """
-    squares = torch.arange(matrix.size(-1), dtype=torch.float64, device=matrix.device).square_()
-    vector = squares.cos_().to(matrix.dtype).unsqueeze(-1).expand(*matrix.shape[:-1], 1)
+    vector = _kept(_without_structure, matrix).expand(*matrix.shape[:-1], 1)
     tiny = torch.finfo(matrix.dtype).tiny
     for _ in range(4):
         image = matrix @ vector
@@ -289,24 +285,40 @@ def plus_identity(matrix: Tensor) -> Tensor:
     return torch.add(matrix, identity_for(matrix))
 
 
-_IDENTITIES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-
-
 def identity_for(matrix: Tensor) -> Tensor:
     """Return I like the matrices of a batch, ``(m, m)``; small ones are stored and shared."""
-    key = (matrix.size(-1), matrix.dtype, matrix.device)
-    if key[0] > MEDIUM or is_compiling() or type(matrix) is not Tensor:
-        return torch.eye(key[0], dtype=key[1], device=key[2])
-    identity = _IDENTITIES.get(key)
-    if identity is None:
+    return _identity(matrix) if matrix.size(-1) > MEDIUM else _kept(_identity, matrix)
+
+
+def _identity(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+
+
+def _without_structure(matrix: Tensor) -> Tensor:
+    """Return a vector ``(m, 1)`` for the power method."""
+    count = torch.arange(matrix.size(-1), dtype=finest_dtype(matrix.real), device=matrix.device)
+    return count.square_().cos_().to(matrix.dtype).unsqueeze(-1)
+
+
+_KEPT: dict[tuple[Any, int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _kept(make: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
+    """Return a constant that depends on width, dtype and device alone; it is stored and shared."""
+    if is_compiling() or type(matrix) is not Tensor:
+        return make(matrix)
+    key = (make, matrix.size(-1), matrix.dtype, matrix.device)
+    constant = _KEPT.get(key)
+    if constant is None:
         with torch.inference_mode(mode=False):  # every caller shares it
-            identity = torch.eye(key[0], dtype=key[1], device=key[2])
-        # no fake tensor, and none that a transform made
-        if type(identity) is Tensor and not torch._is_functional_tensor(identity):
-            if len(_IDENTITIES) >= 64:
-                _IDENTITIES.clear()
-            _IDENTITIES[key] = identity
-    return identity
+            constant = make(matrix)
+        # no fake tensor, none that a transform made, and none that a captured graph owns
+        is_plain = type(constant) is Tensor and not torch._is_functional_tensor(constant)
+        if is_plain and may_wait_for(constant):
+            if len(_KEPT) >= 64:
+                _KEPT.clear()
+            _KEPT[key] = constant
+    return constant
 
 
 def solution(matrix: Tensor, right: Tensor) -> Tensor:

@@ -206,32 +206,26 @@ def _spectra(
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(squares)
-    # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
-    is_short = size * limit <= most or (
-        limit < math.inf
-        and (normal is None or math.sqrt(size) * limit <= most)
-        and scale * float(infinity_norm(skew).max()) ** 2 <= most
+    # Infinity norms saturate, at most sqrt(m) times the eigenvalue.
+    is_short = math.sqrt(size) * limit <= most or (
+        limit < math.inf and scale * float(infinity_norm(squares).max()) <= most
     )
     if is_short:
         if limit > _LARGE * scale:  # their squares would overflow
             squares, scale = squares * scale, 1.0
         return Length(squares, scale, limit), None, lr, lr
-    turn_step, step, second = shortened(infinity_norm(skew), lr), lr, None
-    squares[:count].mul_(turn_step * turn_step)
-    if normal is not None:
-        step = shortened(infinity_norm(normal).sqrt(), lr)
-        squares[count:].mul_(step * step)
+    norms = infinity_norm(squares).sqrt().view(-1, count, 1, 1)  # of turns, then of moves
+    step, second = shortened(norms, lr).view(-1, 1, 1), None
+    squares.mul_(step * step)
     if reader.is_exact:
         limit = min(_bound_of_finite(squares, reader), most)
-        return Length(squares, 1.0, limit), None, turn_step, step
-    second = symmetric_product(squares, squares)
-    bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
-    limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
-    shorter = (limit / bound).clamp(max=1.0)
-    squares, second, shorter = squares * shorter, second * shorter.square(), shorter.sqrt()
-    if normal is not None:
-        step = step * shorter[count:]
-    return Length(squares, 1.0, limit), second, turn_step * shorter[:count], step
+    else:
+        second = symmetric_product(squares, squares)
+        bound = infinity_norm(second).sqrt()  # |E|^2 <= |E^2|
+        limit = _longest(lr, reader, lambda: bound if isinstance(lr, Tensor) else bound / (lr * lr))
+        shorter = (limit / bound).clamp(max=1.0)
+        squares, second, step = squares * shorter, second * shorter.square(), step * shorter.sqrt()
+    return Length(squares, 1.0, limit), second, step[:count], step[count:]
 
 
 def _bound_of_finite(matrices: Tensor, reader: Reader) -> float:
@@ -302,8 +296,9 @@ def _longest(
 
 
 def shortened(norm: Tensor, lr: Scalar, most: float = SATURATION) -> Tensor:
-    """Return eta, ``(k, 1, 1)``, shortened so that eta ``norm`` is at most ``most``."""
-    longest = (most / norm).clamp(max=1e30)  # 4 / 0 would make 0 * inf of a learning rate of 0
+    """Return eta, of the shape of ``norm``, shortened so that eta ``norm`` is at most ``most``."""
+    longest = most / norm
     if isinstance(lr, Tensor):
-        return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), longest), lr)
-    return longest.clamp(max=abs(lr)) * math.copysign(1.0, lr)
+        return lr.to(norm.dtype).clamp(-longest, longest)
+    step = longest.clamp(max=abs(lr))
+    return step if lr >= 0 else -step

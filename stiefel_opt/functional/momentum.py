@@ -441,7 +441,7 @@ def denominator_of(state: Mapping[str, Tensor], part: str, root: Scalar, eps: fl
     """Return sqrt(p) + sqrt(c2) eps, and 1 where it would be 0; ``root`` is that of c2."""
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     denominator = torch.sqrt(second)  # real
-    denominator.add_(root * eps)
+    denominator.add_(root, alpha=eps)
     if eps < _LEAST_EPS:
         denominator.masked_fill_(denominator == 0, 1.0)
     return denominator
@@ -456,14 +456,16 @@ def largest_quotient(
     """
     ratio = betas[0] ** 2 / max(betas[1], 1e-30)
     growth = math.log(ratio) if ratio > 0 else -math.inf
+    last = (1 - betas[0]) / (1 - betas[1]) ** 0.5
+    square = (betas[0] * last if nesterov else last) ** 2
     if ratio == 1:
         terms = step
     elif isinstance(step, Tensor):
-        terms = torch.expm1(step.to(dtype) * growth) / (ratio - 1)
+        terms, square = torch.expm1(step.to(dtype) * growth), square / (ratio - 1)
     else:
         terms = math.expm1(min(step * growth, 700.0)) / (ratio - 1)
-    most = (terms / (1 - betas[1])) ** 0.5 * (1 - betas[0])
-    most = betas[0] * most + (1 - betas[0]) / (1 - betas[1]) ** 0.5 if nesterov else most
+    most = (terms * square) ** 0.5
+    most = most + last if nesterov else most
     return most if isinstance(most, Tensor) else min(most, torch.finfo(dtype).max)
 
 

@@ -508,14 +508,15 @@ def _corrections_after(
 def _corrections_of(inner: Tensor | None, lr: Scalar, grad_length: float, reader: Reader) -> int:
     if inner is None:
         return 0
+    kind = ""
     if isinstance(lr, Tensor):
-        stretch = reader.number("stretch of a step", lambda: largest_stretch(inner * lr))
-    else:
-        if lr * grad_length <= _STEEP:  # |X'G| <= |G|
-            return 0
-        if reader.is_exact and lr * float(torch.linalg.vector_norm(inner)) <= _STEEP:
-            return 0
-        stretch = lr * reader.number("stretch", lambda: largest_stretch(inner))
+        inner, lr, grad_length, kind = inner * lr, 1.0, math.inf, " of a step"
+    if lr * grad_length <= _STEEP:  # |X'G| <= |G|
+        return 0
+    bound = reader.number(f"norm{kind}", lambda: torch.linalg.vector_norm(inner, dim=(-2, -1)))
+    if lr * bound <= _STEEP:
+        return 0
+    stretch = lr * reader.number(f"stretch{kind}", lambda: largest_stretch(inner))
     if stretch <= _STEEP:
         return 0
     return 5 if stretch > _VERY_STEEP else 1  # NaN counts as 1: such a gradient is discarded
