@@ -89,14 +89,13 @@ def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
 
     A list in its place would be sent, and waited for, at every use.
     """
-    send = _sent if _may_be_kept(device, places) else _sent.__wrapped__
+    is_kept = device.type != "cpu" and len(places) <= _LONG and has_no_owner(device)
+    send = _sent if is_kept else _sent.__wrapped__
     return send(device, tuple(places))
 
 
-def _may_be_kept(device: torch.device, places: Sequence[int]) -> bool:
-    """Say whether an index is worth keeping, and nobody else's: a graph owns what is made in it."""
-    if device.type == "cpu" or len(places) > _LONG:
-        return False
+def has_no_owner(device: torch.device) -> bool:
+    """Say whether a tensor that is made now may be kept: no graph, mode or transform owns it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     is_fake = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
@@ -137,6 +136,9 @@ class Reader(ABC):
         ``name`` is the key of the stored number: use it once a step. ``value`` is called only where
         its number is used.
         """
+
+    def forget(self, name: str) -> None:  # noqa: B027 - most readers remember nothing
+        """Drop a number of an earlier step that says nothing of the next one."""
 
 
 class Now(Reader):
@@ -179,6 +181,10 @@ class Lagged(Reader):
         earlier = float(memory)  # a number in memory: no operation of torch, and no wait
         host.copy_(largest, non_blocking=True)
         return earlier
+
+    @override
+    def forget(self, name: str) -> None:
+        self._host.pop(name, None)  # a copy to it may be on its way
 
 
 _FIXED: Final = Fixed()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import finest_dtype, is_compiling, is_cpu, may_wait_for
+from stiefel_opt.device import finest_dtype, has_no_owner, is_compiling, is_cpu
 
 RowSum = Callable[[Tensor], Tensor]
 
@@ -300,7 +300,8 @@ def _without_structure(matrix: Tensor) -> Tensor:
     return count.square_().cos_().to(matrix.dtype).unsqueeze(-1)
 
 
-_KEPT: dict[tuple[Any, int, torch.dtype, torch.device], Tensor] = {}
+_KEPT: dict[tuple[Callable[[Tensor], Tensor], int, torch.dtype, torch.device], Tensor] = {}
+_MOST_KEPT: Final = 256
 
 
 def _kept(make: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
@@ -312,12 +313,8 @@ def _kept(make: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
     if constant is None:
         with torch.inference_mode(mode=False):  # every caller shares it
             constant = make(matrix)
-        # no fake tensor, none that a transform made, and none that a captured graph owns
-        is_plain = type(constant) is Tensor and not torch._is_functional_tensor(constant)
-        if is_plain and may_wait_for(constant):
-            if len(_KEPT) >= 64:
-                _KEPT.clear()
-            _KEPT[key] = constant
+        if len(_KEPT) < _MOST_KEPT and has_no_owner(matrix.device):
+            _KEPT[key] = constant  # for good: captured graphs read it
     return constant
 
 

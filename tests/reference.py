@@ -60,8 +60,8 @@ def infinity_norm(matrix: Matrix) -> float:
 
 
 def saturate(skew: Matrix) -> Matrix:
-    """Shrink K until the infinity norm of K'K is at most 16."""
-    bound = np.sqrt(infinity_norm(skew.T @ skew))
+    """Shrink K until its infinity norm is at most 4."""
+    bound = infinity_norm(skew)
     return skew * min(1.0, SATURATION_BOUND / bound) if bound > 0 else skew
 
 

@@ -206,16 +206,20 @@ def _spectra(
     if reader.is_exact and isinstance(lr, float):
         scale = lr * lr
         limit = scale * largest_bound(squares)
-    # Infinity norms saturate, at most sqrt(m) times the eigenvalue.
-    is_short = math.sqrt(size) * limit <= most or (
-        limit < math.inf and scale * float(infinity_norm(squares).max()) <= most
+    # Infinity norms saturate, at most m times the eigenvalue of K'K and sqrt(m) times that of W.
+    is_short = size * limit <= most or (
+        limit < math.inf
+        and (normal is None or math.sqrt(size) * limit <= most)
+        and scale * float(infinity_norm(skew).max()) ** 2 <= most
     )
     if is_short:
         if limit > _LARGE * scale:  # their squares would overflow
             squares, scale = squares * scale, 1.0
         return Length(squares, scale, limit), None, lr, lr
-    norms = infinity_norm(squares).sqrt().view(-1, count, 1, 1)  # of turns, then of moves
-    step, second = shortened(norms, lr).view(-1, 1, 1), None
+    norms = infinity_norm(skew)
+    if normal is not None:
+        norms = torch.cat([norms, infinity_norm(normal).sqrt()])
+    step, second = shortened(norms.view(-1, count, 1, 1), lr).view(-1, 1, 1), None
     squares.mul_(step * step)
     if reader.is_exact:
         limit = min(_bound_of_finite(squares, reader), most)
@@ -299,6 +303,6 @@ def shortened(norm: Tensor, lr: Scalar, most: float = SATURATION) -> Tensor:
     """Return eta, of the shape of ``norm``, shortened so that eta ``norm`` is at most ``most``."""
     longest = most / norm
     if isinstance(lr, Tensor):
-        return lr.to(norm.dtype).clamp(-longest, longest)
+        return torch.copysign(torch.minimum(lr.abs().to(norm.dtype), longest), lr)
     step = longest.clamp(max=abs(lr))
     return step if lr >= 0 else -step

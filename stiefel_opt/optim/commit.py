@@ -509,14 +509,17 @@ def _corrections_of(inner: Tensor | None, lr: Scalar, grad_length: float, reader
     if inner is None:
         return 0
     kind = ""
-    if isinstance(lr, Tensor):
-        inner, lr, grad_length, kind = inner * lr, 1.0, math.inf, " of a step"
+    if isinstance(lr, Tensor):  # only the product is looked at
+        inner, kind = inner * lr, " of a step"
+        lr, grad_length = 1.0, math.inf
     if lr * grad_length <= _STEEP:  # |X'G| <= |G|
         return 0
-    bound = reader.number(f"norm{kind}", lambda: torch.linalg.vector_norm(inner, dim=(-2, -1)))
-    if lr * bound <= _STEEP:
+    norms = partial(torch.linalg.vector_norm, inner, dim=(-2, -1))
+    bound = lr * reader.number(f"norm{kind}", norms)
+    if bound <= _STEEP:
+        reader.forget(f"stretch{kind}")
         return 0
-    stretch = lr * reader.number(f"stretch{kind}", lambda: largest_stretch(inner))
+    stretch = min(bound, lr * reader.number(f"stretch{kind}", lambda: largest_stretch(inner)))
     if stretch <= _STEEP:
         return 0
     return 5 if stretch > _VERY_STEEP else 1  # NaN counts as 1: such a gradient is discarded
