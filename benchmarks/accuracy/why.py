@@ -25,6 +25,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -62,9 +63,13 @@ PICTURES = {
         300,
         32,
     ),
-    "deep": Picture(("tagged", "free", "gaussian", "default"), (20, 50), 200, 64),
-    "queries": Picture(("tagged", "free", "default"), (2,), 200, 64),
+    "deep": Picture(
+        ("tagged", "free", "gaussian", "default", "adaptive", "free-adaptive"), (20, 50), 200, 64
+    ),
+    "queries": Picture(("tagged", "free", "default", "adaptive", "free-adaptive"), (2,), 200, 64),
 }
+# Names of the weights that are constrained, or that have the learning rate of the picture.
+WEIGHTS = {"copying": r"weight_hh", "deep": r"layers\..*weight", "queries": r"\.[qk]\.weight"}
 
 
 class Run(NamedTuple):
@@ -82,25 +87,17 @@ class Run(NamedTuple):
 
 
 class AdaptiveAdam(torch.optim.Adam):
-    """The rule of ``StiefelAdam(adaptive=True)`` without the constraint, for weights of hidden
-    states; Adam for other parameters. Letters are those of `functional.adaptive_adam`."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        own = [p for name, p in model.named_parameters() if "weight_hh" in name]
-        rest = [p for name, p in model.named_parameters() if "weight_hh" not in name]
-        super().__init__(rest, lr=lr)
-        self.own = [(p, Friction(p)) for p in own]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        for parameter, _ in self.own:
-            parameter.grad = None
+    """The rule of ``StiefelAdam(adaptive=True)`` without the constraint, for the first group; Adam
+    for the others. Letters are those of `functional.adaptive_adam`."""
 
     def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for parameter, friction in self.own:
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            friction = self.state[parameter].setdefault("friction", Friction(parameter))
             with torch.no_grad():
-                parameter.add_(friction.move(parameter.grad), alpha=self.param_groups[0]["lr"])
+                parameter.add_(friction.move(parameter.grad), alpha=group["lr"])
+            parameter.grad = None
+        return super().step(closure)
 
 
 class Friction:
@@ -133,14 +130,15 @@ RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    if run.method == "free-adaptive":
-        return AdaptiveAdam(model, run.rate)
-    kind = RULES.get(run.method, torch.optim.Adam)
-    if run.picture != "queries":
+    other = AdaptiveAdam if run.method == "free-adaptive" else torch.optim.Adam
+    kind = RULES.get(run.method, other)
+    if run.picture != "queries" and kind is not AdaptiveAdam:
         return kind(model.parameters(), lr=run.rate)
-    swept = [layer.weight for attention in model.attention for layer in (attention.q, attention.k)]
-    rest = [p for p in model.parameters() if all(p is not weight for weight in swept)]
-    return kind([{"params": swept, "lr": run.rate}, {"params": rest}], lr=REST)
+    is_chosen = re.compile(WEIGHTS[run.picture]).search
+    chosen = [p for name, p in model.named_parameters() if is_chosen(name)]
+    rest = [p for name, p in model.named_parameters() if not is_chosen(name)]
+    rest_rate = REST if run.picture == "queries" else run.rate
+    return kind([{"params": chosen, "lr": run.rate}, {"params": rest}], lr=rest_rate)
 
 
 def train(
@@ -259,13 +257,13 @@ class Plain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
         self.readout = nn.Linear(WIDTH, 10)
         for layer in self.layers:
-            if method in ("tagged", "free"):
+            if method in (*RULES, "free", "free-adaptive"):
                 nn.init.orthogonal_(layer.weight)
             elif method == "gaussian":
                 nn.init.normal_(layer.weight, std=WIDTH**-0.5)
             if method != "default":
                 nn.init.zeros_(layer.bias)
-            if method == "tagged":
+            if method in RULES:
                 so.constrain(layer, "weight")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -311,7 +309,7 @@ class Attention(nn.Module):
             if method != "default":
                 for block in layer.weight.detach().chunk(HEADS):
                     nn.init.orthogonal_(block)
-            if method == "tagged":
+            if method in RULES:
                 so.constrain(layer, "weight", heads=HEADS)
         self.shift = torch.zeros(HEADS, 8, 8, requires_grad=True)
         self.largest = 0.0

@@ -20,11 +20,14 @@ def why() -> ModuleType:
     return importlib.import_module("benchmarks.accuracy.why")
 
 
+@pytest.mark.parametrize("methods", [("tagged", "free"), ("adaptive", "free-adaptive")])
 @pytest.mark.parametrize("name", ["Copier", "Plain", "Reader"])
-def test_the_free_network_starts_where_the_tagged_one_does(why: ModuleType, name: str) -> None:
+def test_the_free_network_starts_where_the_tagged_one_does(
+    why: ModuleType, name: str, methods: tuple[str, str]
+) -> None:
     sizes = () if name == "Copier" else (3,)
     models = []
-    for method in ("tagged", "free"):
+    for method in methods:
         torch.manual_seed(1)
         models.append(getattr(why, name)(method, *sizes))
     tagged, free = models
