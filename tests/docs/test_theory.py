@@ -372,6 +372,27 @@ def test_where_the_published_transport_blows_up(mu: float, generator: Source) ->
             assert longest < 2.0 if factor < 1 else longest > 1e3
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_the_published_transport_lengthens(turns: bool, generator: Source) -> None:
+    """Before proposition 7; at this metric momentum does not couple to the turn."""
+    eta, mu = 0.7, 0.9
+    weight = so.ManifoldParameter(draw(0.0, generator)[0])
+    turn = turns * gaussian(4, 4, generator=generator)
+    U = normal(weight.detach(), gaussian(9, 4, generator=generator))
+    options = {"transport": "published", "rotation": "euler", "metric": 2 / 3}
+    optimizer = so.StiefelSGD([weight], lr=eta, momentum=mu, **options)
+    optimizer.set_velocity(weight, turn - turn.mH, U)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    sizes = mu * torch.linalg.svdvals(U)
+    grown = sizes * (1 + (eta * sizes).square()).sqrt()
+    found = torch.linalg.svdvals(optimizer.velocity(weight)[1])
+    if turns:
+        assert bool((found > grown).all())
+    else:
+        torch.testing.assert_close(found, grown, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("a", METRICS)
 def test_a_step_is_of_first_order(a: float, generator: Source) -> None:
     """Proposition 8; other transports: test_optim_dynamics.py."""

@@ -4,12 +4,13 @@
     python -m benchmarks.papers.kong.orthogonal_vit --preset cpu --data-dir DIR  # without a GPU
     python -m benchmarks.papers.kong.orthogonal_vit --table  # all 16 rows of the paper, on digits
     python -m benchmarks.papers.kong.orthogonal_vit --preset paper --table --seeds 5 \\
-        --data-dir DIR --device cuda  # the paper's experiment, by what it ran
+        --data-dir DIR --device cuda  # the paper's experiment
 
 Transformer, constraints, rates: Kong, Wang & Tao (ICLR 2023), section 3.2, table 4. "Within heads":
 the query and key matrices of each head have orthonormal rows; "across heads": those of all heads
-together do. One optimizer moves all weights as SGD or Adam. Presets other than "paper" have our
-own rules in its rows. ``--table`` resumes.
+together do. One optimizer moves all weights as SGD or Adam. The preset "paper" takes Algorithms 1
+and 2, the coupling of momentum and turn with the sign of equation (8), which is not that of the
+authors' code; the others have our own rules in its rows. ``--table`` resumes.
 """
 
 from argparse import ArgumentParser, Namespace
