@@ -11,21 +11,21 @@ momentum, a < 1 the parameter of the metric tr(D1'(I - a XX')D2). One step of Al
     X <- Xd (Xd'Xd)^(-1/2)
 
 "cayley" and "expm" take Xh = X cayley(eta Z) and X expm(eta Z) in line 4 (appendix M.2). Where we
-differ from the print, line by line:
+differ from the print, line by line; ``printed=True`` follows it where a point ends with (*):
 
 - **Algorithm 1, line 3; Algorithm 2, line 4; appendix M.5.** Printed: ``- (3a-2)/2 eta U Z``. Here:
   ``+``, as in equations (8), (14), (34) and in appendix M.4. With the printed sign the steps do not
   converge to the paper's own equation of motion as eta tends to 0, with ours they do. The authors'
-  released code has the printed sign, too; neither matters where X'G is symmetric, as Z is 0. The
-  coefficient stays as printed, (3a-2)/2, although the geodesics of the metric need 2a - 1.
+  released code has the printed sign, too; neither matters where X'G is symmetric, as Z is 0. (*)
+  The coefficient stays as printed, (3a-2)/2, although the geodesics of the metric need 2a - 1.
 - **Algorithm 1, line 3 and Algorithm 2, line 4, at mu = 0 (beta1 = 0).** Printed: U Z stays. Here:
   dropped, because without momentum no velocity is left that could turn.
 - **Algorithm 1, line 4.** Printed: ``X + eta X Z_i``, the old Z. Here: Z_(i+1), as in (12), M.4 and
-  Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.)
+  Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.) (*)
 - **Equation (13)** lacks ``- h X V'V`` in the line of V; Algorithm 1, line 5 and M.4 have it, so do
   we.
 - **Algorithm 2, lines 5 and 6; Algorithm 5, line 5.** Printed: the factor sqrt(1 - beta2^t) alone,
-  Adam's correction of the second moment. Here: the usual correction of both moments.
+  Adam's correction of the second moment. Here: the usual correction of both moments. (*)
 - **Algorithm 2, line 6.** Printed: the projection I - Xh (Xh'Xh)^(-1) Xh'. Here: I - XX', the same
   matrix, as Xh and X span the same space.
 - **Algorithm 5, line 5.** Printed: ``p^(-1/2)``. Here: p^(1/2), as in Algorithm 2.
@@ -107,6 +107,7 @@ def published_sgd(
     nesterov: bool = False,
     metric: str | float = "canonical",
     rotation: str = "euler",
+    printed: bool = False,
     sums: Sums = LOCAL_SUMS,
     reader: Reader | None = None,  # noqa: ARG001
 ) -> Move:
@@ -118,6 +119,7 @@ def published_sgd(
         state: ``momentum_skew`` Z and, for n > m, ``momentum_normal`` U.
         nesterov: X moves along mu U - g and mu Z - f. Not published.
         rotation: phi_1: "euler", "cayley" or "expm".
+        printed: Whether to take the sign and, in line 4, the Z that are printed.
 
     Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
     Raises:
@@ -129,7 +131,8 @@ def published_sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     if U is None:
         return _turn_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
-    moved = product(U, _coupling(Z, momentum, lr, a)) - G
+    direction = Z if printed else direction
+    moved = product(U, _coupling(Z, momentum, lr, a, printed=printed)) - G
     new_U = _normal_part(X, moved, sums)
     V = _normal_part(X, new_U * momentum - G, sums) if nesterov else new_U
     return _flow(X, V, direction, {SKEW: new_Z, NORMAL: new_U}, lr, rotation, sums)
@@ -146,6 +149,7 @@ def published_adam(
     eps: float = 1e-8,
     metric: str | float = "canonical",
     rotation: str = "euler",
+    printed: bool = False,
     sums: Sums = LOCAL_SUMS,
     reader: Reader | None = None,  # noqa: ARG001
 ) -> Move:
@@ -156,6 +160,7 @@ def published_adam(
     Args:
         X, G, lr, metric, rotation, sums, reader: as in :func:`published_sgd`.
         state, step, betas, eps: as in :func:`stiefel_opt.functional.adam`.
+        printed: Whether to take the sign that is printed, and to correct the second moment only.
 
     Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
     Raises:
@@ -166,14 +171,14 @@ def published_adam(
     beta1 = betas[0]
     (S,) = sums((X, G))
     new = moments(state, "skew", skew_force(S, a), betas)
-    direction = _divided(new, "skew", step, betas, eps)
+    direction = _divided(new, "skew", step, betas, eps, printed=printed)
     if U is None:
         return _turn_square(X, direction, new, lr, rotation, sums)
     minus_g = _normal_part(X, G, sums).neg_()
     new |= moments(state, "normal", minus_g, betas)
-    moved = product(U, _coupling(Z, beta1, lr, a)).add_(minus_g, alpha=1 - beta1)
+    moved = product(U, _coupling(Z, beta1, lr, a, printed=printed)).add_(minus_g, alpha=1 - beta1)
     new[NORMAL] = _normal_part(X, moved, sums)
-    V = _normal_part(X, _divided(new, "normal", step, betas, eps), sums)
+    V = _normal_part(X, _divided(new, "normal", step, betas, eps, printed=printed), sums)
     return _flow(X, V, direction, new, lr, rotation, sums)
 
 
@@ -266,19 +271,29 @@ def _normal_part(point: Tensor, tall: Tensor, sums: Sums) -> Tensor:
     return tall
 
 
-def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float) -> Tensor:
+def _coupling(skew: Tensor, momentum: float, lr: Scalar, a: float, *, printed: bool) -> Tensor:
     """Return M of U <- U M - g: mu I + (3a - 2)/2 eta Z, or 0 without momentum."""
-    factor = lr * (3 * a - 2) / 2 if momentum else 0.0
+    factor = lr * (3 * a - 2) / (-2 if printed else 2) if momentum else 0.0
     return add_to_diagonal_(skew * factor, momentum)
 
 
 def _divided(
-    state: Tensors, part: str, step: Scalar, betas: tuple[float, float], eps: float
+    state: Tensors,
+    part: str,
+    step: Scalar,
+    betas: tuple[float, float],
+    eps: float,
+    *,
+    printed: bool,
 ) -> Tensor:
-    """Return (Z/c1) / (sqrt(p/c2) + eps), NaN where p has overflowed: it must show."""
+    """Return (Z/c1) / (sqrt(p/c2) + eps), NaN where p has overflowed: it must show.
+
+    ``printed``: without c1.
+    """
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     root = bias_correction(betas[1], step, second.dtype) ** 0.5
-    value = precondition(state, part, root, betas, eps) * gain(root, betas[0], step, second.dtype)
+    factor = root if printed else gain(root, betas[0], step, second.dtype)
+    value = precondition(state, part, root, betas, eps) * factor
     return value + second * 0.0
 
 

@@ -40,25 +40,28 @@ def forces(X, G, a):
     return (1 - b) / 2 * (X.mH @ G - G.mH @ X), G - X @ (X.mH @ G)
 
 
-def algorithm_1(X, G, Z, U, eta, mu, a, rotation, nesterov=False, sign=1):
+def algorithm_1(X, G, Z, U, eta, mu, a, rotation, kind=""):
     f, g = forces(X, G, a)
+    sign, before = -1 if kind == "printed" else 1, Z
     coupled = sign * (3 * a - 2) / 2 * eta * U @ Z if mu else 0.0
     U = mu * U + coupled - g
     Z = mu * Z - f
-    V, Y = (mu * U - g, mu * Z - f) if nesterov else (U, Z)
+    V, Y = (mu * U - g, mu * Z - f) if kind == "nesterov" else (U, Z)
+    if kind == "printed" and X.size(0) > X.size(1):  # Algorithm 4 has the new one
+        Y = before
     half = X @ MAPS[rotation](eta * Y)
     dagger = half + eta * V @ half.mH @ half
     return polar(dagger), Z, U - eta * half @ (V.mH @ U)
 
 
-def algorithm_2(X, G, Z, U, p, q, eta, t, a, rotation, largest):
+def algorithm_2(X, G, Z, U, p, q, eta, t, a, rotation, largest, printed):
     (b1, b2), eps = (0.9, 0.999), 1e-8
     f, g = forces(X, G, a)
     p, q = b2 * p + (1 - b2) * f.abs() ** 2, b2 * q + (1 - b2) * g.abs() ** 2
     largest[:] = [torch.maximum(p, largest[0]), torch.maximum(q, largest[1])]
-    U = b1 * U + (3 * a - 2) / 2 * eta * U @ Z - (1 - b1) * g
+    U = b1 * U + (3 * a - 2) / (-2 if printed else 2) * eta * U @ Z - (1 - b1) * g
     Z = b1 * Z - (1 - b1) * f
-    c1, c2 = 1 - b1**t, 1 - b2**t
+    c1, c2 = 1.0 if printed else 1 - b1**t, 1 - b2**t
     half = X @ MAPS[rotation](eta * Z / c1 / ((largest[0] / c2).sqrt() + eps))
     V = U / c1 / ((largest[1] / c2).sqrt() + eps)
     V = V - half @ torch.linalg.solve(half.mH @ half, half.mH @ V)
@@ -80,8 +83,11 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("case", "nesterov"), in_turn([*CASES, CASES[0]], [False, True]), ids=str)
-def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
+KINDS = ["", "nesterov", "printed"]
+
+
+@pytest.mark.parametrize(("case", "kind"), in_turn([*CASES, *CASES[:2]], KINDS), ids=str)
+def test_sgd_is_algorithm_1_line_by_line(case, kind, generator):
     shape, dtype, rotation, a, momentum = case
     point, state = start(shape, dtype, generator)
     loops = [(x, torch.zeros_like(state[SKEW][0]), torch.zeros_like(x)) for x in point]
@@ -90,8 +96,9 @@ def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
         grad = gradient(point, generator)
         for i, (x, z, u) in enumerate(loops):
             eta = float(lr[i])
-            loops[i] = algorithm_1(x, grad[i], z, u, eta, momentum, a, rotation, nesterov)
-        options = {"momentum": momentum, "metric": a, "rotation": rotation, "nesterov": nesterov}
+            loops[i] = algorithm_1(x, grad[i], z, u, eta, momentum, a, rotation, kind)
+        options = {"momentum": momentum, "metric": a, "rotation": rotation}
+        options |= {kind: True} if kind else {}
         point, state, _ = published_sgd(point, grad, state, lr=lr, **options)
     close(point, torch.stack([x for x, _, _ in loops]))
     close(state[SKEW], torch.stack([z for _, z, _ in loops]))
@@ -99,8 +106,9 @@ def test_sgd_is_algorithm_1_line_by_line(case, nesterov, generator):
         close(state[NORMAL], torch.stack([u for _, _, u in loops]))
 
 
+@pytest.mark.parametrize("printed", [False, True])
 @pytest.mark.parametrize(("case", "amsgrad"), in_turn([*CASES, CASES[0]], [True, False]), ids=str)
-def test_adam_is_algorithm_2_line_by_line(case, amsgrad, generator):
+def test_adam_is_algorithm_2_line_by_line(case, amsgrad, printed, generator):
     shape, dtype, rotation, a, _ = case
     point, state = start(shape, dtype, generator, AMSGRAD if amsgrad else ADAM, k=1)
     x, z = point[0], torch.zeros_like(state[SKEW][0])
@@ -110,9 +118,9 @@ def test_adam_is_algorithm_2_line_by_line(case, amsgrad, generator):
         grad = gradient(point, generator, 3.0 / t)
         if not amsgrad:
             running = [torch.zeros_like(p), torch.zeros_like(q)]
-        x, z, u, p, q = algorithm_2(x, grad[0], z, u, p, q, 0.01, t, a, rotation, running)
+        x, z, u, p, q = algorithm_2(x, grad[0], z, u, p, q, 0.01, t, a, rotation, running, printed)
         step = t if t % 2 else torch.full((1, 1, 1), float(t))
-        options = {"lr": 0.01, "step": step, "metric": a, "rotation": rotation}
+        options = {"lr": 0.01, "step": step, "metric": a, "rotation": rotation, "printed": printed}
         point, state, _ = published_adam(point, grad, state, **options)
     close(point[0], x)
     expected = dict(zip((SKEW, NORMAL, *SQUARES), (z, u, p, q), strict=True))
@@ -149,7 +157,7 @@ def test_only_our_sign_converges_to_the_equation_of_motion(sign, generator):
             else:
                 zero = torch.zeros_like(X)
                 x, z, u = algorithm_1(
-                    point[0], zero, skew[0], normal[0], h * h, 1.0, 0.0, "euler", sign=-1
+                    point[0], zero, skew[0], normal[0], h * h, 1.0, 0.0, "euler", "printed"
                 )
                 point, skew, normal = x[None], z[None], u[None]
         errors.append(float((point[0] - geodesic).norm()))

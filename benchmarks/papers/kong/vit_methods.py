@@ -1,7 +1,8 @@
 """The methods of the orthogonal vision transformer, with their published settings and results.
 
 Settings: Kong, Wang & Tao (ICLR 2023), table 4; results: their table 1, mean and deviation of five
-runs. Algorithms 1 and 2 are the published rules, ``stiefel-sgd`` and ``stiefel-adam`` ours.
+runs. Algorithms 1 and 2 are the published rules, with their misprints in rows "as printed" only;
+``stiefel-sgd`` and ``stiefel-adam`` are ours.
 ``released-cayley-sgd`` loses its momentum, as the released code does; Momentumless is the method of
 Wen & Yin, with momentum for the plain weights only; Regularizer is X <- X - w X (X'X - I) before
 the step, as in their code. Not in the paper: ``stiefel-adamw``, the default step of this package in
@@ -42,11 +43,24 @@ class Settings(NamedTuple):
         return not self.soft and self.kind not in vars(torch.optim).values()
 
 
+def printed(kind: type[so.StiefelSGD | so.StiefelAdam], *args: Any, **options: Any) -> Any:
+    """An optimizer of the published rule with the sign and the corrections that are printed."""
+
+    class Printed(kind):
+        def rule_for(self, group: dict[str, Any]) -> Any:
+            return partial(super().rule_for(group), printed=True)
+
+    return Printed(*args, transport="published", **options)
+
+
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),
     "algorithm-1": Settings(
         "Algorithm 1", partial(so.StiefelSGD, transport="published"), 0.15, SGD
+    ),
+    "printed-algorithm-1": Settings(
+        "Algorithm 1, as printed", partial(printed, so.StiefelSGD), 0.15, SGD
     ),
     "momentumless": Settings(
         "Wen & Yin without momentum",
@@ -65,6 +79,9 @@ OPTIMIZERS = {
     "stiefel-adam": Settings("StiefelAdam", PRINTED, 1e-3, ADAM),
     "algorithm-2": Settings(
         "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
+    ),
+    "printed-algorithm-2": Settings(
+        "Algorithm 2, as printed", partial(printed, so.StiefelAdam), 1e-3, ADAM
     ),
     "stiefel-adamw": Settings("StiefelAdamW", so.StiefelAdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
     "adaptive-stiefel-adamw": Settings(
