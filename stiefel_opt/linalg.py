@@ -313,7 +313,8 @@ def _kept(make: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor:
     if constant is None:
         with torch.inference_mode(mode=False):  # every caller shares it
             constant = make(matrix)
-        if len(_KEPT) < _MOST_KEPT and has_no_owner(matrix.device):
+        is_plain = type(constant) is Tensor and not torch._is_functional_tensor(constant)
+        if is_plain and len(_KEPT) < _MOST_KEPT and has_no_owner(matrix.device):
             _KEPT[key] = constant  # for good: captured graphs read it
     return constant
 

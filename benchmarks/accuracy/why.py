@@ -14,8 +14,8 @@ queries    Two blocks of self-attention, four heads of 16, read digits row by ro
            see `logit_noise`.
 
 Each method trains at nine learning rates, which fall to zero along a cosine, with Adam or, where
-weights are tagged, StiefelAdam(radius=1.0, nesterov=False); the recurrent network also with
-StiefelAdam by default and adaptive, and unconstrained with the adaptive rule. Methods of one seed
+weights are tagged, StiefelAdam(radius=1.0, nesterov=False); also with StiefelAdam adaptive, and
+unconstrained with the adaptive rule; the recurrent network also by default. Methods of one seed
 see the same data in the same order, and have the same initialisation where their name says so. The
 tables call the learning rate best that has the largest share in the same runs. A run is a file in
 the folder and is not repeated while that is there.
@@ -90,10 +90,13 @@ class AdaptiveAdam(torch.optim.Adam):
     """The rule of ``StiefelAdam(adaptive=True)`` without the constraint, for the first group; Adam
     for the others. Letters are those of `functional.adaptive_adam`."""
 
+    def __init__(self, params: list[dict[str, Any]], lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.frictions = {p: Friction(p) for p in self.param_groups[0]["params"]}
+
     def step(self, closure: Any = None) -> Any:
         group = self.param_groups[0]
-        for parameter in group["params"]:
-            friction = self.state[parameter].setdefault("friction", Friction(parameter))
+        for parameter, friction in self.frictions.items():
             with torch.no_grad():
                 parameter.add_(friction.move(parameter.grad), alpha=group["lr"])
             parameter.grad = None

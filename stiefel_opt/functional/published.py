@@ -11,7 +11,7 @@ momentum, a < 1 the parameter of the metric tr(D1'(I - a XX')D2). One step of Al
     X <- Xd (Xd'Xd)^(-1/2)
 
 "cayley" and "expm" take Xh = X cayley(eta Z) and X expm(eta Z) in line 4 (appendix M.2). Where we
-differ from the print, line by line; ``printed=True`` follows it where a point ends with (*):
+differ from the print, line by line; ``printed=True`` follows it in what stands before a (*):
 
 - **Algorithm 1, line 3; Algorithm 2, line 4; appendix M.5.** Printed: ``- (3a-2)/2 eta U Z``. Here:
   ``+``, as in equations (8), (14), (34) and in appendix M.4. With the printed sign the steps do not
@@ -131,7 +131,7 @@ def published_sgd(
     new_Z, direction = accumulated(skew_force(S, a), Z, momentum, nesterov=nesterov)
     if U is None:
         return _turn_square(X, direction, {SKEW: new_Z}, lr, rotation, sums)
-    direction = Z if printed else direction
+    direction = Z if printed and not nesterov else direction
     moved = product(U, _coupling(Z, momentum, lr, a, printed=printed)) - G
     new_U = _normal_part(X, moved, sums)
     V = _normal_part(X, new_U * momentum - G, sums) if nesterov else new_U
@@ -288,12 +288,15 @@ def _divided(
 ) -> Tensor:
     """Return (Z/c1) / (sqrt(p/c2) + eps), NaN where p has overflowed: it must show.
 
-    ``printed``: without c1.
+    ``printed``: sqrt(c2) Z / (sqrt(p) + eps).
     """
     second = state.get("max_exp_avg_sq_" + part, state["exp_avg_sq_" + part])
     root = bias_correction(betas[1], step, second.dtype) ** 0.5
-    factor = root if printed else gain(root, betas[0], step, second.dtype)
-    value = precondition(state, part, root, betas, eps) * factor
+    if printed:
+        value = precondition(state, part, 1.0, betas, eps) * root
+    else:
+        value = precondition(state, part, root, betas, eps)
+        value = value * gain(root, betas[0], step, second.dtype)
     return value + second * 0.0
 
 

@@ -123,6 +123,7 @@ class Batch:
         self.is_new = True  # nobody has looked at what the rule returns
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
+        self.begun = 0  # steps that were begun
         self._lead, self._part_shape = stack.lead, stack.part_shape
         # shape of the matrices of several blocks, as they lie in memory one behind the other
         shape = stack.shape[::-1] if self.blocks[0].wide else stack.shape
@@ -264,7 +265,8 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     """
     batch, chosen, lr = task.batch, task.chosen, task.options.lr
     stored = batch.read(task.tensors, chosen)
-    reader = batch.now or reader_for(stored, batch.lagged)
+    # numbers of the step before are those of all blocks
+    reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
     reader.is_lost = False
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
@@ -508,18 +510,15 @@ def _corrections_after(
 def _corrections_of(inner: Tensor | None, lr: Scalar, grad_length: float, reader: Reader) -> int:
     if inner is None:
         return 0
-    kind = ""
-    if isinstance(lr, Tensor):  # only the product is looked at
-        inner, kind = inner * lr, " of a step"
-        lr, grad_length = 1.0, math.inf
-    if lr * grad_length <= _STEEP:  # |X'G| <= |G|
+    if not isinstance(lr, Tensor) and lr * grad_length <= _STEEP:  # |X'G| <= |G|
         return 0
-    norms = partial(torch.linalg.vector_norm, inner, dim=(-2, -1))
-    bound = lr * reader.number(f"norm{kind}", norms)
+    # Products: the learning rate may be another one when an earlier number is read.
+    norms = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
+    bound = reader.number("norm", lambda: norms() * lr)
     if bound <= _STEEP:
-        reader.forget(f"stretch{kind}")
+        reader.forget("stretch")
         return 0
-    stretch = min(bound, lr * reader.number(f"stretch{kind}", lambda: largest_stretch(inner)))
+    stretch = min(bound, reader.number("stretch", lambda: largest_stretch(inner * lr)))
     if stretch <= _STEEP:
         return 0
     return 5 if stretch > _VERY_STEEP else 1  # NaN counts as 1: such a gradient is discarded

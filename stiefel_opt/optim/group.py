@@ -145,7 +145,6 @@ class WeightGroup:
         self._now = self._look()
         self._seen = [-1] * len(weights), [-1] * len(weights)
         self._changed: set[int] = set()  # places that somebody else has written to
-        self._steps_begun = 0
         self._numbers: float | Tensor = 0.0
 
     def _find_joint(self) -> list[int]:
@@ -315,7 +314,6 @@ class WeightGroup:
             lr, options = 0.0, options._replace(lr=0.0)  # nothing is projected
         for whole, members in self.masters:
             follow_(whole, torch.stack([weight.local() for weight in members]))
-        self._steps_begun += 1
         self._numbers = self._next_numbers()
         moved: set[int] = set()
         turning: list[Tensor] = []
@@ -389,7 +387,8 @@ class WeightGroup:
             return self._numbers, _is_due(self._numbers)
         numbers = self._of(self._numbers, places)
         if not self.reads:
-            return batch.of_each(numbers), self._steps_begun % _CORRECTION_PERIOD == 0
+            batch.begun += 1
+            return batch.of_each(numbers), batch.begun % _CORRECTION_PERIOD == 0
         each = set(numbers.tolist())
         is_due = any(map(_is_due, each))
         return (each.pop() if len(each) == 1 else batch.of_each(numbers)), is_due

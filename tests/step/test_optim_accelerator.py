@@ -94,7 +94,8 @@ BARS = [
     ("sgd", (128, 2), 7),
     ("adam", (128, 2), 10),
 ]
-CALLS = {"sgd": 90, "adam": 121}  # a small weight costs what its calls cost
+# A small weight costs what its calls cost.
+CALLS = {"sgd": {"skip": 90, "ignore": 76}, "adam": {"skip": 121, "ignore": 106}}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_steady_step_needs_few_products_and_calls(
         with Counted(opt) as counted:
             opt.step()
         found.append(counted.multiplications / (shape[0] * shape[1] ** 2))
-        assert counted.calls <= CALLS[name]
+        assert counted.calls <= CALLS[name][nonfinite]
     assert sum(found) / len(found) <= bar
 
 
@@ -264,19 +265,42 @@ def test_steps_that_jump_in_length_stay_on_the_manifold(name: str) -> None:
     assert opt.skipped_steps() == {}
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1), "falls"], ids=str)
 @pytest.mark.parametrize("shape", [(40, 8), (96, 48)])
-def test_every_second_slope_may_be_steep(shape: tuple[int, int], lr: float | Tensor) -> None:
+def test_every_second_slope_may_be_steep(shape: tuple[int, int], lr: float | Tensor | str) -> None:
     """The slope of a step is known to the next one, which is about another."""
     generator = torch.Generator().manual_seed(0)
     weight = so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
-    opt = so.StiefelSGD([weight], lr=lr)
+    opt = so.StiefelSGD([weight], lr=0.1 if isinstance(lr, str) else lr)
     for step in range(40):
         weight.grad = 1e-2 * torch.randn(shape, generator=generator)
+        if isinstance(lr, str):
+            opt.param_groups[0]["lr"] = 0.1 if step % 2 else 1e-4
         if step % 2:
             weight.grad += 100 * weight.detach()
         opt.step()
         assert so.orthonormality_error(weight) < (1e-4 if step % 2 else 2e-6), step
+
+
+@pytest.mark.parametrize("shapes", [((40, 8), (40, 8)), ((40, 8), (30, 8))])
+@pytest.mark.parametrize("slopes", [(0.2, 0.2), (10.0, 0.2)])
+def test_gradients_may_take_turns(
+    shapes: tuple[tuple[int, int], ...], slopes: tuple[float, float]
+) -> None:
+    """Rounding is removed from each weight after eight of its own steps, by its own slope."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [
+        so.ManifoldParameter(torch.linalg.qr(torch.randn(shape, generator=generator)).Q)
+        for shape in shapes
+    ]
+    opt = so.StiefelSGD(weights, lr=0.1)
+    for step in range(160):
+        opt.zero_grad()
+        weight, slope = weights[step % 2], slopes[step % 2]
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.grad = slope * weight.detach() + 1e-2 * noise
+        opt.step()
+        assert all(so.orthonormality_error(w) < 1e-4 for w in weights), step
 
 
 @pytest.mark.parametrize(("name", "dtype"), in_turn(RULES, [torch.float32, torch.bfloat16]))

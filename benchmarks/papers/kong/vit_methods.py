@@ -43,14 +43,18 @@ class Settings(NamedTuple):
         return not self.soft and self.kind not in vars(torch.optim).values()
 
 
-def printed(kind: type[so.StiefelSGD | so.StiefelAdam], *args: Any, **options: Any) -> Any:
-    """An optimizer of the published rule with the sign and the corrections that are printed."""
+class PrintedSGD(so.StiefelSGD):
+    """Algorithm 1 with the sign and the turn that are printed."""
 
-    class Printed(kind):
-        def rule_for(self, group: dict[str, Any]) -> Any:
-            return partial(super().rule_for(group), printed=True)
+    def rule_for(self, group: dict[str, Any]) -> Any:
+        return partial(super().rule_for(group), printed=True)
 
-    return Printed(*args, transport="published", **options)
+
+class PrintedAdam(so.StiefelAdam):
+    """Algorithm 2 with the sign and the correction that are printed."""
+
+    def rule_for(self, group: dict[str, Any]) -> Any:
+        return partial(super().rule_for(group), printed=True)
 
 
 # The rates of SGD belong to batches of 128.
@@ -60,7 +64,7 @@ OPTIMIZERS = {
         "Algorithm 1", partial(so.StiefelSGD, transport="published"), 0.15, SGD
     ),
     "printed-algorithm-1": Settings(
-        "Algorithm 1, as printed", partial(printed, so.StiefelSGD), 0.15, SGD
+        "Algorithm 1, as printed", partial(PrintedSGD, transport="published"), 0.15, SGD
     ),
     "momentumless": Settings(
         "Wen & Yin without momentum",
@@ -81,7 +85,7 @@ OPTIMIZERS = {
         "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
     ),
     "printed-algorithm-2": Settings(
-        "Algorithm 2, as printed", partial(printed, so.StiefelAdam), 1e-3, ADAM
+        "Algorithm 2, as printed", partial(PrintedAdam, transport="published"), 1e-3, ADAM
     ),
     "stiefel-adamw": Settings("StiefelAdamW", so.StiefelAdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
     "adaptive-stiefel-adamw": Settings(
