@@ -186,7 +186,7 @@ ADVICE = (
     ("the same, tuned", "no significant gain",
      "{vit[0]} % right, unconstrained {vit[1]} %: "
      "[1,200 digits](measured.md#a-vision-transformer-of-few-digits)"),
-    ("attention, longer training", "hardly: a third of a point",
+    ("attention, longer training", "no significant gain",
      "{longer[0]} % right, unconstrained {longer[1]} %: "
      "[CIFAR-10](measured.md#orthogonal-vision-transformer)"),
     ("a pretrained model", "no: constrain new adapters",

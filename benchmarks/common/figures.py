@@ -719,7 +719,8 @@ def why(path: Path) -> None:
         if name == "why":
             save(figure, path)
             continue
-        columns = math.ceil(len(lines) / math.ceil(len(lines) / (2 * len(panels))))
+        most = min(2 * len(panels), 5)  # names of two rows fit side by side
+        columns = math.ceil(len(lines) / math.ceil(len(lines) / most))
         below = {"loc": "outside lower center", "ncols": columns, "fontsize": 8}
         names = [line.replace(", same", ",\nsame") for line in lines]
         figure.legend(lines.values(), names, **below)
