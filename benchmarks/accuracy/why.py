@@ -95,10 +95,9 @@ class AdaptiveAdam(torch.optim.Adam):
         self.frictions = {p: Friction(p) for p in self.param_groups[0]["params"]}
 
     def step(self, closure: Any = None) -> Any:
-        group = self.param_groups[0]
         for parameter, friction in self.frictions.items():
             with torch.no_grad():
-                parameter.add_(friction.move(parameter.grad), alpha=group["lr"])
+                parameter.add_(friction.move(parameter.grad), alpha=self.param_groups[0]["lr"])
             parameter.grad = None
         return super().step(closure)
 

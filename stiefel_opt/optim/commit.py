@@ -513,8 +513,9 @@ def _corrections_of(inner: Tensor | None, lr: Scalar, grad_length: float, reader
     if not isinstance(lr, Tensor) and lr * grad_length <= _STEEP:  # |X'G| <= |G|
         return 0
     # Products: the learning rate may be another one when an earlier number is read.
-    norms = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
-    bound = reader.number("norm", lambda: norms() * lr)
+    bound = reader.number(
+        "norm", lambda: torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True) * lr
+    )
     if bound <= _STEEP:
         reader.forget("stretch")
         return 0

@@ -43,18 +43,19 @@ class Settings(NamedTuple):
         return not self.soft and self.kind not in vars(torch.optim).values()
 
 
-class PrintedSGD(so.StiefelSGD):
-    """Algorithm 1 with the sign and the turn that are printed."""
+class Printed:
+    """Algorithm 1 or 2 with the sign, the turn and the corrections that are printed."""
 
     def rule_for(self, group: dict[str, Any]) -> Any:
-        return partial(super().rule_for(group), printed=True)
+        return partial(super().rule_for(group), printed=True)  # type: ignore[misc]
 
 
-class PrintedAdam(so.StiefelAdam):
-    """Algorithm 2 with the sign and the correction that are printed."""
+class PrintedSGD(Printed, so.StiefelSGD):
+    pass
 
-    def rule_for(self, group: dict[str, Any]) -> Any:
-        return partial(super().rule_for(group), printed=True)
+
+class PrintedAdam(Printed, so.StiefelAdam):
+    pass
 
 
 # The rates of SGD belong to batches of 128.
