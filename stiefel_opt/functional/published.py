@@ -21,7 +21,7 @@ differ from the print, line by line; ``printed=True`` follows it in what stands 
 - **Algorithm 1, line 3 and Algorithm 2, line 4, at mu = 0 (beta1 = 0).** Printed: U Z stays. Here:
   dropped, because without momentum no velocity is left that could turn.
 - **Algorithm 1, line 4.** Printed: ``X + eta X Z_i``, the old Z. Here: Z_(i+1), as in (12), M.4 and
-  Algorithms 2, 4 and 5. (M.4 prints ``X + eta Z``, which drops an X.) (*)
+  Algorithms 2, 4 and 5. (M.4 and M.5 print ``X + eta Z``, which drops an X.) (*)
 - **Equation (13)** lacks ``- h X V'V`` in the line of V; Algorithm 1, line 5 and M.4 have it, so do
   we.
 - **Algorithm 2, lines 5 and 6; Algorithm 5, line 5.** Printed: the factor sqrt(1 - beta2^t) alone,
@@ -119,7 +119,7 @@ def published_sgd(
         state: ``momentum_skew`` Z and, for n > m, ``momentum_normal`` U.
         nesterov: X moves along mu U - g and mu Z - f. Not published.
         rotation: phi_1: "euler", "cayley" or "expm".
-        printed: Whether to take the sign and, in line 4, the Z that are printed.
+        printed: Whether to take the printed sign and, without ``nesterov``, the Z of line 4.
 
     Returns: As every rule; the point is not finite for matrices whose numbers overflowed.
     Raises:

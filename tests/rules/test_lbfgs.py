@@ -151,8 +151,13 @@ READINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    in_turn(READINGS, [torch.float32, torch.complex128, torch.float64, torch.complex64])
-    + in_turn(READINGS, [torch.complex64, torch.float64, torch.complex128, torch.float32]),
+    [
+        *in_turn(READINGS, [torch.float32, torch.complex128, torch.float64, torch.complex64]),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.slow)
+            for name, dtype in in_turn(READINGS, [torch.complex64, torch.float64])
+        ),
+    ],
 )
 def test_a_matrix_is_found_to_all_digits(name: str, dtype: torch.dtype) -> None:
     """The one from which a weighted distance is measured, beside a plain parameter."""
@@ -237,11 +242,14 @@ def procrustes(n: int, m: int, seed: int, most: int) -> list[int]:
     return evaluations(lambda x: ((a @ x - b) ** 2).sum(), start, 0.0, scale, most)
 
 
-BARS = [(leading_eigenvalues, 300, 5, 100), (procrustes, 100, 20, 240)]
-LARGE = pytest.param(leading_eigenvalues, 1000, 10, 170, marks=pytest.mark.slow)
+BARS = [
+    (leading_eigenvalues, 300, 5, 100),
+    pytest.param(leading_eigenvalues, 1000, 10, 170, marks=pytest.mark.slow),
+    pytest.param(procrustes, 100, 20, 240, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("problem", "n", "m", "most"), [*BARS, LARGE])
+@pytest.mark.parametrize(("problem", "n", "m", "most"), BARS)
 def test_few_evaluations_to_many_digits(
     problem: Callable[[int, int, int, int], list[int]], n: int, m: int, most: int
 ) -> None:

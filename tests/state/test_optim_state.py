@@ -144,7 +144,7 @@ def test_state_is_the_parameter_s_own(name):
         assert start + size <= after
 
 
-@on_machines(cpu="sgd adam", as_accelerator="cayley-sgd", compiled="rgd")
+@on_machines(cpu="sgd adam", as_accelerator="cayley-sgd", slowly_compiled="rgd")
 def test_writing_to_the_state_of_one_parameter_reaches_the_next_step(name):
     """`optimizer.state[p]` is where the state is, not a copy of it."""
     nets = [model() for _ in range(2)]
@@ -202,7 +202,7 @@ def continued(net, opt, other, other_opt, first=3, last=9):
     ("name", "steps", "names", "machine"),
     [
         *in_turn(OPTIMIZERS, [0, 3, 8], [False, True], ["cpu"]),
-        ("adam", 3, True, "compiled"),
+        pytest.param("adam", 3, True, "compiled", marks=pytest.mark.slow),
     ],
     indirect=["machine"],
 )

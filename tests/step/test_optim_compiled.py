@@ -288,8 +288,8 @@ def test_a_tensor_rate_makes_nothing_compile_again() -> None:
     [
         ("sgd", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9)),
         ("adam", "betas", ((0.5, 0.99), (0.6, 0.98), (0.7, 0.97), (0.8, 0.96), (0.9, 0.95))),
-        ("adam", "radius", (1.0, 2.0, 3.0, 4.0, 5.0)),
-        ("adam", "amsgrad", (False, False, True, True, False)),
+        pytest.param("adam", "radius", (1.0, 2.0, 3.0, 4.0, 5.0), marks=slow),
+        pytest.param("adam", "amsgrad", (False, False, True, True, False), marks=slow),
         ("adamw", "weight_decay", (0.1, 1.0, 2.0, 4.0, 8.0)),
         pytest.param("muon", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), marks=slow),
         pytest.param("cayley-sgd", "momentum", (0.5, 0.6, 0.7, 0.8, 0.9), marks=slow),
@@ -346,7 +346,9 @@ def test_a_tag_may_change_between_steps(change: Any, backend: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "backend"), [("sgd", "eager"), ("adam", "aot_eager")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("sgd", "eager"), pytest.param("adam", "aot_eager", marks=slow)]
+)
 def test_a_constraint_where_nothing_constrained_moved_is_followed(name: str, backend: str) -> None:
     """It is seen behind the next step: the compiler has no reason to trace that one anew."""
     net = network()

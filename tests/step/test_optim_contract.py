@@ -335,7 +335,7 @@ def test_every_scheduler_drives_the_step(kind, name):
     assert_same_training((net, opt), (other, other_opt))
 
 
-@on_machines(cpu="sgd cayley-sgd", as_accelerator="adam cayley-adam", compiled="rgd")
+@on_machines(cpu="sgd cayley-sgd", as_accelerator="adam cayley-adam", slowly_compiled="rgd")
 def test_the_learning_rate_may_be_a_tensor(name):
     net = model()
     other = copy.deepcopy(net)

@@ -215,7 +215,7 @@ def calls_of(name: str) -> int:
 def test_an_exception_at_a_call_of_torch_leaves_whole_steps(name: str) -> None:
     calls = calls_of(name)
     for number, at in enumerate(
-        range(2, calls + 1, max(1, calls // (4 if TABLE[name].searches else 12)))
+        range(2, calls + 1, max(1, calls // (4 if TABLE[name].searches else 8)))
     ):
         kind = (KeyboardInterrupt, RuntimeError)[number % 2]
         interrupt(name, stopped_by(Interrupt(at, kind, after=number % 4 > 1)))
@@ -351,7 +351,9 @@ def test_training_reaches_the_same_optimum(name: str) -> None:
         assert float((reached - optimum).abs().max()) < bound, share
 
 
-@pytest.mark.parametrize("transport", ["isometric", "projected"])
+@pytest.mark.parametrize(
+    "transport", ["isometric", pytest.param("projected", marks=pytest.mark.slow)]
+)
 def test_a_momentum_has_received_the_gradient_or_has_not(transport: str) -> None:
     """Deferred, it is spread over three tensors: all of them are old, or all of them new."""
 
@@ -389,7 +391,7 @@ def test_a_checkpoint_after_an_interrupted_step_continues_alike(name: str) -> No
     """Written at once, before any other step has put anything in order, and read elsewhere."""
     calls = calls_of(name)
     for number, at in enumerate(
-        range(3, calls, max(1, calls // (2 if TABLE[name].searches else 6)))
+        range(3, calls, max(1, calls // (2 if TABLE[name].searches else 4)))
     ):
         training, fresh = Training(name), Training(name)
         training.fill(STEPS)

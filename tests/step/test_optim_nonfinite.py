@@ -77,7 +77,7 @@ def test_skip_keeps_one_parameter_and_moves_the_others(bad: tuple[str, str], nam
     assert so.orthonormality_error(net) < 1e-5
 
 
-@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam", compiled="cayley-sgd")
+@on_machines(cpu="sgd adam", as_accelerator="rgd cayley-adam", slowly_compiled="cayley-sgd")
 def test_the_others_move_as_if_the_bad_one_had_no_gradient(name: str) -> None:
     net, opt = trained(name)
     twin = copy.deepcopy(net)
@@ -419,7 +419,7 @@ def test_an_overflow_of_a_step_restarts_its_matrix_and_no_other(
 @pytest.mark.parametrize(
     ("name", "dtype", "choice", "options"),
     [
-        *mixed(18, OPTIMIZERS, [torch.float32, torch.float64], ["skip", "raise"], [{}]),
+        *mixed(12, OPTIMIZERS, [torch.float32, torch.float64], ["skip", "raise"], [{}]),
         ("sgd", torch.float32, "raise", {"transport": "published"}),
         ("sgd", torch.float64, "skip", {"transport": "published"}),
     ],

@@ -80,7 +80,7 @@ def test_an_overflow_leaves_no_trace(name, overflow, unscale):
     assert so.orthonormality_error(net) < 5e-6
 
 
-@on_machines(cpu="sgd adam rgd", as_accelerator="cayley-adam", compiled="sgd-nesterov")
+@on_machines(cpu="sgd adam rgd", as_accelerator="cayley-adam", slowly_compiled="sgd-nesterov")
 def test_a_step_inside_autocast_is_a_step_outside(name):
     net = model()
     opt = optimizer(name, net.parameters())
