@@ -234,6 +234,7 @@ def test_the_answer_repeats_the_digits_and_the_baseline_guesses_them() -> None:
     assert float(guessed) == pytest.approx(copying.baseline(length))
 
 
+@pytest.mark.slow
 def test_an_orthogonal_transition_learns_to_copy(tmp_path) -> None:
     flags = ["--length", "4", "--hidden", "48", "--iterations", "160", "--every", "40"]
     flags += ["--seeds", "1", "--cells", "cwy", "adam", "--batch-size", "64"]

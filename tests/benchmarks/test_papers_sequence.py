@@ -169,6 +169,7 @@ def test_a_solved_run_that_goes_on_draws_no_sequence(tmp_path) -> None:
     assert second["accuracy_longer"] == first["accuracy_longer"]
 
 
+@pytest.mark.slow
 def test_parity_is_learned_and_lasts(tmp_path) -> None:
     arguments = ["--tasks", "parity", "--factors", "1", "--length", "8", "--iterations", "300"]
     state_tracking.main([*arguments, "--output", str(tmp_path)])

@@ -250,6 +250,9 @@ def test_energy_falls_for_every_coupling(kappa: float, generator: Source) -> Non
     lost = gamma * torch.trapezoid(speeds, dx=time / steps)
     torch.testing.assert_close(energy[0] - energy[-1], lost, rtol=1e-3, atol=0.0)
     assert (energy.diff() < 0).all()
+    gaps = energy - f.least
+    times = torch.linspace(0, time, len(path), dtype=torch.float64)
+    assert (gaps[1:] > gaps[0] * (-2 * gamma * times[1:]).exp()).all()
 
 
 @pytest.mark.parametrize("options", [
@@ -785,7 +788,7 @@ def check_turns(X: Tensor, M: Tensor, turns: bool, generator: Source) -> None:
 @pytest.mark.parametrize("delta", [1e-3, 0.1, 1.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_smoothing_costs(shape: tuple[int, int], delta: float, generator: Source) -> None:
-    """Theorem 19, for a general M and for one whose normal part has rank 1."""
+    """Theorem 19, for a general M, one whose normal part has rank 1, and the one that is worst."""
     n, m = shape
     s = torch.linspace(1e-3, 10, 100_000, dtype=torch.float64)
     loss, place = ((1 - (1 + s * s).rsqrt()) / s).max(0)

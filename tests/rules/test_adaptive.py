@@ -385,6 +385,17 @@ def test_batches_without_replacement_do_not_stop_steps_for_good(name: str) -> No
     assert optimizer.factors_of()[parameter] > 3 * least
 
 
+@pytest.mark.parametrize(("name", "least"), [("adaptive", 1e-3), ("adaptive Adam", 0.1)])
+def test_gradients_of_changing_sign_shorten_steps_to_a_limit(name: str, least: float) -> None:
+    parameter, gradient = weight((8, 2)), weight((8, 2)).detach().roll(1, 0)
+    optimizer, factors = make(name, parameter), []
+    for step in range(80):
+        parameter.grad = gradient * (-1) ** step
+        optimizer.step()
+        factors.append(optimizer.factors_of()[parameter])
+    assert factors[-1] == min(factors) == pytest.approx(least)
+
+
 @pytest.mark.parametrize("growth", [1e2, 1e4, 1e8])
 def test_a_gradient_that_begins_short_lengthens_steps_little(growth: float) -> None:
     """As that of an adapter does whose other factor begins at zero."""

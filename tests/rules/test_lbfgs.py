@@ -152,7 +152,7 @@ READINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *in_turn(READINGS, [torch.float32, torch.complex128, torch.float64, torch.complex64]),
+        *in_turn(READINGS, [torch.float64, torch.float32, torch.complex128, torch.complex64]),
         *(
             pytest.param(name, dtype, marks=pytest.mark.slow)
             for name, dtype in in_turn(READINGS, [torch.complex64, torch.float64])
@@ -244,6 +244,7 @@ def procrustes(n: int, m: int, seed: int, most: int) -> list[int]:
 
 BARS = [
     (leading_eigenvalues, 300, 5, 100),
+    (procrustes, 40, 8, 150),
     pytest.param(leading_eigenvalues, 1000, 10, 170, marks=pytest.mark.slow),
     pytest.param(procrustes, 100, 20, 240, marks=pytest.mark.slow),
 ]

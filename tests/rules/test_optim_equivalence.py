@@ -150,9 +150,9 @@ def gentle(case: OptimizerCase) -> OptimizerCase:
     [
         *(
             (gentle(case), SHAPES, "as_accelerator")
-            for case in (*OPTION_GRID[::7], *VARIANTS[2::8])
+            for case in (*OPTION_GRID[::5], *VARIANTS[2::6])
         ),
-        *((gentle(case), tuple(READINGS), "as_accelerator") for case in READING_CASES[::3]),
+        *((gentle(case), tuple(READINGS), "as_accelerator") for case in READING_CASES[::2]),
         *((case, SHAPES, "compiled") for case in (OPTION_GRID[0], OPTION_GRID[-1], VARIANTS[3])),
         (ADAPTIVE, tuple(READINGS), "compiled"),
     ],

@@ -97,7 +97,7 @@ def test_to_maximize_a_loss_is_to_minimize_its_negative(name):
         torch.testing.assert_close(left, right, atol=1e-9, rtol=0)
 
 
-@on_machines(cpu="rgd cayley-adam", as_accelerator="sgd-nesterov adam", compiled="sgd")
+@on_machines(cpu="rgd cayley-adam", as_accelerator="sgd-nesterov adam", slowly_compiled="sgd")
 def test_parameters_without_a_gradient_are_skipped(name):
     net = model()
     opt = optimizer(name, net.parameters())

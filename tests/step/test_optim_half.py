@@ -113,7 +113,8 @@ def test_the_master_moves_like_a_float32_parameter(name, dtype):
 @pytest.mark.parametrize(
     ("name", "lr", "dtype", "steps"),
     [
-        ("sgd", 5e-3, torch.bfloat16, 2_000),
+        ("sgd", 2e-2, torch.bfloat16, 600),
+        pytest.param("sgd", 5e-3, torch.bfloat16, 2_000, marks=pytest.mark.slow),
         pytest.param("sgd", 1e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
         pytest.param("sgd", 1e-3, torch.float16, 10_000, marks=pytest.mark.slow),
         pytest.param("adam", 1e-4, torch.bfloat16, 10_000, marks=pytest.mark.slow),
@@ -122,7 +123,7 @@ def test_the_master_moves_like_a_float32_parameter(name, dtype):
         pytest.param("rgd", 1e-3, torch.bfloat16, 10_000, marks=pytest.mark.slow),
     ],
 )
-def test_no_drift_in_thousands_of_steps(name, lr, dtype, steps, generator):
+def test_no_drift_in_many_steps(name, lr, dtype, steps, generator):
     """Steps far below the rounding of the parameter add up to where float32 goes."""
     tall = so.ManifoldParameter(random_point(16, 4, generator=generator).to(dtype))
     square = so.ManifoldParameter(random_point(4, 4, generator=generator).to(dtype))
