@@ -109,6 +109,7 @@ def test_no_learning_rate_blows_up(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Each of the last")  # steps are far too long on purpose
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_learning_rate_of_a_fine_grid_blows_up(
