@@ -333,8 +333,9 @@ def vit_table(path: Path) -> None:
 
 
 def vit_long(path: Path) -> None:
-    """Test error of every seed at the end of the longest training."""
-    found = final_test_errors(read(path)["runs"])
+    """Test error of every seed at the end of the longest training, from two files."""
+    files = (read(path, f"{path.stem}{end}") for end in ("", "_sgd"))
+    found = final_test_errors([run for file in files for run in file["runs"]])
     figure, ((axis,),) = start(1, (10, 3.6))
     dots(axis, found, "test error (%)")
     rows(axis, [title.replace("StiefelAdam ", f"{PRINTED} ") for title in found])

@@ -41,6 +41,21 @@ PACKAGES = ("torch", "numpy", "scipy", "pogo-torch", "geoopt", "pymanopt")
 Clock = Callable[[], float]
 
 
+class AsPrinted:
+    """The sign, the turn and the corrections that are printed, with ``transport="published"``."""
+
+    def rule_for(self, group: dict[str, Any]) -> Any:
+        return partial(super().rule_for(group), printed=True)  # type: ignore[misc]
+
+
+class PrintedSGD(AsPrinted, so.StiefelSGD):
+    """Algorithm 1."""
+
+
+class PrintedAdam(AsPrinted, so.StiefelAdam):
+    """Algorithm 2."""
+
+
 def do_nothing() -> None:
     """Default for `Contestant.prepare`."""
 

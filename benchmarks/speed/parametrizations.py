@@ -6,9 +6,10 @@ float64, and the peak of temporary memory stand beside the times. Sizes are N x 
 2048, as in figure 1c of the CWY paper, with a chart; at N = 1024 also 128 reflections, at once and
 one by one.
 
-Our free numbers and those of torch_householder are drawn from N(0, 1). Torch's maps and geotorch
-are timed as registration of an orthonormal weight leaves them: their base is the weight, and what
-they map is zero; the series of a matrix exponential is shortest there.
+Our free numbers, those of torch_householder and of "torch matrix_exp, random" are drawn from
+N(0, 1). Torch's other maps and geotorch are timed as registration of an orthonormal weight leaves
+them: their base is the weight, and what they map is zero; the series of a matrix exponential is
+shortest there.
 
 A contestant whose second call takes longer than `SLOW` seconds is timed by that call alone (in the
 file on hand by the first); one that would take longer than `LIMIT`, judged by a smaller size, or
@@ -84,8 +85,14 @@ def ours(name: str, **options: Any) -> Callable[..., nn.Module]:
     return build
 
 
-def torchs(name: str) -> Callable[..., nn.Module]:
-    return lambda *shape: parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
+def torchs(name: str, *, random: bool = False) -> Callable[..., nn.Module]:
+    def build(*shape: int) -> nn.Module:
+        module = parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
+        for parameter in module.parameters() if random else ():
+            nn.init.normal_(parameter)
+        return module
+
+    return build
 
 
 def geotorchs(*shape: int) -> nn.Module:
@@ -107,6 +114,7 @@ SQUARE: dict[str, Callable[..., nn.Module]] = {
     "exponential": ours("matrix_exp"),
     HR: ours("householder"),
     **{f"torch {name}": torchs(name) for name in ("householder", "matrix_exp", "cayley")},
+    "torch matrix_exp, random": torchs("matrix_exp", random=True),
     "geotorch": geotorchs,
     **({"torch_householder": orgqrs} if torch_householder_orgqr else {}),
 }

@@ -230,6 +230,8 @@ def test_the_whole_table_by_one_command(tmp_path, capsys) -> None:
         assert f"{run['last_epoch']['test_error']:.2f}" in row
         kept = run["last_epoch"]["orthonormality_error"] < 1e-5
         assert kept == vit_methods.OPTIMIZERS[run["optimizer"]].exact
+        two = vit_methods.OPTIMIZERS[run["optimizer"]].ratio != 1
+        assert ("constrained_lr" in run) == two
 
 
 def test_a_table_resumes_run_by_run_without_being_asked_to(tmp_path, monkeypatch) -> None:
@@ -278,8 +280,8 @@ def test_start_again_without_resume(tmp_path) -> None:
 
 def test_at_the_published_size_the_rows_are_what_the_paper_ran() -> None:
     ran = {row.split(":")[0] for row in vit_methods.rows_of("paper")}
-    assert {"algorithm-1", "algorithm-2", "released-cayley-sgd"} < ran
-    assert not ran & {"stiefel-sgd", "stiefel-adam", "cayley-sgd"}
+    assert {"algorithm-1", "algorithm-2", "released-cayley-sgd", "released-cayley-adam"} < ran
+    assert not ran & {"stiefel-sgd", "stiefel-adam", "cayley-sgd", "cayley-adam"}
     assert ran <= vit_methods.OPTIMIZERS.keys()
 
 
@@ -295,6 +297,7 @@ def test_at_the_published_size_the_rows_are_what_the_paper_ran() -> None:
         ("rgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.9}),
         ("stiefel-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
         ("cayley-adam", {"lr": 1e-2, "betas": (0.9, 0.999)}, {"lr": 1e-3, "betas": (0.9, 0.999)}),
+        ("released-cayley-adam", {"lr": 1e-3}, {"lr": 1e-2, "betas": (0.9, 0.999)}),
         ("regularizer-sgd", {"lr": 0.1, "momentum": 0.9}, None),
         ("regularizer-adam", {"lr": 1e-3, "betas": (0.9, 0.999)}, None),
         ("adamw", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.2}, None),

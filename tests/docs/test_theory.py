@@ -111,6 +111,22 @@ class Weighted:
         return math.sqrt(max(1.0, 1 / (1 - a)) * (first + second))
 
 
+class Signs(Weighted):
+    """f = -tr(X'AX) where the eigenvalues of A are 1 and -1: some bounds are reached."""
+
+    def __init__(self, n: int, m: int) -> None:
+        signs = torch.ones(n, dtype=torch.float64)
+        signs[m:] = -1
+        self.A, self.N = signs.diag(), torch.eye(m, dtype=torch.float64)
+        self.slope, self.least = 2.0, -float(m)
+
+    def almost_least(self, distance: float) -> Tensor:
+        """A point as far from the minimum as that, in every direction."""
+        n, m = len(self.A), len(self.N)
+        away = torch.eye(n, dtype=torch.float64)[:, m : 2 * m]
+        return (torch.eye(n, m, dtype=torch.float64) + distance * away) / math.hypot(1, distance)
+
+
 def draw(a: float, generator: Source, n: int = 9, m: int = 4) -> State:
     X = point(n, m, generator)
     Y = skew(gaussian(m, m, generator=generator))
@@ -448,6 +464,13 @@ def test_a_step_is_smooth_however_long(
             torch.testing.assert_close(stepped((X, K, V), still, 1.0, 1.0, 0.5)[0], X1)
 
 
+def test_the_constant_of_a_smooth_step_is_sharp() -> None:
+    """Lemma 9 at the Euclidean metric, for a short step away from the minimum."""
+    f, s = Signs(2, 1), 0.01
+    bound = f.smoothness(0.0) / 2 * s * s
+    assert 0.999 * bound <= f(f.almost_least(s)) - f.least <= bound
+
+
 @pytest.mark.parametrize(
     ("a", "mu", "transport"), pairwise(METRICS, [0.0, 0.5, 0.9], ["isometric", "projected"])
 )
@@ -470,6 +493,30 @@ def test_energy_falls_in_every_step(a: float, mu: float, transport: str, generat
         energy = after
         assert min(squares) <= 2 * (start - f.least) / (eta * len(squares))
     assert energy < start - 0.1
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 0.9])
+def test_the_largest_learning_rate_is_sharp(mu: float) -> None:
+    """Theorem 10 fails at 1.05 times it, near the minimum, at the Euclidean metric."""
+    f = Signs(2, 1)
+    excess = []
+    for factor in (1.0, 1.05):
+        eta = factor * (1 - mu * mu) / f.smoothness(0.0)
+        weight = so.ManifoldParameter(f.almost_least(0.05))
+        optimizer = so.StiefelSGD([weight], lr=eta, momentum=mu, metric="euclidean")
+        energy, worst = f(weight.detach()), -math.inf
+        for _ in range(60):
+            X = weight.detach().clone()
+            weight.grad = f.gradient(X)
+            optimizer.step()
+            moved = squared(*optimizer.velocity(weight), 0.0) if mu else 0.0
+            after = f(weight.detach()) + eta * mu * mu / 2 * moved
+            fallen = eta / 2 * squared(*gradient(X, weight.grad, 0.0), 0.0)
+            worst = max(worst, after - energy + fallen)
+            energy = after
+        excess.append(worst)
+    assert excess[0] <= 1e-13
+    assert excess[1] > 1e-5
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.6])
@@ -830,3 +877,13 @@ def test_spectral_steps_descend(eta: float, generator: Source) -> None:
         values.append(nuclear(W))
         assert min(values) <= (start - f.least) / (eta * number) + bound / eta
         X = after
+
+
+def test_the_bound_on_spectral_steps_is_sharp() -> None:
+    """Corollary 20, for a short step from almost the minimum."""
+    f, eta = Signs(4, 2), 0.01
+    X = f.almost_least(1e-6)
+    W, _, D = closed_form(X, f.gradient(X))
+    root = inverse_root(torch.eye(2, dtype=torch.float64) + eta**2 * D.mH @ D)
+    bound = eta**2 * 2 * f.slope
+    assert 0.99 * bound <= f((X - eta * D) @ root) - f(X) + eta * nuclear(W) <= bound

@@ -187,7 +187,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Namespace:
     add("--batch-size", type=int, default=64, help="pairs in a step")
     add("--lr", type=float, default=3e-3, help="of Adam")
     add("--attention", choices=["luong", "additive"], default="luong", help="additive: the paper's")
-    parser.set_defaults(clip=1.0)  # norm of the gradients; 0: as it is
+    add("--clip", type=float, default=1.0, help="norm of the gradients; 0: as it is")
     add_flags(parser, Path("runs/translation"))
     smoke = {**SMOKE, "cells": ["LSTM", "CWY", "StiefelAdam"], "reflections": [16, 4]}
     options = parsed(parser, argv, smoke, PRESETS)
