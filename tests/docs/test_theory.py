@@ -672,6 +672,10 @@ ADAPTIVE = {"adaptive": True, "transport": "projected"}
     (so.StiefelSGD, {"transport": "projected"}, 5), (so.StiefelSGD, ADAPTIVE, 8),
     (so.StiefelSGD, {"transport": "projected", "nesterov": True}, 8),
     (so.StiefelAdam, {}, 9), (so.StiefelAdam, {"radius": 1.0, "nesterov": False}, 9),
+    # A coupling costs one more, but in the default step.
+    (so.StiefelSGD, {"metric": "euclidean", "nesterov": True}, 8),
+    (so.StiefelSGD, {"metric": "euclidean", "transport": "projected"}, 6),
+    (so.StiefelAdam, {"metric": "euclidean"}, 10),
 ])  # fmt: skip
 def test_products_are_counted(
     rule: Any, options: dict[str, Any], products: int, generator: Source
@@ -830,6 +834,17 @@ def check_turns(X: Tensor, M: Tensor, turns: bool, generator: Source) -> None:
         assert float(torch.linalg.matrix_norm(changed, 2)) <= 1 + 1e-9
         assert float(inner(M, changed)) == pytest.approx(nuclear(W), rel=1e-9)
         assert (float((changed - D).norm()) > 1e-6) == (not turns)
+
+
+def test_the_direction_jumps_where_it_is_not_unique(generator: Source) -> None:
+    """Why smoothing: v is in the kernel of M = EC, and y is normal to X and E."""
+    basis = point(9, 8, generator)
+    X, E, y = basis[:, :4], basis[:, 4:7], basis[:, 7:]
+    C = gaussian(3, 4, generator=generator)
+    v = torch.linalg.svd(C).Vh[3:].mH
+    for tiny in (1e-5, -1e-5):
+        turned = closed_form(X, E @ C + tiny * y @ v.mH)[2] @ v
+        torch.testing.assert_close(turned, math.copysign(1.0, tiny) * y, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize("delta", [1e-3, 0.1, 1.0])
