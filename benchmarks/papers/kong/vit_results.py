@@ -40,7 +40,7 @@ def row(title: str, runs: Sequence[Record]) -> list[str]:
 
 
 def summary(record: Record) -> Record:
-    """A run without its history but for the test errors and the last epoch: 100 runs fit a file.
+    """A run without its history but for the test errors and the last epoch: 90 runs fit a file.
 
     ``constrained_lr`` stands where it differs from ``lr``; epoch and step are those of all runs.
     """
