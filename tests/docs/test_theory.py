@@ -892,6 +892,8 @@ def test_spectral_steps_descend(eta: float, generator: Source) -> None:
         values.append(nuclear(W))
         assert min(values) <= (start - f.least) / (eta * number) + bound / eta
         X = after
+    stationary = torch.linalg.eigh(f.A).eigenvectors[:, :4]
+    assert nuclear(closed_form(stationary, f.gradient(stationary))[0]) < 1e-12
 
 
 def test_the_bound_on_spectral_steps_is_sharp() -> None:
