@@ -383,6 +383,7 @@ def test_the_rate_of_plain_weights_serves_them_when_others_are_tagged() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Each of the last")  # steps are far too long on purpose
 def test_ten_times_the_best_constrained_rate_costs_little() -> None:
     """Five seeds lose 8 to 12 % of the loss, where steps as printed lose it all."""
     rates = [0.01, 0.02, 0.03]
