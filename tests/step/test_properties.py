@@ -375,6 +375,7 @@ def test_a_step_needs_memory_for_a_few_copies_and_never_n_by_n(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Each of the last")  # no loss falls here: steps may grow
 @pytest.mark.parametrize(
     ("algorithm", "own"),
     [
