@@ -6,8 +6,8 @@ Velocity Q = XY + V, friction gamma, metric parameter a (Kong, Wang & Tao, ICLR 
 
 f = (X'G - G'X) / (2 (1 - a)), g = (I - XX')G. kappa = 2a - 1 gives the geodesics of the metric and
 belongs to the isometric flows; the published flows have (3a - 2)/2, with the opposite sign where
-algorithm 1 prints it (the form "printed"). One step of length h is
-mu = exp(-gamma h), c = (1 - mu)/gamma, lr = c h, with Z = Y/c and U = V/c.
+algorithm 1 prints it (the form "printed"). One step of length h is mu = exp(-gamma h),
+c = (1 - mu)/gamma, lr = c h, with Z = Y/c and U = V/c.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "isometric": {"transport": "isometric"},
     "published": {"transport": "published", "rotation": "euler"},
 }
-ORDERS = {**FORMS, "printed": FORMS["published"]}
+OPTIMIZERS = {form: partial(so.StiefelSGD, **options) for form, options in FORMS.items()}
+OPTIMIZERS["printed"] = partial(PrintedSGD, **FORMS["published"])
 METRICS = {"1/2": 0.5, "0": 0.0, "-1": -1.0}
 DURATION = 1.0
 SHAPE = (8, 3)
@@ -129,8 +131,7 @@ def optimizer_end(problem: Problem, a: float, form: str, steps: int) -> Matrix:
     mu = math.exp(-problem.friction * h)
     c = (1 - mu) / problem.friction
     parameter = so.ManifoldParameter(torch.from_numpy(problem.point.copy()))
-    kind = PrintedSGD if form == "printed" else so.StiefelSGD
-    optimizer = kind([parameter], lr=c * h, momentum=mu, metric=a, **ORDERS[form])
+    optimizer = OPTIMIZERS[form]([parameter], lr=c * h, momentum=mu, metric=a)
     skew, normal = torch.from_numpy(problem.skew), torch.from_numpy(problem.normal)
     optimizer.set_velocity(parameter, skew / c, normal / c)
     for _ in range(steps):
@@ -165,7 +166,7 @@ class Order:
 def measure_orders() -> list[Order]:
     """Errors for every count of steps, every form, every metric."""
     orders = []
-    work = itertools.product(SETTINGS, ORDERS, METRICS)
+    work = itertools.product(SETTINGS, OPTIMIZERS, METRICS)
     for setting, form, metric in tqdm(list(work), desc="order", unit="curve"):
         problems = [draw_problem(seed, setting) for seed in range(DRAWS)]
         a = METRICS[metric]

@@ -75,24 +75,19 @@ def weight(*shape: int) -> nn.Module:
     return module
 
 
+def drawn(module: nn.Module) -> nn.Module:
+    """The module with parameters drawn from N(0, 1)."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
 def ours(name: str, **options: Any) -> Callable[..., nn.Module]:
-    def build(*shape: int) -> nn.Module:
-        module = so.orthogonal(weight(*shape), "weight", name, **options)
-        for parameter in module.parameters():
-            nn.init.normal_(parameter)
-        return module
-
-    return build
+    return lambda *shape: drawn(so.orthogonal(weight(*shape), "weight", name, **options))
 
 
-def torchs(name: str, *, random: bool = False) -> Callable[..., nn.Module]:
-    def build(*shape: int) -> nn.Module:
-        module = parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
-        for parameter in module.parameters() if random else ():
-            nn.init.normal_(parameter)
-        return module
-
-    return build
+def torchs(name: str) -> Callable[..., nn.Module]:
+    return lambda *shape: parametrizations.orthogonal(weight(*shape), orthogonal_map=name)
 
 
 def geotorchs(*shape: int) -> nn.Module:
@@ -114,7 +109,7 @@ SQUARE: dict[str, Callable[..., nn.Module]] = {
     "exponential": ours("matrix_exp"),
     HR: ours("householder"),
     **{f"torch {name}": torchs(name) for name in ("householder", "matrix_exp", "cayley")},
-    "torch matrix_exp, random": torchs("matrix_exp", random=True),
+    "torch matrix_exp, random": lambda *shape: drawn(torchs("matrix_exp")(*shape)),
     "geotorch": geotorchs,
     **({"torch_householder": orgqrs} if torch_householder_orgqr else {}),
 }

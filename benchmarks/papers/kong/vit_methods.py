@@ -82,9 +82,7 @@ OPTIMIZERS = {
         ADAM | {"weight_decay": 0.2},
     ),
     "cayley-adam": Settings("CayleyAdam", so.CayleyAdam, 1e-2, ADAM, ratio=0.1),
-    "released-cayley-adam": Settings(  # table 4 has the two learning rates exchanged
-        "CayleyAdam as released", so.CayleyAdam, 1e-3, ADAM, ratio=10
-    ),
+    "released-cayley-adam": Settings("CayleyAdam as released", so.CayleyAdam, 1e-3, ADAM, ratio=10),
     "regularizer-adam": Settings("Adam, regularized", PRINTED, 1e-3, ADAM, soft="step"),
     "penalty-adam": Settings("Adam with penalty", PRINTED, 1e-3, ADAM, soft="loss"),
     "sgd": Settings("SGD", torch.optim.SGD, 0.1, SGD),
