@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from cases import in_turn
+from contract import warnings_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
