@@ -95,8 +95,8 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, the name of a factor, a pattern that matches nothing, a
-            value that cannot be read so or is not finite, or an embedding with ``max_norm``.
-            Nothing is changed then.
+            value that cannot be read so or is not finite, an embedding with ``max_norm``, or a
+            weight that is tied to one with another reading. Nothing is changed then.
         TypeError: for a dtype that has no fraction, or less than float16, and for values that
             should be projected and are sharded already.
 
@@ -204,6 +204,7 @@ def apply_readings(
     module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True, keeps: bool = False
 ) -> dict[str, float | None]:
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
+    asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
     lost: list[tuple[str, float]] = []
     zero: list[str] = []
@@ -236,6 +237,33 @@ def apply_readings(
             stacklevel=users_level(),
         )
     return moved
+
+
+def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, Stiefel]:
+    """Return ``asked``; raise where a weight is tied to one that is, or shall be, read otherwise.
+
+    A scale that differs by rounding, as "keep" measures it again, becomes the earlier one.
+    """
+    found = [(name, *find_parameter(module, name)) for name in asked]
+    wanted = {id(parameter) for _, _, _, parameter in found}
+    known: dict[int, tuple[str, Stiefel]] = {}
+    own = {(owner, leaf) for _, owner, leaf, _ in found}  # these are read anew
+    for owner in dict.fromkeys(m for root in [module, *known_modules()] for m in root.modules()):
+        for leaf, reading in records_of(owner).items():
+            parameter = owner._parameters.get(leaf)
+            if id(parameter) in wanted and (owner, leaf) not in own:
+                known[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
+    alike: dict[str, Stiefel] = {}
+    for name, _, _, parameter in found:
+        other, earlier = known.setdefault(id(parameter), (name, asked[name]))
+        rounding = scale_rounding(parameter.dtype, max(earlier.heights(parameter.shape)))
+        is_close = math.isclose(asked[name].scale, earlier.scale, rel_tol=rounding)
+        if not is_close or replace(asked[name], scale=earlier.scale) != earlier:
+            wanted_reading = f"be read as `{other}` is, to which it is tied: {earlier}"
+            remedy = "name both in one call of so.constrain, or call so.release first"
+            raise ValueError(fail(name, wanted_reading, asked[name], remedy))
+        alike[name] = earlier
+    return alike
 
 
 def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, ...]) -> bool:
