@@ -35,7 +35,14 @@ from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
-from stiefel_opt.tags.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
+from stiefel_opt.tags.points import (
+    check_projectable,
+    is_alike,
+    kept_scale,
+    nearest,
+    reading_of,
+    rms_scale,
+)
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
 from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
@@ -256,9 +263,7 @@ def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, St
     alike: dict[str, Stiefel] = {}
     for name, _, _, parameter in found:
         other, earlier = known.setdefault(id(parameter), (name, asked[name]))
-        rounding = scale_rounding(parameter.dtype, max(earlier.heights(parameter.shape)))
-        is_close = math.isclose(asked[name].scale, earlier.scale, rel_tol=rounding)
-        if not is_close or replace(asked[name], scale=earlier.scale) != earlier:
+        if not is_alike(asked[name], earlier, parameter):
             wanted_reading = f"be read as `{other}` is, to which it is tied: {earlier}"
             remedy = "name both in one call of so.constrain, or call so.release first"
             raise ValueError(fail(name, wanted_reading, asked[name], remedy))
