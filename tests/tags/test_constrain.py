@@ -767,7 +767,7 @@ def test_tied_parameters_must_be_constrained_alike():
     model = attention()
     so.constrain(model.k_again, scale=0.5)
     assert readings(so.retag(model)) == READINGS
-    so.watching.records_of(model.k_again)["weight"] = Stiefel(scale=2.0)  # as others may write it
+    watch.records_of(model.k_again)["weight"] = Stiefel(scale=2.0)  # as others may write it
     with pytest.raises(
         ValueError, match=r"`k.weight and k_again.weight` must be constrained alike"
     ):
@@ -795,7 +795,7 @@ def test_another_reading_of_a_tied_weight_is_refused(case: str, far: bool) -> No
     with pytest.raises(ValueError, match="`weight` must be read as `weight of Linear` is, to whi"):
         so.constrain(other, **TIED[case])
     assert torch.equal(model.k.weight, before)
-    assert not so.watching.records_of(other)
+    assert not watch.records_of(other)
     assert readings(so.retag(model)) == READINGS
     so.release(other)
     so.constrain(other, **TIED[case])
@@ -822,7 +822,7 @@ def test_a_kept_scale_of_a_tied_weight_is_the_first_one() -> None:
         so.constrain(one, scale="keep")
         first = one.weight.manifold
         so.constrain(other, scale="keep")
-        assert other.weight.manifold == first == so.watching.records_of(other)["weight"]
+        assert other.weight.manifold == first == watch.records_of(other)["weight"]
 
 
 def test_records_that_no_longer_fit_are_named():
