@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stiefel_opt._checks import check_module, fail, type_name
-from stiefel_opt.distributed import is_sharded
+from stiefel_opt.errors import check_module, fail, type_name
+from stiefel_opt.numerics.distributed import is_sharded
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
 NORMS = ("input_layernorm", "post_attention_layernorm")

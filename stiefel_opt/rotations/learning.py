@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import Optimizer
 
-from stiefel_opt._checks import (
+from stiefel_opt.errors import (
     check_choice,
     check_counts,
     check_flags,
@@ -28,14 +28,14 @@ from stiefel_opt._checks import (
     check_range,
     fail,
 )
-from stiefel_opt._optional import ProgressBar
-from stiefel_opt.geometry import gram_error
+from stiefel_opt.numerics.geometry import gram_error
 from stiefel_opt.optim import StiefelAdam
-from stiefel_opt.parameter import ManifoldParameter
 from stiefel_opt.rotations.decoder import Decoder, read_decoder
 from stiefel_opt.rotations.quantizers import Quantizers, check_prepared, quantizers_of
 from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import hadamard
+from stiefel_opt.tags.parameter import ManifoldParameter
+from stiefel_opt.tools.optional import ProgressBar
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
