@@ -23,6 +23,7 @@ from stiefel_opt.tags.constraints import retag as retag
 from stiefel_opt.tags.manifold import Stiefel as Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_ as orthogonal_
+from stiefel_opt.tags.points import polar as polar
 from stiefel_opt.tags.points import project_tangent as project_tangent
 from stiefel_opt.tags.points import random_point as random_point
 from stiefel_opt.tags.points import retract as retract

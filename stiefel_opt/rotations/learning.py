@@ -28,6 +28,7 @@ from stiefel_opt.errors import (
     check_range,
     fail,
 )
+from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.geometry import gram_error
 from stiefel_opt.optim import StiefelAdam
 from stiefel_opt.rotations.decoder import Decoder, read_decoder
@@ -44,6 +45,7 @@ ANGLES = {"noise": 0.1, "kl": 0.03, "ce": 0.03}  # lr, in radians; see `learn`
 WATCHED = 4  # batches on which the learned rotations are compared with the initial ones
 DRIFT = 5e-7  # error of R'R above which rounding is removed from a rotation
 EVERY = 10  # steps between two checkpoints
+MOST = 10_000  # batches drawn from an iterator of unknown length, where `steps` is not given
 
 
 @torch.inference_mode(mode=False)  # so that it may be called where no graph is recorded
@@ -82,8 +84,9 @@ def learn(
         model: A model that :func:`prepare_` has prepared, in any floating-point dtype, on any
             device; bare, in ``DistributedDataParallel``, or after ``fully_shard``.
         batches: Token ids ``(batch, tokens)``, or dicts with ``input_ids`` and perhaps
-            ``attention_mask``: a list, a data loader. One a step, again from the start for more
-            steps. Under torch.distributed each process gives its own; gradients are averaged.
+            ``attention_mask``, whose zeros no loss counts: a list, a data loader; with ``steps``
+            also an endless iterator. One a step, again from the start for more steps. Under
+            torch.distributed each process gives its own; gradients are averaged.
         start: Default: ``hadamard(model)``, with R3 if ``kv_bits`` is given.
         activation_bits, kv_bits, weight_bits, symmetric: As in :func:`quantized`.
         loss: "noise", place by place, so that a step is one forward pass; "kl" to the model in full
@@ -105,8 +108,9 @@ def learn(
     Returns: The rotations of the last step or, if these are no better on the first four batches,
         the start; ``log`` has the steps.
     Raises:
-        ValueError: for a model that is not prepared, options out of range, no batches, and a
-            checkpoint of other options, another start or other batches.
+        ValueError: for a model that is not prepared, options out of range, no batches, endless ones
+            without ``steps``, a mask that selects no token, and a checkpoint of another model,
+            other options, another start or other batches.
         TypeError: for batches that are no token ids, naming the first, and for other wrong types.
     Note: A step is two forward passes and one backward pass; with "noise" one forward pass. Memory
         beside that of the activations: the rotations in float32, and the optimizer's state.
@@ -135,8 +139,11 @@ def learn(
     method = check_optimizer(method, "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`")
     options |= {"loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
     options |= {"lr": lr, **_options_of(method)}
-    options |= {"start": _digest([start.residual, *start.heads]), "batches": _digest_of_all(data)}
     path = None if checkpoint is None else Path(checkpoint)
+    if path is not None:
+        options["start"] = _digest([start.residual, *start.heads])
+        options["batches"] = _of_all(_digest(each for batch in data for each in batch.values()))
+        options["model"] = _of_all(_digest(decoder.model.state_dict().values()))
     training = _Training(rotations, method, path, options)
     bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
@@ -215,12 +222,14 @@ class _Objective:
                 noise.backward()  # type: ignore[no-untyped-call]
             noises.append(noise.detach())
 
+        mask = batch.get("attention_mask")
         self.quantizers.measure = measure
+        self.quantizers.counted = None if mask is None else mask.bool()
         try:
             with torch.no_grad():
                 self.decoder.model(**batch, use_cache=False, logits_to_keep=1)
         finally:
-            self.quantizers.measure = None
+            self.quantizers.measure = self.quantizers.counted = None
         for rotation in (self.quantizers.residual, *self.quantizers.heads):
             if needs_grad and rotation is not None and rotation.grad is not None:
                 rotation.grad /= len(noises)
@@ -357,8 +366,8 @@ class _Training:
             if given != value:
                 remedy = f"pass {name}={given!r}, or another path"
                 wanted, other = f"be of a training with {name}={value!r}", f"one with {given!r}"
-                if name in ("start", "batches"):
-                    wanted, other = f"be of a training with the same {name}", "one with others"
+                if name in ("start", "batches", "model"):
+                    wanted, other = f"be of a training with the same {name}", "one with another"
                     remedy = f"pass the {name} that it was begun with, or another path"
                 raise ValueError(fail("checkpoint", wanted, other, remedy))
         with torch.no_grad():
@@ -384,15 +393,14 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     """Return a short hash of the tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        values = tensor.detach().cpu().contiguous()
+        values = local_part(tensor).detach().cpu().contiguous()
         digest.update(f"{values.shape}{values.dtype}".encode())
-        digest.update(values.view(torch.uint8).numpy().tobytes())
+        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def _digest_of_all(data: list[dict[str, Tensor]]) -> list[str]:
-    """Return the hash of the batches of each process."""
-    mine = _digest(tensor for batch in data for tensor in batch.values())
+def _of_all(mine: str) -> list[str]:
+    """Return the hashes of every process."""
     if not _many():
         return [mine]
     every: list[Any] = [None] * dist.get_world_size()
@@ -408,8 +416,11 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         wanted, kind = "be an iterable of batches of token ids", type(batches).__name__
         raise TypeError(fail("batches", wanted, kind, "put it into a list"))
-    data = []
+    data: list[dict[str, Tensor]] = []
     for number, batch in enumerate(itertools.islice(batches, steps)):
+        if number == MOST and steps is None and not _has_length(batches):
+            given, remedy = f"more than {MOST} from an iterator", "pass steps, or a list"
+            raise ValueError(fail("batches", "come to an end", given, remedy))
         content = {"input_ids": batch} if isinstance(batch, Tensor) else batch
         ids = content.get("input_ids") if isinstance(content, Mapping) else None
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
@@ -417,12 +428,31 @@ def _token_batches(batches: object, steps: int | None) -> list[dict[str, Tensor]
             got = f"{tuple(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else ""
             remedy = "tokenize with return_tensors='pt'"
             raise TypeError(fail(f"batches[{number}]", wanted, got or type(batch).__name__, remedy))
-        mask = content.get("attention_mask")
-        own = {"input_ids": ids.long()}
-        data.append(own if mask is None else {**own, "attention_mask": mask})
+        own, mask = {"input_ids": ids.long()}, content.get("attention_mask")
+        if mask is not None:
+            _check_mask(f"batches[{number}]['attention_mask']", mask, ids)
+            own["attention_mask"] = mask
+        data.append(own)
     if not data:
         raise ValueError(fail("batches", "hold at least one batch", "none"))
     return data
+
+
+def _has_length(batches: Iterable[Any]) -> bool:
+    try:
+        len(batches)  # type: ignore[arg-type]
+    except TypeError:  # also of a data loader of a stream
+        return False
+    return True
+
+
+def _check_mask(name: str, mask: object, ids: Tensor) -> None:
+    """Raise unless ``mask`` selects some of the tokens."""
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        given = mask if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(fail(name, f"be a tensor {tuple(ids.shape)}, as input_ids", given))
+    if not bool(mask.any()):
+        raise ValueError(fail(name, "select at least one token", "zeros", "leave the batch out"))
 
 
 def _check_options(

@@ -140,6 +140,7 @@ class Quantizers:
     symmetric: bool
     recompute: bool = False
     measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
+    counted: Tensor | None = None  # mask (batch, tokens) of the rows that are measured
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -216,19 +217,27 @@ class Quantizers:
         if not self.enabled or bits is None:
             return x
         if self.measure is not None:
-            self._measure(x, bits, rotation, self.symmetric)
+            self._measure(x, bits, rotation, self.symmetric, counted=self.counted)
             return x
         y = fake_quantize(turned(widened(x), rotation), bits, self.symmetric)
         return turned(y, rotation, back=True).to(x.dtype)
 
     def _measure(
-        self, x: Tensor, bits: int, rotation: Rotation, symmetric: bool, outward: Rotation = None
+        self,
+        x: Tensor,
+        bits: int,
+        rotation: Rotation,
+        symmetric: bool,
+        *,
+        outward: Rotation = None,
+        counted: Tensor | None = None,
     ) -> None:
         """Pass the noise of rounding ``x`` to ``measure``, with a gradient for rotations only."""
         if self.measure is None or (not isinstance(rotation, Tensor) and outward is None):
             return  # fixed: nothing to learn
+        rows = x.detach() if counted is None else x.detach()[counted]
         with torch.enable_grad():
-            y = turned(widened(x.detach()), rotation)
+            y = turned(widened(rows), rotation)
             y = y if outward is None else turned(y.mT, outward).mT
             self.measure(noise_ratio(y, bits, symmetric))
 

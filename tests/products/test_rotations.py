@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import stiefel_opt as so
 from stiefel_opt import rotations
 from stiefel_opt.compat import SGDG
 from stiefel_opt.numerics.geometry import random_point
-from stiefel_opt.rotations import Rotations, quantizers
+from stiefel_opt.rotations import Rotations, learning, quantizers
 from stiefel_opt.rotations.hadamard_matrices import (
     fixed_rotation,
     hadamard_factors,
@@ -458,6 +459,83 @@ def test_stopped_training_goes_on_bit_for_bit(loss: str, passes: int, tmp_path: 
     assert [e["loss"] for e in resumed.log] == [e["loss"] for e in whole.log]
     with pytest.raises(ValueError, match="`checkpoint` must be of a training with symmetric=True"):
         rotations.learn(model, data, checkpoint=tmp_path / "stopped.pt", symmetric=True, **options)
+
+
+@pytest.mark.parametrize("changed", ["lm_head.weight", "model.layers.1.mlp.down_proj.weight"])
+@pytest.mark.parametrize("loss", ["noise", "kl"])
+def test_a_checkpoint_of_another_model_is_refused(loss: str, changed: str, tmp_path: Path) -> None:
+    options = {"steps": 3, "progress": False, "loss": loss, "checkpoint": tmp_path / "learned.pt"}
+    model = prepared()
+    first = rotations.learn(model, tokens(), **options)
+    again = rotations.learn(prepared(), tokens(), **options)  # another object, the same weights
+    assert torch.equal(first.residual, again.residual)
+    with torch.no_grad():
+        model.get_parameter(changed)[0, 0] += 1e-3
+    with pytest.raises(ValueError, match=r"training with the same model, .* another path"):
+        rotations.learn(model, tokens(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"weight_bits": 4}], ids=str)
+def test_noise_of_tokens_that_the_mask_leaves_out_does_not_count(options) -> None:
+    model = prepared()
+    start = Rotations(torch.eye(WIDTH), [torch.eye(HEAD)] * 2)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = mask[1, 2:] = 0
+    found = []
+    for padding in (0, 5):
+        (ids,) = tokens(1)
+        batch = {"input_ids": ids.where(mask.bool(), padding), "attention_mask": mask}
+        options = {"start": start, "steps": 5, "progress": False, **options}
+        found.append(rotations.learn(model, [batch], **options))
+    torch.testing.assert_close(found[0].residual, found[1].residual)
+    torch.testing.assert_close(found[0].heads[0], found[1].heads[0])
+    assert found[0].log[0]["loss"] == pytest.approx(found[1].log[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.zeros(2, 9), "must select at least one token, got zeros; leave the batch out"),
+        (torch.ones(9), r"must be a tensor \(2, 9\), as input_ids, got shape \(9,\)"),
+        ([[1] * 9] * 2, r"must be a tensor \(2, 9\), as input_ids, got list"),
+    ],
+)
+def test_masks_are_checked(mask, message) -> None:
+    first, second = tokens(2)
+    batches = [first, {"input_ids": second, "attention_mask": mask}]
+    with pytest.raises(ValueError, match=r"`batches\[1\]\['attention_mask'\]` " + message):
+        rotations.learn(prepared(), batches, progress=False)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield tokens(1)[0]
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        lambda: itertools.cycle(tokens()),
+        lambda: itertools.repeat({"input_ids": tokens()[0]}),
+        Stream,
+        lambda: torch.utils.data.DataLoader(Stream(), batch_size=None),
+    ],
+)
+def test_endless_batches_need_steps(endless, monkeypatch) -> None:
+    monkeypatch.setattr(learning, "MOST", 40)
+    model = prepared()
+    assert len(rotations.learn(model, endless(), steps=2, progress=False).log) == 2
+    with pytest.raises(ValueError, match=r"must come to an end, got more than 40 .* pass steps"):
+        rotations.learn(model, endless(), progress=False)
+
+
+def test_a_long_list_needs_no_steps(monkeypatch) -> None:
+    monkeypatch.setattr(learning, "MOST", 4)
+    monkeypatch.setattr(learning, "STEPS", 1)
+    data = tokens(2) * 3
+    assert len(rotations.learn(prepared(), data, progress=False).log) == 6
+    assert len(rotations.learn(prepared(), iter(data[:4]), progress=False).log) == 4
 
 
 def test_rotations_are_plain_data(tmp_path: Path) -> None:
