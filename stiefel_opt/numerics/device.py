@@ -33,6 +33,16 @@ MapT = TypeVar("MapT", bound=Callable[..., Any])
 
 # Whether this code is being traced by ``torch.compile`` or exported.
 is_compiling: Final = torch.compiler.is_compiling
+# The same of the compiler alone, which every read of a watched parameter can afford.
+is_in_dynamo: Final = torch.compiler.is_dynamo_compiling
+
+
+def is_followed() -> bool:
+    """Say whether code is traced, or transformed by ``torch.func`` or forward differentiation."""
+    if is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    is_forward = torch.autograd.forward_ad._current_level >= 0
+    return is_forward or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def untraced(function: MapT) -> MapT:
