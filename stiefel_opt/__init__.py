@@ -5,13 +5,13 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
-from stiefel_opt.optim import CayleyAdam as CayleyAdam
-from stiefel_opt.optim import CayleySGD as CayleySGD
-from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
+from stiefel_opt.methods import CayleyAdam as CayleyAdam
+from stiefel_opt.methods import CayleySGD as CayleySGD
+from stiefel_opt.methods import ProjectedRGD as ProjectedRGD
+from stiefel_opt.methods import StiefelLBFGS as StiefelLBFGS
+from stiefel_opt.methods import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
-from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
-from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.tags.constraints import LostTagWarning as LostTagWarning

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.functional import adaptive
-from stiefel_opt.functional.adaptive import adaptive_adam, adaptive_sgd, with_radius
+from stiefel_opt.functional.adaptive import adaptive_adam, adaptive_sgd
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.momentum import (
     FACTOR,
@@ -27,6 +27,7 @@ from stiefel_opt.functional.momentum import (
     sgd,
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
+from stiefel_opt.functional.radius import GROWTH, with_radius
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.commit import Correction, Rule
@@ -50,7 +51,7 @@ _FRICTION: Final = (
     State(adaptive.MOMENTUM, "1", dtype="real"),
     State(adaptive.UNIT, "1", dtype="real", least=0.0),
 )
-_GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real", least=-1.0)
+_GROWTH: Final = State(GROWTH, "1", dtype="real", least=-1.0)
 _SECOND_MOMENTS: Final = (
     State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric", least=0.0),
     State("exp_avg_sq_normal", dtype="real", tall_only=True, least=0.0),
@@ -76,7 +77,7 @@ class _Flows(StiefelOptimizer):
 
     def radii_of(self) -> dict[Tensor, float]:
         """Return the largest virtual radius of each weight that has one."""
-        growths = largest_of(self.state, adaptive.GROWTH)
+        growths = largest_of(self.state, GROWTH)
         return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
 
     def factors_of(self) -> dict[Tensor, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.functional import spectral_direction
+from stiefel_opt.methods import spectral_direction
 
 METRICS = (0.5, 0.0, -1.0, 0.7)
 ALPHA = 0.30028311  # of theorem 19
