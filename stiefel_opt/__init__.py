@@ -5,9 +5,13 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
+from stiefel_opt.methods import AdaptiveAdam as AdaptiveAdam
+from stiefel_opt.methods import AdaptiveSGD as AdaptiveSGD
 from stiefel_opt.methods import CayleyAdam as CayleyAdam
 from stiefel_opt.methods import CayleySGD as CayleySGD
 from stiefel_opt.methods import ProjectedRGD as ProjectedRGD
+from stiefel_opt.methods import PublishedAdam as PublishedAdam
+from stiefel_opt.methods import PublishedSGD as PublishedSGD
 from stiefel_opt.methods import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.methods import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelAdam as StiefelAdam

@@ -205,7 +205,7 @@ MUON = [
 ]
 PUBLISHED = [
     *(
-        RuleCase(functional.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
+        RuleCase(methods.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
         for rotation, metric, (keeps, more) in mixed(
             6,
             ROTATIONS,
@@ -214,9 +214,7 @@ PUBLISHED = [
         )
     ),
     *(
-        RuleCase(
-            functional.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps
-        )
+        RuleCase(methods.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps)
         for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
     ),
 ]

@@ -213,7 +213,7 @@ class AdaptiveSGD(torch.optim.Optimizer):
                 parameter.add_(lr * velocity)
 
     def _friction(self, state: Any, grad: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mu and c, `functional/adaptive.py`, with F = G."""
+        """Return mu and c, `methods/adaptive.py`, with F = G."""
         each = tuple(range(1, grad.ndim))  # dimensions of a copy
         square = grad.square().sum(each, keepdim=True)
         minus_s = -(grad * velocity).sum(each, keepdim=True)

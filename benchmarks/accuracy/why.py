@@ -88,7 +88,7 @@ class Run(NamedTuple):
 
 class AdaptiveAdam(torch.optim.Adam):
     """The rule of ``StiefelAdam(adaptive=True)`` without the constraint, for the first group; Adam
-    for the others. Letters are those of `functional.adaptive_adam`."""
+    for the others. Letters are those of `methods.adaptive_adam`."""
 
     def __init__(self, params: list[dict[str, Any]], lr: float) -> None:
         super().__init__(params, lr=lr)

@@ -1,7 +1,5 @@
 """Pure functions on batches of matrices, tensors in and tensors out: update rules and maps."""
 
-from stiefel_opt.functional.adaptive import adaptive_adam as adaptive_adam
-from stiefel_opt.functional.adaptive import adaptive_sgd as adaptive_sgd
 from stiefel_opt.functional.delta import delta_product as delta_product
 from stiefel_opt.functional.flows import Length as Length
 from stiefel_opt.functional.momentum import adam as adam
@@ -10,8 +8,6 @@ from stiefel_opt.functional.momentum import evaluated as evaluated
 from stiefel_opt.functional.momentum import metric_parameter as metric_parameter
 from stiefel_opt.functional.momentum import sgd as sgd
 from stiefel_opt.functional.own import own as own
-from stiefel_opt.functional.published import published_adam as published_adam
-from stiefel_opt.functional.published import published_sgd as published_sgd
 from stiefel_opt.functional.radius import with_radius as with_radius
 from stiefel_opt.functional.recurrence import rollout as rollout
 from stiefel_opt.functional.reflections import cwy as cwy

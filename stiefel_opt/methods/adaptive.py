@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stiefel_opt.errors import fail
 from stiefel_opt.functional.flows import (
     Length,
     Move,
@@ -63,6 +65,12 @@ from stiefel_opt.numerics.linalg import (
     inner_product,
     product,
 )
+from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.commit import Rule
+from stiefel_opt.optim.records import largest_of
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import U_STATE, Z_STATE, StiefelAdam, StiefelSGD
+from stiefel_opt.optim.torch_rules import Group
 
 SLOPE: Final = "slope"
 FACTOR: Final = "step_factor"
@@ -273,3 +281,125 @@ def _moved(
     V = torch.addcmul(minus_g, mu, new_U) if nesterov else new_U.clone()
     new_X, carried, length = advance(X, V, new_U, direction, new_Z, eta, transport, S, sums, reader)
     return new_X, new | carried, length
+
+
+# ---- the optimizers -----------------------------------------------------------------------------
+
+_FRICTION: Final = (
+    State(SLOPE, "1", dtype="real", least=0.0),
+    State(FACTOR, "1", start=1.0, dtype="real", least=0.0),
+    State(MOMENTUM, "1", dtype="real"),
+    State(UNIT, "1", dtype="real", least=0.0),
+)
+_DIVIDED: Final = tuple(replace(each, unit="divided") for each in (Z_STATE, U_STATE))
+
+
+class _Adaptive(StiefelOptimizer):
+    """What both classes check, and the numbers that a report shows."""
+
+    def check_most(self, name: str, most: float) -> None:
+        """Raise unless the largest momentum ``name`` can be one."""
+        if not 0 < most < 1:
+            wanted = "be in (0, 1): it is the most momentum that there may be"
+            raise ValueError(fail(name, wanted, most))
+
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return largest_of(self.state, FACTOR)
+
+    def momenta_of(self) -> dict[Tensor, float]:
+        """Return the largest momentum of the last step of each weight that chooses it."""
+        return largest_of(self.state, MOMENTUM)
+
+
+class AdaptiveSGD(_Adaptive, StiefelSGD):
+    """:class:`StiefelSGD` whose momentum and length of a step follow the slope of the loss.
+
+    They follow the slope along the last step: ``lr`` is the first step's angle, root mean square,
+    and ``momentum`` the most that there may be; see :func:`stiefel_opt.methods.adaptive_sgd`. For
+    losses without noise; with ``transport="projected"`` it needs fewer steps. A closure must
+    evaluate one loss.
+
+    Args:
+        params, lr, weight_decay, nesterov, maximize, foreach, fused, differentiable, metric,
+            transport, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        momentum: In (0, 1).
+        dampening: Must be 0.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Seven products of n x m by m x m a step, eight if "projected", one more off the canonical
+        metric; state is one tensor like the parameter, one of m x m and four numbers a matrix.
+
+    Reference:
+        Dai & Yuan (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
+    """
+
+    rule = "AdaptiveSGD"
+    sums_over_rows = True
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        self.check_most("momentum", group["momentum"])
+        if group["dampening"] != 0:
+            raise ValueError(fail("dampening", "be 0", group["dampening"]))
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE, *_FRICTION
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, adaptive_sgd, "metric", "transport")
+
+
+class AdaptiveAdam(_Adaptive, StiefelAdam):
+    """:class:`StiefelAdam` whose momentum and length of a step follow the slope of the loss.
+
+    They follow the slope along the last step: entries of the first steps are about ``lr``, and
+    ``betas[0]`` is the most momentum that there may be; see
+    :func:`stiefel_opt.methods.adaptive_adam`. For losses without noise; with
+    ``transport="projected"`` it needs fewer steps. A closure must evaluate one loss.
+
+    Args:
+        params, lr, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable,
+            fused, decoupled_weight_decay, metric, transport, nonfinite, stiefel: As in
+            :class:`StiefelAdam`.
+        betas: The first in (0, 1).
+        nesterov, radius: As in :class:`StiefelAdam`. Default: None, which is False and 1.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Nine products of n x m by m x m a step, ten if "projected", one more off the canonical
+        metric; state is that of :class:`StiefelAdam` and three numbers a matrix.
+
+    Reference:
+        That of :class:`AdaptiveSGD`.
+    """
+
+    rule = "AdaptiveAdam"
+    sums_over_rows = True
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        self.check_most("betas[0]", group["betas"][0])
+
+    @override
+    def resolved(self, group: Group) -> Group:
+        given = {"radius": 1.0, "nesterov": False}
+        return super().resolved({**group, **{k: v for k, v in given.items() if group[k] is None}})
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return *_DIVIDED, *self.moments_for(group), *_FRICTION[:3]
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        options = ("nesterov", "metric", "transport")
+        return self.by_radius(group, self.bound(self.resolved(group), adaptive_adam, *options))
