@@ -220,6 +220,13 @@ _SYNONYMS = {
 }
 
 
+# Options of before that are classes of their own now.
+_MOVED = {
+    "adaptive": "so.AdaptiveSGD or so.AdaptiveAdam",
+    "rotation": "so.PublishedSGD or so.PublishedAdam",
+}
+
+
 def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
     """Raise for a key of a group that means an option, such as "weightdecay" or "epsilon".
 
@@ -230,6 +237,9 @@ def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
     for name in group:
         if name == "params" or any(f"_{option}_" in f"_{name}_" for option in known):
             continue  # an option, or made of one: "max_momentum" of a scheduler
+        if name in _MOVED:
+            remedy = f"take {_MOVED[name]}"
+            raise TypeError(fail(name, f"not be an option of {rule}", repr(group[name]), remedy))
         letters = _letters(str(name))
         near = difflib.get_close_matches(letters, spelled, 1, 0.8 if len(letters) > 3 else 1.0)
         meant = spelled[near[0]] if near else synonyms.get(letters)

@@ -279,7 +279,7 @@ def test_a_momentum_that_has_grown_is_loaded_again():
     """The published transport multiplies it; such a training goes on by skipped steps."""
     torch.manual_seed(0)
     weight, factor = so.ManifoldParameter(torch.randn(12, 4)), torch.randn(12, 12)
-    opt = so.StiefelSGD([weight], lr=0.1, transport="published")
+    opt = so.PublishedSGD([weight], lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(20):
