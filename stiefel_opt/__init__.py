@@ -35,6 +35,7 @@ from stiefel_opt.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
 from stiefel_opt.points import orthogonal_ as orthogonal_
+from stiefel_opt.points import polar as polar
 from stiefel_opt.points import project_tangent as project_tangent
 from stiefel_opt.points import random_point as random_point
 from stiefel_opt.points import retract as retract

@@ -49,6 +49,15 @@ def none_found(name: str, wanted: str, model: nn.Module, remedy: str = "") -> st
     return fail(name, f"have {wanted}", f"a {type(model).__name__} of none", remedy)
 
 
+def counted(bad: torch.Tensor) -> str:
+    """Return how many of a batch are bad, and which is the first: " in 2 of 9 matrices, ..."."""
+    if not bad.ndim:
+        return ""
+    first = bad.nonzero()[0].tolist()
+    index = tuple(first) if len(first) > 1 else first[0]
+    return f" in {int(bad.sum())} of {bad.numel()} matrices, the first at index {index}"
+
+
 def users_level() -> int:
     """Return the ``stacklevel`` by which a warning of the caller shows the user's own line."""
     frame, level, inner = sys._getframe(1), 1, ("stiefel_opt", "torch")

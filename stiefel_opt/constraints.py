@@ -404,12 +404,14 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     Raises:
         ValueError: for values that are not finite, naming the parameter, or if nothing in the model
             is constrained. Nothing has changed then, but for sharded parameters before that one.
+            For a tensor that autograd has computed: :func:`polar` has the derivative.
         TypeError: if ``x`` is neither, or has no fraction.
 
     Note: One singular value decomposition for each matrix that is off, and a host sync.
     """
     if isinstance(x, Tensor):
         reading = reading_of(x, manifold, "x")
+        _check_unrecorded(x)
         if not x.is_meta:
             to_nearest_(x, reading, "x")
         return x
@@ -426,6 +428,18 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         if not parameter.is_meta:
             to_nearest_(parameter, reading, name)
     return x
+
+
+def _check_unrecorded(tensor: Tensor) -> None:
+    """Raise for a result of autograd, whose gradient would miss the projection.
+
+    A view of a leaf is no result: writing to it changes the leaf.
+    """
+    base = tensor._base
+    if tensor.grad_fn is not None and not (base is not None and base.is_leaf):
+        remedy = "call so.polar(x), which has the derivative, or project x.detach()"
+        given = f"a result of {tensor.grad_fn.name()}"
+        raise ValueError(fail("x", "be no tensor that autograd has computed", given, remedy))
 
 
 def to_nearest_(tensor: Tensor, reading: Stiefel, name: str) -> None:

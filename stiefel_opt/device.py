@@ -117,6 +117,13 @@ def readable(tensor: Tensor) -> Tensor | None:
     return torch.func.debug_unwrap(tensor.detach(), recurse=True)
 
 
+def values_of(tensor: Tensor) -> Tensor | None:
+    """Return the values of ``tensor``, waiting for them; None while traced or captured."""
+    if not may_wait_for(tensor):
+        return None
+    return torch.func.debug_unwrap(tensor.detach(), recurse=True)
+
+
 # ---- readers -----------------------------------------------------------------------------------
 
 

@@ -96,22 +96,51 @@ def riemannian_gradient(point: Tensor, grad: Tensor, *, a: float = 0.5) -> Tenso
     return grad + point @ (skew(product) / (1 - a) - product)
 
 
-def polar_factor(matrices: Tensor) -> Tensor:
+def polar_factor(matrices: Tensor, determinant: int | None = None) -> Tensor:
     r"""Return the orthonormal matrices nearest to ``matrices`` in every unitarily invariant norm.
 
     For :math:`A = P \Sigma Q^\top`, tall and finite, it is :math:`P Q^\top`. Where A has not full
-    rank the nearest matrix is not unique and one of them is returned.
+    rank the nearest matrix is not unique and one of them is returned. With a ``determinant`` of 1
+    or -1, square real matrices only, the last column of P changes its sign where that is needed.
 
     Note: One LAPACK singular value decomposition, about 6 n m^2 + 20 m^3 flops, which waits for the
         device: for initial values, not for steps. One Newton-Schulz step at the end removes the
         rounding of the decomposition from X'X - I. Autograd would divide by differences of
-        singular values: :func:`retract` has the derivative.
+        singular values: :func:`polar` has the derivative.
     """
+    return _polar_factor(matrices, determinant)[0]
+
+
+def polar(matrices: Tensor, determinant: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return :func:`polar_factor`, differentiable, and how far each is from not being unique.
+
+    That is the smallest sum of two singular values, equal or not, by which the derivative divides,
+    over the largest; the sign of one that changes it counts. Shape ``(...)``, 0 for a zero matrix.
+    """
+    polar, values = _Polar.apply(matrices, determinant)  # type: ignore[no-untyped-call]
+    last = values[..., -1]
+    if determinant is None:
+        smallest = 2 * last
+    elif values.size(-1) > 1:
+        smallest = values[..., -2] + last
+    else:
+        smallest = last.new_ones(()).expand_as(last)
+    largest = values.abs().amax(dim=-1)
+    return polar, torch.where(largest > 0, smallest / largest, 0.0)
+
+
+def _polar_factor(matrices: Tensor, determinant: int | None) -> tuple[Tensor, Tensor]:
+    """Return the factor and the singular values, the last with the sign that it needs."""
     if matrices.size(-2) < matrices.size(-1):
         raise ValueError(fail("matrices", "be tall", matrices))
     with no_autocast(matrices):
-        left, _, right = torch.linalg.svd(widened(matrices), full_matrices=False)
-        return newton_schulz(left @ right).to(matrices.dtype)
+        left, values, right = torch.linalg.svd(widened(matrices), full_matrices=False)
+        if determinant is not None:
+            sign = torch.linalg.det(left @ right).sign() * determinant
+            signs = torch.ones_like(values)
+            signs[..., -1] = sign
+            left, values = left * signs.unsqueeze(-2), values * signs
+        return newton_schulz(left @ right).to(matrices.dtype), values
 
 
 def newton_schulz(point: Tensor, steps: int = 1) -> Tensor:
@@ -150,8 +179,7 @@ def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     """
     moved = point + tangent
     if retraction == "polar":
-        polar: Tensor = _Polar.apply(moved)  # type: ignore[no-untyped-call]
-        return polar
+        return polar(moved)[0]
     if retraction == "qr":
         return positive_qr(moved)
     turn = skew(point.mH @ tangent)
@@ -183,33 +211,40 @@ class _Polar(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(matrices: Tensor) -> Tensor:
-        return polar_factor(matrices)
+    def forward(matrices: Tensor, determinant: int | None) -> tuple[Tensor, Tensor]:
+        return _polar_factor(matrices, determinant)
 
     @staticmethod
     @override
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs, output)
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, int | None], output: tuple[Tensor, Tensor]
+    ) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[0], output[0])
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         matrices, polar = ctx.saved_tensors
         with no_autocast(matrices):
             stretch, inner = sym(polar.mH @ matrices), polar.mH @ grads[0]
-            # solve_ex: without full rank there is no derivative, and the device need not wait
-            normal = grads[0] - polar @ inner
-            across: Tensor = torch.linalg.solve_ex(stretch, normal, left=False).result
-            result: Tensor = across + 2 * polar @ solve_lyapunov(stretch, skew(inner))
-            return result
+            spectrum = torch.linalg.eigh(stretch.detach())
+            result = 2 * polar @ solve_lyapunov(stretch, skew(inner), spectrum)
+            if polar.size(-2) > polar.size(-1):
+                twice = torch.zeros_like(stretch)
+                inverse = solve_lyapunov(stretch, add_to_diagonal_(twice, 2.0), spectrum)
+                result = result + (grads[0] - polar @ inner) @ inverse
+            return result, None
 
 
 def solve_lyapunov(
     matrix: Tensor, right: Tensor, spectrum: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Return X with H X + X H = Y, H positive definite; differentiable any number of times.
+    """Return X with H X + X H = Y, H Hermitian; differentiable any number of times.
 
-    ``spectrum``: eigenvalues and eigenvectors of H, where they are known better than from H.
+    Where two eigenvalues add up to zero there is none, or many: of the smallest norm.
+
+    ``spectrum``: eigenvalues and eigenvectors of H, where they are known already.
     """
     values, basis = spectrum or torch.linalg.eigh(matrix.detach())
     solution: Tensor = _Lyapunov.apply(matrix, right, values, basis)  # type: ignore[no-untyped-call]
@@ -228,7 +263,10 @@ class _Lyapunov(torch.autograd.Function):
     @staticmethod
     @override
     def forward(matrix: Tensor, right: Tensor, values: Tensor, basis: Tensor) -> Tensor:
-        inner = (basis.mH @ right @ basis) / (values.unsqueeze(-1) + values.unsqueeze(-2))
+        sums = values.unsqueeze(-1) + values.unsqueeze(-2)
+        rounding = values.size(-1) * torch.finfo(values.dtype).eps
+        is_zero = sums.abs() <= rounding * values.abs().amax(-1)[..., None, None]
+        inner = torch.where(is_zero, 0, basis.mH @ right @ basis / sums.masked_fill(is_zero, 1))
         return basis @ inner @ basis.mH
 
     @staticmethod

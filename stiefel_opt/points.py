@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from stiefel_opt import geometry
-from stiefel_opt._checks import check_choice, fail
-from stiefel_opt.device import finest_dtype, working_dtype
+from stiefel_opt._checks import check_choice, check_flag, counted, fail, users_level
+from stiefel_opt.device import finest_dtype, no_autocast, values_of, working_dtype
 from stiefel_opt.distributed import is_sharded
 from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
+from stiefel_opt.linalg import are_finite, sym
 from stiefel_opt.manifold import Stiefel, manifold_of
 
 
@@ -63,9 +66,10 @@ def nearest(
 
 def check_projectable(tensor: Tensor, reading: Stiefel, name: str, remedy: str) -> None:
     """Raise unless what ``reading`` reads of ``tensor`` is finite."""
-    for part in reading.parts(tensor.detach()):
+    for index, part in enumerate(reading.parts(tensor.detach())):
         if not bool(torch.isfinite(part).all()):
-            given = f"shape {tuple(tensor.shape)} with infinities or NaN"
+            bad = ~are_finite(reading.matrices(part, index))
+            given = f"shape {tuple(tensor.shape)} with infinities or NaN{counted(bad)}"
             raise ValueError(fail(name, "be finite to be projected", given, remedy))
 
 
@@ -186,6 +190,123 @@ def orthogonal_(
         point = reading.scale * gain * geometry.positive_qr(gaussian)
         part.copy_(reading.stored(point, part.shape, index))
     return tensor
+
+
+@overload
+def polar(
+    tensor: Tensor,
+    manifold: Stiefel | None = None,
+    *,
+    determinant: Literal[1, -1] | None = None,
+    return_factor: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def polar(
+    tensor: Tensor,
+    manifold: Stiefel | None = None,
+    *,
+    determinant: Literal[1, -1] | None = None,
+    return_factor: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def polar(
+    tensor: Tensor,
+    manifold: Stiefel | None = None,
+    *,
+    determinant: Literal[1, -1] | None = None,
+    return_factor: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Return the point nearest to ``tensor``, with its derivative.
+
+    The polar factor Q of each matrix A = QH, H symmetric and positive semidefinite; of a wide one
+    A = HQ. By the singular value decomposition :math:`A = P \Sigma R^\top` it is
+    :math:`Q = P R^\top`. With ``determinant=1`` the nearest rotation,
+    :math:`P \, \mathrm{diag}(1, \dots, 1, \det P R^\top) R^\top`, also known as the solution of
+    Kabsch and of the special orthogonal Procrustes problem.
+
+    Args:
+        tensor: Any tensor, an activation too. It is not written to.
+        manifold: The reading; the point is ``scale`` times Q. Default: the tag of ``tensor``, else
+            ``Stiefel()``. Rows that it leaves plain are returned as they are.
+        determinant: 1 or -1, of square real matrices. Default: None, the nearest of both kinds.
+        return_factor: Return H, too, ``(..., m, m)``, m the smaller size; with another determinant
+            than that of the nearest point its last eigenvalue is negative. Default: False.
+
+    Returns: The point, or the point and H.
+    Raises:
+        ValueError: for values that are not finite, naming the first matrix and how many there are,
+            shapes that do not fit, and a determinant of matrices that are rectangles or complex.
+        TypeError: for what is no tensor of numbers with a fraction.
+
+    Note: One singular value decomposition and one Newton-Schulz step, in float32 for half
+        precision; the derivative, of any order in reverse mode, one eigendecomposition of m x m.
+        It divides by sums of two singular values, one negative if ``determinant`` has changed its
+        sign: singular values that are equal do no harm. Where such a sum is zero, as of a zero
+        matrix, the nearest point is not unique: this warns, returns one of them, and the derivative
+        in the direction of the others is zero. On an accelerator nothing is read, and nothing said.
+    Reference: Higham, Functions of matrices (2008), chapter 8; Kabsch (1976); Umeyama (1991).
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(fail("tensor", "be a tensor", type(tensor).__name__))
+    check_flag("return_factor", return_factor)
+    reading = reading_of(tensor, manifold, "tensor")
+    if return_factor and reading.rows is not None:
+        remedy = "call it for each range of rows"
+        raise ValueError(fail("return_factor", "be False for a reading with rows", True, remedy))
+    factors: list[Tensor] = []
+
+    def nearest_of(matrices: Tensor, _: Tensor) -> Tensor:
+        wide = widened(matrices)
+        check_determinant(determinant, wide, "tensor")
+        with no_autocast(wide):
+            _check_finite(wide, tensor)
+            points, gap = geometry.polar(wide, determinant)
+            _warn_if_not_unique(gap, wide.size(-2))
+            if return_factor:
+                factors.append(sym(points.mH @ wide).to(matrices.dtype))
+            return (reading.scale * points).to(matrices.dtype)
+
+    point = _matrix_wise(nearest_of, reading, tensor, tensor, torch.clone)
+    if return_factor:
+        is_wide = reading.is_wide(tensor.shape)
+        return point, factors[0].mT if is_wide else factors[0]
+    return point
+
+
+def check_determinant(determinant: object, matrices: Tensor, name: str) -> None:
+    """Raise unless the ``determinant`` is None, or 1 or -1 and real square ``matrices`` have it."""
+    if determinant is None:
+        return
+    if type(determinant) is not int or determinant not in (1, -1):
+        raise ValueError(fail("determinant", "be 1, -1 or None", repr(determinant)))
+    if matrices.size(-2) != matrices.size(-1):
+        wanted = f"be None where matrices of `{name}` are not square"
+        remedy = f"they are {matrices.size(-2)} x {matrices.size(-1)}, tall: none has a determinant"
+        raise ValueError(fail("determinant", wanted, determinant, remedy))
+    if matrices.is_complex():
+        wanted = f"be None for the complex matrices of `{name}`"
+        remedy = "theirs is a phase, which each step of an optimizer moves"
+        raise ValueError(fail("determinant", wanted, determinant, remedy))
+
+
+def _check_finite(matrices: Tensor, tensor: Tensor) -> None:
+    """Raise for values that are not finite, if they may be looked at."""
+    values = values_of(matrices)
+    if values is not None and not bool((finite := are_finite(values)).all()):
+        given = f"shape {tuple(tensor.shape)} with infinities or NaN{counted(~finite)}"
+        raise ValueError(fail("tensor", "be finite", given))
+
+
+def _warn_if_not_unique(gap: Tensor, height: int) -> None:
+    values = values_of(gap)
+    if values is None:
+        return
+    several = values <= height * torch.finfo(values.dtype).eps
+    if bool(several.any()):
+        warnings.warn(
+            f"the nearest point is not unique{counted(several)}: two singular values, with their "
+            "signs, add up to zero, as without full rank; one of the nearest is returned",
+            stacklevel=users_level(),
+        )
 
 
 def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
@@ -63,8 +62,6 @@ def record(module: nn.Module, name: str, reading: Stiefel, *, keeps: bool = Fals
     if RECORDS not in module.__dict__:
         module.__dict__[RECORDS] = {}
         module.register_load_state_dict_pre_hook(_warn_if_off)  # type: ignore[no-untyped-call]
-        if isinstance(module, NonDynamicallyQuantizableLinear):
-            module.register_load_state_dict_post_hook(_warn_if_lost)  # type: ignore[no-untyped-call]
     module.__dict__[RECORDS][name] = reading
     others = module.__dict__.get(KEEPS, set()) - {name}
     module.__dict__[KEEPS] = others | {name} if keeps else others
@@ -103,7 +100,8 @@ class _Watched(dict[str, Any]):
     """The parameters of a module with records: a dict that checks writes and reads.
 
     Assigning a parameter without a tag registers a forward pre-hook, which checks the tags once and
-    is removed: TorchScript and fast paths see no hook in other forward passes.
+    is removed: TorchScript and fast paths see no hook in other forward passes. Where the module has
+    no forward pass, or another module reads its parameter, the read checks.
     """
 
     silent = True  # until all is in place, as while a pickle is read
@@ -113,6 +111,7 @@ class _Watched(dict[str, Any]):
         self.records = records_of(module)
         self.hooks = module._forward_pre_hooks
         self.kind = type(module).__name__
+        self.has_forward = type(module).forward is not nn.Module.forward
         self.looks: dict[str, _Looks] = {}
         self.silent = False
 
@@ -216,14 +215,50 @@ class _Watched(dict[str, Any]):
         return True
 
     def arm(self) -> None:
-        """Let the next forward pass check for lost tags."""
+        """Let the next forward pass, of the module or of one that reads it, check the tags."""
         if _warn_if_lost not in self.hooks.values():
             self.hooks[RemovableHandle(self.hooks).id] = _warn_if_lost
+        self.__class__ = _Armed
+
+    def warn_if_lost(self) -> None:
+        """Warn once of recorded parameters without tag."""
+        for name, reading in self.records.items():
+            value = self.get(name)
+            if not isinstance(value, nn.Parameter):
+                return  # a tensor of functional_call or of a replica: look again
+            if manifold_of(value) != reading and not self.silent:
+                self.silent = True
+                warnings.warn(_LOST.format(name, self.kind), LostTagWarning, users_level())
+        self.disarm()
 
     def disarm(self) -> None:
         """Remove that hook."""
+        self.__class__ = _Watched
         for key in [key for key, hook in self.hooks.items() if hook is _warn_if_lost]:
             self.hooks.pop(key, None)
+
+
+class _Armed(_Watched):
+    """The same while a tag may be lost."""
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        if name in self.records:
+            self.warn_if_read()
+        return _Watched.__getitem__(self, name)  # the class may have changed
+
+    @untraced
+    def warn_if_read(self) -> None:
+        """Check the tags in a forward pass; where the module has none, where gradients are on."""
+        is_used = not self.has_forward and torch.is_grad_enabled()
+        frame = cast("FrameType | None", sys._getframe(2))
+        while frame is not None:
+            if frame.f_code.co_name == "extra_repr":  # to be printed
+                return
+            is_used |= frame.f_code is _CALL
+            frame = frame.f_back
+        if is_used:
+            self.warn_if_lost()
 
 
 def _is_swapped(frame: FrameType) -> bool:
@@ -236,6 +271,11 @@ def _is_swapped(frame: FrameType) -> bool:
 _WRITES: Final = 32  # between two looks in evaluations, at most
 _READS: Final = 16  # with gradients, before the second look
 _CALL: Final = nn.Module._call_impl.__code__  # around every forward pass
+_LOST: Final = (
+    "`{}` of {} has lost its Stiefel tag because its parameter was replaced, and would be trained "
+    "without its constraint; call so.retag(model), and then build the optimizer anew: it holds the "
+    "former parameter"
+)
 _WRITTEN: Final = (
     "`{}` of {} is off the manifold, |X'X - I| = {:.0e}: it was written to, as the average of a "
     "training or a merged adapter is; call so.project_(model) before it is used, and for averages "
@@ -301,23 +341,9 @@ def watch(module: nn.Module) -> None:
 
 @untraced
 def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
-    """Hook before a forward pass, or after loading: warn of a recorded parameter without tag."""
-    parameters = module._parameters
-    if not isinstance(parameters, _Watched):
-        return
-    for name, reading in parameters.records.items():
-        if not isinstance(parameters.get(name), nn.Parameter):
-            return  # a tensor of functional_call or of a replica: look again
-        if manifold_of(parameters[name]) != reading and not parameters.silent:
-            parameters.silent = True
-            warnings.warn(
-                f"`{name}` of {type(module).__name__} has lost its Stiefel tag because its "
-                "parameter was replaced, and would be trained without its constraint; call "
-                "so.retag(model), and then build the optimizer anew: it holds the former parameter",
-                LostTagWarning,
-                stacklevel=users_level(),
-            )
-    parameters.disarm()
+    """Hook before a forward pass: warn of a recorded parameter without tag."""
+    if isinstance(module._parameters, _Watched):
+        module._parameters.warn_if_lost()
 
 
 def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel:

@@ -30,7 +30,7 @@ MAY_IMPORT = {  # room: other rooms it may see; a room sees itself, __init__ see
     "stacked": set(),
     "foreign": {"_checks", "device"},
     "manifold": {"_checks"},
-    "points": {*BASE, "device", "distributed"},
+    "points": {*BASE, "device", "distributed", "linalg"},
     "batches": {"manifold"},
     "trained": {*BASE, "device"},
     "parameter": {"manifold", "points", "_checks", "device", "distributed", "foreign", "trained"},

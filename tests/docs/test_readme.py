@@ -34,8 +34,24 @@ def test_it_is_read_in_two_minutes() -> None:
     assert len(README.encode()) <= 14_000
 
 
+def test_the_two_commands_stand_at_the_top() -> None:
+    """How to get the package, and each command in a block, with what it prints and its minutes."""
+    top = "\n".join(README.splitlines()[:30])
+    blocks = re.findall(r"^```bash\n(.*?)^```$", top, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    for command, prints in (("make demo", "table"), ("make test", "passed")):
+        (line,) = (line for line in lines if line.split("#")[0].strip() == command)
+        assert prints in line
+        assert re.search(r"\b(two|three|four|five) minutes\b", line)
+    assert "`pip install .`" in top
+    assert re.search(r"git clone \S+://|unpack", top)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
 def test_there_is_something_to_run() -> None:
-    assert README.count("```python") == len(BLOCKS) == 7
+    assert README.count("```python") == len(BLOCKS) == 6
     assert README.count("```text") == sum(block.values[2] is not None for block in BLOCKS) > 0
 
 

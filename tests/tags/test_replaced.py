@@ -1,5 +1,6 @@
 """A weight put into a constrained module keeps its own reading; loading warns where it must."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -183,3 +184,71 @@ def test_an_adapter_that_is_merged_is_told_in_the_next_evaluation() -> None:
         (text,) = warnings_of(lambda: [model(torch.ones(1, 8)) for _ in range(4)])
     assert "`weight` of Linear is off the manifold" in text
     assert "a merged adapter" in text
+
+
+# ---- weights that another module reads ---------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Reads the weight of a module whose own forward pass never runs."""
+
+    def __init__(self, holder: nn.Module, name: str) -> None:
+        super().__init__()
+        self.holder, self.name = holder, name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        holder: Any = self.holder
+        is_indexed = isinstance(holder, (nn.ParameterList, nn.ParameterDict))
+        key = int(self.name) if isinstance(holder, nn.ParameterList) else self.name
+        return x @ (holder[key] if is_indexed else getattr(holder, self.name))
+
+
+def bare() -> nn.Module:
+    module = nn.Module()
+    module.basis = nn.Parameter(torch.randn(6, 3))
+    return module
+
+
+HOLDERS: dict[str, tuple[Any, str]] = {
+    "list": (lambda: nn.ParameterList([torch.zeros(2), torch.randn(6, 3)]), "1"),
+    "dict": (lambda: nn.ParameterDict({"down": torch.randn(6, 3)}), "down"),
+    "module without forward": (bare, "basis"),
+    "tied layer": (lambda: nn.Linear(3, 6), "weight"),
+}
+
+
+@pytest.mark.parametrize("way", ["assigned", "loaded"])
+@pytest.mark.parametrize("records", [True, False])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_replaced_weight_is_told_where_it_is_read(kind: str, records: bool, way: str) -> None:
+    make, name = HOLDERS[kind]
+    model = nn.Sequential(Reader(make(), name))
+    so.constrain(model[0], f"holder.{name}")
+    holder, new = model[0].holder, nn.Parameter(model[0].holder._parameters[name].detach().clone())
+    if way == "loaded":
+        holder.load_state_dict(holder.state_dict(), assign=True)
+    elif isinstance(holder, nn.ParameterList):
+        holder[int(name)] = new
+    else:
+        setattr(holder, name, new)
+    assert not warnings_of(lambda: (repr(model), model.state_dict(), list(model.parameters())))
+    with torch.set_grad_enabled(records):
+        (text,) = warnings_of(lambda: [model(torch.ones(2, 6)) for _ in range(3)])
+    assert f"`{name}` of {type(holder).__name__} has lost its Stiefel tag" in text
+    so.retag(model)
+    assert not warnings_of(lambda: model(torch.ones(2, 6)))
+    assert so.orthonormality_error(model) < 1e-6
+
+
+def test_a_list_that_no_module_reads_is_told_of_its_loss() -> None:
+    weights = so.constrain(nn.ParameterList([torch.randn(6, 3)]), "0")
+    weights[0] = nn.Parameter(torch.randn(6, 3))
+    so.retag(weights)
+    assert not warnings_of(lambda: weights[0].sum())
+    weights[0] = nn.Parameter(torch.randn(6, 3))
+    copied = copy.deepcopy(weights)
+    for each in (weights, copied):
+        with torch.no_grad():
+            assert not warnings_of(lambda each=each: each[0].sum())
+        (text,) = warnings_of(lambda each=each: [each[0].sum() for _ in range(2)])
+        assert "`0` of ParameterList has lost its Stiefel tag" in text
