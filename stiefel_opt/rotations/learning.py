@@ -149,9 +149,7 @@ def learn(
     options |= {"lr": lr, **_options_of(method)}
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
-        options["start"] = _digest([start.residual, *start.heads])
-        options["batches"] = _of_all(_digest(each for batch in data for each in batch.values()))
-        options["model"] = _of_all(_digest(decoder.model.state_dict().values()))
+        options |= _digests(decoder.model, start, data)
     training = _Training(rotations, method, path, options)
     bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
@@ -395,6 +393,15 @@ def _options_of(optimizer: Optimizer) -> dict[str, str]:
         if name != "params"
     }
     return {"optimizer": type(optimizer).__name__, **options}
+
+
+def _digests(model: nn.Module, start: Rotations, data: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Return hashes of everything that a training goes on with."""
+    return {
+        "start": _digest([start.residual, *start.heads]),
+        "batches": _of_all(_digest(each for batch in data for each in batch.values())),
+        "model": _of_all(_digest(model.state_dict().values())),
+    }
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
