@@ -5,24 +5,6 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
-from stiefel_opt.averaging import averaged as averaged
-from stiefel_opt.constraints import LostTagWarning as LostTagWarning
-from stiefel_opt.constraints import constrain as constrain
-from stiefel_opt.constraints import param_groups as param_groups
-from stiefel_opt.constraints import project_ as project_
-from stiefel_opt.constraints import release as release
-from stiefel_opt.constraints import retag as retag
-from stiefel_opt.integrations import clip_grad_norm_ as clip_grad_norm_
-from stiefel_opt.integrations import constrain_adapters as constrain_adapters
-from stiefel_opt.integrations import constrain_attention as constrain_attention
-from stiefel_opt.integrations import export_adapters as export_adapters
-from stiefel_opt.integrations import from_geoopt as from_geoopt
-from stiefel_opt.integrations import from_geotorch as from_geotorch
-from stiefel_opt.integrations import from_torch_orthogonal as from_torch_orthogonal
-from stiefel_opt.integrations import log_orthonormality as log_orthonormality
-from stiefel_opt.integrations import orthonormality_errors as orthonormality_errors
-from stiefel_opt.manifold import Stiefel as Stiefel
-from stiefel_opt.on_manifold import on_manifold as on_manifold
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
@@ -31,16 +13,34 @@ from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
-from stiefel_opt.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.parametrizations import orthogonal as orthogonal
-from stiefel_opt.penalty import orthonormality_penalty as orthonormality_penalty
-from stiefel_opt.points import orthogonal_ as orthogonal_
-from stiefel_opt.points import polar as polar
-from stiefel_opt.points import project_tangent as project_tangent
-from stiefel_opt.points import random_point as random_point
-from stiefel_opt.points import retract as retract
-from stiefel_opt.report import orthonormality_error as orthonormality_error
-from stiefel_opt.report import report as report
+from stiefel_opt.tags.constraints import LostTagWarning as LostTagWarning
+from stiefel_opt.tags.constraints import constrain as constrain
+from stiefel_opt.tags.constraints import param_groups as param_groups
+from stiefel_opt.tags.constraints import project_ as project_
+from stiefel_opt.tags.constraints import release as release
+from stiefel_opt.tags.constraints import retag as retag
+from stiefel_opt.tags.manifold import Stiefel as Stiefel
+from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
+from stiefel_opt.tags.points import orthogonal_ as orthogonal_
+from stiefel_opt.tags.points import polar as polar
+from stiefel_opt.tags.points import project_tangent as project_tangent
+from stiefel_opt.tags.points import random_point as random_point
+from stiefel_opt.tags.points import retract as retract
+from stiefel_opt.tags.report import orthonormality_error as orthonormality_error
+from stiefel_opt.tags.report import report as report
+from stiefel_opt.tools import clip_grad_norm_ as clip_grad_norm_
+from stiefel_opt.tools import constrain_adapters as constrain_adapters
+from stiefel_opt.tools import constrain_attention as constrain_attention
+from stiefel_opt.tools import export_adapters as export_adapters
+from stiefel_opt.tools import from_geoopt as from_geoopt
+from stiefel_opt.tools import from_geotorch as from_geotorch
+from stiefel_opt.tools import from_torch_orthogonal as from_torch_orthogonal
+from stiefel_opt.tools import log_orthonormality as log_orthonormality
+from stiefel_opt.tools import orthonormality_errors as orthonormality_errors
+from stiefel_opt.tools.any_optimizer import on_manifold as on_manifold
+from stiefel_opt.tools.averaging import averaged as averaged
+from stiefel_opt.tools.penalty import orthonormality_penalty as orthonormality_penalty
 
 __version__ = "0.1.0"
 
@@ -50,6 +50,6 @@ def __getattr__(name: str) -> _Any:
     if name in ("compat", "rotations"):
         return importlib.import_module(f"stiefel_opt.{name}")
     if name == "StellaConfig":
-        return importlib.import_module("stiefel_opt.integrations.peft_parts").StellaConfig
+        return importlib.import_module("stiefel_opt.tools.peft_parts").StellaConfig
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message, name=name, obj=_sys.modules[__name__])  # "Did you mean ...?"

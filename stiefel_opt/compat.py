@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_range, fail
-from stiefel_opt.device import working_dtype
+from stiefel_opt.errors import check_range, fail
 from stiefel_opt.functional.cayley import cayley_adam
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.numerics.device import working_dtype
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.cayley import SQUARES, CayleySGD
 from stiefel_opt.optim.checks import listed
@@ -33,6 +32,7 @@ from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.parametrizations.as_torch import orthogonal
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
 
 __all__ = ["SGDG", "AdamG", "CaileySGD", "orthogonal"]
 

@@ -23,7 +23,7 @@ import stiefel_opt as so
 Step = Callable[[], None]
 
 # What of the package's inside is patched to make a CPU look like an accelerator.
-IS_ON_CPU = "stiefel_opt.device._is_on_cpu"
+IS_ON_CPU = "stiefel_opt.numerics.device._is_on_cpu"
 
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 every_rule = pytest.mark.parametrize("name", RULES)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import stiefel_opt as so
 from stiefel_opt import functional
-from stiefel_opt.geometry import RETRACTIONS, random_point
+from stiefel_opt.numerics.geometry import RETRACTIONS, random_point
 
 SKEW, NORMAL = "momentum_skew", "momentum_normal"
 UNPROJECTED = ("momentum_unprojected", "momentum_factor", "momentum_overlap")

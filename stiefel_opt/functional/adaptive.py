@@ -43,7 +43,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, coupling
 from stiefel_opt.functional.momentum import (
     NORMAL,
@@ -57,7 +56,8 @@ from stiefel_opt.functional.momentum import (
     skew_force,
     turn_square,
 )
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Reader, reader_for
+from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Sums,
     add_product_,

@@ -25,7 +25,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.descent import carried, move_along_cayley
 from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortened
 from stiefel_opt.functional.momentum import (
@@ -36,7 +35,8 @@ from stiefel_opt.functional.momentum import (
     normal_force,
     skew_force,
 )
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Reader, reader_for
+from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Sums,
     add_product_,
@@ -46,7 +46,7 @@ from stiefel_opt.linalg import (
     square_norm,
     trace_of,
 )
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 # Names of state: |G|^2, averaged, and its running maximum.
 SQUARE = "exp_avg_sq_norm"

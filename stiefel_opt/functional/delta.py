@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import HALF, check_count, fail
-from stiefel_opt.device import no_autocast, readable
+from stiefel_opt.errors import HALF, check_count, fail
 from stiefel_opt.functional.reflections import check_strengths
+from stiefel_opt.numerics.device import no_autocast, readable
 
 _FACTORS = 64  # in a chunk, by default: the triangular solves then stay small and well batched
 

@@ -32,7 +32,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, limited
 from stiefel_opt.functional.momentum import (
     NORMAL,
@@ -42,8 +41,9 @@ from stiefel_opt.functional.momentum import (
     normal_force,
     skew_force,
 )
-from stiefel_opt.geometry import RETRACTIONS as RETRACTIONS
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Reader, reader_for
+from stiefel_opt.numerics.geometry import RETRACTIONS as RETRACTIONS
+from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Sums,
     add_product,
@@ -55,7 +55,7 @@ from stiefel_opt.linalg import (
     product,
     sym,
 )
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 # A step as long as this turns by atan(64), 89 degrees; what is longer only worsens conditions.
 _LONGEST: Final = 64.0

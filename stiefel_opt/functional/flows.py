@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.device import Reader
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Reader
+from stiefel_opt.numerics.linalg import (
     MEDIUM,
     Sums,
     add_product,
@@ -30,7 +30,7 @@ from stiefel_opt.linalg import (
     polar_rotation,
     symmetric_product,
 )
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 Scalar = float | Tensor
 Tensors = dict[str, Tensor]

@@ -55,7 +55,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import Reader, reader_for
 from stiefel_opt.functional.flows import (
     METRICS,
     Length,
@@ -68,7 +67,8 @@ from stiefel_opt.functional.flows import (
     step_factors_of,
     turned_square,
 )
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Reader, reader_for
+from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Sums,
     add_product,

@@ -39,10 +39,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import check_range, fail
-from stiefel_opt.device import Fixed, Reader, finest_dtype, reader_for
+from stiefel_opt.errors import check_range, fail
 from stiefel_opt.functional.flows import Length, Move, Scalar
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Fixed, Reader, finest_dtype, reader_for
+from stiefel_opt.numerics.linalg import (
     BLOCKED,
     LOCAL_SUMS,
     Sums,
@@ -61,7 +61,7 @@ from stiefel_opt.linalg import (
     symmetric_product,
     trace_of,
 )
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 # Name of state: B.
 AMBIENT: Final = "momentum_ambient"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
-from stiefel_opt.device import finest_dtype, full_precision, no_autocast
-from stiefel_opt.geometry import solve_lyapunov
+from stiefel_opt.errors import fail
+from stiefel_opt.numerics.device import finest_dtype, full_precision, no_autocast
+from stiefel_opt.numerics.geometry import solve_lyapunov
 
 
 @full_precision

@@ -53,8 +53,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import check_choice
-from stiefel_opt.device import Reader
+from stiefel_opt.errors import check_choice
 from stiefel_opt.functional.flows import (
     METRICS,
     Length,
@@ -75,7 +74,8 @@ from stiefel_opt.functional.momentum import (
     precondition,
     skew_force,
 )
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import Reader
+from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Sums,
     add_product,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, fail
+from stiefel_opt.errors import check_choice, fail
 
 COMPLEX_NONLINEARITIES: Final = ("modrelu", "tanh")
 NONLINEARITIES: Final = ("abs", "modrelu", "relu", "tanh")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
-from stiefel_opt.device import full_precision
-from stiefel_opt.linalg import exponential, solution
+from stiefel_opt.errors import fail
+from stiefel_opt.numerics.device import full_precision
+from stiefel_opt.numerics.linalg import exponential, solution
 
 
 @full_precision

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
+from stiefel_opt.errors import fail
 from stiefel_opt.functional.reflections import check_lengths
 
 

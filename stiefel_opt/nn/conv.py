@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_counts, check_flags, fail
+from stiefel_opt.errors import check_choice, check_counts, check_flags, fail
 from stiefel_opt.nn._transition import (
     check_transition,
     draw_uniform,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 from typing_extensions import override
 
-from stiefel_opt._checks import HALF, check_counts, check_flags, fail
+from stiefel_opt.errors import HALF, check_counts, check_flags, fail
 from stiefel_opt.functional import delta_product
 
 _SHORTEST_KEY = 1e-3  # shorter ones fade out instead of jumping to unit length

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import check_group
-from stiefel_opt.device import exact_products, is_compiling, readable
-from stiefel_opt.distributed import is_sharded
+from stiefel_opt.errors import check_group
 from stiefel_opt.functional.flows import Tensors, corrected
 from stiefel_opt.functional.momentum import NORMAL, SKEW
+from stiefel_opt.numerics.device import exact_products, is_compiling, readable
+from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.commit import Correction, Rule, StepOptions
@@ -34,7 +34,7 @@ from stiefel_opt.optim.state import State, StateDict, complete_state, declared_o
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
-from stiefel_opt.parameter import note_whole, project_untagged
+from stiefel_opt.tags.parameter import note_whole, project_untagged
 
 # The learning rate is limited so that its square fits float32; rotations saturate long before.
 _LARGEST_LR: Final = 2.0**50

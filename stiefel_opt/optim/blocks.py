@@ -17,13 +17,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.batches import as_batch
-from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.linalg import Sums
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.linalg import Sums
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.state import MASTER, ROWS, State, StateDict, key_of
+from stiefel_opt.tags.blocks import as_batch
+from stiefel_opt.tags.manifold import Stiefel
 
 # On a CPU a batch should stay in the last-level cache together with its temporaries; on an
 # accelerator launches cost more than memory, and temporaries are about ten times a batch.

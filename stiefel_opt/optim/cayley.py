@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_flag, check_integer
+from stiefel_opt.errors import check_flag, check_integer
 from stiefel_opt.functional.cayley import MAX_SQUARE, SQUARE, cayley_adam, cayley_sgd
-from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 SQUARES = tuple(State(name, "1", dtype="real", least=0.0) for name in (SQUARE, MAX_SQUARE))
 

@@ -9,10 +9,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import HALF, fail
-from stiefel_opt.distributed import local_part
-from stiefel_opt.geometry import scale_rounding
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import HALF, fail
+from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.geometry import scale_rounding
 from stiefel_opt.optim.checks import check_saved_lr, label, reading
 from stiefel_opt.optim.state import (
     MOMENTS_OF_TORCH,
@@ -22,6 +21,7 @@ from stiefel_opt.optim.state import (
     key_of,
 )
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 FORMAT: Final = 1  # of what state_dict() returns; one more when older code would misread it
 

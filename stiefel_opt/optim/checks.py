@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import (
+from stiefel_opt.errors import (
     NOTHING_CONSTRAINED,
     check_choice,
     check_dtype,
@@ -21,14 +21,14 @@ from stiefel_opt._checks import (
     fail,
     users_level,
 )
-from stiefel_opt.device import readable
-from stiefel_opt.distributed import local_part
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.functional.published import ROTATIONS
-from stiefel_opt.manifold import Stiefel, manifold_of, reading_by
+from stiefel_opt.numerics.device import readable
+from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.commit import LARGEST_SAFE
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
 
 NONFINITE: Final = ("skip", "raise", "ignore")
 TRANSPORTS: Final = ("isometric", "projected", "published")

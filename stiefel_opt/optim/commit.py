@@ -21,20 +21,28 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import CONSTRAINABLE, fail, users_level
-from stiefel_opt.batches import as_batch, shares_memory
-from stiefel_opt.device import Fixed, Lagged, Now, Reader, index_on, reader_for, working_dtype
+from stiefel_opt.errors import CONSTRAINABLE, fail, users_level
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
-from stiefel_opt.geometry import (
+from stiefel_opt.numerics.device import (
+    Fixed,
+    Lagged,
+    Now,
+    Reader,
+    index_on,
+    reader_for,
+    working_dtype,
+)
+from stiefel_opt.numerics.geometry import (
     FAR,
     gram_error,
     identity_error,
     orthonormality_tolerance,
     polar_factor,
 )
-from stiefel_opt.linalg import Sums, are_finite, largest_stretch, square_norm
+from stiefel_opt.numerics.linalg import Sums, are_finite, largest_stretch, square_norm
 from stiefel_opt.optim.blocks import Stack
 from stiefel_opt.optim.state import State, StateDict
+from stiefel_opt.tags.blocks import as_batch, shares_memory
 
 # The longest gradient that is safe, 2e13 in float32 and 1e148 in float64: a millionth of the root
 # of the largest number leaves room for momenta and sums of squares. Half precision is summed in

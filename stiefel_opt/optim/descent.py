@@ -6,15 +6,15 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice
+from stiefel_opt.errors import check_choice
 from stiefel_opt.functional.descent import RETRACTIONS, descend
-from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.checks import check_metric
 from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike, options_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 
 class ProjectedRGD(SGDLike):

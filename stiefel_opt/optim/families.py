@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import check_flag, check_range, fail
+from stiefel_opt.errors import check_flag, check_range, fail
 from stiefel_opt.functional.flows import Move, Scalar
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checkpoint import TorchRule

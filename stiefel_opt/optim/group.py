@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import index_on, is_cpu, working_dtype
-from stiefel_opt.distributed import local_part
+from stiefel_opt.numerics.device import index_on, is_cpu, working_dtype
+from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.blocks import (
     Weight,
     join_masters,

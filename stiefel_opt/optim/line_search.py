@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is meant
 
-from stiefel_opt._checks import fail
-from stiefel_opt.batches import Stack, stacks_of
-from stiefel_opt.device import exact_products, finest_dtype
+from stiefel_opt.errors import fail
 from stiefel_opt.functional import lbfgs
-from stiefel_opt.geometry import riemannian_gradient
-from stiefel_opt.linalg import own_gram
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.numerics.device import exact_products, finest_dtype
+from stiefel_opt.numerics.geometry import riemannian_gradient
+from stiefel_opt.numerics.linalg import own_gram
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.blocks import Stack, stacks_of
+from stiefel_opt.tags.manifold import Stiefel
 
 Closure = Callable[[], Any]
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_flag, check_range
+from stiefel_opt.errors import check_choice, check_flag, check_range
 from stiefel_opt.functional.flows import Tensors
 from stiefel_opt.functional.muon import AMBIENT, muon
-from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import MuonLike, options_of, with_factor
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 PLAIN: Final = ("adamw", "muon")
 

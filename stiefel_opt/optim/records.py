@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.distributed import whole
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.optim.group import TALLIES
 from stiefel_opt.optim.state import StateDict
-from stiefel_opt.parameter import recalled
+from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.parameter import recalled
 
 
 class Records:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.distributed import RowSums, is_sharded, replicated
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.numerics.distributed import RowSums, is_sharded, replicated
+from stiefel_opt.tags.manifold import Stiefel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt import linalg
-from stiefel_opt._checks import HALF, check_choice, fail
-from stiefel_opt.device import working_dtype
-from stiefel_opt.distributed import local_part
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import HALF, check_choice, fail
+from stiefel_opt.numerics import linalg
+from stiefel_opt.numerics.device import working_dtype
+from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.sharding import Shards
+from stiefel_opt.tags.manifold import Stiefel
 
 StateDict = dict[str, Any]
 

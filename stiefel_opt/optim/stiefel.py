@@ -27,7 +27,6 @@ from stiefel_opt.functional.momentum import (
     sgd,
 )
 from stiefel_opt.functional.published import published_adam, published_sgd
-from stiefel_opt.manifold import Stiefel
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.commit import Correction, Rule
@@ -35,6 +34,7 @@ from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
 from stiefel_opt.optim.records import largest_of
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
 U_STATE: Final = State(NORMAL, symmetry="normal")

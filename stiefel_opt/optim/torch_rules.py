@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
-from stiefel_opt.device import is_cpu
+from stiefel_opt.numerics.device import is_cpu
 
 Group = dict[str, Any]
 PlainRule = Callable[..., None]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.distributed import is_sharded
+from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim.group import WeightGroup
 from stiefel_opt.optim.torch_rules import Group
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
-from stiefel_opt.distributed import is_sharded, whole
+from stiefel_opt.errors import fail
 from stiefel_opt.functional.flows import Tensors
-from stiefel_opt.linalg import skew as skew_part
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.numerics.distributed import is_sharded, whole
+from stiefel_opt.numerics.linalg import skew as skew_part
 from stiefel_opt.optim.blocks import Weight
 from stiefel_opt.optim.checks import reading
 from stiefel_opt.optim.state import State, StateDict, complete_state, key_of, point_of
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 
 class Form(NamedTuple):

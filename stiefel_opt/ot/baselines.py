@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt._checks import check_group, check_range, fail
-from stiefel_opt.geometry import project_tangent, retract
+from stiefel_opt.errors import check_group, check_range, fail
+from stiefel_opt.numerics.geometry import project_tangent, retract
 
 
 class _Ascent(Optimizer):

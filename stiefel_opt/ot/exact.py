@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from stiefel_opt._checks import check_integer, fail
-from stiefel_opt._optional import imported
+from stiefel_opt.errors import check_integer, fail
 from stiefel_opt.ot.clouds import read_clouds, read_projection
+from stiefel_opt.tools.optional import imported
 
 
 def projected_wasserstein(

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import fail
-from stiefel_opt.device import finest_dtype, working_dtype
-from stiefel_opt.geometry import gram_error, polar_factor
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import fail
+from stiefel_opt.numerics.device import finest_dtype, working_dtype
+from stiefel_opt.numerics.geometry import gram_error, polar_factor
 from stiefel_opt.parametrizations.init import with_determinant
+from stiefel_opt.tags.manifold import Stiefel
 
 Free = Tensor | tuple[Tensor, ...]
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import check_choice, check_count
+from stiefel_opt.errors import check_choice, check_count
 from stiefel_opt.functional.reflections import cwy_factors
-from stiefel_opt.geometry import newton_schulz
+from stiefel_opt.numerics.geometry import newton_schulz
 
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 

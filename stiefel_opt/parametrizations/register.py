@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import (
+from stiefel_opt.errors import (
     check_choice,
     check_dtype,
     check_module,
@@ -18,17 +18,17 @@ from stiefel_opt._checks import (
     fail,
     find_parameter,
 )
-from stiefel_opt.geometry import polar_factor
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.numerics.geometry import polar_factor
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.init import draw_rotation
 from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
-from stiefel_opt.stacked import CONVOLUTIONS, stacked
-from stiefel_opt.trained import HARMFUL, distance, looks_trained, warn_of_lost
-from stiefel_opt.watching import mark_maps
+from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.trained import HARMFUL, distance, looks_trained, warn_of_lost
+from stiefel_opt.tags.watch import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import check_count, check_integer, fail
-from stiefel_opt.device import untraced, working_dtype
+from stiefel_opt.errors import check_count, check_integer, fail
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
-from stiefel_opt.geometry import (
+from stiefel_opt.numerics.device import untraced, working_dtype
+from stiefel_opt.numerics.geometry import (
     gram_error,
     newton_schulz,
     orthonormality_tolerance,
     polar_factor,
     widened,
 )
-from stiefel_opt.manifold import Stiefel
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs, logarithm
+from stiefel_opt.tags.manifold import Stiefel
 
 
 class _Based(Parametrization):

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from stiefel_opt._checks import fail
+from stiefel_opt.errors import fail
 from stiefel_opt.rotations.decoder import Decoder, own_config
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stiefel_opt._checks import check_module, fail, type_name
-from stiefel_opt.distributed import is_sharded
+from stiefel_opt.errors import check_module, fail, type_name
+from stiefel_opt.numerics.distributed import is_sharded
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
 OWN = "_stiefel_config"  # of a model: the config that it shares with no other

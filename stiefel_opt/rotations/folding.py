@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import fail
+from stiefel_opt.errors import fail
 from stiefel_opt.rotations.decoder import mark, read_decoder, rows, state_of, whole
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import install, usable_decoder

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import Optimizer
 
-from stiefel_opt._checks import (
+from stiefel_opt.errors import (
     check_choice,
     check_counts,
     check_flags,
@@ -28,11 +28,9 @@ from stiefel_opt._checks import (
     check_range,
     fail,
 )
-from stiefel_opt._optional import ProgressBar
-from stiefel_opt.distributed import local_part
-from stiefel_opt.geometry import gram_error
+from stiefel_opt.numerics.distributed import local_part
+from stiefel_opt.numerics.geometry import gram_error
 from stiefel_opt.optim import StiefelAdam
-from stiefel_opt.parameter import ManifoldParameter
 from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.quantizers import (
@@ -43,6 +41,8 @@ from stiefel_opt.rotations.quantizers import (
 )
 from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import hadamard
+from stiefel_opt.tags.parameter import ManifoldParameter
+from stiefel_opt.tools.optional import ProgressBar
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import fail
+from stiefel_opt.errors import fail
 from stiefel_opt.rotations.attention import TURNS, add_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed

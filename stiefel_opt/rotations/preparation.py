@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import fail
+from stiefel_opt.errors import fail
 from stiefel_opt.rotations.decoder import (
     Decoder,
     mark,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from stiefel_opt._checks import check_flag, check_integer, fail, users_level
-from stiefel_opt.geometry import widened
+from stiefel_opt.errors import check_flag, check_integer, fail, users_level
+from stiefel_opt.numerics.geometry import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stiefel_opt._checks import fail
-from stiefel_opt.geometry import gram_error, newton_schulz
+from stiefel_opt.errors import fail
+from stiefel_opt.numerics.geometry import gram_error, newton_schulz
 from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.hadamard_matrices import largest_hadamard
 

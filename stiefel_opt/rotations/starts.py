@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import check_integer
-from stiefel_opt.geometry import random_point
+from stiefel_opt.errors import check_integer
+from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_online

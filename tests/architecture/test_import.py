@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stiefel_opt as so
-from stiefel_opt.distributed import is_sharded, local_part, whole
+from stiefel_opt.numerics.distributed import is_sharded, local_part, whole
 
 BESIDE_TORCH = """
 import sys
@@ -41,7 +41,7 @@ sys.meta_path.insert(0, Missing())
 
 import copy
 import stiefel_opt as so
-from stiefel_opt.distributed import is_sharded, local_part, whole
+from stiefel_opt.numerics.distributed import is_sharded, local_part, whole
 
 model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 4))
 so.constrain(model[0])

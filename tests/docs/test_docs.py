@@ -36,7 +36,7 @@ from stiefel_opt import (
     parametrizations,
     rotations,
 )
-from stiefel_opt.report import Report
+from stiefel_opt.tags.report import Report
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 from stiefel_opt.functional.recurrence import NONLINEARITIES, rollout
-from stiefel_opt.geometry import random_point
 from stiefel_opt.nn import OrthogonalRNN
+from stiefel_opt.numerics.geometry import random_point
 
 INPUT, HIDDEN, STEPS, BATCH = 3, 6, 7, 4
 

@@ -10,7 +10,7 @@ from cases import in_turn
 from torch.autograd import gradcheck, gradgradcheck
 
 import stiefel_opt as so
-from stiefel_opt.geometry import (
+from stiefel_opt.numerics.geometry import (
     RETRACTIONS,
     gram_error,
     orthonormality_tolerance,

@@ -7,7 +7,7 @@ import torch
 from cases import in_turn, mixed
 from torch._subclasses import FakeTensorMode
 
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.linalg import (
     FEW,
     cayley,
     exponential,
@@ -19,7 +19,7 @@ from stiefel_opt.linalg import (
     polar_rotation,
     symmetric_product,
 )
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 DTYPES = [torch.float32, torch.float64]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import mixed
 
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 LIMITS = [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.06, 0.1, 0.3, 1.0, 4.0, 16.0]
 DTYPES = [torch.float32, torch.float64]

@@ -19,7 +19,7 @@ from scipy.special import rel_entr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.geometry import random_point
+from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.ot.entropic import EntropicTransport
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import stiefel_opt as so
 from stiefel_opt import rotations
 from stiefel_opt.compat import SGDG
-from stiefel_opt.geometry import random_point
+from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.rotations import Rotations, learning, quantizers
 from stiefel_opt.rotations.hadamard_matrices import (
     fixed_rotation,

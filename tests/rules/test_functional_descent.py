@@ -26,8 +26,8 @@ import stiefel_opt as so
 from stiefel_opt.functional import cayley_adam, cayley_sgd, descend
 from stiefel_opt.functional.descent import RETRACTIONS
 from stiefel_opt.functional.flows import corrected
-from stiefel_opt.geometry import random_point
-from stiefel_opt.linalg import LOCAL_SUMS, cholesky_factor
+from stiefel_opt.numerics.geometry import random_point
+from stiefel_opt.numerics.linalg import LOCAL_SUMS, cholesky_factor
 
 SHAPES = [(9, 4), (5, 4), (7, 1), (4, 4), (1, 1), (12, 6), (6, 5)]
 LARGE = (200, 20)

@@ -24,8 +24,8 @@ from torch import Tensor
 from stiefel_opt.functional import adam, evaluated, sgd
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.functional.momentum import largest_quotient
-from stiefel_opt.geometry import random_point
-from stiefel_opt.linalg import LOCAL_SUMS, own_gram
+from stiefel_opt.numerics.geometry import random_point
+from stiefel_opt.numerics.linalg import LOCAL_SUMS, own_gram
 
 FIRST = {"step": 3.0}
 

@@ -13,11 +13,11 @@ from cases import in_turn, mixed, pairwise
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stiefel_opt.device import Fixed
 from stiefel_opt.functional import Sums, muon, spectral_direction, spectral_gap
 from stiefel_opt.functional.flows import corrected
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
-from stiefel_opt.linalg import LOCAL_SUMS
+from stiefel_opt.numerics.device import Fixed
+from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, random_point
+from stiefel_opt.numerics.linalg import LOCAL_SUMS
 
 AMBIENT = "momentum_ambient"
 DOUBLE = torch.float64

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stiefel_opt.functional import published_adam, published_sgd
 from stiefel_opt.functional.published import polar_factor_by_sums
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, random_point
+from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, random_point
 
 MAPS = {
     "euler": lambda step: torch.eye(step.size(0), dtype=step.dtype) + step,

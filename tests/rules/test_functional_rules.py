@@ -30,12 +30,17 @@ from rule_cases import (
 )
 from torch import Tensor
 
-from stiefel_opt.device import Fixed, Now
 from stiefel_opt.functional import Length, Sums
 from stiefel_opt.functional.flows import corrected
 from stiefel_opt.functional.momentum import corrected_unprojected
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, random_point
-from stiefel_opt.linalg import LOCAL_SUMS, gram, own_gram
+from stiefel_opt.numerics.device import Fixed, Now
+from stiefel_opt.numerics.geometry import (
+    gram_error,
+    orthonormality_tolerance,
+    polar_factor,
+    random_point,
+)
+from stiefel_opt.numerics.linalg import LOCAL_SUMS, gram, own_gram
 
 READERS = [Now, Fixed]
 

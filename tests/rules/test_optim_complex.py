@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
-from stiefel_opt.geometry import (
+from stiefel_opt.numerics.geometry import (
     gram_error,
     polar_factor,
     project_tangent,

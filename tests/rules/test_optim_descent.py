@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stiefel_opt as so
 from stiefel_opt.functional.descent import RETRACTIONS
-from stiefel_opt.geometry import random_point
+from stiefel_opt.numerics.geometry import random_point
 
 DTYPE = torch.float64
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import stiefel_opt as so
 from stiefel_opt.functional import muon
-from stiefel_opt.geometry import random_point
+from stiefel_opt.numerics.geometry import random_point
 
 OPTIONS: list[dict[str, Any]] = [
     {},

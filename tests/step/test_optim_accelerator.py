@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.device import index_on
+from stiefel_opt.numerics.device import index_on
 from stiefel_opt.optim.commit import take_step
 
 pytestmark = pytest.mark.usefixtures("as_accelerator")

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import stiefel_opt as so
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
 
 RULES = [so.StiefelSGD, so.StiefelAdam]
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import stiefel_opt as so
-from stiefel_opt.geometry import random_point
+from stiefel_opt.numerics.geometry import random_point
 
 HALVES = [torch.bfloat16, torch.float16]
 half = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])

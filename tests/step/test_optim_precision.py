@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.geometry import random_point
+from stiefel_opt.numerics.geometry import random_point
 
 BACKENDS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 

@@ -347,7 +347,7 @@ def test_a_weight_that_is_meant_to_be_off_is_silent(rule: str) -> None:
 
 def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[Any] = []
-    checked = "stiefel_opt.watching._Watched.warn_if_far"
+    checked = "stiefel_opt.tags.watch._Watched.warn_if_far"
     monkeypatch.setattr(checked, lambda *seen, **how: bool(looks.append((seen, how))))
     model = so.constrain(nn.Linear(4, 4))
     optimizer = so.StiefelSGD(model.parameters(), lr=0.1)

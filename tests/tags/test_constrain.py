@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import stiefel_opt as so
-from stiefel_opt.geometry import orthonormality_tolerance, polar_factor, random_point
-from stiefel_opt.manifold import manifold_of
+from stiefel_opt.numerics.geometry import orthonormality_tolerance, polar_factor, random_point
+from stiefel_opt.tags.manifold import manifold_of
 
 Stiefel = so.Stiefel
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import stiefel_opt as so
-from stiefel_opt.manifold import manifold_of
-from stiefel_opt.parameter import tag
+from stiefel_opt.tags.manifold import manifold_of
+from stiefel_opt.tags.parameter import tag
 
 Stiefel = so.Stiefel
 

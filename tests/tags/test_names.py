@@ -9,7 +9,7 @@ from contract import warnings_of
 from torch import nn
 
 import stiefel_opt as so
-from stiefel_opt.parameter import project_untagged
+from stiefel_opt.tags.parameter import project_untagged
 
 
 def model() -> nn.Module:

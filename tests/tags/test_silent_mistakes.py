@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import stiefel_opt as so
 from stiefel_opt import compat
-from stiefel_opt.foreign import WHILE_COMPILING
-from stiefel_opt.manifold import manifold_of
+from stiefel_opt.tags.foreign import WHILE_COMPILING
+from stiefel_opt.tags.manifold import manifold_of
 
 
 def model() -> nn.Sequential:
@@ -153,7 +153,7 @@ def test_an_optimizer_that_was_seen_is_not_looked_at_again(
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     train(net, optimizer)
     looks: list[Any] = []
-    monkeypatch.setattr("stiefel_opt.foreign._tagged", lambda seen: looks.append(seen) or [])
+    monkeypatch.setattr("stiefel_opt.tags.foreign._tagged", lambda seen: looks.append(seen) or [])
     train(net, optimizer)
     assert not looks
     train(net, torch.optim.SGD(net.parameters(), 0.1))

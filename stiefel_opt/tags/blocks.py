@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.tags.manifold import Stiefel
 
 
 class Block:

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stiefel_opt._checks import NOTHING_CONSTRAINED, check_dtype, fail, users_level
-from stiefel_opt.batches import Block, Stack, stacks_of
-from stiefel_opt.device import exact_products, reader_for
-from stiefel_opt.distributed import is_sharded
-from stiefel_opt.foreign import inner_optimizers, is_own, trust
-from stiefel_opt.geometry import project_tangent, widened
-from stiefel_opt.linalg import (
+from stiefel_opt.errors import NOTHING_CONSTRAINED, check_dtype, fail, users_level
+from stiefel_opt.numerics.device import exact_products, reader_for
+from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics.geometry import project_tangent, widened
+from stiefel_opt.numerics.linalg import (
     add_to_diagonal_,
     are_finite,
     infinity_norm,
@@ -31,10 +29,12 @@ from stiefel_opt.linalg import (
     own_gram,
     skew,
 )
-from stiefel_opt.manifold import Stiefel, reading_by
-from stiefel_opt.parameter import note_whole, recalled
-from stiefel_opt.points import nearest
-from stiefel_opt.roots import roots
+from stiefel_opt.numerics.roots import roots
+from stiefel_opt.tags.blocks import Block, Stack, stacks_of
+from stiefel_opt.tags.foreign import inner_optimizers, is_own, trust
+from stiefel_opt.tags.manifold import Stiefel, reading_by
+from stiefel_opt.tags.parameter import note_whole, recalled
+from stiefel_opt.tags.points import nearest
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from stiefel_opt._checks import check_dtype, check_module, fail, none_found
-from stiefel_opt.constraints import check_value, constrain
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import check_dtype, check_module, fail, none_found
+from stiefel_opt.tags.constraints import check_value, constrain
+from stiefel_opt.tags.manifold import Stiefel
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import fail
+from stiefel_opt.errors import fail
 
 Ranges = tuple[tuple[int, int], ...]
 

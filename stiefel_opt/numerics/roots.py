@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import is_compiling
-from stiefel_opt.linalg import (
+from stiefel_opt.numerics.device import is_compiling
+from stiefel_opt.numerics.linalg import (
     FEW,
     MEDIUM,
     add_to_diagonal_,

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stiefel_opt._checks import check_integer, check_module, fail, none_found
-from stiefel_opt.report import constrained, orthonormality_error
+from stiefel_opt.errors import check_integer, check_module, fail, none_found
+from stiefel_opt.tags.report import constrained, orthonormality_error
 
 TAG = "orthonormality_error"
 Write = Callable[[dict[str, float], int], None]

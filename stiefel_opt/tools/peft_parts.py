@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from stiefel_opt._checks import fail
-from stiefel_opt._optional import imported
-from stiefel_opt.constraints import constrain
-from stiefel_opt.points import random_point
+from stiefel_opt.errors import fail
+from stiefel_opt.tags.constraints import constrain
+from stiefel_opt.tags.points import random_point
+from stiefel_opt.tools.optional import imported
 
 _PEFT: Final = "'peft>=0.21'"
 _peft = imported("peft", _PEFT)

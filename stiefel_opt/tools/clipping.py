@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import check_flag, check_range, fail
-from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.geometry import project_tangent, widened
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import check_flag, check_range, fail
+from stiefel_opt.numerics.distributed import is_sharded, whole
+from stiefel_opt.numerics.geometry import project_tangent, widened
+from stiefel_opt.tags.manifold import Stiefel
 
 
 @torch.no_grad()

@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 from typing_extensions import override
 
-from stiefel_opt._checks import check_flag, check_module, check_range, fail
-from stiefel_opt.constraints import readings, reread, to_nearest_
-from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import gram_error, newton_schulz, orthonormality_tolerance, widened
-from stiefel_opt.manifold import Stiefel
-from stiefel_opt.parameter import was_released
-from stiefel_opt.watching import has_left, maps_of, mark_maps
+from stiefel_opt.errors import check_flag, check_module, check_range, fail
+from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics.geometry import (
+    gram_error,
+    newton_schulz,
+    orthonormality_tolerance,
+    widened,
+)
+from stiefel_opt.tags.constraints import readings, reread, to_nearest_
+from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.parameter import was_released
+from stiefel_opt.tags.watch import has_left, maps_of, mark_maps
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
 _NEAR: Final = 0.1  # spectral norm of X'X - I from which they reach rounding

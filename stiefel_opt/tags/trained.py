@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt._checks import users_level
-from stiefel_opt.device import finest_dtype
-from stiefel_opt.geometry import widened
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import users_level
+from stiefel_opt.numerics.device import finest_dtype
+from stiefel_opt.numerics.geometry import widened
+from stiefel_opt.tags.manifold import Stiefel
 
 # Independent entries have no singular value above (sqrt(n) + sqrt(m)) times their standard
 # deviation but for fluctuations: at most 1.1 times it in 100 draws of each initialisation of torch.

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from stiefel_opt._checks import CONSTRAINABLE, users_level
-from stiefel_opt.device import (
+from stiefel_opt.errors import CONSTRAINABLE, users_level
+from stiefel_opt.numerics.device import (
     Lagged,
     Now,
     is_compiling,
@@ -32,12 +32,12 @@ from stiefel_opt.device import (
     reader_for,
     untraced,
 )
-from stiefel_opt.distributed import is_sharded, whole
-from stiefel_opt.geometry import FAR, orthonormality_tolerance, scale_tolerance, widened
-from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.parameter import UNSTATED, ManifoldParameter
-from stiefel_opt.points import kept_scale, largest_error, nearest
-from stiefel_opt.trained import distance, is_lost
+from stiefel_opt.numerics.distributed import is_sharded, whole
+from stiefel_opt.numerics.geometry import FAR, orthonormality_tolerance, scale_tolerance, widened
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
+from stiefel_opt.tags.points import kept_scale, largest_error, nearest
+from stiefel_opt.tags.trained import distance, is_lost
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
 KEEPS: Final = "_stiefel_keeps"  # names of parameters whose scale follows the loaded value

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import HALF, fail
-from stiefel_opt.device import full_precision, no_autocast
-from stiefel_opt.device import widened as widened
-from stiefel_opt.linalg import add_to_diagonal_, skew, solution, sym
+from stiefel_opt.errors import HALF, fail
+from stiefel_opt.numerics.device import full_precision, no_autocast
+from stiefel_opt.numerics.device import widened as widened
+from stiefel_opt.numerics.linalg import add_to_diagonal_, skew, solution, sym
 
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 # |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.

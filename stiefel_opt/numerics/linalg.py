@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.device import finest_dtype, has_no_owner, is_compiling, is_cpu
+from stiefel_opt.numerics.device import finest_dtype, has_no_owner, is_compiling, is_cpu
 
 RowSum = Callable[[Tensor], Tensor]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from stiefel_opt._checks import users_level
-from stiefel_opt.device import is_compiling
+from stiefel_opt.errors import users_level
+from stiefel_opt.numerics.device import is_compiling
 
 _LOOKED: Final = "_stiefel_looked"  # on an optimizer: tags and groups when it was seen
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # for the names of weights

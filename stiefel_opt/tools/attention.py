@@ -9,12 +9,12 @@ from typing import Any, Final, Literal, NamedTuple
 from torch import nn
 from typing_extensions import override
 
-from stiefel_opt._checks import check_choice, check_module, fail, type_name
-from stiefel_opt.constraints import apply_readings, check_value
-from stiefel_opt.manifold import Stiefel
+from stiefel_opt.errors import check_choice, check_module, fail, type_name
 from stiefel_opt.nn import MultiheadAttention
-from stiefel_opt.points import kept_scale
-from stiefel_opt.report import in_words, table
+from stiefel_opt.tags.constraints import apply_readings, check_value
+from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.points import kept_scale
+from stiefel_opt.tags.report import in_words, table
 
 # Attribute names of the linear layers, each with the projections it holds, side by side.
 # Layouts that mix the heads of queries, keys and values (``query_key_value``, ``qkv_proj``) are

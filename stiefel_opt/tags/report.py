@@ -12,14 +12,14 @@ from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stiefel_opt._checks import fail, none_found
-from stiefel_opt.constraints import MOVED, readings
-from stiefel_opt.device import finest_dtype
-from stiefel_opt.distributed import whole
-from stiefel_opt.geometry import orthonormality_tolerance
-from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.points import largest_error, reading_of
-from stiefel_opt.stacked import stacked
+from stiefel_opt.errors import fail, none_found
+from stiefel_opt.numerics.device import finest_dtype
+from stiefel_opt.numerics.distributed import whole
+from stiefel_opt.numerics.geometry import orthonormality_tolerance
+from stiefel_opt.tags.constraints import MOVED, readings
+from stiefel_opt.tags.layers import stacked
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.points import largest_error, reading_of
 
 
 @torch.no_grad()

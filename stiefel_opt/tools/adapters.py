@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from typing_extensions import override
 
-from stiefel_opt._checks import check_dtype, check_module, check_range, fail
-from stiefel_opt.constraints import constrain, release
-from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import gram_error, polar_factor, positive_qr, widened
-from stiefel_opt.integrations.migration import from_torch_orthogonal
-from stiefel_opt.manifold import manifold_of
-from stiefel_opt.report import table
+from stiefel_opt.errors import check_dtype, check_module, check_range, fail
+from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics.geometry import gram_error, polar_factor, positive_qr, widened
+from stiefel_opt.tags.constraints import constrain, release
+from stiefel_opt.tags.manifold import manifold_of
+from stiefel_opt.tags.report import table
+from stiefel_opt.tools.migration import from_torch_orthogonal
 
 Line = tuple[str, str, str, str]  # parameter, what it is, its matrices, what was done
 FROM_TORCH: Final = "_stiefel_from_torch"  # {weight: (map, trivialization)}, on the owner
@@ -184,7 +184,7 @@ def export_adapters(
 
 
 def _peft_parts() -> Any:
-    return importlib.import_module("stiefel_opt.integrations.peft_parts")
+    return importlib.import_module("stiefel_opt.tools.peft_parts")
 
 
 def _layers(model: nn.Module, adapter: str | None) -> Iterator[tuple[str, Any, str]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt._checks import HALF, fail
+from stiefel_opt.errors import HALF, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
 

@@ -10,13 +10,18 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from stiefel_opt import geometry
-from stiefel_opt._checks import check_choice, check_flag, counted, fail, users_level
-from stiefel_opt.device import finest_dtype, no_autocast, values_of, working_dtype
-from stiefel_opt.distributed import is_sharded
-from stiefel_opt.geometry import gram_error, orthonormality_tolerance, polar_factor, widened
-from stiefel_opt.linalg import are_finite, sym
-from stiefel_opt.manifold import Stiefel, manifold_of
+from stiefel_opt.errors import check_choice, check_flag, counted, fail, users_level
+from stiefel_opt.numerics import geometry
+from stiefel_opt.numerics.device import finest_dtype, no_autocast, values_of, working_dtype
+from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics.geometry import (
+    gram_error,
+    orthonormality_tolerance,
+    polar_factor,
+    widened,
+)
+from stiefel_opt.numerics.linalg import are_finite, sym
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
 
 
 def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:

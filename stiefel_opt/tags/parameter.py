@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from stiefel_opt._checks import check_writable, fail
-from stiefel_opt.device import untraced
-from stiefel_opt.distributed import is_sharded
-from stiefel_opt.foreign import note_tag
-from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.points import nearest, reading_of
-from stiefel_opt.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.errors import check_writable, fail
+from stiefel_opt.numerics.device import untraced
+from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.tags.foreign import note_tag
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.points import nearest, reading_of
+from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 # Ids of parameters whose tag `untag` removed. An id may come back with another parameter, which

@@ -1,6 +1,6 @@
 """From a model to its constraints and on to an optimizer: constrain, retag, param_groups.
 
-The record on the module, see :mod:`stiefel_opt.watching`, restores the tag at any time.
+The record on the module, see :mod:`stiefel_opt.tags.watch`, restores the tag at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from stiefel_opt._checks import (
+from stiefel_opt.errors import (
     NOTHING_CONSTRAINED,
     check_dtype,
     check_flag,
@@ -30,15 +30,15 @@ from stiefel_opt._checks import (
     none_found,
     users_level,
 )
-from stiefel_opt.distributed import is_sharded, replicated, whole
-from stiefel_opt.foreign import known_modules, note_module
-from stiefel_opt.manifold import Stiefel, manifold_of
-from stiefel_opt.parameter import tag, untag
-from stiefel_opt.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
-from stiefel_opt.stacked import CONVOLUTIONS, stacked
-from stiefel_opt.trained import distance, is_lost, warn_of_lost
-from stiefel_opt.watching import GROUPED, mark_maps, record, records_of, watch
-from stiefel_opt.watching import LostTagWarning as LostTagWarning
+from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
+from stiefel_opt.tags.foreign import known_modules, note_module
+from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.parameter import tag, untag
+from stiefel_opt.tags.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
+from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
+from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
 
