@@ -161,7 +161,11 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
 def _compact(vectors: Tensor, columns: int) -> Tensor:
     """Return the first ``columns`` columns of I - V S^-1 V'."""
     batch = vectors.reshape(-1, *vectors.shape[-2:])
-    result: Tensor = _Compact.apply(batch, columns)[0]  # type: ignore[no-untyped-call]
+    result: Tensor
+    if torch.compiler.is_exporting():  # strictly, which drops the backward of a function
+        result = _leading_columns(batch, columns) - batch @ _solved(batch, columns)[1]
+        return result.reshape(*vectors.shape[:-1], columns)
+    result = _Compact.apply(batch, columns)[0]  # type: ignore[no-untyped-call]
     return result.reshape(*vectors.shape[:-1], columns)
 
 

@@ -35,6 +35,14 @@ MapT = TypeVar("MapT", bound=Callable[..., Any])
 is_compiling: Final = torch.compiler.is_compiling
 
 
+def is_followed() -> bool:
+    """Say whether code is traced, or transformed by ``torch.func`` or forward differentiation."""
+    if is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return True
+    is_forward = torch.autograd.forward_ad._current_level >= 0
+    return is_forward or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def untraced(function: MapT) -> MapT:
     """Decorator: a function that does nothing while code is traced, and then returns None."""
 

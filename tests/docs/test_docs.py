@@ -29,12 +29,12 @@ import stiefel_opt
 from stiefel_opt import (
     compat,
     functional,
-    integrations,
     nn,
     optim,
     ot,
     parametrizations,
     rotations,
+    tools,
 )
 from stiefel_opt.tags.report import Report
 
@@ -148,7 +148,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.rst"))
     documented = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
     objects = {id(resolve(name)) for name in documented}
-    packages = (stiefel_opt, compat, functional, integrations, nn, optim, ot)
+    packages = (stiefel_opt, compat, functional, nn, optim, ot, tools)
     packages += (parametrizations, rotations)
     for package in packages:
         names = getattr(package, "__all__", vars(package))

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import orthonormality_tolerance, polar_factor, random_point
+from stiefel_opt.tags import constraints, watch
 from stiefel_opt.tags.manifold import manifold_of
 
 Stiefel = so.Stiefel
@@ -914,8 +915,8 @@ def test_a_tied_weight_is_released_below_any_of_its_owners(name: str) -> None:
     model[1].weight = model[0].weight
     so.constrain(model, "*.weight")
     so.release(model.get_submodule(name[0]))
-    assert not any(reading for _, reading in so.constraints.readings(model).values())
-    assert all("weight" not in so.watching.records_of(layer) for layer in model)
+    assert not any(reading for _, reading in constraints.readings(model).values())
+    assert all("weight" not in watch.records_of(layer) for layer in model)
 
 
 KERNELS = {
