@@ -43,7 +43,7 @@ from stiefel_opt.tags.points import (
     rms_scale,
 )
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
-from stiefel_opt.tags.uses import check_use, warn_of_tokens
+from stiefel_opt.tags.uses import check_uses
 from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
@@ -127,7 +127,6 @@ def constrain(
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
     asked: dict[str, Stiefel] = {}
-    seen: set[int] = set()
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
         if is_factor(module, each):
@@ -147,14 +146,9 @@ def constrain(
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
         elif scale == "rms":
             reading = replace(reading, scale=rms_scale(parameter, reading, each))
-        if id(parameter) not in seen:  # tied
-            check_use(module, each, parameter, reading, is_said=heads is not None)
-        seen.add(id(parameter))
         asked[each] = reading
-    if callable(name) or (isinstance(name, str) and set(name) & set("*?[")):
-        found = (find_parameter(module, each) for each in asked)
-        chosen = zip(asked, found, strict=True)
-        warn_of_tokens(module, ((each, owner, value) for each, (owner, _, value) in chosen))
+    is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
+    check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 

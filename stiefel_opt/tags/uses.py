@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -32,6 +32,21 @@ _TOKENS: Final = re.compile(
 _RATIO: Final = 8  # of rows to columns, from which on a head gives short rows: a third at most
 _WIDTH: Final = 32  # of the input of a head; the rank of an adapter is less
 _VOCABULARY: Final = 4096  # entries at least, of a layer by itself
+
+
+def check_uses(
+    module: nn.Module, asked: Mapping[str, Stiefel], *, is_said: bool, is_chosen: bool
+) -> None:
+    """Check every parameter once; with ``is_chosen``, by a pattern or function, tokens as well."""
+    known = dict(module.named_parameters(remove_duplicate=False))
+    seen: set[int] = set()
+    for name, reading in asked.items():
+        if id(known[name]) not in seen:  # tied
+            check_use(module, name, known[name], reading, is_said=is_said)
+        seen.add(id(known[name]))
+    if is_chosen:
+        owners = ((name, module.get_submodule(name.rpartition(".")[0])) for name in asked)
+        warn_of_tokens(module, ((name, owner, known[name]) for name, owner in owners))
 
 
 def check_use(
