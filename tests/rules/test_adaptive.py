@@ -202,7 +202,7 @@ def test_what_was_saved_by_an_earlier_version_goes_on_as_it_was(
         checkpoint = after.state_dict()
         for name in missing:
             del checkpoint["param_groups"][0][name]
-        after = make("adaptive Adam", other)
+        after = make("radius", other, radius=2.5, transport="projected")
         after.load_state_dict(checkpoint)
     else:
         for name in missing:
