@@ -46,6 +46,7 @@ class Rule:
     mild_lr: float = 0.1  # that does not amplify rounding
     angle: dict[str, Any] = field(default_factory=dict)  # any of them makes lr an angle
     lr_is_angle: bool = False  # always
+    follows_slope: bool = False  # momentum and length of a step are chosen
 
     @property
     def rounding(self) -> float:
@@ -103,6 +104,7 @@ TABLE = {
         {"transport": "projected"},
         plain_options=SGD,
         reference=partial(SGDReference, adaptive=True),
+        follows_slope=True,
         own=FLOWS,
         variant=True,
         sums=3,
@@ -139,6 +141,7 @@ TABLE = {
         {},
         plain=torch.optim.Adam,
         reference=partial(AdamReference, adaptive=True),
+        follows_slope=True,
         own=FLOWS,
         variant=True,
         sums=4,

@@ -354,7 +354,8 @@ class PublishedSGD(_Published, SGDLike):
         parameter and one of m x m.
 
     Reference:
-        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithms 1 and 4.
+        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1; of square
+        matrices, on SO(n), Algorithm 4.
     """
 
     rule = "PublishedSGD"
@@ -407,7 +408,8 @@ class PublishedAdam(_Published, AdamLike):
         State is that of :class:`StiefelAdam`, without its radius.
 
     Reference:
-        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithms 2 and 5.
+        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2 with Adam's
+        moments; of square matrices, on SO(n), Algorithm 5.
     """
 
     rule = "PublishedAdam"

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = (
     "stiefel_opt.compat",
     "stiefel_opt.functional",
+    "stiefel_opt.methods",
     "stiefel_opt.nn",
     "stiefel_opt.parametrizations",
     "stiefel_opt.rotations",

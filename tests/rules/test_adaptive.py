@@ -485,7 +485,7 @@ def test_the_report_shows_what_divides_or_multiplies_the_learning_rate(name: str
     optimizer.step()
     (line,) = so.report(layer, optimizer).lines
     shown = str(so.report(layer, optimizer))
-    is_adaptive = rule in (so.AdaptiveSGD, so.AdaptiveAdam)
+    is_adaptive = OF_CLASS[rule].follows_slope
     assert (line.radius is None) == ("radius" not in shown) == is_adaptive
     assert (line.factor is None) == ("factor" not in shown) == (not is_adaptive)
     most = 0.9 if line.factor else None  # a first step chooses nothing
