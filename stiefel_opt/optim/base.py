@@ -190,6 +190,8 @@ class StiefelOptimizer(Optimizer, ABC):
         family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
         if family is not StiefelOptimizer:
             checks.check_family(cls, family)
+        if "__init__" in vars(cls):
+            cls.__init__ = checks.naming_options(cls.__init__)  # type: ignore[method-assign]
         cls._known = {}
         said_of = {"sums_over_rows": "rule_for", "plain_is_elementwise": "update_plain"}
         for name, function in said_of.items():  # what a class inherits was said of another one

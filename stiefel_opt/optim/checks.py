@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import numbers
 import warnings
@@ -28,7 +30,9 @@ from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.commit import LARGEST_SAFE
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.foreign import known_modules
 from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
+from stiefel_opt.tags.watch import records_of
 
 NONFINITE: Final = ("skip", "raise", "ignore")
 TRANSPORTS: Final = ("isometric", "projected", "published")
@@ -253,6 +257,8 @@ _SYNONYMS = {
     "decay": "weight_decay",
     "l2": "weight_decay",
     "beta": "momentum",
+    "momentum": "betas",
+    "betas": "momentum",
     **dict.fromkeys(_READINGS, "stiefel"),
 }
 
@@ -275,6 +281,22 @@ def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
             remedy = f"did you mean {meant}? The options are: {options}"
             wanted = f"be an option of {rule}"
             raise TypeError(fail(str(name), wanted, repr(group[name]), remedy))
+
+
+def naming_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that says of an unknown option, such as "momentum", what it means."""
+    kinds = inspect.signature(init).parameters
+    is_open = any(each.kind is each.VAR_KEYWORD for each in kinds.values())
+
+    @functools.wraps(init)
+    def named(self: Any, *given: Any, **options: Any) -> None:
+        unknown = {name: value for name, value in options.items() if name not in kinds}
+        if unknown and not is_open:
+            known = [name for name in kinds if name not in ("self", "params")]
+            check_option_names(unknown, known, type(self).__name__)
+        init(self, *given, **options)
+
+    return named
 
 
 def _letters(name: str) -> str:
@@ -345,12 +367,17 @@ def check_family(kind: type, family: type) -> None:
 
 
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
-    """Warn where matrices are optimized and none is tagged, unless that is intended."""
+    """Warn where matrices are optimized and none is tagged, unless that is intended.
+
+    It is where each matrix of a model has an optimizer of its own, and another is constrained.
+    """
     parameters = [p for group in groups for p in group["params"]]
+    matrices = [p for p in parameters if p.ndim >= 2]
     if (
-        all(group["stiefel"] is None for group in groups)
+        matrices
+        and all(group["stiefel"] is None for group in groups)
         and not any(manifold_of(p) or hasattr(p, "computes_orthonormal") for p in parameters)
-        and any(p.ndim >= 2 for p in parameters)
+        and not (len(matrices) == 1 and any(map(records_of, known_modules())))
     ):
         warnings.warn(NOTHING_CONSTRAINED, stacklevel=users_level())
 

@@ -92,6 +92,7 @@ class StiefelLBFGS(LBFGS):
         optimization (2006), chapter 7.
     """
 
+    @checks.naming_options
     def __init__(
         self,
         params: ParamsT,
