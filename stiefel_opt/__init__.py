@@ -5,6 +5,11 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
+from stiefel_opt.lipschitz import certified_accuracy as certified_accuracy
+from stiefel_opt.lipschitz import certified_radius as certified_radius
+from stiefel_opt.lipschitz import lipschitz_bound as lipschitz_bound
+from stiefel_opt.lipschitz import lipschitz_rule as lipschitz_rule
+from stiefel_opt.lipschitz import lipschitz_table as lipschitz_table
 from stiefel_opt.methods import AdaptiveAdam as AdaptiveAdam
 from stiefel_opt.methods import AdaptiveSGD as AdaptiveSGD
 from stiefel_opt.methods import CayleyAdam as CayleyAdam
@@ -24,6 +29,7 @@ from stiefel_opt.tags.constraints import param_groups as param_groups
 from stiefel_opt.tags.constraints import project_ as project_
 from stiefel_opt.tags.constraints import release as release
 from stiefel_opt.tags.constraints import retag as retag
+from stiefel_opt.tags.foreign import trust as trust
 from stiefel_opt.tags.manifold import Stiefel as Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_ as orthogonal_
