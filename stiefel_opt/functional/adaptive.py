@@ -43,7 +43,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, coupling
+from stiefel_opt.functional.flows import (
+    Length,
+    Move,
+    Scalar,
+    Tensors,
+    coupling,
+    shortened,
+    steepest,
+)
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
@@ -181,10 +189,12 @@ def adaptive_sgd(
     forces = skew_force(S, a), normal_force(X, S, G) if NORMAL in state else None
     b, mu, new = _friction(forces, forces, state, lr, momentum, _FACTORS_OF_SGD, a, sums)
     new[UNIT] = _unit(b, state[UNIT], X.size(-1) * sums.scale**2)
-    unit = new[FACTOR] * new[UNIT]
-    eta, S = lr * unit, S * unit  # of S: how far the step amplifies rounding
-    reader = reader or reader_for(X)
-    return _moved(X, S, forces, state, new, mu, eta, a, nesterov, transport, sums, reader)
+    unit, n = new[FACTOR] * new[UNIT], sums.rows or X.size(-2)
+    # A force far below the part of G that is normal to the manifold is mostly rounding of X'X.
+    norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
+    eta, reader = shortened(norm, lr * unit, steepest(S.dtype, n)), reader or reader_for(X)
+    move = _moved(X, S, forces, state, new, mu, eta, a, nesterov, transport, sums, reader)
+    return *move[:2], move[2]._replace(step=2 * eta)  # momentum adds up errors of several steps
 
 
 def adaptive_adam(

@@ -134,6 +134,7 @@ def cayley_adam(
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = torch.where(divisor > 0, divisor, 1.0)  # 0/0 is 0
     new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader)
+    length = length._replace(inner=S, step=lr * (1 - beta1) / divisor)
     return new_X, new | carried(X, new_X, T, V, sums), length
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.numerics.device import Reader
+from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.numerics.linalg import (
     MEDIUM,
     Sums,
@@ -60,14 +61,15 @@ class Length(NamedTuple):
         limit: Upper bound on the eigenvalues of ``squares`` times ``scale``, known without waiting
             for a device. Above 1 rounding is removed after the step; at inf the new point is
             checked for values that are not finite.
-        inner: X'G, times any factor that the rule puts on the learning rate: its size says how far
-            a step amplifies rounding. None: not known.
+        inner: X'G: its size says how far a step amplifies rounding. None: not at all.
+        step: What the rule multiplies ``inner`` by, ``(k, 1, 1)``. None: the learning rate.
     """
 
     squares: Tensor
     scale: float = 1.0
     limit: float = 0.0
     inner: Tensor | None = None
+    step: Tensor | None = None
 
     def tangents(self, count: int) -> Tensor:
         """Return the length of each of ``count`` steps, NaN where it is not finite."""
@@ -76,6 +78,14 @@ class Length(NamedTuple):
         squares = torch.where(finite[:, None, None], squares, 0.0)
         length = torch.linalg.eigvalsh(squares)[..., -1].clamp(min=0.0).sqrt()
         return torch.where(finite, length, math.nan)
+
+
+def steepest(dtype: torch.dtype, n: int) -> float:
+    """Return the most that eta |X'G| may be for n rows.
+
+    A step amplifies rounding of X'X by about twice that: beyond, it would no longer be small.
+    """
+    return 0.1 / orthonormality_tolerance(dtype, n)
 
 
 # What a rule returns: the new point, the new state, and the length of the step.
@@ -145,7 +155,7 @@ def step_factors_of(
     ``companion``: also R (I + R)^(-1).
     """
     length, second, turn_step, step = _spectra(skew, gram_normal, lr, reader)
-    squares, scale, limit, _ = length
+    squares, scale, limit = length[:3]
     companions, reads = skew.size(0) if companion else 0, reader.is_exact
     both = roots(squares, limit, scale=scale, companions=companions, square=second, reads=reads)
     of_turn, of_move = both.difference.unsafe_chunk(2)
@@ -181,7 +191,7 @@ def _of_square(
 ) -> tuple[Tensor, Scalar, Length]:
     """Return S = (I + K'K)^(-1/2) - I for K along ``compute()``, and the length of the step."""
     length, second, step, _ = _spectra(compute(), None, lr, reader)
-    square, scale, limit, _ = length
+    square, scale, limit = length[:3]
     is_large = square.size(-1) > MEDIUM  # as large as the parameter: a number is stored instead
     length = length._replace(squares=largest_eigenvalue(square)) if is_large else length
     root = roots(

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, fail
+from stiefel_opt.numerics.device import is_followed
 
 COMPLEX_NONLINEARITIES: Final = ("modrelu", "tanh")
 NONLINEARITIES: Final = ("abs", "modrelu", "relu", "tanh")
@@ -40,8 +41,9 @@ def rollout(
         ValueError: for an unknown nonlinearity, or shapes that do not fit.
         TypeError: for tensors of several dtypes.
     Note: 2 batch N^2 flops a step, or 4 batch N L by factors; the backward twice that. Asking for a
-        graph of the backward works and takes autograd's time. Complex tensors use autograd and
-        take tanh and modrelu, z / |z| relu(|z| + b).
+        graph of the backward works and takes autograd's time, as do ``torch.compile``, export,
+        ``torch.func`` and forward-mode differentiation. Complex tensors use autograd and take tanh
+        and modrelu, z / |z| relu(|z| + b).
     Reference: modrelu: Arjovsky, Shah & Bengio (ICML 2016), eq. (8); factors: Likhosherstov et al.
         (AISTATS 2021), section 3.1.
     """
@@ -52,7 +54,7 @@ def rollout(
         raise ValueError(fail("inputs", condition, inputs))
     left, right = transition if isinstance(transition, tuple) else (transition, None)
     _check(inputs, start, left, right, threshold)
-    if inputs.is_complex():
+    if inputs.is_complex() or is_followed():
         return _by_autograd(inputs, start, left, right, nonlinearity, threshold)
     outputs: Tensor = _Rollout.apply(inputs, start, left, right, threshold, nonlinearity)  # type: ignore[no-untyped-call]
     return outputs
@@ -68,7 +70,7 @@ def _check(
         ("start", start, tuple(inputs.shape[1:]), dtype),
         ("transition", left, (size, inner), dtype),
         ("transition", right, (inner, size), dtype),
-        ("threshold", threshold, (size,), dtype.to_real()),
+        ("threshold", threshold, (size,), inputs.real.dtype),
     ):
         if tensor is None:
             continue
@@ -201,13 +203,17 @@ def _by_autograd(
     nonlinearity: str,
     threshold: Tensor | None,
 ) -> Tensor:
-    """The loop in plain operations, for complex tensors."""
+    """The loop in plain operations: for complex tensors, and for what traces or transforms."""
     hidden, outputs = start, []
     for entering in inputs.unbind():
         turned = hidden @ left.mT if right is None else hidden - (hidden @ left) @ right
         z = entering + turned
         if nonlinearity == "tanh":
             hidden = z.tanh()
+        elif nonlinearity == "relu":
+            hidden = z.relu()
+        elif nonlinearity == "abs":
+            hidden = z.abs()
         else:
             size = z.abs() if threshold is None else z.abs() + threshold
             hidden = z.sgn() * size.relu()

@@ -224,14 +224,15 @@ class OrthogonalRNN(nn.Module):
         inputs = nn.functional.linear(steps, weight, bias)
         with no_autocast(steps):
             transition = factors_or_matrix(self, f"weight_hh{suffix}")
-            dtype = (transition if isinstance(transition, Tensor) else transition[0]).dtype
+            one = transition if isinstance(transition, Tensor) else transition[0]
+            dtype, real = one.dtype, one.real.dtype
             threshold = getattr(self, f"threshold{suffix}", None)
             return rollout(
                 inputs.to(dtype),
                 initial.to(dtype),
                 transition,
                 nonlinearity=self.nonlinearity,
-                threshold=None if threshold is None else threshold.to(dtype.to_real()),
+                threshold=None if threshold is None else threshold.to(real),
             )
 
     def flatten_parameters(self) -> None:

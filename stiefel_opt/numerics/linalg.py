@@ -240,16 +240,19 @@ def largest_bound(matrix: Tensor) -> float:
 
 
 def largest_stretch(matrix: Tensor) -> Tensor:
-    """Return about the largest singular value of each of ``(k, m, m)``, rather too low.
+    """Return about the largest singular value of each of ``(k, m, m)``, ``(k, 1, 1)``; too low.
 
     Two steps of the power method from a vector that has no structure to be orthogonal to. For a few
     numbers, where calls cost more than arithmetic, a bound, at most m^(1/4) times the value.
     """
+    size: Tensor = torch.linalg.vector_norm(matrix, ord=math.inf, dim=(-2, -1), keepdim=True)
+    matrix = matrix / size.clamp(min=1e-30)  # powers must not overflow
     if matrix.numel() <= FEW:
-        return infinity_norm(own_gram(matrix)).sqrt()
+        return infinity_norm(own_gram(matrix)).sqrt() * size
     image = matrix @ (matrix.mH @ _kept(_without_structure, matrix))
-    ratio: Tensor = (matrix.mH @ image).norm(dim=-2) / image.norm(dim=-2).clamp(min=1e-30)
-    return ratio
+    before: Tensor = torch.linalg.vector_norm(image, dim=-2, keepdim=True)
+    after: Tensor = torch.linalg.vector_norm(matrix.mH @ image, dim=-2, keepdim=True)
+    return after / before.clamp(min=1e-30) * size
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import CONSTRAINABLE, fail, users_level
-from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
+from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
 from stiefel_opt.numerics.device import (
     Fixed,
     Lagged,
@@ -345,14 +345,20 @@ def _new_point(
         grad_length = math.inf
     X, fixed = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     current = {**state, **fixed}
-    move = rule(X, grad, current, lr=lr, step=task.number, sums=sums, reader=reader)
+    apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
+    move = apply(lr=lr)
     is_first = batch.is_new
     if is_first:
         _check_move(rule, X, batch.declared, move)
         batch.is_new = False
     new_X, new, length = move
+    steepness = _steepness(length, lr, grad_length, reader)
+    if reader.is_exact and _VERY_STEEP < steepness < math.inf:
+        most = steepest(X.dtype, batch.row_count)
+        if steepness > most:
+            new_X, new, length = apply(lr=_shorter(length, lr, most))
     new = {**fixed, **new}
-    for _ in range(_corrections_after(length, lr, grad_length, reader)):
+    for _ in range(_corrections_after(length, steepness, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
     if is_first and reader.is_exact and sums.are_local:
@@ -496,15 +502,8 @@ def _overflowed(new_X: Tensor, sums: Sums, ok: Tensor | None) -> Tensor:
     return lost if ok is None else lost & ok
 
 
-def _corrections_after(
-    length: Length | Tensor | float, lr: Scalar, grad_length: float, reader: Reader
-) -> int:
-    """Return how often rounding is to be removed after a step, as far as that can be known.
-
-    For S = X'G the normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one
-    step multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit
-    eight steps cost two digits at the most; beyond the second an error may grow to 1.
-    """
+def _corrections_after(length: Length | Tensor | float, steepness: float, reader: Reader) -> int:
+    """Return how often rounding is to be removed after a step, as far as that can be known."""
     if type(reader) is Fixed:  # the length of no step is ever known
         return 1
     if isinstance(length, Tensor):
@@ -512,22 +511,37 @@ def _corrections_after(
         length = reader.number("length of a step", lambda: largest)
     if not isinstance(length, Length):
         return int(not length <= 1)
-    return max(int(length.limit > 1), _corrections_of(length.inner, lr, grad_length, reader))
+    if steepness > _VERY_STEEP:
+        return 5
+    return int(length.limit > 1 or not steepness <= _STEEP)  # NaN: such a gradient is discarded
 
 
-def _corrections_of(inner: Tensor | None, lr: Scalar, grad_length: float, reader: Reader) -> int:
-    if inner is None:
-        return 0
-    if not isinstance(lr, Tensor) and lr * grad_length <= _STEEP:  # |X'G| <= |G|
-        return 0
+def _shorter(length: Length | Tensor | float, lr: Scalar, most: float) -> Scalar:
+    """Return learning rates with eta |X'G| of at most ``most``."""
+    if not isinstance(length, Length) or length.inner is None:
+        return lr
+    size = largest_stretch(length.inner * (lr if length.step is None else length.step))
+    return (most / size).clamp(max=1.0) * lr
+
+
+def _steepness(
+    length: Length | Tensor | float, lr: Scalar, grad_length: float, reader: Reader
+) -> float:
+    """Return about the largest eta |S| of a batch for S = X'G, 0 where it is below a limit.
+
+    The normal part of the gradient overlaps with X by X'(G - X S) = (I - X'X) S: one step
+    multiplies the error by 1 + 2 eta |S|, and momentum does so again. Below the first limit eight
+    steps cost two digits at the most; beyond the second an error may grow to 1.
+    """
+    if not isinstance(length, Length) or length.inner is None or type(reader) is Fixed:
+        return 0.0
+    inner, step = length.inner, lr if length.step is None else length.step
+    if not isinstance(step, Tensor) and abs(step) * grad_length <= _STEEP:  # |X'G| <= |G|
+        return 0.0
     # Products: the learning rate may be another one when an earlier number is read.
-    bound = reader.number(
-        "norm", lambda: torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True) * lr
-    )
+    norm = partial(torch.linalg.vector_norm, inner, dim=(-2, -1), keepdim=True)
+    bound = reader.number("norm", lambda: norm() * abs(step))
     if bound <= _STEEP:
         reader.forget("stretch")
-        return 0
-    stretch = min(bound, reader.number("stretch", lambda: largest_stretch(inner * lr)))
-    if stretch <= _STEEP:
-        return 0
-    return 5 if stretch > _VERY_STEEP else 1  # NaN counts as 1: such a gradient is discarded
+        return 0.0
+    return min(bound, reader.number("stretch", lambda: largest_stretch(inner * step)))

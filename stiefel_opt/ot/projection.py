@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_integer, check_range, fail, users_level
 from stiefel_opt.numerics.geometry import random_point
-from stiefel_opt.ot.ascent import Ascent, Iteration, OptimizerFactory
+from stiefel_opt.ot.ascent import ACCEPTED_ERROR, Ascent, Iteration, OptimizerFactory
 from stiefel_opt.ot.clouds import Clouds, read_clouds, read_projection
 from stiefel_opt.ot.entropic import EntropicTransport
 from stiefel_opt.tools.optional import ProgressBar
@@ -21,6 +22,10 @@ from stiefel_opt.tools.optional import ProgressBar
 # In units of the mean squared distance under the first projection.
 _DEFAULT_REG: Final = 0.02
 _SMALLEST_REG: Final = 1e-13
+# Products with the kernel: for a step, and for how many steps at least; half of them converge the
+# plan at the end.
+_STEP_PRODUCTS: Final = 500
+_LEAST_STEPS: Final = 10
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,14 +33,14 @@ class PRWResult:
     r"""Result of :func:`projection_robust_wasserstein`; arrays are of the kind of the clouds.
 
     Attributes:
-        value: Cost :math:`\langle \pi, C_U \rangle` of the converged plan, without the entropy.
+        value: Cost :math:`\langle \pi, C_U \rangle` of the plan, without the entropy.
         objective: value + reg KL(plan || ab'), the maximised quantity; from the potentials, so that
             the remaining marginal error enters by its square.
         projection: U, ``(d, k)`` with orthonormal columns; any rotation U Q is as good.
         plan: ``(n, m)``, with row sums a and column sums b.
         potentials: f and g with :math:`\pi_{ij} = a_i b_j e^{(f_i + g_j - C_{ij}) / reg}`.
         reg: The regularization.
-        converged: Whether the relative gradient fell to ``tol``. The plan is converged always.
+        converged: Whether the relative gradient fell to ``tol`` and ``marginal_error`` to 1e-6.
         gradient: Riemannian over Euclidean norm of the gradient.
         marginal_error: L1 error of the marginals of the plan.
         log: The iterations from the best starting point.
@@ -81,6 +86,7 @@ def projection_robust_wasserstein(
     init: Any = None,
     seed: int | None = None,
     sinkhorn_iterations: int | None = None,
+    max_products: int | None = None,
     progress: bool = False,
 ) -> PRWResult:
     r"""Find the k-dimensional projection under which entropic transport from x to y costs most.
@@ -111,8 +117,12 @@ def projection_robust_wasserstein(
         init: First starting point, ``(d, k)`` with orthonormal columns. Default: the leading
             eigenvectors of the second moment of x_i - y_j under independent weights.
         seed: For the other starting points, which are random. Default: another one at each call.
-        sinkhorn_iterations: So many after a step instead of as many as the gradient asks for; what
-            is returned is converged all the same.
+        sinkhorn_iterations: So many after a step instead of as many as the gradient asks for; the
+            plan that is returned is converged all the same.
+        max_products: About the most products of the kernel with a vector, n m operations each, in
+            the whole call; no step begins beyond half of them. Default: 500 for each of
+            ``max_iter`` steps and starting points, and for ten steps at least; more if
+            ``sinkhorn_iterations`` takes more.
         progress: Show a bar; needs tqdm. Default: no.
 
     Returns: See :class:`PRWResult`.
@@ -120,16 +130,20 @@ def projection_robust_wasserstein(
         ValueError, TypeError: for clouds, weights or options that cannot be used, naming them, such
             as a ``reg`` that is lost in the rounding of the distances, and for an optimizer that
             leaves the manifold.
-        RuntimeError: if the plan under the final projection cannot be converged.
-    Warns: where the gradient has not fallen to ``tol``, unless ``max_iter`` or ``tol`` is 0.
+    Warns: where the gradient has not fallen to ``tol``, unless ``max_iter`` or ``tol`` is 0; where
+        the marginals of the plan are off by more than 1e-6.
     Note: An iteration costs one n x m exponential and O(n m (k + p)) for p products of the kernel
-        with a vector, mostly 5 to 30; nothing of size d x d. The plan is the only n x m array.
+        with a vector: at the default ``reg`` mostly 5 to 30, hundreds at a thousandth of the mean
+        squared distance and below. Nothing of size d x d; the plan is the only n x m array.
     Reference: Paty & Cuturi (ICML 2019); Lin, Fan, Ho, Cuturi & Jordan (NeurIPS 2020), equation 3.
     """
     with torch.inference_mode(mode=False):
         clouds = read_clouds(x, y, a, b)
     k = check_integer("k", k, 1, clouds.dimension)
-    _check_options(reg, max_iter, tol, restarts, sinkhorn_iterations, progress, optimizer)
+    counts = {"sinkhorn_iterations": sinkhorn_iterations, "max_products": max_products}
+    _check_options(reg, max_iter, tol, restarts, counts, progress, optimizer)
+    each = max(_STEP_PRODUCTS, 4 * (sinkhorn_iterations or 0))
+    most = max_products or each * max(max_iter, _LEAST_STEPS) * restarts
     with torch.inference_mode(mode=False):  # optimizers read version counters
         starts = _starting_points(clouds, k, restarts, init, seed)
         spread = clouds.mean_distance(starts[0])
@@ -141,20 +155,37 @@ def projection_robust_wasserstein(
         ascents = []
         with ProgressBar(max_iter * restarts, progress) as bar:
             for start in starts:
-                ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations)
+                last = transport.products + most // (2 * restarts)
+                ascent = Ascent(clouds, transport, start, tol, sinkhorn_iterations, last)
                 ascent.run(optimizer, max_iter, bar.update)
                 ascents.append(ascent)
         best = max(ascents, key=lambda ascent: ascent.objective)
+        exhausted = best.is_exhausted()
+        best.finish(max(most - transport.products, most // 4))
         result = _result(clouds, best, [ascent.objective for ascent in ascents])
-    if max_iter > 0 and tol > 0 and not result.converged:
-        steps = len(result.log) - 1
-        warnings.warn(
-            f"projection_robust_wasserstein has not converged: its relative gradient is "
-            f"{result.gradient:.1e} after {steps} steps, tol={tol:g}; raise max_iter, which is "
-            f"{max_iter}, or reg, {reg:.2g}, which makes the objective smoother",
-            stacklevel=users_level(),
-        )
+    if not result.converged:
+        _warn(result, transport.products, most, max_iter, tol, exhausted)
     return result
+
+
+def _warn(
+    result: PRWResult, products: int, most: int, max_iter: int, tol: float, exhausted: bool
+) -> None:
+    """Warn of a plan or a gradient that has not converged, naming the bound that was in the way."""
+    steps, bound = len(result.log) - 1, f"max_products, which is {most}"
+    if result.marginal_error > ACCEPTED_ERROR:
+        taken = f"after {products} products with the kernel"
+        reason = f"the marginals of its plan are off by {result.marginal_error:.1e} {taken}"
+    elif max_iter > 0 and tol > 0:
+        reason = f"its relative gradient is {result.gradient:.1e} after {steps} steps, tol={tol:g}"
+        bound = bound if exhausted and steps < max_iter else f"max_iter, which is {max_iter}"
+    else:
+        return
+    warnings.warn(
+        f"projection_robust_wasserstein has not converged: {reason}; raise {bound}, or reg, "
+        f"{result.reg:.2g}, which makes the objective smoother",
+        stacklevel=users_level(),
+    )
 
 
 def _check_options(
@@ -162,7 +193,7 @@ def _check_options(
     max_iter: object,
     tol: object,
     restarts: object,
-    sinkhorn_iterations: object,
+    counts: Mapping[str, object],
     progress: object,
     optimizer: object,
 ) -> None:
@@ -171,16 +202,16 @@ def _check_options(
     check_integer("max_iter", max_iter, 0)
     check_range("tol", tol, 0.0)
     check_integer("restarts", restarts, 1)
-    if sinkhorn_iterations is not None:
-        check_integer("sinkhorn_iterations", sinkhorn_iterations, 1)
+    for name, count in counts.items():
+        if count is not None:
+            check_integer(name, count, 1)
     check_flag("progress", progress)
     if optimizer is not None and not callable(optimizer):
         raise TypeError(fail("optimizer", "be a function of parameters", type(optimizer).__name__))
 
 
 def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
-    """Converge the plan of the best ascent and return everything in the kind of the clouds."""
-    best.finish()
+    """Return the best ascent, which is finished, in the kind of the clouds."""
     transport = best.transport
     point = best.point.detach()
     f, g = clouds.full_potentials(transport.f, transport.g, point, transport.reg)
@@ -191,7 +222,7 @@ def _result(clouds: Clouds, best: Ascent, objectives: list[float]) -> PRWResult:
         plan=clouds.in_kind(clouds.full_plan(transport.plan())),
         potentials=(clouds.in_kind(f), clouds.in_kind(g)),
         reg=transport.reg,
-        converged=best.relative <= best.tol,
+        converged=best.relative <= best.tol and transport.error <= ACCEPTED_ERROR,
         gradient=best.relative,
         marginal_error=transport.error,
         log=best.log,

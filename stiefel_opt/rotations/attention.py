@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from stiefel_opt.errors import fail
-from stiefel_opt.rotations.decoder import Decoder
+from stiefel_opt.rotations.decoder import Decoder, own_config
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)
 TURNS = "_stiefel_turns"  # attribute of an attention module: list of functions
@@ -20,7 +20,7 @@ PREFIX = "stiefel_"  # of the name under which the model's attention is register
 
 def add_turn(decoder: Decoder, turn: Turn) -> None:
     """Apply ``turn`` to queries and keys of every layer, behind the functions added before."""
-    config = getattr(decoder.model, "config", None)
+    config = own_config(decoder.model)
     base = getattr(config, "_attn_implementation", None)
     if not isinstance(base, str):
         remedy = "leave kv_bits=None and R3 out"
@@ -34,7 +34,7 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
     masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     functions.register(PREFIX + base, functools.partial(_attend, base))
     masks.register(PREFIX + base, masks[base])
-    config._attn_implementation = PREFIX + base  # type: ignore[union-attr]
+    config._attn_implementation = PREFIX + base
 
 
 def remove_turn(decoder: Decoder, turn: Turn) -> None:

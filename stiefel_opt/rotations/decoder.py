@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from stiefel_opt.errors import check_module, fail, type_name
 from stiefel_opt.numerics.distributed import is_sharded
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
+OWN = "_stiefel_config"  # of a model: the config that it shares with no other
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -41,6 +43,7 @@ class Layer:
     value: nn.Linear
     output: nn.Linear
     middle_norm: nn.Module
+    mlp: nn.Module
     gate: nn.Linear
     up: nn.Linear
     down: nn.Linear
@@ -111,12 +114,12 @@ def read_decoder(model: object, *, quantised: bool = False) -> Decoder:
         name = f"model.layers.{number}"
         q, k, v, o, gate, up, down = (find(f"{name}.{leaf}", linear) for leaf in LINEARS)
         norms = [find(f"{name}.{leaf}", nn.Module) for leaf in NORMS]
-        attention = known[f"{name}.self_attn"]
+        attention, mlp = known[f"{name}.self_attn"], known[f"{name}.mlp"]
         only(name, {*NORMS, *PROJECTIONS})
         for part, leaves in PROJECTIONS.items():
             only(f"{name}.{part}", {*leaves, *HARMLESS})
         layers.append(
-            Layer(name, known[name], norms[0], attention, q, k, v, o, norms[1], gate, up, down)
+            Layer(name, known[name], norms[0], attention, q, k, v, o, norms[1], mlp, gate, up, down)
         )
     if not layers:
         raise ValueError(fail("model.layers", "hold at least one layer", "none"))
@@ -174,9 +177,25 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 def mark(model: nn.Module, state: str, online: tuple[str, ...] = ()) -> None:
     """Write into the config what was done; ``save_pretrained`` keeps it."""
-    config = getattr(model, "config", None)
+    config = own_config(model)
     if config is not None:
         setattr(config, MARK, {"state": state, "online": list(online)})
+
+
+def own_config(model: nn.Module) -> Any:
+    """Return the config of ``model``, which no other model shares from now on.
+
+    transformers keeps the object it is given, in every module: a second model may be made from it.
+    """
+    shared = getattr(model, "config", None)
+    if shared is None or model.__dict__.get(OWN) is shared:
+        return shared
+    own = copy.deepcopy(shared)
+    for module in model.modules():
+        if module.__dict__.get("config") is shared:
+            module.config = own
+    model.__dict__[OWN] = own
+    return own
 
 
 def whole(name: str, weight: Tensor) -> Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import fail
-from stiefel_opt.rotations.attention import TURNS, add_turn
-from stiefel_opt.rotations.decoder import Decoder, mark, read_decoder, rows, state_of, whole
+from stiefel_opt.rotations.decoder import mark, read_decoder, rows, state_of, whole
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
+from stiefel_opt.rotations.online import install, usable_decoder
 from stiefel_opt.rotations.quantizers import Rotation, check_prepared, turned
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_online, check_rotations, polished
 
@@ -30,7 +30,9 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
 
     take the place of embedding, weights and biases. What stays online, R3 and R4, becomes hooks of
     the model; ``save_pretrained`` writes their names into the config, and :func:`load_online_`
-    restores them after loading.
+    restores them after loading. A buffer named ``online_R4_call_load_online_`` stands in the
+    checkpoint, so that what loads it reports a name that it does not know. Adapters may be trained
+    and merged: R4 acts outside of them.
 
     Args:
         model: A model that :func:`prepare_` has prepared; changed in place.
@@ -45,7 +47,7 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
     Note: Two products for a weight in float64, rounded once: in float32 no logit moves by more than
         1e-4 of the largest. Beside the model a copy of 128 MB at a time.
     """
-    decoder = read_decoder(model)
+    decoder = usable_decoder(model)
     check_prepared(decoder)
     check_rotations("rotations", rotations, decoder)
     for layer in decoder.layers:
@@ -68,7 +70,7 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         _turn_outputs(layer.output, residual)
         _turn_outputs(layer.down, residual)
     mark(decoder.model, "folded", tuple(name for name in ONLINE if name in rotations.online))
-    _install(decoder, rotations.online)
+    install(decoder, rotations.online)
     return model
 
 
@@ -90,28 +92,8 @@ def load_online_(model: ModelT) -> ModelT:
         remedy = "call rotations.fold_, or load the folded model"
         raise ValueError(fail("model", "be folded", f"one that is {current}", remedy))
     check_online("config.stiefel_rotations", state["online"], decoder)
-    _install(decoder, tuple(state["online"]))
+    install(decoder, tuple(state["online"]))
     return model
-
-
-# ---- online --------------------------------------------------------------------------------------
-
-
-def _install(decoder: Decoder, online: tuple[str, ...]) -> None:
-    for layer in decoder.layers:
-        if "R4" in online and _turn_input not in layer.down._forward_pre_hooks.values():
-            layer.down.register_forward_pre_hook(_turn_input)
-    first = decoder.layers[0].attention.__dict__.get(TURNS, ())
-    if "R3" in online and _turn_both not in first:
-        add_turn(decoder, _turn_both)
-
-
-def _turn_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (rotate_fixed(inputs[0]), *inputs[1:])
-
-
-def _turn_both(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    return rotate_fixed(queries), rotate_fixed(keys)
 
 
 # ---- weights -------------------------------------------------------------------------------------

@@ -31,8 +31,14 @@ from stiefel_opt.errors import (
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.geometry import gram_error
 from stiefel_opt.optim import StiefelAdam
-from stiefel_opt.rotations.decoder import Decoder, read_decoder
-from stiefel_opt.rotations.quantizers import Quantizers, check_prepared, quantizers_of
+from stiefel_opt.rotations.decoder import Decoder
+from stiefel_opt.rotations.online import usable_decoder
+from stiefel_opt.rotations.quantizers import (
+    Quantizers,
+    check_prepared,
+    quantizers_of,
+    warn_without_r4,
+)
 from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import hadamard
 from stiefel_opt.tags.parameter import ManifoldParameter
@@ -112,12 +118,13 @@ def learn(
             without ``steps``, a mask that selects no token, and a checkpoint of another model,
             other options, another start or other batches.
         TypeError: for batches that are no token ids, naming the first, and for other wrong types.
+    Warns: for activations of 4 bits or less without R4.
     Note: A step is two forward passes and one backward pass; with "noise" one forward pass. Memory
         beside that of the activations: the rotations in float32, and the optimizer's state.
     Reference: Liu et al., SpinQuant (ICLR 2025), for rotations that are learned; the gradient here
         also passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
     """
-    decoder = read_decoder(model)
+    decoder = usable_decoder(model)
     check_prepared(decoder)
     _check_options(loss, top_k, optimizer, steps, lr)
     check_flags(gradient_checkpointing=gradient_checkpointing, progress=progress)
@@ -131,6 +138,7 @@ def learn(
     if start is None:
         start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
     quantizers_of(decoder, "start", start, **options)
+    warn_without_r4(decoder, start, activation_bits)
     rotations = _parameters(start, decoder.embedding.weight.device)
     moving = Rotations(rotations[0], rotations[1:], start.online)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
@@ -141,9 +149,7 @@ def learn(
     options |= {"lr": lr, **_options_of(method)}
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
-        options["start"] = _digest([start.residual, *start.heads])
-        options["batches"] = _of_all(_digest(each for batch in data for each in batch.values()))
-        options["model"] = _of_all(_digest(decoder.model.state_dict().values()))
+        options |= _digests(decoder.model, start, data)
     training = _Training(rotations, method, path, options)
     bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
@@ -387,6 +393,15 @@ def _options_of(optimizer: Optimizer) -> dict[str, str]:
         if name != "params"
     }
     return {"optimizer": type(optimizer).__name__, **options}
+
+
+def _digests(model: nn.Module, start: Rotations, data: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Return hashes of everything that a training goes on with."""
+    return {
+        "start": _digest([start.residual, *start.heads]),
+        "batches": _of_all(_digest(each for batch in data for each in batch.values())),
+        "model": _of_all(_digest(model.state_dict().values())),
+    }
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from stiefel_opt.errors import check_flag, check_integer, fail
+from stiefel_opt.errors import check_flag, check_integer, fail, users_level
 from stiefel_opt.numerics.geometry import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
-from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
+from stiefel_opt.rotations.decoder import Decoder, Layer, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
+from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import Rotations, check_rotations
+
+FEW_BITS = 4  # of activations: R4 is needed
 
 
 def fake_quantize(x: Tensor, bits: int, symmetric: bool = False) -> Tensor:
@@ -65,7 +69,6 @@ def _grid(x: Tensor, bits: int, symmetric: bool) -> tuple[Tensor | float, Tensor
     return low, (high - low) / (2**bits - 1)
 
 
-@contextlib.contextmanager
 def quantized(
     model: nn.Module,
     *,
@@ -74,7 +77,7 @@ def quantized(
     kv_bits: int | None = None,
     weight_bits: int | None = None,
     symmetric: bool = False,
-) -> Iterator[nn.Module]:
+) -> contextlib.AbstractContextManager[nn.Module]:
     """Context: ``model`` runs as if it were quantised. Nothing is changed.
 
     Rounded are, token by token, the inputs of every linear layer but the head's; with ``kv_bits``
@@ -90,13 +93,39 @@ def quantized(
     Yields: The model.
     Raises:
         ValueError, TypeError: for bits out of range, another family, rotations of another model,
-            or rotations for a model that is not prepared or is folded already.
+            or rotations for a model that is not prepared or is folded already; for a folded model
+            without its online rotations.
+    Warns: for activations of 4 bits or less of a rotated model without R4.
     Note: Gradients pass the rounding as :func:`stiefel_opt.rotations.learn` has it.
     """
     bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
-    decoder = read_decoder(model)
-    with quantizers_of(decoder, "rotations", rotations, symmetric=symmetric, **bits).installed():
-        yield model
+    decoder = usable_decoder(model)
+    quantizers = quantizers_of(decoder, "rotations", rotations, symmetric=symmetric, **bits)
+    warn_without_r4(decoder, rotations, activation_bits)
+
+    @contextlib.contextmanager
+    def installed() -> Iterator[nn.Module]:
+        with quantizers.installed():
+            yield model
+
+    return installed()
+
+
+def warn_without_r4(
+    decoder: Decoder, rotations: Rotations | None, activation_bits: int | None
+) -> None:
+    """Warn where a rotated model rounds the inputs of ``down_proj`` to few bits as they are."""
+    state = state_of(decoder.model)
+    is_folded = state.get("state") == "folded"
+    online = state["online"] if is_folded else getattr(rotations, "online", ("R4",))
+    if activation_bits is not None and activation_bits <= FEW_BITS and "R4" not in online:
+        remedy = "fold the original with" if is_folded else "take"
+        warnings.warn(
+            f"activation_bits={activation_bits} without R4: the inputs of down_proj keep their "
+            f"outliers, and little of the model is left; {remedy} rotations with online=('R4',), "
+            "or round to 8 bits",
+            stacklevel=users_level(),
+        )
 
 
 def quantizers_of(

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import check_integer
 from stiefel_opt.numerics.geometry import random_point
-from stiefel_opt.rotations.decoder import read_decoder
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
+from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_online
 
 
@@ -33,11 +33,11 @@ def hadamard(
 
     Raises:
         ValueError: for another family, an unknown name, a seed below 0, and R3 where no Hadamard
-            matrix is as large as a head.
+            matrix is as large as a head; for a folded model without its online rotations.
         TypeError: for a seed that is no integer.
     Reference: Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
     """
-    decoder = read_decoder(model)
+    decoder = usable_decoder(model)
     check_integer("seed", seed, 0)
     check_online("online", online, decoder)
     generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -35,14 +34,20 @@ from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
-from stiefel_opt.tags.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
+from stiefel_opt.tags.points import (
+    check_projectable,
+    is_alike,
+    kept_scale,
+    nearest,
+    reading_of,
+    rms_scale,
+)
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.uses import check_uses
 from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
-
-_TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -95,8 +100,8 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, the name of a factor, a pattern that matches nothing, a
-            value that cannot be read so or is not finite, or an embedding with ``max_norm``.
-            Nothing is changed then.
+            value that cannot be read so or is not finite, an embedding with ``max_norm``, or a
+            weight that is tied to one with another reading. Nothing is changed then.
         TypeError: for a dtype that has no fraction, or less than float16, and for values that
             should be projected and are sharded already.
 
@@ -122,9 +127,6 @@ def constrain(
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
     asked: dict[str, Stiefel] = {}
-    tables = {
-        id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _TABLES)
-    }
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
         if is_factor(module, each):
@@ -144,9 +146,9 @@ def constrain(
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
         elif scale == "rms":
             reading = replace(reading, scale=rms_scale(parameter, reading, each))
-        _warn_if_mixed(parameter, reading, each)
-        _check_table(tables.pop(id(parameter), None), parameter, reading, each)
         asked[each] = reading
+    is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
+    check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 
@@ -204,6 +206,7 @@ def apply_readings(
     module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True, keeps: bool = False
 ) -> dict[str, float | None]:
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
+    asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
     lost: list[tuple[str, float]] = []
     zero: list[str] = []
@@ -238,6 +241,31 @@ def apply_readings(
     return moved
 
 
+def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, Stiefel]:
+    """Return ``asked``; raise where a weight is tied to one that is, or shall be, read otherwise.
+
+    A scale that differs by rounding, as "keep" measures it again, becomes the earlier one.
+    """
+    found = [(name, *find_parameter(module, name)) for name in asked]
+    wanted = {id(parameter) for _, _, _, parameter in found}
+    known: dict[int, tuple[str, Stiefel]] = {}
+    own = {(owner, leaf) for _, owner, leaf, _ in found}  # these are read anew
+    for owner in dict.fromkeys(m for root in [module, *known_modules()] for m in root.modules()):
+        for leaf, reading in records_of(owner).items():
+            parameter = owner._parameters.get(leaf)
+            if id(parameter) in wanted and (owner, leaf) not in own:
+                known[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
+    alike: dict[str, Stiefel] = {}
+    for name, _, _, parameter in found:
+        other, earlier = known.setdefault(id(parameter), (name, asked[name]))
+        if not is_alike(asked[name], earlier, parameter):
+            wanted_reading = f"be read as `{other}` is, to which it is tied: {earlier}"
+            remedy = "name both in one call of so.constrain, or call so.release first"
+            raise ValueError(fail(name, wanted_reading, asked[name], remedy))
+        alike[name] = earlier
+    return alike
+
+
 def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, ...]) -> bool:
     """Say whether a weight is that of a convolution; warn where it may be of one's own module."""
     if len(shape) <= 2 or isinstance(owner, CONVOLUTIONS):
@@ -257,48 +285,6 @@ def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, 
             stacklevel=users_level(),
         )
     return False
-
-
-def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Warn of blocks of rows that lie across three matrices, one above the other."""
-    row_count = parameter.size(reading.dimensions(parameter.ndim)[0])
-    is_fused = parameter.ndim == 2 and row_count**2 == 3 * parameter.numel()
-    heads = reading.heads
-    if is_fused and reading.rows is None and type(heads) is int and heads % 3:
-        third = row_count // 3
-        warnings.warn(
-            f"`{name}` has three times as many rows as columns: if it holds queries, keys and "
-            f"values, {heads} blocks of {row_count // heads} rows mix them; pass heads={3 * heads} "
-            f"for the heads of all three, or rows=((0, {third}), ({third}, {2 * third})) as well, "
-            "for queries and keys",
-            stacklevel=users_level(),
-        )
-    is_pair = re.search("(?<!q)kv|key_?value", name.lower()) and row_count % 2 == 0
-    if is_pair and reading.rows is None and type(heads) is int:
-        half = row_count // 2
-        warnings.warn(
-            f"`{name}` seems to hold keys and values: {heads} blocks of {row_count // heads} rows "
-            f"mix them, or two heads of one; pass rows=((0, {half}), ({half}, {row_count})) as "
-            "well, with the heads of one of them",
-            stacklevel=users_level(),
-        )
-
-
-def _check_table(table: Any, parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Refuse an embedding that rewrites its rows; warn of rows, what it returns, that get short."""
-    if table is not None and table.max_norm is not None:
-        remedy = "set it to None: each forward pass would shorten rows of a constrained weight"
-        raise ValueError(fail(f"max_norm of {name}", "be None", table.max_norm, remedy))
-    if table is not None and reading == Stiefel():
-        count, width = parameter.shape
-        if count > width:
-            warnings.warn(
-                f"`{name}` has {count} rows and {width} columns: its columns become orthonormal, "
-                f"and its rows {math.sqrt(width / count):.2g} long on average, without being "
-                "orthogonal; pass scale='keep' for rows as long as now, scale='rms' for length 1, "
-                "or leave the embedding unconstrained",
-                stacklevel=users_level(),
-            )
 
 
 def release(module: ModuleT, name: str = "weight") -> ModuleT:

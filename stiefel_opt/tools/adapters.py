@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_dtype, check_module, check_range, fail
 from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.numerics.geometry import polar_factor, positive_qr, widened
+from stiefel_opt.numerics.geometry import gram_error, polar_factor, positive_qr, widened
 from stiefel_opt.tags.constraints import constrain, release
 from stiefel_opt.tags.manifold import manifold_of
 from stiefel_opt.tags.report import table
@@ -150,8 +150,9 @@ def export_adapters(
 
     Returns: What was done, by parameter.
     Raises:
-        ValueError: if nothing is constrained, an adapter is merged, or a block turns by pi, of
-            which peft's numbers are infinite, or is a reflection. Nothing is changed then.
+        ValueError: if nothing is constrained, an adapter is merged, a block is off the manifold by
+            more than ``tolerance``, turns by pi, of which peft's numbers are infinite, or is a
+            reflection. Nothing is changed then.
         TypeError: if ``model`` is not a module.
 
     Note: Optimizers of the model have to be built anew, and graphs be gone. One linear system for
@@ -171,8 +172,7 @@ def export_adapters(
             for leaf, known in owner.__dict__.get(FROM_TORCH, {}).items()
         ]
     if not parts:
-        given, remedy = f"a {_kind(model)}", "call so.constrain_adapters(model) first"
-        raise ValueError(fail("model", "have constrained adapters", given, remedy))
+        raise ValueError(_nothing_to_export(model, adapter))
     lines = [line for part in parts for line in part.change()]
     for configs in _config_dicts(model):
         for name in configs.keys() & {part.adapter for part in parts}:
@@ -387,6 +387,33 @@ def _convert_torch(model: nn.Module) -> list[Line]:
 # ---- exporting ---------------------------------------------------------------------------------
 
 
+def _nothing_to_export(model: nn.Module, adapter: str | None) -> str:
+    """Return the message for a model, or an adapter of it, of which nothing is constrained."""
+    layers = list(_layers(model, None))
+    constrained = sorted({key for _, layer, key in layers if _is_constrained(layer, key)})
+    wanted = "have constrained adapters"
+    given = f"a {_kind(model)}"
+    if constrained:
+        wanted = f"be constrained, as {constrained} {'is' if len(constrained) == 1 else 'are'}"
+        return fail("adapter", wanted, repr(adapter), f"pass adapter={constrained[0]!r}")
+    selected = [layer for _, layer, key in layers if adapter in (None, key)]
+    parts = _peft_parts() if selected else None
+    if parts and not any(isinstance(x, (parts.OFTLayer, parts.AdaLoraLayer)) for x in selected):
+        given += ", whose numbers are peft's own"
+        return fail("model", wanted, given, "save it by model.save_pretrained(folder)")
+    return fail("model", wanted, given, "call so.constrain_adapters(model) first")
+
+
+def _check_orthogonal(name: str, tensor: Tensor, tolerance: float) -> None:
+    """Raise where an optimizer, or somebody's own line, has moved ``tensor`` off the manifold."""
+    exact = tensor.detach().double()
+    error = float(gram_error(exact if exact.size(-2) >= exact.size(-1) else exact.mT).amax())
+    if not error <= tolerance + 8 * torch.finfo(tensor.dtype).eps:
+        given = f"one that is off the manifold by {error:.1e}"
+        remedy = "call so.project_(model), and train with an optimizer that keeps the constraint"
+        raise ValueError(fail(name, "be orthogonal", given, remedy))
+
+
 def _to_export(path: str, layer: Any, key: str, tolerance: float) -> _Part:
     if isinstance(layer, _peft_parts().OFTLayer):
         return _rotation_to_export(path, layer, key, tolerance)
@@ -399,6 +426,7 @@ def _rotation_to_export(path: str, layer: Any, key: str, tolerance: float) -> _P
     called, rotation = _rotation(layer, key)
     name, blocks = f"{path}.{called}.weight", rotation.weight
     _check(name, blocks)
+    _check_orthogonal(name, blocks, tolerance)
     exact = blocks.detach().double()
     identity = torch.eye(blocks.size(-1), dtype=exact.dtype, device=exact.device)
     skew = torch.linalg.solve_ex(identity + exact, identity - exact, left=False)[0]
@@ -455,6 +483,7 @@ def _stella_to_export(path: str, layer: Any, key: str) -> _Part:
 def _to_torch(path: str, owner: nn.Module, leaf: str, name: str, trivialized: bool) -> _Part:
     called = f"{path}.{leaf}" if path else leaf
     value = owner.get_parameter(leaf).detach()
+    _check_orthogonal(called, value, 1e-4)
     trial = nn.Module()
     trial.register_parameter(leaf, nn.Parameter(value.clone()))
     options: dict[str, Any] = {"orthogonal_map": name, "use_trivialization": trivialized}

@@ -187,6 +187,12 @@ def test_the_support_page_names_tests_that_exist() -> None:
     assert all((ROOT / "tests" / path).exists() for path in named)
 
 
+def test_pages_that_need_another_package_say_how_to_get_it() -> None:
+    pages = {name: text for name, text in PAGES.items() if text.startswith("<!-- transformers: ")}
+    assert len(pages) >= 4
+    assert not [name for name, text in pages.items() if "    pip install " not in text]
+
+
 def test_the_page_of_decisions_fits_on_few_screens() -> None:
     assert len(PAGES["choosing.md"].splitlines()) <= 250
 

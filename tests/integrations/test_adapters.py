@@ -568,6 +568,31 @@ def not_finite() -> Any:
     return model
 
 
+def two_adapters() -> Any:
+    model = adapted("OFT", constrained=False)
+    model.add_adapter("second", oft())
+    so.constrain_adapters(model, "second")
+    return model
+
+
+def scaled(factor: float) -> Any:
+    model = adapted("OFT")
+    with torch.no_grad():
+        model.get_parameter(so.report(model).lines[0].name).mul_(factor)
+    return model
+
+
+def after_a_step_of_torch() -> Any:
+    model = adapted("OFT")
+    blocks = [p for p in model.parameters() if p.requires_grad]
+    for block in blocks:
+        block.grad = torch.randn_like(block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it knows no constraint: the point here
+        torch.optim.SGD(blocks, lr=0.02).step()
+    return model
+
+
 def reflected() -> Any:
     model = adapted("OFT")
     with torch.no_grad():
@@ -622,6 +647,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         so.export_adapters,
         r"must have constrained adapters, got a PeftModel with OFT; call",
     ),
+    "plain LoRA, to export": (
+        lambda: peft.get_peft_model(llama(), peft.LoraConfig(target_modules=TARGETS)),
+        so.export_adapters,
+        r"got a PeftModel with LORA, whose numbers are peft's own; save it by model\.save_pretr",
+    ),
+    "another adapter than the constrained one": (
+        two_adapters,
+        lambda model: so.export_adapters(model, "default"),
+        r"`adapter` must be constrained, as \['second'\] is, got 'default'; pass adapter='second'",
+    ),
+    "a block that was scaled": (
+        lambda: scaled(1.02),
+        so.export_adapters,
+        r"oft_R\.default\.weight` must be orthogonal, got one that is off .* so\.project_",
+    ),
+    "blocks after a step of torch": (
+        after_a_step_of_torch,
+        so.export_adapters,
+        r"must be orthogonal, got one that is off the manifold by .*; call so\.project_",
+    ),
     "a reflection": (reflected, so.export_adapters, r"too near to pi, or reflects"),
     "no adapter of that name": (
         llama,
@@ -639,6 +684,12 @@ def test_is_refused_by_name_and_nothing_changes(case: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(model)
     assert state(model) == before
+
+
+def test_projected_blocks_are_exported() -> None:
+    for broken in (scaled(1.02), after_a_step_of_torch()):
+        so.project_(broken)
+        assert so.export_adapters(broken).action == "exported"
 
 
 @pytest.mark.parametrize(

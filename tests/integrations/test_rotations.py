@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import importlib.util
+import logging
 import math
 import re
 from pathlib import Path
@@ -112,6 +113,97 @@ def test_folded_model_without_online_rotations_is_a_plain_checkpoint(tmp_path: P
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert_same_logits(logits(loaded, tokens()), expected)
+
+
+def test_the_load_report_names_the_call_that_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = rotations.prepare_(build("Qwen3"))
+    rotations.fold_(model, rotations.hadamard(model, online=("R3", "R4"))).save_pretrained(tmp_path)
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        library.removeHandler(caplog.handler)
+    for note in ("mlp.online_R4_call_load_online_", "self_attn.online_R3_call_load_online_"):
+        assert note in caplog.text
+    with pytest.raises(
+        ValueError, match=r"online R3, R4, .* call rotations\.load_online_\(model\)"
+    ):
+        rotations.quantized(loaded, activation_bits=8)
+
+
+ADAPTERS = {
+    "LoRA": {"r": 3, "lora_alpha": 6},
+    "DoRA": {"r": 3, "lora_alpha": 6, "use_dora": True},
+    "OFT": {"oft_block_size": 2, "use_cayley_neumann": False},
+}
+
+
+@pytest.mark.parametrize("online", [("R4",), ("R3", "R4")])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_on_all_linear_layers_of_a_folded_model_merge(
+    kind: str, online: tuple[str, ...], tmp_path: Path
+) -> None:
+    peft = importlib.import_module("peft")
+    model = rotations.prepare_(build("Llama, biases"))
+    rotations.fold_(model, rotations.hadamard(model, online=online)).save_pretrained(tmp_path / "m")
+    options = {"target_modules": "all-linear", **ADAPTERS[kind]}
+    config = (peft.OFTConfig if kind == "OFT" else peft.LoraConfig)(**options)
+    adapted, batch = peft.get_peft_model(model, config), tokens()
+    before = logits(model, batch)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.02)
+    for _ in range(3):
+        optimizer.zero_grad()
+        adapted(batch, labels=batch).loss.backward()
+        optimizer.step()
+    adapted.eval()
+    expected = logits(adapted, batch)
+    assert float((expected - before).abs().max()) > 1e-3 * float(before.abs().max())
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = adapted.merge_and_unload()
+    found = logits(merged, batch)
+    assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+    merged.save_pretrained(tmp_path / "merged")  # saved, loaded, with a cache
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    rotations.load_online_(loaded)
+    assert_same_logits(logits(loaded, batch), expected)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    options["attention_mask"] = torch.ones_like(batch)
+    without = loaded.generate(batch, use_cache=False, **options)
+    assert torch.equal(loaded.generate(batch, **options), without)
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()  # load_online_ comes last
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    rotations.load_online_(base)
+    assert_same_logits(logits(again, batch), expected)
+
+
+def test_a_folded_model_compiles() -> None:
+    model = rotations.prepare_(build("Llama"))
+    rotations.fold_(model, rotations.hadamard(model))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_same_logits(logits(compiled, tokens()), logits(model, tokens()))
+
+
+def test_two_models_of_one_config_object() -> None:
+    config = copy.deepcopy(FAMILIES["Llama, tied"])
+    first, second = (AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    expected = logits(second, tokens())
+    rotations.fold_(rotations.prepare_(first), rotations.hadamard(first, online=("R3", "R4")))
+    assert second.config.tie_word_embeddings
+    assert second.config._attn_implementation == "sdpa"
+    with (
+        rotations.quantized(second, activation_bits=None, kv_bits=2),
+        rotations.quantized(first, activation_bits=8, kv_bits=8),
+    ):
+        rounded = logits(second, tokens())
+    assert float((rounded - expected).abs().max()) > 1e-3
+    rotations.fold_(rotations.prepare_(second), rotations.hadamard(second))
+    assert_same_logits(logits(second, tokens()), expected)
 
 
 def test_generation_with_a_cache_agrees() -> None:

@@ -71,6 +71,17 @@ def test_a_rotation_of_torch_there_and_back() -> None:
         so.export_adapters(model)
 
 
+def test_a_rotation_that_left_the_manifold_is_not_exported() -> None:
+    model = LoReFT()
+    so.constrain_adapters(model)
+    with torch.no_grad():
+        model.rotate.weight[0] *= 1.01
+    with pytest.raises(ValueError, match=r"`rotate.weight` must be orthogonal, .*off the manifold"):
+        so.export_adapters(model)
+    so.project_(model)
+    assert so.export_adapters(model).action == "exported"
+
+
 @pytest.mark.parametrize("call", [so.constrain_adapters, so.export_adapters])
 def test_bad_arguments(call) -> None:
     with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
 from stiefel_opt.numerics.geometry import random_point
+from stiefel_opt.ot.entropic import EntropicTransport
 
 
 @pytest.fixture(autouse=True)
@@ -402,10 +404,39 @@ def test_tiny_weights(rng: np.random.Generator) -> None:
     assert np.isfinite(result.plan).all()
 
 
-def test_plan_that_cannot_converge_is_not_reported(rng: np.random.Generator) -> None:
+def test_plan_that_has_not_converged_says_so(rng: np.random.Generator) -> None:
     x, y = rng.standard_normal((20, 3)), rng.standard_normal((20, 3))
-    with pytest.raises(RuntimeError, match="`reg` must be large enough to converge the plan, got"):
-        solve(x, y, rng.dirichlet(np.ones(20)), reg=1e-12, max_iter=0)
+    with pytest.warns(UserWarning, match=r"its plan are off by .*; raise max_products"):
+        result = solve(x, y, rng.dirichlet(np.ones(20)), reg=1e-12, max_iter=0)
+    assert not result.converged
+    assert result.marginal_error > 1e-6
+
+
+@pytest.mark.parametrize("points", [30, 80])
+@pytest.mark.parametrize("reg", [1e-1, 1e-3, 1e-5, 1e-7, 1e-11])
+def test_every_reg_ends_within_a_budget_or_says_that_it_has_not(reg, points, monkeypatch) -> None:
+    rng = np.random.default_rng(points)
+    x, y = rng.standard_normal((2, points, 5))
+    made, init = [], EntropicTransport.__init__
+    monkeypatch.setattr(EntropicTransport, "__init__", lambda *a: (made.append(a[0]), init(*a))[1])
+    for options, most in (({"max_iter": 30}, 15_000), ({"max_products": 3000}, 3000)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            result = solve(x, y, reg=reg, seed=0, restarts=1, **options)
+        assert made.pop().products <= 1.5 * most + 2000  # annealing, and a step that had begun
+        assert result.converged == (not said)
+        assert result.converged == (result.gradient <= 1e-4 and result.marginal_error <= 1e-6)
+        assert all("has not converged" in str(each.message) for each in said)
+        np.testing.assert_allclose(result.plan.sum(0), 1 / points, atol=1e-6)
+
+
+def test_restarts_share_the_products() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 40, 5))
+    with pytest.warns(UserWarning, match="raise max_products, which is 6000"):
+        result = solve(x, y, reg=1e-4, restarts=3, seed=0, max_products=6000)
+    assert len(result.objectives) == 3
+    assert min(result.objectives) > 0.5 * max(result.objectives)  # none was left without any
 
 
 # ---- optimizers ----

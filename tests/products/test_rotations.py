@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -140,18 +141,131 @@ def test_quantized_is_what_folding_gives(options, symmetric, bits) -> None:
     assert torch.equal(logits(model, batch), exact)  # nothing stays behind
 
 
+def loaded_anew(model: TinyDecoder) -> TinyDecoder:
+    """What ``from_pretrained`` gives: weights and config, and a word about names left over."""
+    loaded = TinyDecoder()
+    missing, unexpected = loaded.load_state_dict(model.state_dict(), strict=False)
+    assert not missing
+    assert all("call_load_online_" in name for name in unexpected)
+    loaded.config = copy.deepcopy(model.config)
+    return loaded
+
+
 def test_folded_model_needs_its_online_rotations_after_loading() -> None:
     model, (batch, *_) = prepared(), tokens()
     rotations.fold_(model, rotations.hadamard(model))
     expected = logits(model, batch)
-    loaded = TinyDecoder()
-    loaded.load_state_dict(model.state_dict())
-    loaded.config = copy.deepcopy(model.config)
+    loaded = loaded_anew(model)
     assert float((logits(loaded, batch) - expected).abs().max()) > 1e-3
     for _ in range(2):  # the second call adds nothing
         assert rotations.load_online_(loaded) is loaded
         assert torch.equal(logits(loaded, batch), expected)
     assert torch.equal(logits(copy.deepcopy(loaded), batch), expected)
+    loaded.load_state_dict(model.state_dict())  # the notes are expected now
+
+
+def test_a_folded_checkpoint_names_the_call_that_is_missing() -> None:
+    model = prepared()
+    start = rotations.hadamard(model)
+    rotations.fold_(model, start)
+    with pytest.raises(RuntimeError, match=r"mlp\.online_R4_call_load_online_"):
+        TinyDecoder().load_state_dict(model.state_dict())
+    loaded = loaded_anew(model)
+    for call in (
+        lambda: rotations.hadamard(loaded),
+        lambda: rotations.quantized(loaded, activation_bits=8),
+        lambda: rotations.learn(loaded, tokens(), progress=False),
+        lambda: rotations.fold_(loaded, start),
+    ):
+        with pytest.raises(ValueError, match=r"online R4, .* call rotations.load_online_\(model\)"):
+            call()
+    rotations.load_online_(loaded)
+    rotations.hadamard(loaded)
+    with rotations.quantized(loaded, activation_bits=8):
+        pass
+
+
+class Adapter(nn.Module):
+    """A layer and a correction of its own, as peft's LoRA has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.more = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.more(x)
+
+
+def test_adapters_of_a_folded_model_merge() -> None:
+    model, (batch, *_) = prepared(), tokens()
+    plain = logits(model, batch)
+    rotations.fold_(model, rotations.hadamard(model))
+    for layer in model.model.layers:
+        for owner, leaf in ((layer.mlp, "down_proj"), (layer.mlp, "up_proj")):
+            setattr(owner, leaf, Adapter(getattr(owner, leaf)))
+    adapted = logits(model, batch)
+    assert float((adapted - plain).abs().max()) > 1e-2
+    assert torch.equal(logits(copy.deepcopy(model), batch), adapted)
+    for layer in model.model.layers:
+        for owner, leaf in ((layer.mlp, "down_proj"), (layer.mlp, "up_proj")):
+            adapter = getattr(owner, leaf)
+            with torch.no_grad():
+                adapter.base.weight += adapter.more.weight
+            setattr(owner, leaf, adapter.base)
+    with rotations.quantized(model, activation_bits=8):  # R4 comes before the rounding
+        rounded = logits(model, batch)
+    assert_close_to_the_largest(logits(model, batch), adapted, 1e-5)
+    with rotations.quantized(model, activation_bits=8):
+        assert torch.equal(logits(model, batch), rounded)
+    assert_close_to_the_largest(rounded, adapted, 0.05)
+
+
+def test_layers_quantised_in_place_of_folded_ones_are_turned() -> None:
+    model, (batch, *_) = prepared(), tokens()
+    expected = logits(model, batch)
+    rotations.fold_(model, rotations.hadamard(model))
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
+    assert_close_to_the_largest(logits(model, batch), expected, 0.02)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_of_one_config_do_not_know_of_each_other(tied: bool) -> None:
+    first, second = TinyDecoder(tied=tied), TinyDecoder(tied=tied)
+    second.config = first.config
+    second.model.config = second.config  # as modules of transformers have it
+    rotations.prepare_(first)
+    assert vars(second.config) == vars(TinyDecoder(tied=tied).config)
+    rotations.prepare_(second)
+    assert second.model.config is second.config is not first.config
+    rotations.fold_(first, rotations.hadamard(first))
+    assert rotations.learn(second, tokens(), steps=1, progress=False).log
+    copied = copy.deepcopy(first)
+    assert copied.config is not first.config
+    copied.config.stiefel_rotations["online"] = []
+    assert first.config.stiefel_rotations == {"state": "folded", "online": ["R4"]}
+
+
+@pytest.mark.parametrize("bits", [None, 2, 4, 5])
+def test_few_bits_without_r4_warn(bits) -> None:
+    model = prepared()
+    bare = rotations.hadamard(model, online=())
+    folded = rotations.fold_(prepared(), bare)
+    options = {"activation_bits": bits, "weight_bits": 8}
+    for call in (
+        lambda: rotations.quantized(model, rotations=bare, **options),
+        lambda: rotations.quantized(folded, **options),
+        lambda: rotations.learn(model, tokens(), start=bare, steps=1, progress=False, **options),
+    ):
+        warns = pytest.warns(UserWarning, match="without R4: the inputs of down_proj keep")
+        with warns if bits in (2, 4) else contextlib.nullcontext():
+            call()
+    with (
+        rotations.quantized(model, **options),  # nothing is rotated
+        rotations.quantized(model, rotations=rotations.hadamard(model), **options),
+    ):
+        pass
 
 
 class Int8Linear(nn.Module):
@@ -172,9 +286,7 @@ def test_online_rotations_return_to_a_model_that_was_quantised_after_folding() -
     model, (batch, *_) = prepared(), tokens()
     expected = logits(model, batch)
     rotations.fold_(model, rotations.hadamard(model))
-    quantised = TinyDecoder()
-    quantised.load_state_dict(model.state_dict())
-    quantised.config = copy.deepcopy(model.config)
+    quantised = loaded_anew(model)
     quantised.config.quantization_config = {"quant_method": "some"}
     for layer in quantised.model.layers:
         layer.mlp.down_proj = Int8Linear(layer.mlp.down_proj)
@@ -754,7 +866,7 @@ def test_states_out_of_order_are_refused() -> None:
         rotations.load_online_(model)
     for given, message in (({"seed": -1}, "`seed` must be"), ({"online": "R4"}, "`online` must")):
         with pytest.raises(ValueError, match=message):
-            rotations.hadamard(model, **given)
+            rotations.hadamard(TinyDecoder(), **given)
 
 
 def test_changed_rotations_are_new_data() -> None:

@@ -1,0 +1,101 @@
+"""Fixed rotations that stay in the forward pass of a folded model, and how a checkpoint says so.
+
+R4 turns the product of an MLP on its way into ``down_proj``. It must act outside everything that
+wraps this layer: an adapter inside of which W alone is turned cannot be merged into W. So the hook
+of R4 belongs to the MLP, and moves to whatever stands in the place of ``down_proj``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stiefel_opt.errors import fail
+from stiefel_opt.rotations.attention import TURNS, add_turn
+from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
+from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
+
+TURNED = "_stiefel_turned"  # of an MLP: name and module of the layer whose input R4 turns
+NOTE = "online_{}_call_load_online_"  # a buffer: what loads the checkpoint reports this name
+
+
+def install(decoder: Decoder, online: tuple[str, ...]) -> None:
+    """Put the rotations ``online`` into the forward pass, once, with their notes."""
+    for layer in decoder.layers:
+        if "R4" in online:
+            _turn_inputs(layer.mlp, "down_proj")
+        for name, owner in (("R4", layer.mlp), ("R3", layer.attention)):
+            if name in online:
+                owner.register_buffer(NOTE.format(name), torch.ones(()))
+    if "R3" in online and not _turns_keys(decoder.layers[0]):
+        add_turn(decoder, _turn_both)
+
+
+def usable_decoder(model: object) -> Decoder:
+    """Return the parts of a decoder; raise where the online rotations it needs are not there."""
+    decoder = read_decoder(model)
+    needed = state_of(decoder.model).get("online", ())
+    missing = [name for name in needed if not _installed(name, decoder)]
+    if missing:
+        names = ", ".join(missing)
+        remedy = "call rotations.load_online_(model) after loading"
+        raise ValueError(fail("model", f"run its online {names}", "a folded model without", remedy))
+    return decoder
+
+
+# ---- R4 ------------------------------------------------------------------------------------------
+
+
+def _turn_inputs(owner: nn.Module, leaf: str) -> None:
+    if TURNED not in owner.__dict__:
+        owner.__dict__[TURNED] = (leaf, None)
+        owner.register_forward_pre_hook(_follow)
+    _follow(owner)
+
+
+def _follow(owner: nn.Module, _: Any = None) -> None:
+    """Move the hook of R4 where ``leaf`` of ``owner`` has been replaced, wrapped or unwrapped."""
+    leaf, former = owner.__dict__[TURNED]
+    current = getattr(owner, leaf)
+    if current is former:
+        return
+    for module in current.modules():
+        for key, hook in [*module._forward_pre_hooks.items()] if module is not current else ():
+            if hook is _turn_input:
+                del module._forward_pre_hooks[key]
+    if not _has_turn(current):
+        current.register_forward_pre_hook(_turn_input, prepend=True)
+    owner.__dict__[TURNED] = (leaf, current)
+
+
+def _turn_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (rotate_fixed(inputs[0]), *inputs[1:])
+
+
+def _has_turn(module: nn.Module) -> bool:
+    return _turn_input in module._forward_pre_hooks.values()
+
+
+def _turns_products(layer: Layer) -> bool:
+    if TURNED in layer.mlp.__dict__:
+        _follow(layer.mlp)
+    return _has_turn(layer.down)
+
+
+# ---- R3 ------------------------------------------------------------------------------------------
+
+
+def _turn_both(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    return rotate_fixed(queries), rotate_fixed(keys)
+
+
+def _turns_keys(layer: Layer) -> bool:
+    return _turn_both in layer.attention.__dict__.get(TURNS, ())
+
+
+def _installed(name: str, decoder: Decoder) -> bool:
+    """Say whether every layer has the rotation; one of another name is nowhere."""
+    looks = {"R3": _turns_keys, "R4": _turns_products}
+    return name in looks and all(map(looks[name], decoder.layers))
