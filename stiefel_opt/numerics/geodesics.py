@@ -286,19 +286,17 @@ def lift(point: Tensor, other: Tensor, beta: float) -> Tensor:
 
 def separation(point: Tensor, other: Tensor, beta: float) -> Tensor:
     """Return the length of the geodesic, ``(...)``; infinite between two components."""
-    if point.size(-2) == point.size(-1):
-        product = point.mH @ other
-        if product.is_complex():
-            turn = _with_turns(product)[0]
-            whole: Tensor = math.sqrt(beta) * torch.linalg.vector_norm(turn, dim=(-2, -1))
-            return whole
-        is_apart = orientation(product.detach()) < 0
+    if point.size(-2) != point.size(-1):
+        between: Tensor = _Separation.apply(point, other, beta)  # type: ignore[no-untyped-call]
+        return between
+    product = point.mH @ other
+    apart = torch.zeros(product.shape[:-2], dtype=torch.bool, device=product.device)
+    if not product.is_complex():
+        apart = orientation(product.detach()) < 0
         eye = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)
-        turn = _with_turns(torch.where(is_apart[..., None, None], eye, product))[0]
-        length: Tensor = math.sqrt(beta) * torch.linalg.vector_norm(turn, dim=(-2, -1))
-        return length.masked_fill(is_apart, math.inf)
-    length = _Separation.apply(point, other, beta)  # type: ignore[no-untyped-call]
-    return length
+        product = torch.where(apart[..., None, None], eye, product)
+    turn = torch.linalg.vector_norm(_with_turns(product)[0], dim=(-2, -1))
+    return (math.sqrt(beta) * turn).masked_fill(apart, math.inf)
 
 
 class _Separation(torch.autograd.Function):
