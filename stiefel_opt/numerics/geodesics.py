@@ -295,7 +295,7 @@ def separation(point: Tensor, other: Tensor, beta: float) -> Tensor:
         apart = orientation(product.detach()) < 0
         eye = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)
         product = torch.where(apart[..., None, None], eye, product)
-    turn = torch.linalg.vector_norm(_with_turns(product)[0], dim=(-2, -1))
+    turn: Tensor = torch.linalg.vector_norm(_with_turns(product)[0], dim=(-2, -1))
     return (math.sqrt(beta) * turn).masked_fill(apart, math.inf)
 
 
