@@ -76,11 +76,14 @@ def logarithm(point: Tensor) -> Tensor:
         if bool(turned_over.any()):
             given = f"-1{counted(turned_over)}"
             raise ValueError(fail("determinant", "be 1 for a real logarithm", given))
-    return _with_turns(point)[0]
+    return principal_logarithm(point)[0]
 
 
-def _with_turns(point: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm, and where it is one of several, as an angle is pi."""
+def principal_logarithm(point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the :func:`logarithm` of any matrices, and where it is one of several.
+
+    That is where an angle is pi. For a determinant of -1 its exponential is another matrix.
+    """
     is_of_three = point.size(-1) == 3 and not point.is_complex()
     rule: Any = _LogarithmOfThree if is_of_three else _Logarithm
     logarithm, turns = rule.apply(point)
@@ -271,7 +274,7 @@ def shoot(point: Tensor, tangent: Tensor, beta: float) -> Tensor:
 def lift(point: Tensor, other: Tensor, beta: float) -> Tensor:
     """Return the tangent vector at ``point`` whose geodesic ends at ``other``; all are points."""
     if point.size(-2) == point.size(-1):
-        turn, several = _with_turns(point.mH @ other)
+        turn, several = principal_logarithm(point.mH @ other)
         tangent = point @ turn
     else:
         tangent, several = _Lift.apply(point, other, beta)  # type: ignore[no-untyped-call]
@@ -295,7 +298,7 @@ def separation(point: Tensor, other: Tensor, beta: float) -> Tensor:
         apart = orientation(product.detach()) < 0
         eye = torch.eye(point.size(-1), dtype=point.dtype, device=point.device)
         product = torch.where(apart[..., None, None], eye, product)
-    turn: Tensor = torch.linalg.vector_norm(_with_turns(product)[0], dim=(-2, -1))
+    turn: Tensor = torch.linalg.vector_norm(principal_logarithm(product)[0], dim=(-2, -1))
     return (math.sqrt(beta) * turn).masked_fill(apart, math.inf)
 
 
@@ -544,7 +547,7 @@ def _canonical(inner: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     def completed(flat: Tensor) -> tuple[Tensor, Tensor]:
         gauge = beside @ exponential(skew(flat.view(-1, count, count)))
-        return _with_turns(torch.cat([inner, gauge], -1))
+        return principal_logarithm(torch.cat([inner, gauge], -1))
 
     def residual(flat: Tensor) -> tuple[Tensor, Tensor]:
         whole = completed(flat)[0]
