@@ -28,6 +28,7 @@ from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.trained import HARMFUL, distance, looks_trained, warn_of_lost
+from stiefel_opt.tags.uses import check_use
 from stiefel_opt.tags.watch import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -102,12 +103,14 @@ def orthogonal(
     owner, leaf, parameter = find_parameter(module, name)
     _check_weight(name, parameter)
     check_options(map, options, kind := MAPS[map])
+    is_said = heads is not None
     if heads is None and not transposed and flatten is not False:
         heads = stacked(owner, leaf)[0]
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     manifold = Stiefel(heads, None, flatten, transposed, scale)
     manifold.check(parameter.shape, name)
+    check_use(module, name, parameter, manifold, is_said=is_said)
     value = None if start is None else _start(start, map, manifold, parameter, generator)
     parametrization = kind(manifold=manifold, generator=generator, **options)
     columns = manifold.matrices(parameter).size(-1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -44,12 +43,11 @@ from stiefel_opt.tags.points import (
     rms_scale,
 )
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.uses import check_uses
 from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
-
-_TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -129,9 +127,6 @@ def constrain(
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
     asked: dict[str, Stiefel] = {}
-    tables = {
-        id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _TABLES)
-    }
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
         if is_factor(module, each):
@@ -151,9 +146,9 @@ def constrain(
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
         elif scale == "rms":
             reading = replace(reading, scale=rms_scale(parameter, reading, each))
-        _warn_if_mixed(parameter, reading, each)
-        _check_table(tables.pop(id(parameter), None), parameter, reading, each)
         asked[each] = reading
+    is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
+    check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 
@@ -290,48 +285,6 @@ def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, 
             stacklevel=users_level(),
         )
     return False
-
-
-def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Warn of blocks of rows that lie across three matrices, one above the other."""
-    row_count = parameter.size(reading.dimensions(parameter.ndim)[0])
-    is_fused = parameter.ndim == 2 and row_count**2 == 3 * parameter.numel()
-    heads = reading.heads
-    if is_fused and reading.rows is None and type(heads) is int and heads % 3:
-        third = row_count // 3
-        warnings.warn(
-            f"`{name}` has three times as many rows as columns: if it holds queries, keys and "
-            f"values, {heads} blocks of {row_count // heads} rows mix them; pass heads={3 * heads} "
-            f"for the heads of all three, or rows=((0, {third}), ({third}, {2 * third})) as well, "
-            "for queries and keys",
-            stacklevel=users_level(),
-        )
-    is_pair = re.search("(?<!q)kv|key_?value", name.lower()) and row_count % 2 == 0
-    if is_pair and reading.rows is None and type(heads) is int:
-        half = row_count // 2
-        warnings.warn(
-            f"`{name}` seems to hold keys and values: {heads} blocks of {row_count // heads} rows "
-            f"mix them, or two heads of one; pass rows=((0, {half}), ({half}, {row_count})) as "
-            "well, with the heads of one of them",
-            stacklevel=users_level(),
-        )
-
-
-def _check_table(table: Any, parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Refuse an embedding that rewrites its rows; warn of rows, what it returns, that get short."""
-    if table is not None and table.max_norm is not None:
-        remedy = "set it to None: each forward pass would shorten rows of a constrained weight"
-        raise ValueError(fail(f"max_norm of {name}", "be None", table.max_norm, remedy))
-    if table is not None and reading == Stiefel():
-        count, width = parameter.shape
-        if count > width:
-            warnings.warn(
-                f"`{name}` has {count} rows and {width} columns: its columns become orthonormal, "
-                f"and its rows {math.sqrt(width / count):.2g} long on average, without being "
-                "orthogonal; pass scale='keep' for rows as long as now, scale='rms' for length 1, "
-                "or leave the embedding unconstrained",
-                stacklevel=users_level(),
-            )
 
 
 def release(module: ModuleT, name: str = "weight") -> ModuleT:

@@ -345,7 +345,7 @@ WRONG = [
     (
         lambda: so.constrain(nn.TransformerEncoderLayer(8, 2), "*.weight"),
         ValueError,
-        r"leave it untagged, as so.constrain\(model, lambda name, p: p.ndim > 1\) does",
+        r"leave it untagged, as so.constrain\(model, \[f.*torch.nn.Linear\).*\]\[:-1\]\) does",
     ),
     (
         lambda: so.orthogonal(nn.Linear(2, 2), map="cwy", reflexions=1),
