@@ -20,6 +20,7 @@ from stiefel_opt.tags.constraints import param_groups as param_groups
 from stiefel_opt.tags.constraints import project_ as project_
 from stiefel_opt.tags.constraints import release as release
 from stiefel_opt.tags.constraints import retag as retag
+from stiefel_opt.tags.foreign import trust as trust
 from stiefel_opt.tags.manifold import Stiefel as Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_ as orthogonal_

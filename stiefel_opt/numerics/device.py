@@ -94,6 +94,11 @@ def may_wait_for(tensor: Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Say whether a tensor has values to read: not on the meta device, nor a fake one."""
+    return not (tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor))
+
+
 def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
     """Return an index in the memory of a device, sent there once and while nobody waits.
 
@@ -132,6 +137,41 @@ def values_of(tensor: Tensor) -> Tensor | None:
     if not may_wait_for(tensor):
         return None
     return torch.func.debug_unwrap(tensor.detach(), recurse=True)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def span_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the addresses of the first byte of a tensor and behind its last; None without any."""
+    if not has_values(tensor) or not tensor.numel() or tensor.layout is not torch.strided:
+        return None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # of a subclass without memory of its own
+        return None
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors on one device, whose spans meet, have a byte in common."""
+    spans = [span_of(tensor) for tensor in (one, other)]
+    if None in spans:
+        return False
+    starts, stops = zip(*spans, strict=True)
+    unit = math.gcd(starts[1] - starts[0], one.element_size(), other.element_size())
+    memory = torch.zeros((max(stops) - min(starts)) // unit, dtype=torch.bool, device="cpu")
+    for tensor, start in zip((one, other), starts, strict=True):
+        width = tensor.element_size() // unit
+        strides = [stride * width for stride in tensor.stride()]
+        place = (start - min(starts)) // unit
+        seen = memory.as_strided((*tensor.shape, width), (*strides, 1), place)
+        if bool(seen.any()):
+            return True
+        seen.fill_(True)
+    return False
 
 
 # ---- readers -----------------------------------------------------------------------------------

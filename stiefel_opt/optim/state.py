@@ -122,12 +122,14 @@ def key_of(name: str, index: int) -> str:
     return f"{name}.{index}" if index else name
 
 
-def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> None:
-    """Drop state that is declared otherwise than before under the same name."""
+def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> bool:
+    """Drop state that is declared otherwise than before under the same name; say if there was."""
     known = {kind.name: kind for kind in earlier}
     changed = {kind.name for kind in declared if known.get(kind.name, kind) != kind}
-    for key in [key for key in state if key.partition(".")[0] in changed]:
+    dropped = [key for key in state if key.partition(".")[0] in changed]
+    for key in dropped:
         del state[key]
+    return bool(dropped)
 
 
 def is_declared(key: str, names: Container[str]) -> bool:

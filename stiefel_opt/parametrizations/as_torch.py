@@ -152,6 +152,8 @@ def _translate(
     if free is None or free.is_meta or prefix + _MARK in state_dict:
         return
     ours: Any = copy.deepcopy(maps[0])
+    if any(buffer.is_meta for buffer in ours.buffers()):
+        ours.to_empty(device=free.device)
     if len(maps) != 1 or free.shape != ours.shape:
         return  # not what torch saves, or torch refuses the shape
     theirs = parametrizations._Orthogonal(
