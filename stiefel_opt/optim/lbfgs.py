@@ -56,8 +56,7 @@ class StiefelLBFGS(LBFGS):
 
     Args:
         params: Parameters, one group; all of one precision.
-        lr: The first step length that each line search tries, or the only one; with 0 nothing
-            moves. Default: 1.
+        lr: The first step length that each line search tries, or the only one. Default: 1.
         max_iter: Most iterations a step. Default: 20.
         max_eval: Most evaluations a step. Default: 1.25 times ``max_iter``.
         tolerance_grad: A step ends where no entry of the Riemannian gradient exceeds this.
@@ -150,8 +149,6 @@ class StiefelLBFGS(LBFGS):
         _check_options(group)
         self._tags = recalled(self._params, self.__dict__.get("_tags", {}))
         readings = _readings(group)
-        if float(group["lr"]) == 0.0:  # torch's line search would divide by it
-            return torch.enable_grad()(closure)()
         _fit_state(self.state, self._params, readings)
         if not any(readings):
             return _step_of_torch(self, closure)

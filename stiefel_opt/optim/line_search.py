@@ -310,6 +310,8 @@ class Run:
         if not _is_finite(loss, gradient):
             self.is_finite = False
             return returned
+        if float(self._group["lr"]) == 0.0:  # torch's line search would divide by it
+            return returned
         try:
             self._iterate(loss, gradient)
         except BaseException:
