@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stiefel_opt.errors import check_module, fail, type_name
 from stiefel_opt.numerics.distributed import is_sharded
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
 OWN = "_stiefel_config"  # of a model: the config that it shares with no other
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -156,6 +157,19 @@ def _check_weights(decoder: Decoder) -> None:
             if not size or features % size:
                 wanted = f"have features that are heads of {size}"
                 raise ValueError(fail(f"{layer.name}.self_attn.{leaf}", wanted, features))
+
+
+def check_sharing(decoder: Decoder) -> None:
+    """Raise where a parameter has two owners, but for the head that is tied to the embedding."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in decoder.model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():
+        if len(names) > 1 and set(names) != {EMBEDDING, HEAD}:
+            first, *others = names
+            remedy = "give each of them a weight of its own"
+            given = f"shared with {', '.join(others)}"
+            raise ValueError(fail(first, "not be shared", given, remedy))
 
 
 def quantization_of(model: nn.Module) -> str | None:

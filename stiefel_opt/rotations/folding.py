@@ -35,7 +35,8 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
     and merged: R4 acts outside of them.
 
     Args:
-        model: A model that :func:`prepare_` has prepared; changed in place.
+        model: A model that :func:`prepare_` has prepared, or any where ``rotations`` have no R1;
+            changed in place.
         rotations: From :func:`learn` or :func:`hadamard`; with ``online=()`` any tool can read the
             folded model as it is.
 
@@ -48,14 +49,14 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         1e-4 of the largest. Beside the model a copy of 128 MB at a time.
     """
     decoder = usable_decoder(model)
-    check_prepared(decoder)
     check_rotations("rotations", rotations, decoder)
+    check_prepared(decoder, rotations)
     for layer in decoder.layers:
         for name, linear in layer.linears():
             whole(name, linear.weight)
     whole("model.embed_tokens", decoder.embedding.weight)
     whole("lm_head", decoder.head.weight)
-    residual = polished(rotations.residual)
+    residual = None if rotations.residual is None else polished(rotations.residual)
     mark(decoder.model, "half folded")  # an interrupted model cannot be used
     _turn_rows(decoder.embedding.weight, residual)
     _turn_rows(decoder.head.weight, residual)
@@ -101,12 +102,16 @@ def load_online_(model: ModelT) -> ModelT:
 
 def _turn_rows(weight: Tensor, rotation: Rotation) -> None:
     """W <- W R, R repeated along the rows."""
+    if rotation is None:
+        return
     for piece in rows(weight):
         piece.copy_(turned(piece.double(), rotation))
 
 
-def _turn_outputs(linear: nn.Linear, rotation: Tensor) -> None:
+def _turn_outputs(linear: nn.Linear, rotation: Rotation) -> None:
     """W <- R' W and b <- R' b, R repeated along the outputs."""
+    if rotation is None:
+        return
     for piece in rows(linear.weight.mT):
         piece.copy_(turned(piece.double(), rotation))
     if linear.bias is not None:

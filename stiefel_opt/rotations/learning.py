@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ def learn(
     activation_bits: int | None = 4,
     kv_bits: int | None = None,
     weight_bits: int | None = None,
+    weight_group: int | None = None,
     symmetric: bool = False,
     loss: str = "noise",
     top_k: int | None = None,
@@ -87,14 +88,15 @@ def learn(
     model nothing is trained.
 
     Args:
-        model: A model that :func:`prepare_` has prepared, in any floating-point dtype, on any
-            device; bare, in ``DistributedDataParallel``, or after ``fully_shard``.
+        model: A model that :func:`prepare_` has prepared, or any where ``start`` has no R1, in any
+            floating-point dtype, on any device; bare, in ``DistributedDataParallel``, or after
+            ``fully_shard``.
         batches: Token ids ``(batch, tokens)``, or dicts with ``input_ids`` and perhaps
             ``attention_mask``, whose zeros no loss counts: a list, a data loader; with ``steps``
             also an endless iterator. One a step, again from the start for more steps. Under
             torch.distributed each process gives its own; gradients are averaged.
         start: Default: ``hadamard(model)``, with R3 if ``kv_bits`` is given.
-        activation_bits, kv_bits, weight_bits, symmetric: As in :func:`quantized`.
+        activation_bits, kv_bits, weight_bits, weight_group, symmetric: As in :func:`quantized`.
         loss: "noise", place by place, so that a step is one forward pass; "kl" to the model in full
             precision, which may go on from there with ``start``; or "ce", the cross-entropy of the
             next token.
@@ -125,13 +127,14 @@ def learn(
         also passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
     """
     decoder = usable_decoder(model)
-    check_prepared(decoder)
+    if start is None:
+        check_prepared(decoder)
     _check_options(loss, top_k, optimizer, steps, lr)
     check_flags(gradient_checkpointing=gradient_checkpointing, progress=progress)
     data = _token_batches(batches, steps)
     total = max(STEPS, len(data)) if steps is None else steps
     bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
-    options: dict[str, Any] = {**bits, "symmetric": symmetric}
+    options: dict[str, Any] = {**bits, "weight_group": weight_group, "symmetric": symmetric}
     quantizers_of(decoder, "start", None, **options)  # its checks
     if all(given is None for given in bits.values()):
         raise ValueError(fail("activation_bits", "be given, or kv_bits or weight_bits", "None"))
@@ -140,7 +143,7 @@ def learn(
     quantizers_of(decoder, "start", start, **options)
     warn_without_r4(decoder, start, activation_bits)
     rotations = _parameters(start, decoder.embedding.weight.device)
-    moving = Rotations(rotations[0], rotations[1:], start.online)
+    moving = _of_matrices(rotations, start)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
     angle = ANGLES[loss] if lr is None else lr
     method = optimizer(rotations) if optimizer else _default_optimizer(rotations, angle)
@@ -154,7 +157,7 @@ def learn(
     bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
         matrices = training.run(_Objective(decoder, quantizers, loss, top_k), data, bar)
-    return Rotations(matrices[0], matrices[1:], start.online, training.log)
+    return _of_matrices(matrices, start, training.log)
 
 
 def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer:
@@ -170,8 +173,15 @@ def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:
     """Return trainable copies of the rotations, R1 first."""
     return [
         ManifoldParameter(matrix.detach().to(device, torch.float32, copy=True).contiguous())
-        for matrix in (start.residual, *start.heads)
+        for matrix in start.matrices()
     ]
+
+
+def _of_matrices(matrices: list[Any], start: Rotations, log: Sequence[Any] = ()) -> Rotations:
+    """Return ``matrices`` in the places that those of ``start`` have."""
+    if start.residual is None:
+        return Rotations(None, matrices, start.online, log)
+    return Rotations(matrices[0], matrices[1:], start.online, log)
 
 
 @torch.no_grad()
@@ -398,7 +408,7 @@ def _options_of(optimizer: Optimizer) -> dict[str, str]:
 def _digests(model: nn.Module, start: Rotations, data: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Return hashes of everything that a training goes on with."""
     return {
-        "start": _digest([start.residual, *start.heads]),
+        "start": _digest(start.matrices()),
         "batches": _of_all(_digest(each for batch in data for each in batch.values())),
         "model": _of_all(_digest(model.state_dict().values())),
     }

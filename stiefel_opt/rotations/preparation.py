@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import fail
 from stiefel_opt.rotations.decoder import (
-    Decoder,
+    check_sharing,
     mark,
     quantization_of,
     read_decoder,
@@ -18,7 +18,6 @@ from stiefel_opt.rotations.decoder import (
 )
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @torch.no_grad()
@@ -47,7 +46,7 @@ def prepare_(model: ModelT) -> ModelT:
         is_half = state.startswith("half")
         remedy = "load the original" if is_half else "go on with rotations.learn or load_online_"
         raise ValueError(fail("model", "not be prepared yet", f"a model that is {state}", remedy))
-    _check_sharing(decoder)
+    check_sharing(decoder)
     for name, norm, readers in decoder.norms():
         _check_norm(name, norm)
         for reader in readers:
@@ -86,19 +85,6 @@ def _check_norm(name: str, norm: nn.Module) -> None:
         wanted = "multiply by its weight and divide by the root mean square"
         remedy = "only Llama, Mistral, Qwen2, Qwen3 and models built like them can be rotated"
         raise ValueError(fail(name, wanted, f"a {type(norm).__name__} that does not", remedy))
-
-
-def _check_sharing(decoder: Decoder) -> None:
-    """Raise where a parameter has two owners, but for the head that is tied to the embedding."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in decoder.model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    for names in owners.values():
-        if len(names) > 1 and set(names) != {EMBEDDING, HEAD}:
-            first, *others = names
-            remedy = "give each of them a weight of its own"
-            given = f"shared with {', '.join(others)}"
-            raise ValueError(fail(first, "not be shared", given, remedy))
 
 
 def _untie_config(model: Any) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from stiefel_opt.errors import check_flag, check_integer, fail, users_level
 from stiefel_opt.numerics.geometry import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
-from stiefel_opt.rotations.decoder import Decoder, Layer, state_of
+from stiefel_opt.rotations.decoder import Decoder, Layer, check_sharing, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import Rotations, check_rotations
@@ -76,31 +76,37 @@ def quantized(
     activation_bits: int | None = 4,
     kv_bits: int | None = None,
     weight_bits: int | None = None,
+    weight_group: int | None = None,
     symmetric: bool = False,
 ) -> contextlib.AbstractContextManager[nn.Module]:
     """Context: ``model`` runs as if it were quantised. Nothing is changed.
 
     Rounded are, token by token, the inputs of every linear layer but the head's; with ``kv_bits``
-    keys and values, head by head; with ``weight_bits`` the weights of these layers, on a symmetric
-    grid for each output. Embeddings, norms and attention scores stay.
+    keys and values, head by head; with ``weight_bits`` the weights of these layers, to nearest on
+    symmetric grids. Embeddings, norms and attention scores stay.
 
     Args:
         model: A decoder of the Llama family: as loaded, prepared or folded.
-        rotations: In whose basis is rounded, for a prepared model. Default: as the model stands.
+        rotations: In whose basis is rounded, for a prepared model, or for any if they have no R1.
+            Default: as the model stands.
         activation_bits, kv_bits, weight_bits: From 2 to 16; None does not round.
+        weight_group: So many neighbouring inputs of an output have a grid of their own, as 32 in
+            torchao and llama.cpp. Default: one grid for each output.
         symmetric: Whether the grids of activations, keys and values are symmetric about zero.
 
     Yields: The model.
     Raises:
         ValueError, TypeError: for bits out of range, another family, rotations of another model,
             or rotations for a model that is not prepared or is folded already; for a folded model
-            without its online rotations.
+            without its online rotations; for a ``weight_group`` that does not divide every layer's
+            inputs.
     Warns: for activations of 4 bits or less of a rotated model without R4.
     Note: Gradients pass the rounding as :func:`stiefel_opt.rotations.learn` has it.
     """
     bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
+    options = {**bits, "weight_group": weight_group, "symmetric": symmetric}
     decoder = usable_decoder(model)
-    quantizers = quantizers_of(decoder, "rotations", rotations, symmetric=symmetric, **bits)
+    quantizers = quantizers_of(decoder, "rotations", rotations, **options)
     warn_without_r4(decoder, rotations, activation_bits)
 
     @contextlib.contextmanager
@@ -136,16 +142,35 @@ def quantizers_of(
         if options[bits] is not None:
             check_integer(bits, options[bits], 2, 16)
     check_flag("symmetric", options["symmetric"])
+    if options["weight_group"] is not None:
+        _check_weight_group(decoder, options["weight_group"], options["weight_bits"])
     if rotations is not None:
-        check_prepared(decoder)
         check_rotations(name, rotations, decoder)
+        check_prepared(decoder, rotations)
     return Quantizers(decoder, rotations, **options)
 
 
-def check_prepared(decoder: Decoder) -> None:
-    """Raise unless the model has gone through ``prepare_`` and not through ``fold_``."""
+def _check_weight_group(decoder: Decoder, group: object, weight_bits: object) -> None:
+    """Raise unless groups of that many inputs fill every layer."""
+    size = check_integer("weight_group", group, 2)
+    if weight_bits is None:
+        raise ValueError(fail("weight_group", "be None where weight_bits is", size))
+    for layer in decoder.layers:
+        for name, linear in layer.linears():
+            if linear.in_features % size:
+                wanted = f"divide the {linear.in_features} inputs of {name}"
+                raise ValueError(fail("weight_group", wanted, size))
+
+
+def check_prepared(decoder: Decoder, rotations: Rotations | None = None) -> None:
+    """Raise unless the model has gone through ``prepare_`` and not through ``fold_``.
+
+    Where ``rotations`` have no R1, the norms may have gains.
+    """
     state = state_of(decoder.model).get("state", "as it was loaded")
-    if state != "prepared":
+    if state == "as it was loaded" and rotations is not None and rotations.residual is None:
+        check_sharing(decoder)
+    elif state != "prepared":
         untouched = state == "as it was loaded"
         remedy = "call rotations.prepare_(model)" if untouched else "load the original"
         raise ValueError(fail("model", "be prepared", f"one that is {state}", remedy))
@@ -166,6 +191,7 @@ class Quantizers:
     activation_bits: int | None
     kv_bits: int | None
     weight_bits: int | None
+    weight_group: int | None
     symmetric: bool
     recompute: bool = False
     measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
@@ -259,6 +285,7 @@ class Quantizers:
         symmetric: bool,
         *,
         outward: Rotation = None,
+        group: int | None = None,
         counted: Tensor | None = None,
     ) -> None:
         """Pass the noise of rounding ``x`` to ``measure``, with a gradient for rotations only."""
@@ -268,6 +295,7 @@ class Quantizers:
         with torch.enable_grad():
             y = turned(widened(rows), rotation)
             y = y if outward is None else turned(y.mT, outward).mT
+            y = y if group is None else torch.unflatten(y, -1, (-1, group))
             self.measure(noise_ratio(y, bits, symmetric))
 
     def _linear(
@@ -278,18 +306,19 @@ class Quantizers:
         plain: Callable[[Tensor], Tensor],
         x: Tensor,
     ) -> Tensor:
-        """The layer with its weight rounded, one grid for each output, in the rotated basis."""
-        bits = self.weight_bits
+        """The layer with its weight rounded, on a grid for each group, in the rotated basis."""
+        bits, group = self.weight_bits, self.weight_group
         if not self.enabled or bits is None:
             return plain(x)
         if self.measure is not None:
-            self._measure(linear.weight, bits, inward, symmetric=True, outward=outward)
+            self._measure(linear.weight, bits, inward, True, outward=outward, group=group)
             return plain(x)
 
         def run(x: Tensor) -> Tensor:
             weight = turned(widened(linear.weight), inward)
             weight = turned(weight.mT, outward).mT
-            weight = fake_quantize(weight, bits, symmetric=True)
+            grouped = torch.unflatten(weight, -1, (-1, group or weight.size(-1)))
+            weight = fake_quantize(grouped, bits, symmetric=True).flatten(-2)
             weight = turned(turned(weight.mT, outward, back=True).mT, inward, back=True)
             return functional.linear(x, weight.to(x.dtype), linear.bias)
 

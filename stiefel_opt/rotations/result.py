@@ -26,7 +26,8 @@ class Rotations:
     """The rotations of one decoder.
 
     Attributes:
-        residual: R1, ``(d, d)``: the residual stream x, a row, becomes x R1.
+        residual: R1, ``(d, d)``: the residual stream x, a row, becomes x R1. None leaves the stream
+            as it is, and then the model needs no :func:`stiefel_opt.rotations.prepare_`.
         heads: R2, one ``(h, h)`` for each layer: the values v of every head become v R2.
         online: Names of fixed rotations that stay in the forward pass: "R3" turns queries and keys
             behind the rotary embedding, "R4" the input of ``down_proj``.
@@ -34,16 +35,20 @@ class Rotations:
             orthonormality, seconds.
     """
 
-    residual: Tensor
+    residual: Tensor | None
     heads: Sequence[Tensor]
     online: tuple[str, ...] = ("R4",)
     log: Sequence[Mapping[str, float]] = ()
+
+    def matrices(self) -> list[Tensor]:
+        """R1, if there is one, and R2 of each layer."""
+        return [*([] if self.residual is None else [self.residual]), *self.heads]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file that ``torch.load(path, weights_only=True)`` reads as a dict."""
         content = {
             "format": FORMAT,
-            "residual": self.residual.detach().cpu(),
+            "residual": None if self.residual is None else self.residual.detach().cpu(),
             "heads": [head.detach().cpu() for head in self.heads],
             "online": list(self.online),
             "log": [dict(entry) for entry in self.log],
@@ -76,8 +81,9 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
     if len(rotations.heads) != len(decoder.layers):
         wanted = f"have one matrix for each of {len(decoder.layers)} layers"
         raise ValueError(fail(f"{name}.heads", wanted, len(rotations.heads)))
-    named = [("residual", rotations.residual, decoder.width)]
-    named += [(f"heads[{i}]", head, decoder.head_size) for i, head in enumerate(rotations.heads)]
+    named = [(f"heads[{i}]", head, decoder.head_size) for i, head in enumerate(rotations.heads)]
+    if rotations.residual is not None:
+        named.insert(0, ("residual", rotations.residual, decoder.width))
     for part, matrix, size in named:
         if tuple(matrix.shape) != (size, size):
             wanted = f"be {size} x {size}, as in the model"

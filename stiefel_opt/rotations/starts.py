@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from stiefel_opt.errors import check_integer
+from stiefel_opt.errors import check_flag, check_integer
 from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
 from stiefel_opt.rotations.online import usable_decoder
@@ -15,7 +15,11 @@ from stiefel_opt.rotations.result import ONLINE, Rotations, check_online
 
 
 def hadamard(
-    model: nn.Module, *, seed: int = 0, online: tuple[str, ...] | list[str] = ("R4",)
+    model: nn.Module,
+    *,
+    seed: int = 0,
+    residual: bool = True,
+    online: tuple[str, ...] | list[str] = ("R4",),
 ) -> Rotations:
     r"""Return random Hadamard rotations of the sizes of ``model``.
 
@@ -28,23 +32,28 @@ def hadamard(
     Args:
         model: A decoder of the Llama family.
         seed: Of signs and blocks; the same rotations on every device.
+        residual: Whether to rotate the residual stream. False leaves R1 out: the model needs no
+            :func:`prepare_`, and its norms, embeddings and head stay as they are; for caches, and
+            for weights that are rounded to nearest.
         online: Fixed rotations that stay in the forward pass: "R3" for key caches, "R4" for the
             inputs of ``down_proj``, without which 4 bits are out of reach.
 
     Raises:
         ValueError: for another family, an unknown name, a seed below 0, and R3 where no Hadamard
             matrix is as large as a head; for a folded model without its online rotations.
-        TypeError: for a seed that is no integer.
+        TypeError: for a seed that is no integer, or a ``residual`` that is neither True nor False.
     Reference: Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
     """
     decoder = usable_decoder(model)
     check_integer("seed", seed, 0)
+    check_flag("residual", residual)
     check_online("online", online, decoder)
     generator = torch.Generator().manual_seed(seed)
     device = decoder.embedding.weight.device
-    residual = _random_hadamard(decoder.width, generator).to(device)
+    stream = _random_hadamard(decoder.width, generator).to(device)
     heads = [_random_hadamard(decoder.head_size, generator).to(device) for _ in decoder.layers]
-    return Rotations(residual, heads, tuple(name for name in ONLINE if name in online))
+    chosen = tuple(name for name in ONLINE if name in online)
+    return Rotations(stream if residual else None, heads, chosen)
 
 
 def _random_hadamard(size: int, generator: torch.Generator) -> Tensor:
