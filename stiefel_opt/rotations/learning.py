@@ -145,9 +145,7 @@ def learn(
     rotations = _parameters(start, decoder.embedding.weight.device)
     moving = _of_matrices(rotations, start)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
-    angle = ANGLES[loss] if lr is None else lr
-    method = optimizer(rotations) if optimizer else _default_optimizer(rotations, angle)
-    method = check_optimizer(method, "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`")
+    method = _made(optimizer, rotations, ANGLES[loss] if lr is None else lr)
     options |= {"loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
     options |= {"lr": lr, **_options_of(method)}
     path = None if checkpoint is None else Path(checkpoint)
@@ -160,10 +158,13 @@ def learn(
     return _of_matrices(matrices, start, training.log)
 
 
-def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer:
-    """StiefelAdam as printed, of lr for entries: an n x n matrix turns by about sqrt(n) lr."""
+def _made(factory: OptimizerFactory | None, rotations: list[nn.Parameter], lr: float) -> Optimizer:
+    """Default: StiefelAdam as printed; of lr for entries an n x n matrix turns by sqrt(n) lr."""
+    if factory is not None:
+        remedy = "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`"
+        return check_optimizer(factory(rotations), remedy)
     groups = [
-        {"params": [r for r in rotations if len(r) == size], "lr": angle / math.sqrt(size)}
+        {"params": [r for r in rotations if len(r) == size], "lr": lr / math.sqrt(size)}
         for size in sorted({len(rotation) for rotation in rotations})
     ]
     return StiefelAdam(groups, radius=1.0, nesterov=False)
