@@ -1,8 +1,8 @@
 """How long a step takes in two checkouts of this package, interleaved on one machine.
 
 Each checkout has a process of its own; rounds of both alternate, so that the ratio holds when the
-speed of the machine drifts. Rows and gradients are those of `step_time.py`, and one row more: the
-queries and keys of fused attention weights.
+speed of the machine drifts. Rows and gradients are those of `step_time.py`, and more: the queries
+and keys of fused attention weights, and forward passes of a constrained layer.
 
     python -m benchmarks.speed.two_checkouts --before ../earlier       # about five minutes
 """
@@ -33,14 +33,37 @@ ROWS = {  # name: parameters, leading shape, n, m
     "latency-128x2": (1, (), 128, 2),
 }
 RULES = ("StiefelSGD", "StiefelAdam")
+PASSES = 500  # forward passes of one time
+FORWARD = {"forward-8x8": 8, "forward-256x256": 256}  # name: size of a layer
+GRADIENTS = ("without-gradients", "with-gradients")
+CASES = [*itertools.product(ROWS, RULES), *itertools.product(FORWARD, GRADIENTS)]
 
 
-def build(row: str, rule: str) -> tuple[Any, list[Any]]:
-    """The optimizer of a row, with gradients in place."""
+def build_forward(row: str, kind: str) -> tuple[Any, list[Any]]:
+    """Forward passes of a constrained layer, and its weight."""
     import torch
 
     import stiefel_opt as so
 
+    layer = so.constrain(torch.nn.Linear(FORWARD[row], FORWARD[row]))
+    x = torch.randn(1, FORWARD[row])
+
+    def run() -> None:
+        with torch.set_grad_enabled(kind == "with-gradients"):
+            for _ in range(PASSES):
+                layer(x)
+
+    return run, [layer.weight]
+
+
+def build(row: str, rule: str) -> tuple[Any, list[Any]]:
+    """What is timed in a row, a step of an optimizer with gradients in place, and its weights."""
+    import torch
+
+    import stiefel_opt as so
+
+    if row in FORWARD:
+        return build_forward(row, rule)
     count, lead, n, m = ROWS[row]
     generator = torch.Generator().manual_seed(7)
     size = 0.1 * 1.9 / 0.1 / (math.sqrt(n) + math.sqrt(m))
@@ -60,14 +83,18 @@ def build(row: str, rule: str) -> tuple[Any, list[Any]]:
         params.append(so.ManifoldParameter(value, reading))
         params[-1].grad = torch.randn(value.shape, generator=generator) * size
     lr = 0.1 if rule == "StiefelSGD" else 0.1 / (0.1 / 1.9 * (math.sqrt(n) + math.sqrt(m)))
-    return getattr(so, rule)(params, lr=lr), params
+    return getattr(so, rule)(params, lr=lr).step, params
 
 
 def work() -> None:
-    """Answer each line ``row rule seconds threads`` with milliseconds a step, and the error."""
+    """Answer each line ``row rule seconds threads`` with milliseconds, and the error."""
     import torch
 
     import stiefel_opt as so
+
+    def negate(grads: list[Any]) -> None:
+        if found := [grad for grad in grads if grad is not None]:
+            torch._foreach_neg_(found)
 
     known: dict[tuple[str, str], Any] = {}
     for line in sys.stdin:
@@ -76,18 +103,18 @@ def work() -> None:
         if (row, rule) not in known:
             known.clear()
             known[row, rule] = build(row, rule)
-            optimizer, params = known[row, rule]
+            run, params = known[row, rule]
             for _ in range(20):
-                optimizer.step()
-                torch._foreach_neg_([p.grad for p in params])
-        optimizer, params = known[row, rule]
+                run()
+                negate([p.grad for p in params])
+        run, params = known[row, rule]
         times = []
         until = time.perf_counter() + float(seconds)
         while time.perf_counter() < until or len(times) < 5:
             began = time.perf_counter()
-            optimizer.step()
+            run()
             times.append(time.perf_counter() - began)
-            torch._foreach_neg_([p.grad for p in params])
+            negate([p.grad for p in params])
         error = max(float(so.orthonormality_error(p)) for p in params[:3])
         print(statistics.median(times) * 1e3, error, flush=True)
 
@@ -98,7 +125,7 @@ def main() -> None:
     here = Path(__file__).resolve().parents[2]
     parser.add_argument("--before", type=Path)
     parser.add_argument("--after", type=Path, default=here)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=(*ROWS, *FORWARD))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.25, help="of one round")
     parser.add_argument("--threads", type=int, default=2)
@@ -127,7 +154,9 @@ def main() -> None:
         return [float(word) for word in worker.stdout.readline().split()]
 
     cells = []
-    for row, rule in itertools.product(options.rows, RULES):
+    for row, rule in CASES:
+        if options.rows and row not in options.rows:
+            continue
         found = [[ask(worker, row, rule) for worker in workers] for _ in range(options.rounds)]
         ratios = sorted(after[0] / before[0] for before, after in found)
         quartiles = [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]]

@@ -146,9 +146,23 @@ def retract(
         lr: A number or ``(k, 1, 1)``; a step is cut where a bound on its length is over 64.
         sums, reader: as in :func:`stiefel_opt.functional.sgd`.
 
-    Note: Two products of n x m by m x m, and no factorisation.
+    Note: Two products of n x m by m x m, three where a step is cut and off a CPU, and no
+        factorisation. The root is that of the Gram matrix of X + lr xi as it is, so that rounding
+        of X'X is removed and not multiplied.
     """
-    return _retract(X, xi, xi, lr, "polar", sums, reader or reader_for(X))
+    reader = reader or reader_for(X)
+    moved, excess = _moved_by(X, xi, lr, sums)
+    factor, limit = limited(1.0, excess, _LONGEST, reader)
+    if isinstance(factor, Tensor):
+        moved, excess = _moved_by(X, xi, factor * lr, sums)
+    root = roots(excess, 1.01 * limit, reads=reader.is_exact).inverse_root
+    return product(moved, root), Length(excess, 1.0, limit)
+
+
+def _moved_by(X: Tensor, xi: Tensor, step: Scalar, sums: Sums) -> tuple[Tensor, Tensor]:
+    """Return X + step xi, and how far its Gram matrix is from I."""
+    moved = X + xi * step
+    return moved, add_to_diagonal_(sums((moved, moved))[0], -1.0)
 
 
 def move_along_cayley(

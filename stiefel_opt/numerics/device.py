@@ -33,6 +33,8 @@ MapT = TypeVar("MapT", bound=Callable[..., Any])
 
 # Whether this code is being traced by ``torch.compile`` or exported.
 is_compiling: Final = torch.compiler.is_compiling
+# The same of the compiler alone, which every read of a watched parameter can afford.
+is_in_dynamo: Final = torch.compiler.is_dynamo_compiling
 
 
 def is_followed() -> bool:

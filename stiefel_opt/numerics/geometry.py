@@ -185,7 +185,8 @@ def retract(point: Tensor, tangent: Tensor, retraction: str) -> Tensor:
     turn = skew(point.mH @ tangent)
     half = (tangent - point @ turn) / 2
     kernel = add_to_diagonal_(half.mH @ half - turn / 2, 1.0)
-    return (point + half) @ solution(kernel, add_to_diagonal_(-kernel, 2.0)) + half
+    moved = (point + half) @ solution(kernel, add_to_diagonal_(-kernel, 2.0)) + half
+    return newton_schulz(moved)  # the reduced form multiplies an error of X'X, from step to step
 
 
 def positive_qr(matrices: Tensor) -> Tensor:

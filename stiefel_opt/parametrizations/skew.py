@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_count, check_integer, fail
@@ -162,9 +165,16 @@ class Trivialization(_Based):
                 self._changes = 0
         self._missed = False
         self._seen = tangent.detach(), tangent._version  # detached, it shares the version
+        if isinstance(tangent, nn.Parameter):
+            _watch_optimizers()
+            _watchers[id(tangent)] = self
 
     def _has_changed(self) -> bool:
         return self._missed or (self._seen is not None and self._seen[0]._version != self._seen[1])
+
+    def note_step(self) -> None:
+        """Count what an optimizer has just done to P as a change, whatever its version says."""
+        self._missed |= self._seen is not None
 
     @override
     def get_extra_state(self) -> Tensor:
@@ -179,6 +189,27 @@ class Trivialization(_Based):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes of a copy, which does not watch the P of the original."""
         return self.__dict__ | {"_missed": self._has_changed(), "_seen": None}
+
+
+# By the identity of P: the maps that notice its changes.
+_watchers: WeakValueDictionary[int, Trivialization] = WeakValueDictionary()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Register :func:`_tell_watchers`, once."""
+    register_optimizer_step_post_hook(_tell_watchers)
+
+
+@untraced
+def _tell_watchers(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    """Hook behind every step of every optimizer: fused ones raise no version of what they move."""
+    if _watchers:
+        params = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        moved = {id(parameter) for parameter in params if parameter.grad is not None}
+        for key, watcher in list(_watchers.items()):
+            if key in moved:
+                watcher.note_step()
 
 
 class ScaledCayley(Parametrization):

@@ -35,7 +35,14 @@ from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
-from stiefel_opt.tags.points import check_projectable, kept_scale, nearest, reading_of, rms_scale
+from stiefel_opt.tags.points import (
+    check_projectable,
+    is_alike,
+    kept_scale,
+    nearest,
+    reading_of,
+    rms_scale,
+)
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
 from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
@@ -95,8 +102,8 @@ def constrain(
 
     Raises:
         ValueError: for an unknown name, the name of a factor, a pattern that matches nothing, a
-            value that cannot be read so or is not finite, or an embedding with ``max_norm``.
-            Nothing is changed then.
+            value that cannot be read so or is not finite, an embedding with ``max_norm``, or a
+            weight that is tied to one with another reading. Nothing is changed then.
         TypeError: for a dtype that has no fraction, or less than float16, and for values that
             should be projected and are sharded already.
 
@@ -204,6 +211,7 @@ def apply_readings(
     module: nn.Module, asked: Mapping[str, Stiefel], *, project: bool = True, keeps: bool = False
 ) -> dict[str, float | None]:
     """Project, record and tag parameters by name, all checked; return how far each has moved."""
+    asked = _tied_alike(module, asked)
     moved: dict[str, float | None] = {}
     lost: list[tuple[str, float]] = []
     zero: list[str] = []
@@ -236,6 +244,31 @@ def apply_readings(
             stacklevel=users_level(),
         )
     return moved
+
+
+def _tied_alike(module: nn.Module, asked: Mapping[str, Stiefel]) -> dict[str, Stiefel]:
+    """Return ``asked``; raise where a weight is tied to one that is, or shall be, read otherwise.
+
+    A scale that differs by rounding, as "keep" measures it again, becomes the earlier one.
+    """
+    found = [(name, *find_parameter(module, name)) for name in asked]
+    wanted = {id(parameter) for _, _, _, parameter in found}
+    known: dict[int, tuple[str, Stiefel]] = {}
+    own = {(owner, leaf) for _, owner, leaf, _ in found}  # these are read anew
+    for owner in dict.fromkeys(m for root in [module, *known_modules()] for m in root.modules()):
+        for leaf, reading in records_of(owner).items():
+            parameter = owner._parameters.get(leaf)
+            if id(parameter) in wanted and (owner, leaf) not in own:
+                known[id(parameter)] = f"{leaf} of {type(owner).__name__}", reading
+    alike: dict[str, Stiefel] = {}
+    for name, _, _, parameter in found:
+        other, earlier = known.setdefault(id(parameter), (name, asked[name]))
+        if not is_alike(asked[name], earlier, parameter):
+            wanted_reading = f"be read as `{other}` is, to which it is tied: {earlier}"
+            remedy = "name both in one call of so.constrain, or call so.release first"
+            raise ValueError(fail(name, wanted_reading, asked[name], remedy))
+        alike[name] = earlier
+    return alike
 
 
 def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, ...]) -> bool:

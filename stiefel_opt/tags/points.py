@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -18,6 +19,7 @@ from stiefel_opt.numerics.geometry import (
     gram_error,
     orthonormality_tolerance,
     polar_factor,
+    scale_rounding,
     widened,
 )
 from stiefel_opt.numerics.linalg import are_finite, sym
@@ -91,6 +93,13 @@ def kept_scale(value: Tensor, reading: Stiefel, name: str) -> float:
     if not 0 < mean < float("inf"):
         raise ValueError(fail(name, "be finite and not zero for scale='keep'", f"a mean of {mean}"))
     return mean
+
+
+def is_alike(reading: Stiefel, other: Stiefel, tensor: Tensor) -> bool:
+    """Say whether readings of a tensor are equal, but for the rounding of a scale that it kept."""
+    rounding = scale_rounding(tensor.dtype, max(other.heights(tensor.shape)))
+    is_close = math.isclose(reading.scale, other.scale, rel_tol=rounding)
+    return is_close and replace(reading, scale=other.scale) == other
 
 
 def rms_scale(value: Tensor, reading: Stiefel, name: str) -> float:

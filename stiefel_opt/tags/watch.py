@@ -7,10 +7,12 @@ tag on the parameter is what optimizers see.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Final, cast
 
@@ -26,6 +28,7 @@ from stiefel_opt.numerics.device import (
     Lagged,
     Now,
     is_compiling,
+    is_in_dynamo,
     lives_on,
     may_wait_for,
     no_autocast,
@@ -104,7 +107,9 @@ class _Watched(dict[str, Any]):
     no forward pass, or another module reads its parameter, the read checks.
     """
 
+    __slots__ = ("__dict__", "passes")  # a slot is read faster
     silent = True  # until all is in place, as while a pickle is read
+    passes: dict[str, Iterator[None]]  # of each record, as many items as reads may pass unseen
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
@@ -113,6 +118,7 @@ class _Watched(dict[str, Any]):
         self.kind = type(module).__name__
         self.has_forward = type(module).forward is not nn.Module.forward
         self.looks: dict[str, _Looks] = {}
+        self.passes = _none_pass(self.records)
         self.silent = False
 
     @override
@@ -120,15 +126,22 @@ class _Watched(dict[str, Any]):
         """Return the attributes of a copy or pickle, whose parameters nobody has looked at."""
         return {**self.__dict__, "looks": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.passes = _none_pass(self.records)
+
     @override
     def __getitem__(self, name: str) -> Any:
-        value = dict.__getitem__(self, name)  # faster than super()
-        if name in self.records and not (
-            getattr(value, "is_stepped", True)
-            and getattr(value, "requires_grad", True)
-            and torch.is_grad_enabled()
-        ):
-            self.look(name, value)
+        value = dict.__getitem__(self, name)  # faster than super(), as the loop is than next()
+        if name in self.passes and not is_in_dynamo():
+            for _ in self.passes[name]:
+                return value
+            if not (
+                getattr(value, "is_stepped", True)
+                and getattr(value, "requires_grad", True)
+                and torch.is_grad_enabled()
+            ):
+                self.look(name, value)
         return value
 
     @override
@@ -139,6 +152,7 @@ class _Watched(dict[str, Any]):
         is_swapped = _is_swapped(sys._getframe(1))
         if not is_swapped:
             self.looks.pop(name, None)
+        self.passes[name] = iter(())
         if isinstance(value, ManifoldParameter):
             if value.manifold is UNSTATED:  # type(p)(value) has no reading of its own
                 value.manifold = reading
@@ -176,20 +190,28 @@ class _Watched(dict[str, Any]):
         is_given = type(value) is Tensor  # to functional_call
         if not (is_given or isinstance(value, ManifoldParameter)) or value.is_inference():
             return
-        looks = self.looks.setdefault(f"{name}, given" if is_given else name, _Looks())
-        if not looks.is_due(value):
+        if name not in self.records:  # released
+            self.passes[name] = itertools.repeat(None)
             return
-        called, frame = False, cast("FrameType | None", sys._getframe(1))
-        while frame is not None and not called:
+        called = f"{name}, given" if is_given else name
+        if (looks := self.looks.get(called)) is None:
+            looks = self.looks[called] = _Looks()
+        if not looks.is_due(value):
+            self.passes[name] = looks.passes()
+            return
+        is_called, frame = False, cast("FrameType | None", sys._getframe(1))
+        while frame is not None and not is_called:
             calling = frame.f_globals.get("__name__", "")
             if calling.startswith("torch.ao.nn.") and ".qat." not in calling:  # which trains
                 looks.is_over = True
+                self.passes[name] = looks.passes()
                 warnings.warn(_CONVERTED.format(name, self.kind), stacklevel=users_level())
                 return
-            called, frame = frame.f_code is _CALL, frame.f_back
-        if not called:  # to be projected, or initialised
+            is_called, frame = frame.f_code is _CALL, frame.f_back
+        if not is_called:  # to be projected, or initialised
             return
         looks.note(value, self.warn_if_far(name, value, looks, waits=not torch.is_grad_enabled()))
+        self.passes[name] = looks.passes()
 
     @torch.no_grad()
     def warn_if_far(self, name: str, value: Tensor, looks: _Looks, *, waits: bool) -> bool:
@@ -241,6 +263,8 @@ class _Watched(dict[str, Any]):
 class _Armed(_Watched):
     """The same while a tag may be lost."""
 
+    __slots__ = ()
+
     @override
     def __getitem__(self, name: str) -> Any:
         if name in self.records:
@@ -261,6 +285,11 @@ class _Armed(_Watched):
             self.warn_if_lost()
 
 
+def _none_pass(names: Iterable[str]) -> dict[str, Iterator[None]]:
+    """Return for each name how many reads may pass unseen: none yet."""
+    return {name: iter(()) for name in names}
+
+
 def _is_swapped(frame: FrameType) -> bool:
     """Say whether ``torch.func.functional_call`` has put a parameter in, for one call."""
     return frame.f_globals.get("__name__") == "torch.nn.utils._named_member_accessor"
@@ -269,6 +298,7 @@ def _is_swapped(frame: FrameType) -> bool:
 # ---- values that are off -----------------------------------------------------------------------
 
 _WRITES: Final = 32  # between two looks in evaluations, at most
+_PASSES: Final = 63  # reads without a look at the version, at most
 _READS: Final = 16  # with gradients, before the second look
 _CALL: Final = nn.Module._call_impl.__code__  # around every forward pass
 _LOST: Final = (
@@ -305,9 +335,20 @@ class _Looks:
     writes: int = 1  # between two looks: more where the value stayed on the manifold
     is_over: bool = False
     lagged: Lagged = dataclasses.field(default_factory=Lagged)
+    passing: Iterator[None] = dataclasses.field(default_factory=lambda: iter(()))
+    passed: int = 0  # length of that
+
+    def passes(self) -> Iterator[None]:
+        """Return as many items as reads may pass before the next one that is counted."""
+        if self.is_over:
+            return itertools.repeat(None)
+        self.passed = max(min(self.next_read - self.reads - 1, self.reads // 8, _PASSES), 0)
+        self.passing = itertools.repeat(None, self.passed)
+        return self.passing
 
     def is_due(self, value: Tensor) -> bool:
-        self.reads += 1
+        self.reads += 1 + self.passed - operator.length_hint(self.passing)
+        self.passing, self.passed = iter(()), 0
         is_due = self.reads >= self.next_read
         if torch.is_grad_enabled():  # an optimizer may be about to project what was written
             is_due &= self.reads == 1 or self.reads >= _READS
@@ -337,6 +378,7 @@ def watch(module: nn.Module) -> None:
             for name, value in parameters.items()
             if name in parameters.records and value is not None and not value.is_inference()
         }
+        parameters.passes = _none_pass(parameters.records)
 
 
 @untraced

@@ -7,8 +7,10 @@ step becomes the tangent vector nearest to D, and X its polar retraction.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar
@@ -18,9 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt.errors import NOTHING_CONSTRAINED, check_dtype, fail, users_level
-from stiefel_opt.numerics.device import exact_products, reader_for
+from stiefel_opt.numerics.device import exact_products, is_compiling, reader_for
 from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.numerics.geometry import project_tangent, widened
+from stiefel_opt.numerics.geometry import orthonormality_tolerance, project_tangent, widened
 from stiefel_opt.numerics.linalg import (
     add_to_diagonal_,
     are_finite,
@@ -73,15 +75,16 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
         ValueError: before a step, for ``capturable`` and ``differentiable`` groups.
 
     Note:
-        Six products of n x m by m x m a step, batched over equal matrices, no factorisation; four
-        copies of the constrained weights while it lasts. Decoupled weight decay, and that of SGD,
-        does not move a constrained weight; that of Adam does. A weight off the manifold is
-        projected by the next step; after a write to ``.data``, which leaves no trace, several
-        steps bring it there. A matrix whose gradient is not finite gets a gradient of zero in this
-        step, on a CPU with a warning. In half precision there is no float32 master: steps
-        below rounding are lost. A closure is evaluated on the manifold, with the gradient of the
-        loss behind the retraction. Copies of the optimizer (``copy.deepcopy``, pickle) lose all
-        step hooks, as always in torch: call this on the copy.
+        Six products of n x m by m x m a step, seven off a CPU and for long steps, batched over
+        equal matrices, no factorisation; four copies of the constrained weights while it lasts.
+        Decoupled weight decay, and that of SGD, does not move a constrained weight; that of Adam
+        does. A weight off the manifold is projected by the next step; after a write to ``.data``,
+        which leaves no trace, several steps bring it there. A matrix whose gradient is not finite
+        gets a gradient of zero in this step, on a CPU with a warning. In half precision there is no
+        float32 master: steps below rounding are lost. A closure is evaluated on the manifold, with
+        the gradient of the loss behind the retraction. A step that raises leaves constrained
+        weights, and their gradients, as they were. Copies of the optimizer (``copy.deepcopy``,
+        pickle) lose all step hooks, as always in torch: call this on the copy.
     Reference: Absil, Mahony & Sepulchre, Optimization algorithms on matrix manifolds (2008), 4.1.
     """
     if not isinstance(optimizer, Optimizer):
@@ -99,11 +102,29 @@ def on_manifold(optimizer: OptimizerT) -> OptimizerT:
     hooks.move_to_end(last.id, last=False)  # all others see points of the manifold
     optimizer.register_step_post_hook(outside(keeper.behind_others))
     vars(optimizer)[_KEEPER] = keeper
+    vars(optimizer)["step"] = types.MethodType(_undone_if_it_fails(optimizer, keeper), optimizer)
     trust(optimizer)
     is_open = any(group.get("stiefel") is not False for group in optimizer.param_groups)
     if is_open and not _constrained(optimizer):
         warnings.warn(NOTHING_CONSTRAINED, stacklevel=2)
     return optimizer
+
+
+def _undone_if_it_fails(optimizer: Optimizer, keeper: _Keeper) -> Callable[..., Any]:
+    """Return the step of an optimizer; where it raises, constrained weights go back."""
+    step: Any = optimizer.step
+
+    @functools.wraps(step)
+    def guarded(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return step(*args, **kwargs)
+        try:
+            return step(*args, **kwargs)
+        except BaseException:
+            keeper.go_back()
+            raise
+
+    return guarded
 
 
 def _refuse(optimizer: Optimizer) -> None:
@@ -174,6 +195,7 @@ class _Keeper:
         self._values: list[Tensor] = []  # of their parameters
         self._stacks: list[Stack] = []
         self._points: list[Tensor] = []  # X of each stack during a step
+        self._partial: list[tuple[Tensor, Tensor]] = []  # parameters with plain rows, their values
         self._grads: list[tuple[Tensor, Tensor, Tensor]] = []  # parameter, its gradient, ours
         self._written: dict[Tensor, tuple[int, int]] = {}  # memory and version behind a step
         self._tags: dict[Tensor, Any] = {}  # by parameter, as they were last seen
@@ -225,8 +247,21 @@ class _Keeper:
         for stack, point in zip(self._stacks, self._points, strict=True):
             with exact_products(point):
                 _move(stack, self._values, point, type(optimizer).__name__)
-        self._points = []
+        self._points, self._partial = [], []
         for weight in self._weights:
+            self._written[weight.parameter] = _version_of(weight.parameter)
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """Undo a step that has raised: the gradients are those of before, and so are the points."""
+        self._give_back()
+        self._depth = 0
+        points, self._points = self._points, []
+        for stack, point in zip(self._stacks if points else (), points, strict=True):
+            stack.write(self._values, point)
+        for parameter, value in self._partial if points else ():
+            parameter.copy_(value)
+        for weight in self._weights if points else ():
             self._written[weight.parameter] = _version_of(weight.parameter)
 
     @torch.no_grad()
@@ -263,6 +298,8 @@ class _Keeper:
             self._weights, self._values = weights, [w.parameter.detach() for w in weights]
             self._stacks = stacks_of(self._values, [weight.reading for weight in weights])
         self._points = self._here()
+        in_part = [w.parameter for w in weights if w.reading.rows is not None]
+        self._partial = [(parameter, parameter.clone()) for parameter in in_part]
 
     def _changed(self, weights: list[_Weight]) -> list[_Weight]:
         """Return those that are new, or written to behind the step before."""
@@ -424,11 +461,12 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     """
     here = widened(stack.read(values))
     step = here - point
-    x = _unscaled(point, stack)
-    new_point, tangent = _retracted(x, project_tangent(x, _unscaled(step, stack)))
+    size = step.abs().amax(dim=(-2, -1), keepdim=True)
+    moved = size != 0  # NaN has moved
+    x, step = _unscaled(point, stack), _unscaled(_measured(step, size, stack.scale), stack)
+    new_point, tangent = _retracted(x, project_tangent(x, step))
     if stack.scale != 1.0:
         new_point = new_point * stack.scale
-    moved = step.abs().amax(dim=(-2, -1), keepdim=True) != 0  # NaN has moved
     reads = reader_for(moved).is_exact
     if reads and bool(moved.all() & torch.isfinite(new_point.sum())):
         stack.write(values, new_point)
@@ -445,6 +483,18 @@ def _move(stack: Stack, values: list[Tensor], point: Tensor, rule: str = "the op
     return tangent
 
 
+def _measured(step: Tensor, size: Tensor, scale: float) -> Tensor:
+    """Return steps, shortened where rounding of X'X times their length would not be small.
+
+    ``size`` is their largest entry. What is tangent in a longer step is nothing but rounding.
+    """
+    most = 0.1 * scale / orthonormality_tolerance(step.dtype, step.size(-2))
+    most /= math.sqrt(step.size(-2) * step.size(-1))
+    if reader_for(size).is_exact and float(size.max()) <= most:
+        return step
+    return step * (most / size).clamp(max=1.0)
+
+
 def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     """Return (X + xi)(I + xi'xi)^(-1/2), and xi, shortened where its norm may exceed 8.
 
@@ -455,10 +505,10 @@ def _retracted(point: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     reads = reader_for(excess).is_exact
     limit = largest_bound(excess) if reads else _LONGEST
     if not (reads and limit <= _LONGEST):
-        factor = (_LONGEST / infinity_norm(excess)).clamp(max=1.0).sqrt()
-        tangent = tangent * factor
+        tangent = tangent * (_LONGEST / infinity_norm(excess)).clamp(max=1.0).sqrt()
         moved = point + tangent
-        excess, limit = excess * factor.square(), _LONGEST
+        # not the old one times a number: an error of X would grow from step to step
+        excess, limit = add_to_diagonal_(own_gram(moved), -1.0), 1.01 * _LONGEST
     new_point: Tensor = moved @ roots(excess, limit, reads=reads).inverse_root
     return new_point, tangent
 

@@ -175,10 +175,10 @@ def constrain_attention(
             own = kept_scale(parameter, reading, called) if scale == "keep" else scale
             readings[called] = replace(reading, scale=own)
             kinds[called] = type(model.get_submodule(path)).__name__
+    distances = apply_readings(model, readings, keeps=scale == "keep")
     for path in plans:
         if isinstance(module := model.get_submodule(path), MultiheadAttention):
             module.constraint = constraint
-    distances = apply_readings(model, readings, keeps=scale == "keep")
     lines = []
     for name, share in distances.items():
         words = in_words(model, name, model.get_parameter(name).shape, readings[name])

@@ -448,6 +448,35 @@ def test_trivialization_resumes_exactly(stop, way):
     torch.testing.assert_close(other.state_dict(), module.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_the_base_moves_alike_whatever_kernels_an_optimizer_takes(kind):
+    """Fused kernels do not raise the version of what they move."""
+
+    def moves(**options):
+        generator = torch.Generator().manual_seed(0)
+        layer = nn.Linear(4, 7, bias=False)
+        nn.init.orthogonal_(layer.weight, generator=generator)
+        so.orthogonal(layer, map="trivialization", every=3)
+        (free,), (tangent_map,) = layer.parameters(), layer.parametrizations.weight
+        optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=0.05, **options)
+        other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        bases, target = [], so.random_point(7, 4, generator=generator)
+        for step in range(17):
+            for _ in range(1 + step % 2):  # reading it twice is no change, nor are other steps
+                (layer.weight - target).square().sum().backward()
+                bases.append(tangent_map.base.clone())
+                other.param_groups[0]["params"][0].grad = torch.ones(1)
+                other.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(bases), free.detach()
+
+    slow, fused = moves(foreach=False), moves(fused=True)
+    assert len(slow[0].unique(dim=0)) == 1 + 5
+    for ours, theirs in zip(slow, fused, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_generalized_householder_is_a_contraction():
     layer = nn.Linear(6, 6, bias=False, dtype=torch.float64)
     parametrize.register_parametrization(layer, "weight", GeneralizedHouseholder(4))

@@ -266,3 +266,19 @@ def test_a_retraction_of_any_length_is_orthonormal_to_rounding(length, dtype, re
     tangent = length * stored_tangents(point)[1]
     end = so.retract(point, tangent, retraction=retraction)
     assert gram_error(end) < orthonormality_tolerance(dtype, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("retraction", [*RETRACTIONS, "of rules"])
+@pytest.mark.parametrize(("shape", "size"), [((9, 5), 0.4), ((7, 7), 0.4), ((30, 1), 1.0)])
+def test_hundreds_of_retractions_multiply_no_rounding(shape, size, retraction, dtype):
+    """Towards a fixed matrix: the part of it that is normal to the manifold does not grow in X."""
+    point = point_of(*shape, dtype=dtype)
+    target = gaussian(*shape, seed=1, dtype=dtype)
+    for _ in range(400):
+        tangent = project_tangent(point, size * target)
+        if retraction == "of rules":
+            point = so.functional.retract(point[None], tangent[None])[0][0]
+        else:
+            point = so.retract(point, tangent, retraction=retraction)
+    assert gram_error(point) < orthonormality_tolerance(dtype, shape[0])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract import IS_ON_CPU
 from torch import Tensor, nn
 
 import stiefel_opt as so
@@ -195,6 +196,35 @@ def test_steps_beyond_all_measure_stay_on_the_manifold() -> None:
             assert so.orthonormality_error(parameter) < 1e-5
 
 
+LONG: dict[str, tuple[Callable[..., torch.optim.Optimizer], Callable[[Tensor, Tensor], Tensor]]] = {
+    "a quadratic": (lambda p: O.SGD(p, 2.0, momentum=0.9), lambda X, A: A @ A.mT @ X),
+    "always the same": (lambda p: O.Adam(p, 5.0), lambda _, A: A),
+    "in turns": (lambda p: O.SGD(p, 40.0, momentum=0.5), lambda X, A: A * X[:1, :1].sign()),
+    "nearly normal": (lambda p: O.SGD(p, 30.0), lambda X, A: X + 1e-2 * A),
+    "normal but for rounding": (lambda p: O.SGD(p, 1e5), lambda X, A: 1e3 * X + 1e-3 * A),
+    "signs": (lambda p: O.Rprop(p, 3.0), lambda X, A: X @ X.mT @ A + A),
+}
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("kind", LONG)
+def test_long_steps_one_after_the_other_stay_on_the_manifold(
+    kind: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, gradient = LONG[kind]
+    monkeypatch.setattr(IS_ON_CPU, lambda _: on_cpu)
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(40, 24), (9, 9), (70, 1)]
+    weights = [so.ManifoldParameter(torch.randn(s, generator=generator)) for s in shapes]
+    noise = [torch.randn(s, generator=generator) for s in shapes]
+    rule = so.on_manifold(make(weights))
+    for _ in range(60):
+        for parameter, A in zip(weights, noise, strict=True):
+            parameter.grad = gradient(parameter.detach(), A)
+        rule.step()
+        assert max(float(so.orthonormality_error(w)) for w in weights) < 1e-5
+
+
 def test_gradients_that_are_not_finite_count_as_zero() -> None:
     good, bad = weight("tall"), weight("tall")
     before = bad.detach().clone()
@@ -376,6 +406,69 @@ def test_an_interrupted_step_is_finished_by_the_next() -> None:
     losses = train(net, rule)
     assert losses[-1] < losses[0]
     assert so.orthonormality_error(net) < 2e-6
+
+
+class Fails(O.Adam):
+    """Raises behind its own step."""
+
+    fails: type[BaseException] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self.fails is not None:
+            raise self.fails
+        return loss
+
+
+@pytest.mark.parametrize("name", ["tall", "rows", "square, scaled", "bfloat16"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_raises_leaves_weight_and_gradient_as_they_were(
+    name: str, error: type[BaseException]
+) -> None:
+    parameter = weight(name)
+    rule = so.on_manifold(Fails([parameter], 0.1))
+    schedule = O.lr_scheduler.ExponentialLR(rule, 0.9)  # replaces the method of the object, too
+    for fails in (None, error, None, error):
+        grad = torch.randn_like(parameter)
+        parameter.grad, given, before = grad, grad.clone(), parameter.detach().clone()
+        rule.fails = fails
+        if fails is None:
+            rule.step()
+            schedule.step()
+            assert not torch.equal(parameter, before)
+        else:
+            with pytest.raises(error):
+                rule.step()
+            assert torch.equal(parameter, before)
+        assert parameter.grad is grad
+        assert torch.equal(grad, given)
+    assert so.orthonormality_error(parameter) < tolerance(parameter.dtype)
+
+
+def test_so_does_a_hook_or_a_trial_of_a_closure_that_raises() -> None:
+    net, calls = model(), 0
+    rule = so.on_manifold(O.LBFGS(net.parameters(), line_search_fn="strong_wolfe"))
+    before = net[0].weight.detach().clone()
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise MemoryError
+        rule.zero_grad()
+        loss = loss_of(net)
+        loss.backward()
+        return loss
+
+    with pytest.raises(MemoryError):
+        rule.step(closure)
+    assert torch.equal(net[0].weight, before)
+    rule.register_step_pre_hook(lambda *_: 1 / 0)
+    grad = net[0].weight.grad
+    with pytest.raises(ZeroDivisionError):
+        rule.step(closure)
+    assert torch.equal(net[0].weight, before)
+    assert net[0].weight.grad is grad
 
 
 def test_a_step_that_calls_that_of_its_base_is_one_step() -> None:

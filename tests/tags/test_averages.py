@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import pkgutil
 from typing import Any
 
 import pytest
@@ -360,6 +361,50 @@ def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.Monke
     looks.clear()
     train(model, optimizer, 200)
     assert not looks
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_most_reads_of_a_weight_that_stays_cost_nothing(
+    with_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a call: a read of a watched 8 x 8 layer would take half as long again."""
+    calls: list[str] = []
+    look = "stiefel_opt.tags.watch._Watched.look"
+    monkeypatch.setattr(look, counted(pkgutil.resolve_name(look.replace("._W", ":_W")), calls))
+    layer = so.constrain(nn.GRU(4, 8), "weight_*")
+    with torch.set_grad_enabled(with_grad):
+        for _ in range(2000):
+            layer.weight_hh_l0, layer.weight_ih_l0, layer.bias_hh_l0  # noqa: B018
+        assert calls.count("weight_hh_l0") == 2000  # outside of a forward pass: none has passed
+        calls.clear()
+        layer, x = so.constrain(nn.Linear(8, 8)), torch.ones(2, 8)
+        for _ in range(2000):
+            layer(x)
+        assert 0 < len(calls) < 120
+        twin = pickle.loads(pickle.dumps(layer))
+        calls.clear()
+        twin(x)
+        assert calls
+
+
+def counted(look: Any, calls: list[str]) -> Any:
+    def counting(self: Any, name: str, value: Any) -> None:
+        calls.append(name)
+        look(self, name, value)
+
+    return counting
+
+
+@pytest.mark.parametrize("reads", [0, 10, 100, 3000])
+@pytest.mark.parametrize("write", [by_data, by_another, in_place])
+def test_a_write_between_evaluations_is_told_soon(reads: int, write: Any) -> None:
+    """At once in short evaluations; with a version within 64 reads, else within as many again."""
+    layer, x, other = so.constrain(nn.Linear(4, 4)), torch.ones(2, 4), torch.full((4, 4), 9.0)
+    with torch.no_grad():
+        assert not warnings_of(lambda: [layer(x) for _ in range(reads)])
+        write(layer.weight, other)
+        soon = min(reads // 8, 63) + 1 if write is in_place else reads + 4
+        assert len(warnings_of(lambda: [layer(x) for _ in range(soon)])) == 1
 
 
 @pytest.mark.parametrize("with_grad", [False, True])

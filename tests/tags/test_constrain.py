@@ -767,11 +767,62 @@ def test_tied_parameters_must_be_constrained_alike():
     model = attention()
     so.constrain(model.k_again, scale=0.5)
     assert readings(so.retag(model)) == READINGS
-    so.constrain(model.k_again, scale=2.0)
+    watch.records_of(model.k_again)["weight"] = Stiefel(scale=2.0)  # as others may write it
     with pytest.raises(
         ValueError, match=r"`k.weight and k_again.weight` must be constrained alike"
     ):
         so.retag(model)
+
+
+TIED = {
+    "heads": {"heads": 2, "scale": 0.5},
+    "scale": {"scale": 2.0},
+    "the other way": {"transposed": True, "scale": 0.5},
+    "rows": {"rows": (0, 2), "scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize("far", [False, True], ids=["one model", "two models"])
+def test_another_reading_of_a_tied_weight_is_refused(case: str, far: bool) -> None:
+    """Also where only the other model knows of the first constraint; release makes way."""
+    model = attention()
+    other = model.k_again
+    if far:
+        other = nn.Linear(8, 4)
+        other.weight = model.k.weight
+    before = model.k.weight.detach().clone()
+    with pytest.raises(ValueError, match="`weight` must be read as `weight of Linear` is, to whi"):
+        so.constrain(other, **TIED[case])
+    assert torch.equal(model.k.weight, before)
+    assert not watch.records_of(other)
+    assert readings(so.retag(model)) == READINGS
+    so.release(other)
+    so.constrain(other, **TIED[case])
+    assert so.orthonormality_error(other) < 1e-5
+
+
+def test_tied_weights_are_read_anew_in_one_call() -> None:
+    model = attention()
+    so.constrain(model, "k*.weight", scale=0.5)
+    so.constrain(model, "k*.weight", heads=2)
+    assert model.k.weight.manifold == Stiefel(heads=2)
+    with pytest.raises(ValueError, match=r"`k_again.weight` must be read as `weight of Linear`"):
+        so.constrain(model, "k_again.weight", heads=4)
+    so.constrain(model.k, heads=2)
+    assert readings(so.retag(model))["k.weight"] == Stiefel(heads=2)
+
+
+def test_a_kept_scale_of_a_tied_weight_is_the_first_one() -> None:
+    """Measured again it differs by rounding, which is no other reading."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        one, other = nn.Linear(9, 7), nn.Linear(9, 7)
+        other.weight = one.weight
+        so.constrain(one, scale="keep")
+        first = one.weight.manifold
+        so.constrain(other, scale="keep")
+        assert other.weight.manifold == first == watch.records_of(other)["weight"]
 
 
 def test_records_that_no_longer_fit_are_named():
