@@ -1,5 +1,6 @@
 """Rotations of a language model that make its activations survive few bits, learned and folded."""
 
+from stiefel_opt.rotations.description import describe as describe
 from stiefel_opt.rotations.folding import fold_ as fold_
 from stiefel_opt.rotations.folding import load_online_ as load_online_
 from stiefel_opt.rotations.learning import learn as learn

@@ -35,12 +35,11 @@ from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.quantizers import (
     Quantizers,
-    check_prepared,
     quantizers_of,
     warn_without_r4,
 )
 from stiefel_opt.rotations.result import Rotations, polished
-from stiefel_opt.rotations.starts import hadamard
+from stiefel_opt.rotations.starts import around_ones, hadamard, inside_ones
 from stiefel_opt.tags.parameter import ManifoldParameter
 from stiefel_opt.tools.optional import ProgressBar
 
@@ -127,8 +126,6 @@ def learn(
         also passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
     """
     decoder = usable_decoder(model)
-    if start is None:
-        check_prepared(decoder)
     _check_options(loss, top_k, optimizer, steps, lr)
     check_flags(gradient_checkpointing=gradient_checkpointing, progress=progress)
     data = _token_batches(batches, steps)
@@ -139,11 +136,12 @@ def learn(
     if all(given is None for given in bits.values()):
         raise ValueError(fail("activation_bits", "be given, or kv_bits or weight_bits", "None"))
     if start is None:
-        start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
+        start = hadamard(decoder.model, online=None if kv_bits is None else ("R3", "R4"))
     quantizers_of(decoder, "start", start, **options)
     warn_without_r4(decoder, start, activation_bits)
-    rotations = _parameters(start, decoder.embedding.weight.device)
-    moving = _of_matrices(rotations, start)
+    framed = decoder.description.norm == "layer" and start.residual is not None
+    rotations = _parameters(start, decoder.device, framed)
+    moving = _of_matrices(rotations, start, framed)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
     method = _made(optimizer, rotations, ANGLES[loss] if lr is None else lr)
     options |= {"loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
@@ -152,10 +150,12 @@ def learn(
     if path is not None:
         options |= _digests(decoder.model, start, data)
     training = _Training(rotations, method, path, options)
+    frame = rotations[0] if framed else None
+    objective = _Objective(decoder, quantizers, loss, top_k, frame)
     bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
-        matrices = training.run(_Objective(decoder, quantizers, loss, top_k), data, bar)
-    return _of_matrices(matrices, start, training.log)
+        matrices = training.run(objective, data, bar)
+    return _of_matrices(matrices, start, framed, training.log)
 
 
 def _made(factory: OptimizerFactory | None, rotations: list[nn.Parameter], lr: float) -> Optimizer:
@@ -170,19 +170,25 @@ def _made(factory: OptimizerFactory | None, rotations: list[nn.Parameter], lr: f
     return StiefelAdam(groups, radius=1.0, nesterov=False)
 
 
-def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:
-    """Return trainable copies of the rotations, R1 first."""
+def _parameters(start: Rotations, device: torch.device, framed: bool) -> list[nn.Parameter]:
+    """Return trainable copies of the rotations, R1 first; of it only what LayerNorms leave free."""
+    matrices = start.matrices()
+    if framed:
+        matrices[0] = inside_ones(matrices[0])
     return [
         ManifoldParameter(matrix.detach().to(device, torch.float32, copy=True).contiguous())
-        for matrix in start.matrices()
+        for matrix in matrices
     ]
 
 
-def _of_matrices(matrices: list[Any], start: Rotations, log: Sequence[Any] = ()) -> Rotations:
+def _of_matrices(
+    matrices: list[Any], start: Rotations, framed: bool, log: Sequence[Any] = ()
+) -> Rotations:
     """Return ``matrices`` in the places that those of ``start`` have."""
     if start.residual is None:
         return Rotations(None, matrices, start.online, log)
-    return Rotations(matrices[0], matrices[1:], start.online, log)
+    residual = around_ones(matrices[0].detach()) if framed else matrices[0]
+    return Rotations(residual, matrices[1:], start.online, log)
 
 
 @torch.no_grad()
@@ -206,9 +212,12 @@ class _Objective:
     quantizers: Quantizers
     loss: str
     top_k: int | None
+    frame: Tensor | None = None  # what is trained of R1, where LayerNorms bind it
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        device = self.decoder.embedding.weight.device
+        if self.frame is not None:
+            self.quantizers.residual = around_ones(self.frame)
+        device = self.decoder.device
         batch = {name: value.to(device) for name, value in batch.items()}
         mask = batch.get("attention_mask")
         if self.loss == "noise":
@@ -240,6 +249,9 @@ class _Objective:
             noises.append(noise.detach())
 
         mask = batch.get("attention_mask")
+        framed = self.quantizers.residual
+        if self.frame is not None and framed is not None:
+            self.quantizers.residual = framed.detach().requires_grad_()
         self.quantizers.measure = measure
         self.quantizers.counted = None if mask is None else mask.bool()
         try:
@@ -250,6 +262,8 @@ class _Objective:
         for rotation in (self.quantizers.residual, *self.quantizers.heads):
             if needs_grad and rotation is not None and rotation.grad is not None:
                 rotation.grad /= len(noises)
+        if self.frame is not None and framed is not None and needs_grad:
+            framed.backward(self.quantizers.residual.grad)  # type: ignore[no-untyped-call, union-attr]
         return torch.stack(noises).mean()
 
     @torch.no_grad()

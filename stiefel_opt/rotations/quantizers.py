@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from stiefel_opt.errors import check_flag, check_integer, fail, users_level
 from stiefel_opt.numerics.geometry import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
-from stiefel_opt.rotations.decoder import Decoder, Layer, check_sharing, state_of
+from stiefel_opt.rotations.decoder import Decoder, Layer, Linear, check_sharing, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import Rotations, check_rotations
@@ -142,6 +142,7 @@ def quantizers_of(
         if options[bits] is not None:
             check_integer(bits, options[bits], 2, 16)
     check_flag("symmetric", options["symmetric"])
+    _check_places(decoder, options["kv_bits"])
     if options["weight_group"] is not None:
         _check_weight_group(decoder, options["weight_group"], options["weight_bits"])
     if rotations is not None:
@@ -150,16 +151,28 @@ def quantizers_of(
     return Quantizers(decoder, rotations, **options)
 
 
+def _check_places(decoder: Decoder, kv_bits: object) -> None:
+    """Raise where the model has no module whose inputs, weights or values could be rounded."""
+    experts = [linear.name for linear in decoder.linears() if linear.is_parameter]
+    if experts:
+        remedy = "fold rotations.hadamard(model), and round it by a tool that knows experts"
+        wanted = "have a module for each linear layer to be rounded"
+        raise ValueError(fail("model", wanted, f"experts in one parameter, {experts[0]}", remedy))
+    if kv_bits is not None and not decoder.has_heads:
+        given = f"a {type(decoder.model).__name__} whose description names no values"
+        raise ValueError(fail("kv_bits", "be None for keys and values in one layer", given))
+
+
 def _check_weight_group(decoder: Decoder, group: object, weight_bits: object) -> None:
     """Raise unless groups of that many inputs fill every layer."""
     size = check_integer("weight_group", group, 2)
     if weight_bits is None:
         raise ValueError(fail("weight_group", "be None where weight_bits is", size))
-    for layer in decoder.layers:
-        for name, linear in layer.linears():
-            if linear.in_features % size:
-                wanted = f"divide the {linear.in_features} inputs of {name}"
-                raise ValueError(fail("weight_group", wanted, size))
+    for linear in decoder.linears():
+        inputs = linear.weight.size(-1)
+        if linear.name != decoder.description.head and inputs % size:
+            wanted = f"divide the {inputs} inputs of {linear.name}"
+            raise ValueError(fail("weight_group", wanted, size))
 
 
 def check_prepared(decoder: Decoder, rotations: Rotations | None = None) -> None:
@@ -202,7 +215,8 @@ class Quantizers:
         given = self.rotations
         self.residual = None if given is None else given.residual
         self.heads: Sequence[Tensor | None]
-        self.heads = [None] * len(self.decoder.layers) if given is None else given.heads
+        none = [None] * len(self.decoder.layers)
+        self.heads = none if given is None or not given.heads else given.heads
         self.online = () if given is None else given.online
 
     @contextlib.contextmanager
@@ -240,29 +254,25 @@ class Quantizers:
             return self._round(values, self.kv_bits, head).flatten(-2)
 
         handles = []
+        inward = {layer.output: head, layer.down: fixed}
         if bits is not None:
-            handles += [
-                layer.input_norm.register_forward_hook(after_norm),
-                layer.middle_norm.register_forward_hook(after_norm),
-                layer.output.register_forward_pre_hook(functools.partial(before, head)),
-                layer.down.register_forward_pre_hook(functools.partial(before, fixed)),
-            ]
-        if self.kv_bits is not None:
-            handles.append(layer.value.register_forward_hook(after_value))
+            handles = [norm.module.register_forward_hook(after_norm) for norm in layer.norms]
+            for writer in layer.writers:
+                hook = functools.partial(before, inward.get(writer))
+                handles.append(writer.module.register_forward_pre_hook(hook))
+        if self.kv_bits is not None and layer.value is not None:
+            handles.append(layer.value.module.register_forward_hook(after_value))
         for handle in handles:
             stack.callback(handle.remove)
         if self.weight_bits is not None:
-            for linear, inward, outward in (
-                (layer.query, residual, None),
-                (layer.key, residual, None),
-                (layer.value, residual, head),
-                (layer.output, head, residual),
-                (layer.gate, residual, None),
-                (layer.up, residual, None),
-                (layer.down, fixed, residual),
-            ):
-                rounded = functools.partial(self._linear, linear, inward, outward)
-                stack.enter_context(wrapped_forward(linear, rounded))
+            for linear in layer.linears():
+                is_writer = linear in layer.writers
+                sides = (
+                    inward.get(linear) if is_writer else residual,
+                    residual if is_writer else head if linear == layer.value else None,
+                )
+                rounded = functools.partial(self._linear, linear, *sides)
+                stack.enter_context(wrapped_forward(linear.module, rounded))
         if self.recompute:
             recomputed = functools.partial(checkpoint, use_reentrant=False)
             stack.enter_context(wrapped_forward(layer.module, recomputed))
@@ -300,7 +310,7 @@ class Quantizers:
 
     def _linear(
         self,
-        linear: nn.Linear,
+        linear: Linear,
         inward: Rotation,
         outward: Rotation,
         plain: Callable[[Tensor], Tensor],
