@@ -240,42 +240,46 @@ class Quantizers:
             yield self
 
     def _install(self, layer: Layer, head: Tensor | None, stack: contextlib.ExitStack) -> None:
-        bits, residual = self.activation_bits, self.residual
-        fixed = rotate_fixed if "R4" in self.online else None
+        bits = self.activation_bits
 
         def after_norm(_: nn.Module, __: Any, x: Tensor) -> Tensor:
-            return self._round(x, bits, residual)
+            return self._round(x, bits, self.residual)
 
-        def before(rotation: Rotation, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (self._round(inputs[0], bits, rotation),)
+        def before(writer: Linear, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (self._round(inputs[0], bits, self._sides(layer, writer, head)[0]),)
 
         def after_value(_: nn.Module, __: Any, x: Tensor) -> Tensor:
             values = torch.unflatten(x, -1, (-1, self.decoder.head_size))
             return self._round(values, self.kv_bits, head).flatten(-2)
 
         handles = []
-        inward = {layer.output: head, layer.down: fixed}
         if bits is not None:
             handles = [norm.module.register_forward_hook(after_norm) for norm in layer.norms]
             for writer in layer.writers:
-                hook = functools.partial(before, inward.get(writer))
+                hook = functools.partial(before, writer)
                 handles.append(writer.module.register_forward_pre_hook(hook))
         if self.kv_bits is not None and layer.value is not None:
             handles.append(layer.value.module.register_forward_hook(after_value))
         for handle in handles:
             stack.callback(handle.remove)
-        if self.weight_bits is not None:
-            for linear in layer.linears():
-                is_writer = linear in layer.writers
-                sides = (
-                    inward.get(linear) if is_writer else residual,
-                    residual if is_writer else head if linear == layer.value else None,
-                )
-                rounded = functools.partial(self._linear, linear, *sides)
-                stack.enter_context(wrapped_forward(linear.module, rounded))
+        for linear in layer.linears() if self.weight_bits is not None else ():
+            sides = functools.partial(self._sides, layer, linear, head)
+            rounded = functools.partial(self._linear, linear, sides)
+            stack.enter_context(wrapped_forward(linear.module, rounded))
         if self.recompute:
             recomputed = functools.partial(checkpoint, use_reentrant=False)
             stack.enter_context(wrapped_forward(layer.module, recomputed))
+
+    def _sides(
+        self, layer: Layer, linear: Linear, head: Tensor | None
+    ) -> tuple[Rotation, Rotation]:
+        """Return what turns the inputs of a layer, and what turns its outputs."""
+        if linear not in layer.writers:
+            return self.residual, head if linear == layer.value else None
+        if linear == layer.output:
+            return head, self.residual
+        fixed = rotate_fixed if linear == layer.down and "R4" in self.online else None
+        return fixed, self.residual
 
     def _round(self, x: Tensor, bits: int | None, rotation: Rotation) -> Tensor:
         """Round the rows of ``x`` in the rotated basis."""
@@ -311,13 +315,13 @@ class Quantizers:
     def _linear(
         self,
         linear: Linear,
-        inward: Rotation,
-        outward: Rotation,
+        sides: Callable[[], tuple[Rotation, Rotation]],
         plain: Callable[[Tensor], Tensor],
         x: Tensor,
     ) -> Tensor:
         """The layer with its weight rounded, on a grid for each group, in the rotated basis."""
         bits, group = self.weight_bits, self.weight_group
+        inward, outward = sides()
         if not self.enabled or bits is None:
             return plain(x)
         if self.measure is not None:
