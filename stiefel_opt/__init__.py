@@ -5,6 +5,11 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
+from stiefel_opt.lipschitz import certified_accuracy as certified_accuracy
+from stiefel_opt.lipschitz import certified_radius as certified_radius
+from stiefel_opt.lipschitz import lipschitz_bound as lipschitz_bound
+from stiefel_opt.lipschitz import lipschitz_rule as lipschitz_rule
+from stiefel_opt.lipschitz import lipschitz_table as lipschitz_table
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD

@@ -22,6 +22,15 @@ from stiefel_opt.numerics.linalg import add_to_diagonal_, skew, solution, sym
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 # |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.
 FAR: Final = 2e-2
+_FAR: Final = 1e-4  # where no value was rounded to half precision
+
+
+def is_far(error: float, value: Tensor) -> bool:
+    """Say whether |X'X - I| of a weight is more than rounding, also of the dtype it came from."""
+    if error <= _FAR or value.dtype in HALF or error > FAR:
+        return error > FAR
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return not any(torch.equal(real, real.to(dtype).to(real.dtype)) for dtype in HALF)
 
 
 def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:

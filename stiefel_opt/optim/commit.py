@@ -28,6 +28,7 @@ from stiefel_opt.numerics.device import (
     Lagged,
     Now,
     Reader,
+    has_values,
     index_on,
     reader_for,
     working_dtype,
@@ -404,7 +405,7 @@ def _on_manifold(
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
     looks = is_due and reader.is_exact
-    if not (looks or task.is_changed):
+    if not (looks or (task.is_changed and has_values(point))):
         return correct(point, state, sums) if is_due else (point, {})
     if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
         known = grad_length if grad_length < math.inf else float(torch.linalg.vector_norm(grad))

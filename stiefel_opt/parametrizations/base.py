@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import PARAMETRIZED, fail
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.device import finest_dtype, working_dtype
 from stiefel_opt.numerics.geometry import gram_error, polar_factor
 from stiefel_opt.parametrizations.init import with_determinant
@@ -184,7 +185,7 @@ class Parametrization(nn.Module):
         self.manifold.check(weight.shape, "weight")
         if not (weight.is_floating_point() or weight.is_complex()):
             raise TypeError(fail("weight", "have a floating-point dtype", weight.dtype))
-        if weight.is_meta:
+        if not has_values(weight):
             raise ValueError(fail("weight", "have values", "a meta tensor", "materialise it first"))
         if not bool(torch.isfinite(weight).all()):
             remedy = "initialise it first"

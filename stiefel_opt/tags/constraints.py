@@ -29,6 +29,7 @@ from stiefel_opt.errors import (
     none_found,
     users_level,
 )
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
 from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
@@ -197,7 +198,7 @@ def check_value(
     if is_sharded(parameter):
         before = "call so.constrain before fully_shard, or project=False: the first step projects"
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", before))
-    if not parameter.is_meta:
+    if has_values(parameter):
         check_projectable(parameter, reading, name, remedy)
         check_writable(name, parameter)
 
@@ -213,7 +214,7 @@ def apply_readings(
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
-        if project and not parameter.is_meta:
+        if project and has_values(parameter):
             point = nearest(parameter, reading, name)
             share = distance(parameter, point)
             if share == math.inf:
@@ -398,7 +399,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     if isinstance(x, Tensor):
         reading = reading_of(x, manifold, "x")
         _check_unrecorded(x)
-        if not x.is_meta:
+        if has_values(x):
             to_nearest_(x, reading, "x")
         return x
     if manifold is not None:
@@ -411,7 +412,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         if not is_sharded(parameter):
             check_value(parameter, reading, name, remedy="initialise it first")
     for name, parameter, reading in tagged:
-        if not parameter.is_meta:
+        if has_values(parameter):
             to_nearest_(parameter, reading, name)
     return x
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, none_found
-from stiefel_opt.numerics.device import finest_dtype
+from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.tags.constraints import MOVED, readings
@@ -242,7 +242,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         owner = model.get_submodule(path)
         shape = tuple(weight.shape)
         words = in_words(model, name, shape, reading)
-        error = None if weight.is_meta else _error(weight, reading).item()
+        error = _error(weight, reading).item() if has_values(weight) else None
         rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
         numbers = {attribute: values.get(weight) for attribute, values in known.items()}
         if "skipped" in numbers:  # the method leaves out weights without skipped steps

@@ -27,6 +27,7 @@ from stiefel_opt.errors import CONSTRAINABLE, PARAMETRIZED, users_level
 from stiefel_opt.numerics.device import (
     Lagged,
     Now,
+    has_values,
     is_compiling,
     is_in_dynamo,
     lives_on,
@@ -36,7 +37,7 @@ from stiefel_opt.numerics.device import (
     untraced,
 )
 from stiefel_opt.numerics.distributed import is_sharded, whole
-from stiefel_opt.numerics.geometry import FAR, orthonormality_tolerance, scale_tolerance, widened
+from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance, widened
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.tags.points import kept_scale, largest_error, nearest
@@ -94,9 +95,10 @@ def has_left(parameter: Tensor, reading: Stiefel) -> bool:
     """Say whether a weight is unconstrained, or was to leave the manifold and has left it."""
     if getattr(parameter, "takes_whole_gradient", False):
         return True
-    if parameter.is_meta or not getattr(parameter, "is_unconstrained", False):
+    if not has_values(parameter) or not getattr(parameter, "is_unconstrained", False):
         return False
-    return FAR < float(largest_error(widened(parameter), reading)) < math.inf
+    error = float(largest_error(widened(parameter), reading))
+    return is_far(error, parameter.detach()) and error < math.inf
 
 
 class _Watched(dict[str, Any]):
@@ -224,7 +226,7 @@ class _Watched(dict[str, Any]):
         if getattr(value, "is_unconstrained", False):
             return True
         if (
-            value.is_meta
+            not has_values(value)
             or value.dtype not in CONSTRAINABLE
             or not may_wait_for(value)
             or _get_current_dispatch_mode() is not None  # of this thread
@@ -235,7 +237,7 @@ class _Watched(dict[str, Any]):
         with no_autocast(value):
             reader = Now() if waits else reader_for(value, looks.lagged)
             error = reader.number("error", lambda: largest_error(widened(value.detach()), reading))
-        if error <= FAR or error == math.inf:  # not known yet
+        if error == math.inf or not is_far(error, value.detach()):  # inf: not known yet
             return False
         text = _FUNCTIONAL if type(value) is Tensor else _WRITTEN
         warnings.warn(text.format(name, self.kind, error), stacklevel=users_level())
@@ -460,9 +462,9 @@ def _warn_if_off(
         return
     for leaf, reading in list(records_of(module).items()):
         parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
-        if parameter is None or not isinstance(value, Tensor) or value.is_meta:
+        if parameter is None or not isinstance(value, Tensor):
             continue
-        if value.shape != parameter.shape:
+        if value.shape != parameter.shape or not has_values(value):
             continue  # torch refuses it
         if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
             continue  # offloaded: no process group can gather it
