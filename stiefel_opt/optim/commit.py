@@ -347,7 +347,14 @@ def _new_point(
     X, fixed = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     current = {**state, **fixed}
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
+    watched = reader.is_exact and not X.is_inference()
+    versions = (X._version, grad._version) if watched else None
     move = apply(lr=lr)
+    if watched and versions != (X._version, grad._version):
+        remedy = "let it compute new tensors"
+        raise ValueError(
+            fail(_called(rule), "write to nothing that it is given", "a write", remedy)
+        )
     is_first = batch.is_new
     if is_first:
         _check_move(rule, X, batch.declared, move)
@@ -362,7 +369,7 @@ def _new_point(
     for _ in range(_corrections_after(length, steepness, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
-    if is_first and reader.is_exact and sums.are_local:
+    if (is_first or _is_foreign(rule)) and reader.is_exact and sums.are_local:
         _warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
@@ -445,11 +452,23 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
 # ---- after the rule ------------------------------------------------------------------------------
 
 
-def _called(rule: Any) -> str:
-    """Return the name of a rule below the options that are bound to it."""
+def _unbound(rule: Any) -> Any:
+    """Return a rule below the options that are bound to it."""
     while isinstance(rule, partial):
         rule = next((each for each in rule.args if callable(each)), rule.func)
+    return rule
+
+
+def _called(rule: Any) -> str:
+    """Return the name of a rule."""
+    rule = _unbound(rule)
     return str(getattr(rule, "__name__", type(rule).__name__))
+
+
+def _is_foreign(rule: Any) -> bool:
+    """Say whether a rule is not of this package: its points are looked at in every step."""
+    module = str(getattr(_unbound(rule), "__module__", ""))
+    return module.partition(".")[0] != __name__.partition(".")[0]
 
 
 def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any) -> None:
@@ -475,7 +494,7 @@ def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any)
 
 
 def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
-    """Warn of a rule whose first step leaves the manifold, where a number may be read."""
+    """Warn of a rule whose step leaves the manifold, where a number may be read."""
     error = float(gram_error(new_X).amax())
     if FAR < error < math.inf:
         warnings.warn(
