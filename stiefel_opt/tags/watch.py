@@ -408,6 +408,20 @@ def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
         module._parameters.warn_if_lost()
 
 
+def _name_parametrized(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, messages: list[str]
+) -> None:
+    """Add an error, or warn, where keys are those of a parametrization."""
+    for leaf in records_of(module):
+        factor = f"{prefix}parametrizations.{leaf}.original"
+        if prefix + leaf not in state_dict and {factor, f"{factor}0"} & state_dict.keys():
+            text = f"`{prefix}{leaf}` is saved as a parametrization, `{factor}`: {PARAMETRIZED}"
+            if _is_strict(sys._getframe(2)):
+                messages.append(text)
+            else:
+                warnings.warn(text, stacklevel=users_level())
+
+
 def _is_strict(frame: FrameType | None) -> bool:
     """Say whether ``load_state_dict`` is strict, which its hooks are not told."""
     while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
@@ -449,15 +463,7 @@ def _warn_if_off(
 
     Name the remedy where the keys are those of a parametrization.
     """
-    for leaf in records_of(module):
-        factor = f"{prefix}parametrizations.{leaf}.original"
-        if prefix + leaf not in state_dict and {factor, f"{factor}0"} & state_dict.keys():
-            (*_, messages) = others
-            text = f"`{prefix}{leaf}` is saved as a parametrization, `{factor}`: {PARAMETRIZED}"
-            if _is_strict(sys._getframe(1)):
-                messages.append(text)
-            else:
-                warnings.warn(text, stacklevel=users_level())
+    _name_parametrized(module, state_dict, prefix, others[-1])
     if module.__dict__.get(PROJECTS, False):
         return
     for leaf, reading in list(records_of(module).items()):
