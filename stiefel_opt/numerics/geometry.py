@@ -145,11 +145,21 @@ def _polar_factor(matrices: Tensor, determinant: int | None) -> tuple[Tensor, Te
     with no_autocast(matrices):
         left, values, right = torch.linalg.svd(widened(matrices), full_matrices=False)
         if determinant is not None:
-            sign = torch.linalg.det(left @ right).sign() * determinant
+            sign = orientation(left @ right).sign() * determinant
             signs = torch.ones_like(values)
             signs[..., -1] = sign
             left, values = left * signs.unsqueeze(-2), values * signs
         return newton_schulz(left @ right).to(matrices.dtype), values
+
+
+def orientation(matrices: Tensor) -> Tensor:
+    """Return the determinants of real square matrices, of 3 x 3 without a factorisation."""
+    if matrices.size(-1) != 3:
+        determinant: Tensor = torch.linalg.det(matrices)
+        return determinant
+    first, second, third = matrices.unbind(-2)
+    triple: Tensor = (torch.linalg.cross(first, second) * third).sum(-1)
+    return triple
 
 
 def newton_schulz(point: Tensor, steps: int = 1) -> Tensor:
