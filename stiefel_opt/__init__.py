@@ -5,6 +5,11 @@ import sys as _sys
 from typing import Any as _Any
 
 from stiefel_opt import ot as ot
+from stiefel_opt.lipschitz import certified_accuracy as certified_accuracy
+from stiefel_opt.lipschitz import certified_radius as certified_radius
+from stiefel_opt.lipschitz import lipschitz_bound as lipschitz_bound
+from stiefel_opt.lipschitz import lipschitz_rule as lipschitz_rule
+from stiefel_opt.lipschitz import lipschitz_table as lipschitz_table
 from stiefel_opt.optim import CayleyAdam as CayleyAdam
 from stiefel_opt.optim import CayleySGD as CayleySGD
 from stiefel_opt.optim import ProjectedRGD as ProjectedRGD
@@ -14,12 +19,18 @@ from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
 from stiefel_opt.parametrizations import orthogonal as orthogonal
+from stiefel_opt.tags.between import distance as distance
+from stiefel_opt.tags.between import exp as exp
+from stiefel_opt.tags.between import interpolate as interpolate
+from stiefel_opt.tags.between import log as log
+from stiefel_opt.tags.between import mean as mean
 from stiefel_opt.tags.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.tags.constraints import constrain as constrain
 from stiefel_opt.tags.constraints import param_groups as param_groups
 from stiefel_opt.tags.constraints import project_ as project_
 from stiefel_opt.tags.constraints import release as release
 from stiefel_opt.tags.constraints import retag as retag
+from stiefel_opt.tags.foreign import trust as trust
 from stiefel_opt.tags.manifold import Stiefel as Stiefel
 from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.tags.points import orthogonal_ as orthogonal_

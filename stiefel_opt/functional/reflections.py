@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import counted, fail
 from stiefel_opt.numerics.device import full_precision, no_autocast, readable
 
 _PANELS = 256  # from this size on a triangle of a product, by panels, is cheaper than the whole
@@ -34,12 +34,13 @@ _PANEL = 64  # rows of a panel at least: products with fewer are slow
 
 
 @full_precision
-def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
+def householder(vectors: Tensor, columns: int | None = None, *, skip_zeros: bool = False) -> Tensor:
     r"""Return :math:`H(v_1) \cdots H(v_L)`, one reflection after the other: slow, as :func:`cwy`.
 
     Args:
         vectors: Nonzero columns, ``(..., N, L)``.
         columns: M, return only the first M columns of the product. Default: all N.
+        skip_zeros: Leave zero vectors out: their factor is the identity, their gradient zero.
 
     Returns: Orthogonal (complex: unitary) matrices, ``(..., N, M)``.
     Raises:
@@ -49,7 +50,7 @@ def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
     """
     columns = _check_vectors(vectors, columns)
     lengths = (vectors.conj() * vectors).real.sum(-2, keepdim=True)  # abs has no curvature at 0
-    check_lengths(lengths)
+    lengths = _nonzero(lengths, skip_zeros)
     result = _leading_columns(vectors, columns)
     scaled = vectors * (2 / lengths)
     for index in reversed(range(vectors.size(-1))):
@@ -59,13 +60,14 @@ def householder(vectors: Tensor, columns: int | None = None) -> Tensor:
 
 
 @full_precision
-def cwy(vectors: Tensor, columns: int | None = None) -> Tensor:
+def cwy(vectors: Tensor, columns: int | None = None, *, skip_zeros: bool = False) -> Tensor:
     r"""Return :math:`H(v_1) \cdots H(v_L) = I - V S^{-1} V'` by products and one triangular solve.
 
     Args:
         vectors: Nonzero columns, ``(..., N, L)`` with L <= N. ``det`` of the result is (-1)^L; all
             such orthogonal matrices are reached with L = N.
         columns: M, return only the first M columns of the product. Default: all N.
+        skip_zeros: Leave zero vectors out: their factor is the identity, their gradient zero.
 
     Returns: Orthogonal (complex: unitary) matrices, ``(..., N, M)``.
     Raises:
@@ -74,15 +76,16 @@ def cwy(vectors: Tensor, columns: int | None = None) -> Tensor:
         L = N 2.5 products of N x N, and 4.5 for the backward, which can be differentiated.
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 2.
     """
-    return _compact(vectors, _check_vectors(vectors, columns))
+    return _compact(vectors, _check_vectors(vectors, columns), skip_zeros)
 
 
 @full_precision
-def tcwy(vectors: Tensor) -> Tensor:
+def tcwy(vectors: Tensor, *, skip_zeros: bool = False) -> Tensor:
     r"""Return the first M columns of a product of M reflections, :math:`[I; 0] - V S^{-1} V_1'`.
 
     Args:
         vectors: Nonzero columns, ``(..., N, M)`` with M <= N; V1 is their top M x M block.
+        skip_zeros: As for :func:`cwy`.
 
     Returns: Matrices with orthonormal columns, ``(..., N, M)``: all of them, if real with M < N.
     Raises:
@@ -90,7 +93,7 @@ def tcwy(vectors: Tensor) -> Tensor:
     Note: 4 N M^2 + M^3 flops (published: 7/3 M^3, by an inverse); the backward 6 N M^2 + O(M^3).
     Reference: Likhosherstov et al. (AISTATS 2021), Theorem 3.
     """
-    return _compact(vectors, _check_vectors(vectors, int(vectors.size(-1))))
+    return _compact(vectors, _check_vectors(vectors, int(vectors.size(-1))), skip_zeros)
 
 
 @full_precision
@@ -112,7 +115,7 @@ def cwy_factors(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """
     _check_vectors(vectors)
     lengths = torch.linalg.vector_norm(vectors, dim=-2, keepdim=True)
-    check_lengths(lengths)
+    check_lengths(lengths.squeeze(-2))
     unit = vectors / lengths
     gram = unit.mH @ unit
     half = gram.diagonal(dim1=-2, dim2=-1) / 2
@@ -158,22 +161,27 @@ def generalized_householder(keys: Tensor, betas: Tensor) -> Tensor:
 # ---- the compact form --------------------------------------------------------------------------
 
 
-def _compact(vectors: Tensor, columns: int) -> Tensor:
+def _compact(vectors: Tensor, columns: int, skip_zeros: bool) -> Tensor:
     """Return the first ``columns`` columns of I - V S^-1 V'."""
     batch = vectors.reshape(-1, *vectors.shape[-2:])
     result: Tensor
     if torch.compiler.is_exporting():  # strictly, which drops the backward of a function
-        result = _leading_columns(batch, columns) - batch @ _solved(batch, columns)[1]
+        solved = _solved(batch, columns, skip_zeros)[1]
+        result = _leading_columns(batch, columns) - batch @ solved
         return result.reshape(*vectors.shape[:-1], columns)
-    result = _Compact.apply(batch, columns)[0]  # type: ignore[no-untyped-call]
+    result, half_gram, _ = _Compact.apply(batch, columns, skip_zeros)  # type: ignore[no-untyped-call]
+    lengths = half_gram.diagonal(dim1=-2, dim2=-1).real
+    check_lengths(lengths.reshape(*vectors.shape[:-2], -1))
     return result.reshape(*vectors.shape[:-1], columns)
 
 
-def _solved(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _solved(vectors: Tensor, columns: int, skip_zeros: bool) -> tuple[Tensor, Tensor]:
     """Return S, its strict lower triangle not to be read, and Y = S^-1 V1', V1 the top of V."""
     # From the right: the faster one of the two ways on a CPU, for operands laid out as here.
     half_gram = _upper_product(vectors.mH, vectors)
-    half_gram.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    diagonal = half_gram.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    if skip_zeros:  # the rest of such a row and column is zero
+        diagonal.masked_fill_(diagonal == 0, 1.0)
     top = vectors.narrow(-2, 0, columns)
     solved: Tensor = torch.linalg.solve_triangular(half_gram.mH, top, upper=False, left=False)
     return half_gram, solved.mH
@@ -207,9 +215,8 @@ class _Compact(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(vectors: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-        half_gram, solved = _solved(vectors, columns)
-        check_lengths(half_gram.diagonal(dim1=-2, dim2=-1).real)
+    def forward(vectors: Tensor, columns: int, skip_zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
+        half_gram, solved = _solved(vectors, columns, skip_zeros)
         unread = vectors.new_empty(1, 1, 1)
         result = torch.baddbmm(unread, vectors, solved, beta=0.0, alpha=-1.0)
         result.diagonal(dim1=-2, dim2=-1).add_(1)
@@ -218,30 +225,30 @@ class _Compact(torch.autograd.Function):
     @staticmethod
     @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.columns = inputs[1]
+        ctx.options = inputs[1:]
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(inputs[0], *output[1:])
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         vectors, half_gram, solved = ctx.saved_tensors
         grad = grads[0]
         if grad is None:
-            return None, None
+            return None, None, None
         with no_autocast(vectors):
             if torch.is_grad_enabled():  # a graph of the backward is wanted: let it see V in S, Y
-                half_gram, solved = _solved(vectors, ctx.columns)
-            return _pull_back(vectors, half_gram, solved, grad), None
+                half_gram, solved = _solved(vectors, *ctx.options)
+            return _pull_back(vectors, half_gram, solved, grad), None, None
 
     @staticmethod
     @override
     def vmap(
-        info: Any, in_dims: tuple[int | None, None], vectors: Tensor, columns: int
+        info: Any, in_dims: tuple[int | None, ...], vectors: Tensor, columns: int, skip_zeros: bool
     ) -> tuple[tuple[Tensor, ...], int]:
         batched = vectors.movedim(in_dims[0], 0) if in_dims[0] is not None else vectors[None]
-        flat = _Compact.apply(batched.flatten(0, -3), columns)  # type: ignore[no-untyped-call]
+        flat = _Compact.apply(batched.flatten(0, -3), columns, skip_zeros)  # type: ignore[no-untyped-call]
         return tuple(part.unflatten(0, batched.shape[:-2]) for part in flat), 0
 
 
@@ -282,12 +289,22 @@ def _check_vectors(
     return columns
 
 
+def _nonzero(lengths: Tensor, skip_zeros: bool) -> Tensor:
+    """Return squared lengths ``(..., 1, L)`` with ones for zeros; raise for zeros otherwise."""
+    if skip_zeros:
+        return lengths.masked_fill(lengths == 0, 1.0)
+    check_lengths(lengths.squeeze(-2))
+    return lengths
+
+
 def check_lengths(lengths: Tensor, name: str = "vectors") -> None:
-    """Raise where one of the ``lengths`` can be read and is zero."""
+    """Raise where one of the ``lengths``, ``(..., L)``, can be read and is zero."""
     values = readable(lengths)
     if values is not None and bool((values == 0).any()):
-        remedy = "a reflection needs a direction"
-        raise ValueError(fail(name, "be nonzero columns", "a zero vector", remedy))
+        remedy = "a reflection needs a direction; skip_zeros=True leaves zero vectors out"
+        remedy = remedy if name == "vectors" else "a reflection needs a direction"
+        given = f"a zero vector{counted((values == 0).any(-1))}"
+        raise ValueError(fail(name, "be nonzero columns", given, remedy))
 
 
 def check_strengths(name: str, strengths: Tensor) -> None:

@@ -1,8 +1,31 @@
-"""Modules built on the constraints: recurrent networks, convolutions, attention."""
+"""Modules built on the constraints: recurrent networks, convolutions, attention, isometries."""
 
 from stiefel_opt.nn.attention import MultiheadAttention
 from stiefel_opt.nn.conv import ConvNERU
 from stiefel_opt.nn.delta import DeltaProduct
+from stiefel_opt.nn.isometric_conv import IsometricConv2d
+from stiefel_opt.nn.isometries import (
+    BetaAbs,
+    L2Pool2d,
+    MarginCrossEntropy,
+    MaxMin,
+    NormalizedLinear,
+    ShiftConv2d,
+    SpatialShift,
+)
 from stiefel_opt.nn.rnn import OrthogonalRNN
 
-__all__ = ["ConvNERU", "DeltaProduct", "MultiheadAttention", "OrthogonalRNN"]
+__all__ = [
+    "BetaAbs",
+    "ConvNERU",
+    "DeltaProduct",
+    "IsometricConv2d",
+    "L2Pool2d",
+    "MarginCrossEntropy",
+    "MaxMin",
+    "MultiheadAttention",
+    "NormalizedLinear",
+    "OrthogonalRNN",
+    "ShiftConv2d",
+    "SpatialShift",
+]

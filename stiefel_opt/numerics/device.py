@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from stiefel_opt.errors import HALF, fail
@@ -57,7 +58,7 @@ def untraced(function: MapT) -> MapT:
 
 def is_cpu(tensor: Tensor) -> bool:
     """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
-    return _is_on_cpu(tensor)
+    return _is_on_cpu(tensor) and not isinstance(tensor, FakeTensor)
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
@@ -92,6 +93,11 @@ def may_wait_for(tensor: Tensor) -> bool:
     if is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Say whether a tensor has values to read: not on the meta device, nor a fake one."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
@@ -132,6 +138,46 @@ def values_of(tensor: Tensor) -> Tensor | None:
     if not may_wait_for(tensor):
         return None
     return torch.func.debug_unwrap(tensor.detach(), recurse=True)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+def address_for(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
+    """Return what tells where the values of tensors like these lie; without values, which it is."""
+    return torch.Tensor.data_ptr if all(map(has_values, tensors[:1])) else id
+
+
+def span_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Return the addresses of the first byte of a tensor and behind its last; None without any."""
+    if not has_values(tensor) or not tensor.numel() or tensor.layout is not torch.strided:
+        return None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # of a subclass without memory of its own
+        return None
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors on one device, whose spans meet, have a byte in common."""
+    spans = [span_of(tensor) for tensor in (one, other)]
+    if None in spans:
+        return False
+    starts, stops = zip(*spans, strict=True)
+    unit = math.gcd(starts[1] - starts[0], one.element_size(), other.element_size())
+    memory = torch.zeros((max(stops) - min(starts)) // unit, dtype=torch.bool, device="cpu")
+    for tensor, start in zip((one, other), starts, strict=True):
+        width = tensor.element_size() // unit
+        strides = [stride * width for stride in tensor.stride()]
+        place = (start - min(starts)) // unit
+        seen = memory.as_strided((*tensor.shape, width), (*strides, 1), place)
+        if bool(seen.any()):
+            return True
+        seen.fill_(True)
+    return False
 
 
 # ---- readers -----------------------------------------------------------------------------------
@@ -209,7 +255,7 @@ _FIXED: Final = Fixed()
 
 def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
-    if is_compiling():
+    if is_compiling() or not has_values(tensor):
         return _FIXED
     if is_cpu(tensor):
         return Now()

@@ -30,7 +30,7 @@ from stiefel_opt.optim.commit import Correction, Rule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateDict, complete_state, declared_once, restart
+from stiefel_opt.optim.state import State, StateDict, complete_state, declared_once
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
@@ -86,8 +86,6 @@ class GroupIndex:
             declared = self.declared
             self._bind(optimizer, group)
             if declared != self.declared:
-                for parameter in self._params:
-                    restart(optimizer.state.get(parameter, {}), declared, self.declared)
                 return False
         params = group["params"]
         return (
@@ -114,6 +112,7 @@ class GroupIndex:
         waiting, form = set(self.waiting).difference(late), optimizer._velocity_form()
         layouts: dict[Any, Shards | None] = {}
         weights: dict[torch.device, list[Weight]] = {}
+        restarted: list[Tensor] = []
         for place, manifold in enumerate(self.readings):
             if manifold is None or place in waiting:
                 continue
@@ -125,8 +124,10 @@ class GroupIndex:
             called = partial(checks.name_of, parameter, optimizer.param_groups)
             if (shards := layouts[key]) is not None:
                 checks.check_sharing(shards, parameter, optimizer, called)
-            optimizer.records.drop_other(optimizer.state, parameter, manifold)
-            state: StateDict = optimizer.state[parameter]
+            states, records = optimizer.state, optimizer.records
+            if records.drop_unfit(states, parameter, manifold, self.declared):
+                restarted.append(parameter)
+            state: StateDict = states[parameter]
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, shards, len(together))
             keep_velocity(weight, self.declared, form)
@@ -138,11 +139,41 @@ class GroupIndex:
             for each in weights.values()
         ]
         self.waiting = sorted(waiting)
+        checks.warn_of_restarts(restarted, optimizer.param_groups)
 
 
 def tags_of(parameters: list[Tensor]) -> list[Any]:
     """Return the attribute ``manifold`` of each parameter, or None, whatever it is."""
     return list(map(getattr, parameters, itertools.repeat("manifold"), itertools.repeat(None)))
+
+
+def restore(optimizer: StiefelOptimizer) -> None:
+    """Complete options, tags and records where state has come from a copy or a checkpoint."""
+    for name, value in optimizer._legacy_defaults.items():
+        optimizer.defaults.setdefault(name, value)
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+        optimizer.records.recall(group["params"])
+    optimizer.records.made_by = {
+        parameter: (checks.reading(parameter, group), optimizer.declared_for(group))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if optimizer.state.get(parameter)
+    }
+
+
+def drop_unfit(optimizer: StiefelOptimizer) -> None:
+    """Drop state that today's options and readings give another meaning, as a step would."""
+    restarted: list[Tensor] = []
+    for group in optimizer.param_groups:
+        group = {**optimizer._legacy_defaults, **optimizer.defaults, **group}
+        declared = optimizer.declared_for(group)
+        for parameter in filter(optimizer.state.__contains__, group["params"]):
+            manifold = checks.reading(parameter, group)
+            if optimizer.records.drop_unfit(optimizer.state, parameter, manifold, declared):
+                restarted.append(parameter)
+    checks.warn_of_restarts(restarted, optimizer.param_groups)
 
 
 class StiefelOptimizer(Optimizer, ABC):
@@ -190,6 +221,7 @@ class StiefelOptimizer(Optimizer, ABC):
         family = next(each for each in cls.__mro__ if "_step_plain" in vars(each))
         if family is not StiefelOptimizer:
             checks.check_family(cls, family)
+        checks.name_options(cls)
         cls._known = {}
         said_of = {"sums_over_rows": "rule_for", "plain_is_elementwise": "update_plain"}
         for name, function in said_of.items():  # what a class inherits was said of another one
@@ -205,8 +237,7 @@ class StiefelOptimizer(Optimizer, ABC):
         super().__init__(params, {**defaults, **self._options_of_torch, **defaults})
         # known from now on: every group has been looked at, and weights may be written to
         self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
-        for group in self.param_groups:
-            self._admit_group(group)
+        self._admit_groups(self.param_groups)
         checks.warn_if_nothing_is_constrained(self.param_groups)
 
     # ---- what a subclass says ------------------------------------------------------------------
@@ -299,8 +330,8 @@ class StiefelOptimizer(Optimizer, ABC):
                 checks.check_new_group(group, self.param_groups)
                 super().add_param_group(group)
                 self._indices.append(None)
-            for group in self.param_groups[count:] if hasattr(self, "_completes") else ():
-                self._admit_group(group)
+            if hasattr(self, "_completes"):
+                self._admit_groups(self.param_groups[count:])
         except Exception:
             del self.param_groups[count:]
             raise
@@ -309,10 +340,12 @@ class StiefelOptimizer(Optimizer, ABC):
         """Return the groups that are added for one."""
         return [group]
 
-    def _admit_group(self, group: Group) -> None:
+    def _admit_groups(self, groups: list[Group]) -> None:
         """Constrain what the key ``stiefel`` says, and remember the tags."""
-        project_untagged(group["params"], group["stiefel"])
-        self.records.recall(group["params"])
+        checks.check_memory(self.param_groups)
+        for group in groups:
+            project_untagged(group["params"], group["stiefel"])
+            self.records.recall(group["params"])
 
     # ---- the step ------------------------------------------------------------------------------
 
@@ -400,10 +433,11 @@ class StiefelOptimizer(Optimizer, ABC):
     def _renew(self, place: int, group: Group) -> GroupIndex:
         """Divide the parameters of a group anew, plain from constrained; admit those with state."""
         earlier = self._indices[place]
-        self.records.recall(group["params"])
+        if self.records.recall(group["params"]) or earlier:
+            checks.check_memory(self.param_groups)
         index = self._indices[place] = GroupIndex(self, group)
         for plain in index.plain:
-            self.records.drop_other(self.state, group["params"][plain], None)
+            self.records.drop_unfit(self.state, group["params"][plain], None, ())
         known = [i for i in index.waiting if self.state.get(group["params"][i])]
         if known:
             index.admit(self, group, known)
@@ -507,6 +541,8 @@ class StiefelOptimizer(Optimizer, ABC):
         if any(not weights.reads for weights in self.all_constrained()):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
+        drop_unfit(self)
+        checkpoint.warn_if_nonfinite(self)
         # before all hooks of users: they see what is saved, and what they return counts
         self._optimizer_state_dict_post_hooks.move_to_end(self._completes, last=False)
         return super().state_dict()
@@ -540,6 +576,12 @@ class StiefelOptimizer(Optimizer, ABC):
         checkpoint.keep_precision(self.state, self.param_groups, final)
 
     @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or pickle needs, without state that other options have made."""
+        drop_unfit(self)
+        return super().__getstate__()
+
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._indices = [None] * len(self.param_groups)
@@ -548,18 +590,7 @@ class StiefelOptimizer(Optimizer, ABC):
             self._completes = self.register_state_dict_post_hook(checkpoint.complete).id
         self.rule = self.rule or type(self).__name__
         checkpoint.count_by_tensors(self.state.values())
-        for name, value in self._legacy_defaults.items():
-            self.defaults.setdefault(name, value)
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
-            self.records.recall(group["params"])
-        self.records.readings = {
-            parameter: checks.reading(parameter, group)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if self.state.get(parameter)
-        }
+        restore(self)
 
     # ---- what a user may ask -------------------------------------------------------------------
 

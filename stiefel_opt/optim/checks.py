@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import numbers
 import warnings
@@ -23,12 +25,14 @@ from stiefel_opt.errors import (
 )
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.functional.published import ROTATIONS
-from stiefel_opt.numerics.device import readable
+from stiefel_opt.numerics.device import has_values, overlap, readable, span_of
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.commit import LARGEST_SAFE
 from stiefel_opt.optim.sharding import Shards
 from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.foreign import known_modules
 from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
+from stiefel_opt.tags.watch import records_of
 
 NONFINITE: Final = ("skip", "raise", "ignore")
 TRANSPORTS: Final = ("isometric", "projected", "published")
@@ -253,6 +257,8 @@ _SYNONYMS = {
     "decay": "weight_decay",
     "l2": "weight_decay",
     "beta": "momentum",
+    "momentum": "betas",
+    "betas": "momentum",
     **dict.fromkeys(_READINGS, "stiefel"),
 }
 
@@ -277,6 +283,28 @@ def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
             raise TypeError(fail(str(name), wanted, repr(group[name]), remedy))
 
 
+def naming_options(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor that says of an unknown option, such as "momentum", what it means."""
+    kinds = inspect.signature(init).parameters
+    is_open = any(each.kind is each.VAR_KEYWORD for each in kinds.values())
+
+    @functools.wraps(init)
+    def named(self: Any, *given: Any, **options: Any) -> None:
+        unknown = {name: value for name, value in options.items() if name not in kinds}
+        if unknown and not is_open:
+            known = [name for name in kinds if name not in ("self", "params")]
+            check_option_names(unknown, known, type(self).__name__)
+        init(self, *given, **options)
+
+    return named
+
+
+def name_options(kind: type) -> None:
+    """Let the constructor of a class, if it has its own, name the options that are meant."""
+    if "__init__" in vars(kind):
+        kind.__init__ = naming_options(kind.__init__)  # type: ignore[misc]
+
+
 def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
@@ -297,9 +325,38 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
         if manifold is not None:
             manifold.check(parameter.shape, called)
             check_dtype(called, parameter.dtype)
-            if not (parameter.is_meta or bool(torch.isfinite(local_part(parameter)).all())):
+            own = local_part(parameter)
+            if has_values(own) and not bool(torch.isfinite(own).all()):
                 remedy = "initialise it before optimizing"
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+
+
+def check_memory(groups: list[Group]) -> None:
+    """Raise for a constrained parameter whose memory another parameter has too.
+
+    Views that share a buffer without sharing an element, as ``nn.GRU`` flattens its weights, pass.
+    """
+    owners: dict[torch.device, list[tuple[int, int, int, Any]]] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            if (span := span_of(local_part(parameter))) is not None:
+                is_constrained = reading(parameter, group) is not None
+                places = owners.setdefault(parameter.device, [])
+                places.append((*span, len(places), (parameter, is_constrained)))
+    for places in owners.values():
+        open_spans: list[tuple[int, Any]] = []  # that end behind the beginning of this one
+        for start, stop, _, own in sorted(places):
+            open_spans = [(end, other) for end, other in open_spans if end > start]
+            for _, other in open_spans:
+                if (own[1] or other[1]) and overlap(local_part(own[0]), local_part(other[0])):
+                    one, two = names_of([other[0], own[0]], groups)
+                    wanted = f"have memory of its own: it shares some with {two}, and one of them "
+                    wanted += "is constrained"
+                    given = f"shape {tuple(other[0].shape)} and shape {tuple(own[0].shape)}"
+                    remedy = "tie modules by one parameter, second.weight = first.weight, or give "
+                    remedy += "one of them a copy"
+                    raise ValueError(fail(one, wanted, given, remedy))
+            open_spans.append((stop, own))
 
 
 def check_shapes(
@@ -345,12 +402,17 @@ def check_family(kind: type, family: type) -> None:
 
 
 def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
-    """Warn where matrices are optimized and none is tagged, unless that is intended."""
+    """Warn where matrices are optimized and none is tagged, unless that is intended.
+
+    It is where each matrix of a model has an optimizer of its own, and another is constrained.
+    """
     parameters = [p for group in groups for p in group["params"]]
+    matrices = [p for p in parameters if p.ndim >= 2]
     if (
-        all(group["stiefel"] is None for group in groups)
+        matrices
+        and all(group["stiefel"] is None for group in groups)
         and not any(manifold_of(p) or hasattr(p, "computes_orthonormal") for p in parameters)
-        and any(p.ndim >= 2 for p in parameters)
+        and not (len(matrices) == 1 and any(map(records_of, known_modules())))
     ):
         warnings.warn(NOTHING_CONSTRAINED, stacklevel=users_level())
 
@@ -358,7 +420,8 @@ def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
 def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Raise for a value that cannot be projected."""
     for parameter in parameters:
-        if not bool(torch.isfinite(local_part(parameter)).all()):
+        own = local_part(parameter)
+        if has_values(own) and not bool(torch.isfinite(own).all()):
             given = f"NaN or inf in a tensor of shape {tuple(parameter.shape)}"
             remedy = "initialise it, or load a good checkpoint"
             raise ValueError(fail(name_of(parameter, groups), "be finite", given, remedy))
@@ -425,6 +488,18 @@ def warn_of_long_steps(parameters: Sequence[Tensor], groups: list[Group], steps:
         "nothing can be learned so. Begin again with a tenth of lr.",
         stacklevel=users_level(),
     )
+
+
+def warn_of_restarts(parameters: Sequence[Tensor], groups: list[Group]) -> None:
+    """Say which momentum starts again, as options have changed what it is measured in."""
+    if parameters:
+        names = ", ".join(names_of(parameters[:8], groups))
+        others = f" and {len(parameters) - 8} more" if len(parameters) > 8 else ""
+        warnings.warn(
+            f"The momentum of {names}{others} starts again: options of the group have changed, and "
+            "with them what it is measured in.",
+            stacklevel=users_level(),
+        )
 
 
 def warn_of_tallies(tallies: Mapping[str, int], reported: int) -> int:

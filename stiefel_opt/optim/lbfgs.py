@@ -125,7 +125,7 @@ class StiefelLBFGS(LBFGS):
             raise ValueError(fail("param_group", "be the only one", "a second one", remedy))
         self.defaults.update(self._own_defaults)
         super().add_param_group(_checked(param_group, self.defaults))
-        _readings(self.param_groups[0])
+        _check_parameters(self.param_groups[0])
         self._tags = recalled(self.param_groups[0]["params"], {})
 
     @override
@@ -185,6 +185,9 @@ class StiefelLBFGS(LBFGS):
         return {p: state["angle"] for p, state in self.state.items() if "angle" in state}
 
 
+checks.name_options(StiefelLBFGS)
+
+
 # ---- what the class looks after ------------------------------------------------------------------
 
 
@@ -206,6 +209,12 @@ def _check_options(group: Group) -> None:
     if group["line_search_fn"] is not None:
         check_choice("line_search_fn", group["line_search_fn"], _LINE_SEARCHES)
     check_choice("nonfinite", group["nonfinite"], _NONFINITE)
+
+
+def _check_parameters(group: Group) -> None:
+    """Raise for parameters that cannot be constrained here, and for memory that two share."""
+    _readings(group)
+    checks.check_memory([group])
 
 
 def _readings(group: Group) -> list[Stiefel | None]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.optim.group import TALLIES
-from stiefel_opt.optim.state import StateDict
+from stiefel_opt.optim.state import State, StateDict, restart
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import recalled
 
@@ -19,28 +20,41 @@ class Records:
     """Tags, readings and counts of skipped steps, by parameter.
 
     Attributes:
-        readings: The reading by which state was made; None: as that of a plain parameter.
+        made_by: The reading by which state was made, None: as that of a plain parameter; and how it
+            was declared.
         reported: How many skipped steps warnings have named.
     """
 
     def __init__(self) -> None:
-        self.readings: dict[Tensor, Stiefel | None] = {}
+        self.made_by: dict[Tensor, tuple[Stiefel | None, tuple[State, ...]]] = {}
         self.reported = 0
         self._tags: dict[Tensor, Any] = {}  # as they were last seen
         self._tallies: dict[Tensor, StateDict] = {}  # views on counts
 
-    def recall(self, parameters: list[Tensor]) -> None:
-        """Remember the tag of each parameter, and put back a tag that is lost."""
-        self._tags |= recalled(parameters, self._tags)
+    def recall(self, parameters: list[Tensor]) -> bool:
+        """Remember the tags, and put back one that is lost; return whether one is new."""
+        before = self._tags
+        self._tags = before | recalled(parameters, before)
+        return any(self._tags[p] is not before.get(p) for p in parameters)
 
-    def drop_other(self, states: Any, parameter: Tensor, manifold: Stiefel | None) -> None:
-        """Drop state that was made by another reading; None is that of a plain parameter.
+    def drop_unfit(
+        self,
+        states: Any,
+        parameter: Tensor,
+        manifold: Stiefel | None,
+        declared: tuple[State, ...],
+    ) -> bool:
+        """Drop state that means something else by today's reading, or by today's options.
 
-        Readings are compared, as the names of the state may be the same for both.
+        Readings are compared, as the names of the state may be the same for both; None is that of a
+        plain parameter. Return whether options, which ``declared`` it otherwise, dropped some.
         """
-        if self.readings.setdefault(parameter, manifold) != manifold:
+        before, earlier = self.made_by.get(parameter, (manifold, declared))
+        self.made_by[parameter] = manifold, declared
+        if before != manifold:
             states.pop(parameter, None)
-            self.readings[parameter] = manifold
+            return False
+        return manifold is not None and restart(states.get(parameter, {}), earlier, declared)
 
     def tally_of(self, parameter: Tensor) -> StateDict:
         """Return the counts of a parameter, on its device."""
@@ -53,6 +67,8 @@ class Records:
         """Return how many steps each parameter has missed; one read of each device."""
         devices: dict[torch.device, list[Tensor]] = {}
         for parameter, tally in self._tallies.items():
+            if not has_values(tally["skipped"]):
+                continue
             devices.setdefault(tally["skipped"].device, []).append(parameter)
         counts: dict[Tensor, int] = {}
         for parameters in devices.values():
@@ -63,7 +79,7 @@ class Records:
     def keep_only(self, parameters: list[Tensor]) -> None:
         """Forget every other parameter."""
         alive = {id(parameter) for parameter in parameters}
-        for records in (self._tallies, self._tags, self.readings):
+        for records in (self._tallies, self._tags, self.made_by):
             for parameter in [p for p in records if id(p) not in alive]:
                 del records[parameter]
 

@@ -102,10 +102,18 @@ class State:
         return tensor.fill_(self.start)  # type: ignore[arg-type]
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """Return the skew or symmetric part, where that is declared."""
-        if self.symmetry == "skew":
-            return linalg.skew(tensor)
-        return linalg.sym(tensor) if self.symmetry == "symmetric" else tensor
+        """Return the skew or symmetric part, where that is declared; up to rounding keep the bits.
+
+        State of a copy then goes on bit for bit, whatever a rule rounds.
+        """
+        if self.symmetry not in ("skew", "symmetric"):
+            return tensor
+        part = linalg.skew(tensor) if self.symmetry == "skew" else linalg.sym(tensor)
+        size, difference = (
+            torch.linalg.vector_norm(each, dim=(-2, -1), keepdim=True)
+            for each in (tensor, tensor - part)
+        )
+        return torch.where(difference <= 1e2 * torch.finfo(tensor.dtype).eps * size, tensor, part)
 
 
 def declared_once(declared: Sequence[State]) -> dict[str, State]:
@@ -122,12 +130,14 @@ def key_of(name: str, index: int) -> str:
     return f"{name}.{index}" if index else name
 
 
-def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> None:
-    """Drop state that is declared otherwise than before under the same name."""
+def restart(state: StateDict, earlier: Iterable[State], declared: Iterable[State]) -> bool:
+    """Drop state that is declared otherwise than before under the same name; say if there was."""
     known = {kind.name: kind for kind in earlier}
     changed = {kind.name for kind in declared if known.get(kind.name, kind) != kind}
-    for key in [key for key in state if key.partition(".")[0] in changed]:
+    dropped = [key for key in state if key.partition(".")[0] in changed]
+    for key in dropped:
         del state[key]
+    return bool(dropped)
 
 
 def is_declared(key: str, names: Container[str]) -> bool:

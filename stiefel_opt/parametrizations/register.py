@@ -18,6 +18,7 @@ from stiefel_opt.errors import (
     fail,
     find_parameter,
 )
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.geometry import polar_factor
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
@@ -28,6 +29,7 @@ from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.trained import HARMFUL, distance, looks_trained, warn_of_lost
+from stiefel_opt.tags.uses import check_use
 from stiefel_opt.tags.watch import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -102,19 +104,21 @@ def orthogonal(
     owner, leaf, parameter = find_parameter(module, name)
     _check_weight(name, parameter)
     check_options(map, options, kind := MAPS[map])
+    is_said = heads is not None
     if heads is None and not transposed and flatten is not False:
         heads = stacked(owner, leaf)[0]
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
     manifold = Stiefel(heads, None, flatten, transposed, scale)
     manifold.check(parameter.shape, name)
+    check_use(module, name, parameter, manifold, is_said=is_said)
     value = None if start is None else _start(start, map, manifold, parameter, generator)
     parametrization = kind(manifold=manifold, generator=generator, **options)
     columns = manifold.matrices(parameter).size(-1)
     if value is not None and parametrization.starts_at_random(columns):
         kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
-    is_trained = value is None and not parameter.is_meta and looks_trained(parameter, manifold)
+    is_trained = value is None and has_values(parameter) and looks_trained(parameter, manifold)
     before = parameter.detach().clone() if is_trained or value is not None else None
     try:
         if value is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,10 +29,11 @@ from stiefel_opt.errors import (
     none_found,
     users_level,
 )
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
 from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
     check_projectable,
@@ -44,12 +44,11 @@ from stiefel_opt.tags.points import (
     rms_scale,
 )
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
-from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
+from stiefel_opt.tags.uses import check_uses
+from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
-
-_TABLES: Final = (nn.Embedding, nn.EmbeddingBag)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -129,9 +128,6 @@ def constrain(
         raise ValueError(fail("scale", "be a positive number, 'keep' or 'rms'", repr(scale)))
     heads = blocks if heads is None else heads
     asked: dict[str, Stiefel] = {}
-    tables = {
-        id(m._parameters.get("weight")): m for m in module.modules() if isinstance(m, _TABLES)
-    }
     for each in _names(module, name):
         owner, leaf, parameter = find_parameter(module, each)
         if is_factor(module, each):
@@ -151,9 +147,9 @@ def constrain(
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
         elif scale == "rms":
             reading = replace(reading, scale=rms_scale(parameter, reading, each))
-        _warn_if_mixed(parameter, reading, each)
-        _check_table(tables.pop(id(parameter), None), parameter, reading, each)
         asked[each] = reading
+    is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
+    check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
     apply_readings(module, asked, project=project, keeps=scale == "keep")
     return module
 
@@ -202,7 +198,7 @@ def check_value(
     if is_sharded(parameter):
         before = "call so.constrain before fully_shard, or project=False: the first step projects"
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", before))
-    if not parameter.is_meta:
+    if has_values(parameter):
         check_projectable(parameter, reading, name, remedy)
         check_writable(name, parameter)
 
@@ -218,7 +214,7 @@ def apply_readings(
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
-        if project and not parameter.is_meta:
+        if project and has_values(parameter):
             point = nearest(parameter, reading, name)
             share = distance(parameter, point)
             if share == math.inf:
@@ -290,48 +286,6 @@ def _is_kernel(owner: nn.Module, shape: torch.Size, name: str, said: tuple[Any, 
             stacklevel=users_level(),
         )
     return False
-
-
-def _warn_if_mixed(parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Warn of blocks of rows that lie across three matrices, one above the other."""
-    row_count = parameter.size(reading.dimensions(parameter.ndim)[0])
-    is_fused = parameter.ndim == 2 and row_count**2 == 3 * parameter.numel()
-    heads = reading.heads
-    if is_fused and reading.rows is None and type(heads) is int and heads % 3:
-        third = row_count // 3
-        warnings.warn(
-            f"`{name}` has three times as many rows as columns: if it holds queries, keys and "
-            f"values, {heads} blocks of {row_count // heads} rows mix them; pass heads={3 * heads} "
-            f"for the heads of all three, or rows=((0, {third}), ({third}, {2 * third})) as well, "
-            "for queries and keys",
-            stacklevel=users_level(),
-        )
-    is_pair = re.search("(?<!q)kv|key_?value", name.lower()) and row_count % 2 == 0
-    if is_pair and reading.rows is None and type(heads) is int:
-        half = row_count // 2
-        warnings.warn(
-            f"`{name}` seems to hold keys and values: {heads} blocks of {row_count // heads} rows "
-            f"mix them, or two heads of one; pass rows=((0, {half}), ({half}, {row_count})) as "
-            "well, with the heads of one of them",
-            stacklevel=users_level(),
-        )
-
-
-def _check_table(table: Any, parameter: Tensor, reading: Stiefel, name: str) -> None:
-    """Refuse an embedding that rewrites its rows; warn of rows, what it returns, that get short."""
-    if table is not None and table.max_norm is not None:
-        remedy = "set it to None: each forward pass would shorten rows of a constrained weight"
-        raise ValueError(fail(f"max_norm of {name}", "be None", table.max_norm, remedy))
-    if table is not None and reading == Stiefel():
-        count, width = parameter.shape
-        if count > width:
-            warnings.warn(
-                f"`{name}` has {count} rows and {width} columns: its columns become orthonormal, "
-                f"and its rows {math.sqrt(width / count):.2g} long on average, without being "
-                "orthogonal; pass scale='keep' for rows as long as now, scale='rms' for length 1, "
-                "or leave the embedding unconstrained",
-                stacklevel=users_level(),
-            )
 
 
 def release(module: ModuleT, name: str = "weight") -> ModuleT:
@@ -445,7 +399,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     if isinstance(x, Tensor):
         reading = reading_of(x, manifold, "x")
         _check_unrecorded(x)
-        if not x.is_meta:
+        if has_values(x):
             to_nearest_(x, reading, "x")
         return x
     if manifold is not None:
@@ -458,7 +412,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         if not is_sharded(parameter):
             check_value(parameter, reading, name, remedy="initialise it first")
     for name, parameter, reading in tagged:
-        if not parameter.is_meta:
+        if has_values(parameter):
             to_nearest_(parameter, reading, name)
     return x
 
@@ -503,6 +457,8 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
             if parameter is None:
                 wanted = "still be a parameter: it is constrained"
                 remedy = "undo what replaced it (a parametrization, pruning) and use only one"
+                if getattr(module._parameters, "is_flat", False):
+                    raise ValueError(FLAT.format(name))
                 raise ValueError(fail(name, wanted, "none of that name", remedy))
             reading.check(parameter.shape, name)
             other, known = recorded.setdefault(id(parameter), (name, reading))
@@ -510,9 +466,14 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
                 wanted = "be constrained alike: they are one tied parameter"
                 raise ValueError(fail(f"{other} and {name}", wanted, f"{known} and {reading}"))
     return {
-        name: (p, recorded[id(p)][1] if id(p) in recorded else manifold_of(p, name))
+        name: (p, recorded[id(p)][1] if id(p) in recorded else _tag_of(p, name))
         for name, p in model.named_parameters()
     }
+
+
+def _tag_of(parameter: nn.Parameter, name: str) -> Stiefel | None:
+    """Return the tag of a parameter, None for what is geoopt's and on no Stiefel manifold."""
+    return None if is_others(parameter) else manifold_of(parameter, name)
 
 
 def retag(model: ModuleT) -> ModuleT:
@@ -553,7 +514,8 @@ def param_groups(
     carries under the key ``"stiefel"``. Tied parameters appear once, frozen ones too, as in
     ``model.parameters()``. Rows that a reading leaves plain follow the group of their weight: give
     it, too, the ``weight_decay`` that they need. A parameter of the plain group that is constrained
-    later stays orthonormal from then on; where nothing is constrained yet, this warns.
+    later stays orthonormal from then on; where nothing is constrained yet, this warns. What
+    geoopt keeps on another manifold, as :func:`from_geoopt` leaves it, is in no group.
 
     Args:
         model: The model.
@@ -578,6 +540,8 @@ def param_groups(
     retag(model)
     members: dict[Stiefel | None, list[Any]] = {None: []}
     for name, (parameter, reading) in readings(model).items():
+        if is_others(parameter):
+            continue
         members.setdefault(reading, []).append((name, parameter) if names else parameter)
     for module in model.modules():
         if records_of(module):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from stiefel_opt.errors import users_level
+from stiefel_opt.errors import fail, users_level
 from stiefel_opt.numerics.device import is_compiling
 
 _LOOKED: Final = "_stiefel_looked"  # on an optimizer: tags and groups when it was seen
+_TRUSTED: Final = "_stiefel_trusted"  # on an optimizer or its class: it keeps constrained weights
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # for the names of weights
 _tags = 0
+
+OptimizerT = TypeVar("OptimizerT", bound="Optimizer | type[Optimizer]")
 
 
 def note_tag() -> None:
@@ -37,9 +40,25 @@ def known_modules() -> list[nn.Module]:
     return list(_modules.values())
 
 
-def trust(optimizer: Optimizer) -> None:
-    """Say that an optimizer keeps constrained weights, whatever its class."""
-    optimizer.__dict__[_LOOKED] = math.inf
+def trust(optimizer: OptimizerT) -> OptimizerT:
+    """Say that an optimizer of your own keeps constrained weights orthonormal: none warns of it.
+
+    A weight says by its attribute ``manifold`` how it is constrained. Nothing is checked here: see
+    :func:`stiefel_opt.orthonormality_error`.
+
+    Args:
+        optimizer: An optimizer, or a class of optimizers, as by the decorator ``@so.trust``.
+
+    Returns: The same.
+    Raises:
+        TypeError: if it is neither.
+    """
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
+    if not (is_class or isinstance(optimizer, Optimizer)):
+        given = type(optimizer).__name__
+        raise TypeError(fail("optimizer", "be a torch.optim.Optimizer or a class of them", given))
+    setattr(optimizer, _TRUSTED, True)
+    return optimizer
 
 
 def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
@@ -53,7 +72,7 @@ def _look_at(optimizer: Optimizer) -> None:
     seen = _tags + len(optimizer.param_groups)  # both only grow
     if optimizer.__dict__.get(_LOOKED, -1) >= seen:
         return
-    keeps = any(map(is_own, (optimizer, *inner_optimizers(optimizer))))
+    keeps = any(map(_keeps, (optimizer, *inner_optimizers(optimizer))))
     tagged = _tagged(optimizer)
     for parameter in tagged:
         parameter.is_stepped = True
@@ -71,7 +90,8 @@ def _look_at(optimizer: Optimizer) -> None:
             f"{_name_of(at_risk[0])}{others} would not stay orthonormal: "
             f"{type(optimizer).__name__} knows no constraint. Train with an optimizer of this "
             "package, such as so.StiefelAdamW; or keep this one by so.on_manifold(optimizer); or "
-            "parametrize the weight by so.orthogonal; or so.release it",
+            "parametrize the weight by so.orthogonal; or so.release it. If this one keeps the "
+            "constraint by itself, say so by so.trust(optimizer)",
             stacklevel=users_level(),
         )
 
@@ -96,6 +116,10 @@ def is_own(thing: object) -> bool:
     """Say whether the class of ``thing``, or one that it derives from, is of this package."""
     package = __name__.partition(".")[0]
     return any(kind.__module__.partition(".")[0] == package for kind in type(thing).__mro__)
+
+
+def _keeps(optimizer: Optimizer) -> bool:
+    return is_own(optimizer) or hasattr(optimizer, _TRUSTED)
 
 
 def _tagged(optimizer: Optimizer) -> list[Any]:

@@ -10,13 +10,19 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import fail
+
+# The weights of a whole model, to be pasted: neither positions, tokens nor heads.
+HIDDEN: Final = (
+    '[f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, '
+    'torch.nn.Linear) and not name.startswith("head")][:-1]'
+)
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -101,8 +107,8 @@ class Stiefel:
         size = tuple(shape)
         if len(size) < 2:
             remedy = (
-                "leave it untagged, as so.constrain(model, lambda name, p: p.ndim > 1) does, and "
-                "out of groups with stiefel=True"
+                f"leave it untagged, as so.constrain(model, {HIDDEN}) does, and out of groups with "
+                "stiefel=True"
             )
             wanted = "have at least 2 dimensions to be constrained"
             raise ValueError(fail(name, wanted, f"shape {size}", remedy))
@@ -298,4 +304,13 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
     called = f"{name or 'parameter' + shape}.manifold"
     given = f"{type(manifold).__module__}.{type(manifold).__qualname__}"
     remedy = "convert the model with so.from_geoopt, or delete the attribute"
+    if is_others(parameter):
+        remedy = "leave it to an optimizer of geoopt, and pass the others, so.param_groups(model)"
     raise TypeError(fail(called, "be a so.Stiefel", given, remedy))
+
+
+def is_others(parameter: Tensor | None) -> bool:
+    """Say whether geoopt keeps a parameter on another than a Stiefel manifold."""
+    kinds = type(getattr(parameter, "manifold", None)).__mro__
+    of_geoopt = {kind.__name__ for kind in kinds if kind.__module__.startswith("geoopt.")}
+    return bool(of_geoopt) and not of_geoopt & {"Stiefel", "Euclidean"}

@@ -29,7 +29,8 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
     check_range("weight", weight, 0.0)
     terms = []
     for _, parameter, reading, _ in constrained(model, computed=False):
-        parameter.is_unconstrained = True  # type: ignore[attr-defined]  # to leave it is meant
+        if torch.is_grad_enabled() and parameter.requires_grad:  # else it is a number for a log
+            parameter.is_unconstrained = True  # type: ignore[attr-defined]  # to leave it is meant
         for index, part in enumerate(reading.parts(parameter)):
             terms.append(square_gram_error(reading.matrices(part, index) / reading.scale))
     if not terms:

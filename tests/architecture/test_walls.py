@@ -22,6 +22,7 @@ MAY_SEE = {  # room: the rooms that it may import from
     "optim": {"errors", "numerics", "tags", "functional"},
     "parametrizations": {"errors", "numerics", "tags"},
     "nn": {"errors", "numerics", "tags", "parametrizations"},
+    "lipschitz": {"errors", "numerics", "tags", "nn"},
     "tools": {"errors", "numerics", "tags", "parametrizations", "nn"},
     "methods": {*CORE, "parametrizations"},
     "ot": {"errors", "numerics", "tags", "optim", "methods", "tools"},

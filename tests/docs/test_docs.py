@@ -87,8 +87,8 @@ def test_section_runs(
     page: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for package in re.findall(r"^import (geo\w+)$", source, re.MULTILINE):
-        pytest.importorskip(package)  # ported from, not needed
+    for package in re.findall(r"^(?:import|from) (geo\w+|sklearn)\b", source, re.MULTILINE):
+        pytest.importorskip(package)  # ported from, or for its data; not needed
     exec(compile(source, str(DOCS / page), "exec"), {"__name__": "docs"})
 
 

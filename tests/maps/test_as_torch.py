@@ -172,6 +172,30 @@ def test_checkpoints_that_cannot_be_loaded_say_so() -> None:
         compat.orthogonal(nn.Linear(3, 5)).load_state_dict(saved)
 
 
+@pytest.mark.parametrize("name", ["householder", "matrix_exp", "cayley", None])
+@pytest.mark.parametrize("shape", [(6, 3), (3, 6), (4, 4), (2, 5, 3)])
+@pytest.mark.parametrize("source", ["torch", "torch, without base", "own"])
+def test_checkpoints_are_assigned_to_the_meta_device(
+    source: str, shape: tuple[int, ...], name: str | None
+) -> None:
+    torch.manual_seed(0)
+    saved = module(shape)
+    if source == "own":
+        compat.orthogonal(saved, orthogonal_map=name)
+    else:
+        has_base = source == "torch"
+        parametrizations.orthogonal(saved, orthogonal_map=name, use_trivialization=has_base)
+    ours = compat.orthogonal(module(shape), orthogonal_map=name).to("meta")
+    state = saved.state_dict()
+    ours.load_state_dict(state, assign=True)
+    close(ours.weight, saved.weight)
+    assert not any(value.is_meta for value in ours.state_dict().values())
+    ours.weight.square().sum().backward()
+    later = compat.orthogonal(module(shape), orthogonal_map=name)
+    later.load_state_dict(ours.state_dict())
+    close(later.weight, saved.weight)
+
+
 # ---- so.orthogonal_ ----------------------------------------------------------------------------
 
 

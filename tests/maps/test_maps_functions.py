@@ -479,3 +479,50 @@ def test_wrong_input_is_named():
     for call, error, message in WRONG:
         with pytest.raises(error, match=message):
             call()
+
+
+# ---- vectors that are zero ---------------------------------------------------------------------
+
+PRODUCTS = {
+    "householder": householder,
+    "cwy": cwy,
+    "cwy, columns": functools.partial(cwy, columns=2),
+    "tcwy": tcwy,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_zero_vectors_are_left_out_on_request(name, dtype, generator):
+    """Each is a factor of identity: the product is that of the others, and so is its gradient."""
+    function = PRODUCTS[name]
+    vectors = torch.randn(2, 3, 6, 4, dtype=dtype, generator=generator)
+    vectors[0, 2, :, 1] = 0
+    vectors[1, 1] = 0
+    vectors.requires_grad_()
+    found = function(vectors, skip_zeros=True)
+    others = vectors[0, 2][:, [0, 2, 3]]
+    columns = found.size(-1)
+    torch.testing.assert_close(found[0, 2], cwy(others, columns))
+    torch.testing.assert_close(found[1, 1], torch.eye(6, columns, dtype=dtype))
+    torch.testing.assert_close(found[0, 1], function(vectors[0, 1]))
+    weights = torch.randn(found.shape, dtype=dtype, generator=generator)
+    (grad,) = torch.autograd.grad((found * weights).real.sum(), vectors)
+    one = (cwy(others, columns) * weights[0, 2]).real.sum()
+    (wanted,) = torch.autograd.grad(one, vectors)
+    assert not wanted[0, 2, :, 1].any()
+    torch.testing.assert_close(grad[0, 2], wanted[0, 2])
+    assert not grad[1, 1].any()
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, "cwy_factors"])
+def test_the_first_matrix_with_a_zero_vector_is_named(name):
+    function = PRODUCTS.get(name, cwy_factors)
+    vectors = torch.ones(5, 4, 6, 3).tril()
+    vectors[2, 3, :, 1] = 0
+    vectors[4, 0] = 0
+    message = r"got a zero vector in 2 of 20 matrices, the first at index \(2, 3\)"
+    with pytest.raises(ValueError, match=message):
+        function(vectors)
+    with pytest.raises(ValueError, match=r"in 2 of 4 matrices, the first at index 1"):
+        generalized_householder(vectors[[0, 2, 0, 4], [0, 3, 0, 0]], torch.ones(4, 3))

@@ -7,6 +7,7 @@ import functools
 import io
 import math
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -325,10 +326,12 @@ def test_the_option_may_change_in_mid_training(name: str, factor: float) -> None
     optimizer = make(name, parameter, **({"eps": 0.0} if is_adam else {}))
     before = descend(parameter, optimizer, 20, factor)[-1]
     optimizer.param_groups[0].update(adaptive=False, lr=0.01 if is_adam else 1e-2 / factor)
-    after = descend(parameter, optimizer, 60, factor)
+    with pytest.warns(UserWarning, match="starts again") if is_adam else nullcontext():
+        after = descend(parameter, optimizer, 60, factor)
     assert max(after) < before + 0.02 * abs(before)
     optimizer.param_groups[0].update(adaptive=True, lr=0.01)
-    assert descend(parameter, optimizer, 100, factor)[-1] < after[-1] + 1e-3
+    with pytest.warns(UserWarning, match="starts again") if is_adam else nullcontext():
+        assert descend(parameter, optimizer, 100, factor)[-1] < after[-1] + 1e-3
 
 
 @pytest.mark.slow

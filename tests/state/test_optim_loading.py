@@ -28,6 +28,7 @@ from contract import (
     snapshot,
     through_file,
     train,
+    warnings_of,
 )
 from torch import nn
 
@@ -633,3 +634,111 @@ def test_another_scale_is_refused() -> None:
     one, other = (optimizer("sgd", layer.parameters()) for layer in layers)
     with pytest.raises(ValueError, match=r"be the saved one, .*scale=0.5"):
         other.load_state_dict(one.state_dict())
+
+
+# ---- options that change between runs ------------------------------------------------------------
+
+SWITCHES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], bool]] = {  # last: starts again
+    "adaptive": (so.StiefelAdam, {}, {"adaptive": True}, True),
+    "adaptive, projected": (
+        so.StiefelAdamW,
+        {"transport": "projected", "radius": "angle"},
+        {"transport": "projected", "radius": "angle", "adaptive": True},
+        True,
+    ),
+    "adaptive SGD": (so.StiefelSGD, {}, {"adaptive": True}, False),
+    "transport": (so.StiefelSGD, {"transport": "published"}, {"transport": "isometric"}, False),
+    "transport of Adam": (
+        so.StiefelAdam,
+        {"transport": "published"},
+        {"transport": "projected"},
+        False,
+    ),
+    "nesterov": (so.StiefelSGD, {"nesterov": True}, {"nesterov": False}, False),
+    "nesterov of Adam": (so.StiefelAdam, {"nesterov": True}, {"nesterov": False}, False),
+    "radius": (so.StiefelAdam, {"radius": "virtual"}, {"radius": 2.0}, False),
+    "metric": (so.StiefelAdam, {"metric": "canonical"}, {"metric": "euclidean"}, False),
+    "amsgrad": (so.CayleyAdam, {"amsgrad": True}, {"amsgrad": False}, False),
+    "momentum": (so.ProjectedRGD, {"momentum": 0.9}, {"momentum": 0.0}, False),
+    "maximize": (so.CayleySGD, {"maximize": False}, {"maximize": True}, False),
+    "plain": (so.StiefelMuon, {"momentum": 0.9}, {"momentum": 0.5, "plain": "muon"}, False),
+}
+WAYS = ("in one process", "after a load", "after a copy", "before a save", "before a copy", "moved")
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("case", SWITCHES)
+def test_options_that_change_between_runs_act_as_in_one_process(case: str, back: bool) -> None:
+    """Momentum that they measure otherwise starts again, which is told; all else stays."""
+    rule, one, other, starts_again = SWITCHES[case]
+    earlier, later = (other, one) if back else (one, other)
+    size = 1e3 if starts_again and "adaptive" not in earlier else 0.05
+    ends: dict[str, Any] = {}
+    for way in WAYS:
+        weights = [so.ManifoldParameter(torch.eye(9, 4)), so.ManifoldParameter(torch.eye(4))]
+        opt: Any = rule(weights, lr=0.01, **earlier)
+
+        def step(scale: float, own: Any) -> None:
+            for index, weight in enumerate(own.param_groups[-1]["params"]):
+                weight.grad = scale * torch.arange(weight.numel()).view_as(weight).sin() + index
+            own.step()
+
+        for _ in range(9):
+            step(size, opt)
+
+        def switch(own: Any) -> None:
+            fresh = rule([so.ManifoldParameter(torch.eye(3))], **later).param_groups[0]
+            own.param_groups[-1].update({name: fresh[name] for name in {**earlier, **later}})
+
+        def go_on(way: str = way, opt: Any = opt) -> Any:
+            if way.startswith("before"):
+                switch(opt)
+            if way in ("after a load", "before a save"):
+                again = rule(opt.param_groups[0]["params"], lr=0.01)
+                again.load_state_dict(through_file(opt.state_dict()))
+                opt = again
+            elif "copy" in way:
+                opt = copy.deepcopy(opt)
+            if way == "moved":
+                params, opt.param_groups[0]["params"] = opt.param_groups[0]["params"], []
+                opt.param_groups.append({**opt.param_groups[0], "params": params})
+            switch(opt)
+            step(0.05 if "adaptive" in later else 1e3 if starts_again else size, opt)
+            ends[way] = [p.detach().clone() for p in opt.param_groups[-1]["params"]]
+
+        told = [text for text in warnings_of(go_on) if "starts again" in text]
+        assert len(told) == starts_again, (way, told)
+        assert all("momentum of parameter 0 of group" in text for text in told)
+    for way, values in ends.items():
+        for value, expected in zip(values, ends["in one process"], strict=True):
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=way)
+
+
+def test_a_reading_that_changes_before_a_save_takes_its_state_along() -> None:
+    """No file has the state of one reading beside another one."""
+    layer = so.constrain(nn.Linear(4, 4, bias=False))
+    opt = so.StiefelAdam(layer.parameters(), lr=0.1)
+    layer.weight.grad = torch.randn(4, 4)
+    opt.step()
+    so.constrain(layer, scale=2.0)
+    assert not opt.state_dict()["state"]
+    so.StiefelAdam(layer.parameters(), lr=0.1).load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_state_that_could_not_be_loaded_is_told_of_as_it_is_saved(name: str) -> None:
+    net = nn.Sequential(so.constrain(nn.Linear(6, 8)), nn.Linear(8, 8))
+    opt = optimizer(name, [{"params": net.parameters(), "nonfinite": "ignore"}])
+    for step in range(3):
+        (step * net(torch.ones(2, 6))).square().sum().backward()
+        opt.step()
+    assert not warnings_of(opt.state_dict)
+    key = next(k for k, v in opt.state[net[0].weight].items() if k != "step" and v.numel())
+    opt.state[net[0].weight][key].view(-1)[0] = torch.nan
+    opt.state[net[1].weight]["mine"] = torch.full((3,), torch.nan)  # plain, and loaded as it is
+    with pytest.warns(UserWarning, match=rf"{key} of parameter 0 of group 0 must be finite to be"):
+        saved = opt.state_dict()
+    with pytest.raises(ValueError, match=rf"`{key} of parameter 0 of group 0` must be finite"):
+        opt.load_state_dict(saved)
+    opt.state.pop(net[0].weight)  # as the warning says
+    assert not warnings_of(lambda: opt.load_state_dict(opt.state_dict()))

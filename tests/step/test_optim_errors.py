@@ -1,5 +1,6 @@
 """Bad input gets one clear error with name, shape and remedy, and leaves everything untouched."""
 
+import inspect
 import math
 import re
 from pathlib import Path
@@ -259,18 +260,26 @@ def test_a_misspelled_option_of_a_group_is_refused(name, key, option):
         (so.StiefelSGD, "beta", "momentum"),
         (so.StiefelSGD, "momentums", "momentum"),
         (so.StiefelAdamW, "beta", "betas"),
+        (so.StiefelAdam, "momentum", "betas"),
+        (so.CayleyAdam, "momentum", "betas"),
+        (so.ProjectedRGD, "betas", "momentum"),
+        (so.StiefelMuon, "learning_rate", "lr"),
+        (so.CayleySGD, "heads", "stiefel"),
+        (so.StiefelLBFGS, "historysize", "history_size"),
     ],
 )
-def test_a_synonym_of_an_option_is_refused(rule, key, option):
-    group = {"params": [so.ManifoldParameter(torch.eye(3, 2))], key: 0.1}
+@pytest.mark.parametrize("place", ["group", "constructor"])
+def test_a_synonym_of_an_option_is_refused(rule, key, option, place):
+    weight = so.ManifoldParameter(torch.eye(3, 2))
     with pytest.raises(TypeError, match=rf"`{key}` must .* did you mean {option}\?"):
-        rule([group], lr=0.1)
+        rule([{"params": [weight], key: 0.1}]) if place == "group" else rule([weight], **{key: 0.1})
 
 
-def test_the_options_of_lbfgs_are_spelled_alike():
-    group = {"params": [so.ManifoldParameter(torch.eye(3, 2))], "historysize": 3}
-    with pytest.raises(TypeError, match=r"did you mean history_size\?"):
-        so.StiefelLBFGS([group])
+def test_a_word_that_means_no_option_is_python_s_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        so.StiefelAdam([so.ManifoldParameter(torch.eye(3, 2))], colour=1)
+    options = list(inspect.signature(so.StiefelAdam).parameters)
+    assert options[:3] == ["params", "lr", "betas"]
 
 
 @pytest.mark.parametrize("given", [lambda net: net, lambda net: [{"params": net}]])

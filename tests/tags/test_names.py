@@ -111,7 +111,6 @@ def test_heads_that_mix_keys_and_values_are_told_by_the_name(name: str) -> None:
     assert "pass rows=((0, 64), (64, 128)) as well" in text
     rows = ((0, 64), (64, 128))
     assert not warnings_of(lambda: so.constrain(layer(), weight, heads=4, rows=rows))
-    assert not warnings_of(lambda: so.constrain(layer(), weight))
     assert not warnings_of(lambda: so.constrain(layer(), "qkv.weight", heads=12))
 
 

@@ -1,5 +1,7 @@
 """The soft constraint: its value, its gradient, and what it does to a model."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -115,3 +117,26 @@ def test_wrong_arguments_are_named():
     for arguments, error, message in WRONG:
         with pytest.raises(error, match=message):
             orthonormality_penalty(*arguments)
+
+
+@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode, "frozen"])
+def test_a_penalty_that_is_only_logged_changes_no_warning(how):
+    net = so.constrain(nn.Linear(6, 4))
+    if how == "frozen":
+        net.weight.requires_grad_(False)
+        orthonormality_penalty(net)
+        net.weight.requires_grad_(True)
+    else:
+        with how():
+            orthonormality_penalty(net)
+    net(torch.ones(2, 6)).sum().backward()
+    with pytest.warns(UserWarning, match="`weight` would not stay orthonormal"):
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        net.weight.mul_(2)
+        with pytest.warns(UserWarning, match="`weight` of Linear is off the manifold"):
+            net(torch.ones(2, 6))
+    orthonormality_penalty(net).backward()  # in a loss
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.SGD(net.parameters(), lr=0.1).step()

@@ -1,6 +1,7 @@
 """Mistakes that used to be silent warn once, by name and with a remedy."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -119,10 +120,10 @@ def own_rules() -> Iterator[Any]:
 class Wrapper(torch.optim.Optimizer):
     """As packages for gradient accumulation, sharded state and the like have it."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, rule: Any = so.StiefelSGD) -> None:
         params = list(params)
         super().__init__(params, {})
-        self.inner = so.StiefelSGD(params, lr=0.1)
+        self.inner = rule(params)
 
     def step(self) -> None:  # type: ignore[override]
         self.inner.step()
@@ -132,6 +133,69 @@ class Wrapper(torch.optim.Optimizer):
 def test_own_optimizers_and_wrappers_of_them_are_silent(make: Any) -> None:
     net = so.constrain(nn.Linear(8, 8))
     assert not warnings_of(lambda: train(net, make(net.parameters())))
+
+
+class Retracted(torch.optim.Optimizer):
+    """An optimizer of one's own that keeps tagged weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for p in self.param_groups[0]["params"]:
+            p.copy_(so.retract(p, so.project_tangent(p, -0.1 * p.grad)))
+
+
+@so.trust
+class Trusted(Retracted):
+    pass
+
+
+class Derived(Trusted):
+    pass
+
+
+TRUSTED: dict[str, Any] = {
+    "a class": Trusted,
+    "derived": Derived,
+    "an object": lambda params: so.trust(Retracted(params)),
+    "a wrapper": lambda params: Wrapper(params, lambda own: so.trust(Retracted(own))),
+}
+
+
+@pytest.mark.parametrize("kind", TRUSTED)
+def test_who_is_trusted_with_tags_is_silent(kind: str) -> None:
+    net = so.constrain(nn.Linear(8, 8, bias=False))
+    weights = list(net.parameters())
+    assert not warnings_of(lambda: train(net, TRUSTED[kind](weights), 4))
+    assert so.orthonormality_error(net) < 1e-5
+    with pytest.warns(UserWarning, match=r"say so by so\.trust\(optimizer\)"):
+        train(net, Retracted(weights))
+
+
+def test_nothing_else_can_be_trusted() -> None:
+    for thing in (nn.Linear(2, 2), int, None):
+        with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Opt.* or a cl"):
+            so.trust(thing)
+
+
+def test_one_optimizer_for_each_matrix_of_a_constrained_model_is_silent() -> None:
+    """As of a step in the backward pass; in either order, for parameters and for layers."""
+    net = model()
+    so.constrain(net, "0.weight")
+    for each in (*net.parameters(), *reversed(list(net.parameters()))):
+        assert not warnings_of(lambda each=each: so.StiefelAdam([each]))
+    for layer in (net[0], net[2]):
+        assert not warnings_of(lambda layer=layer: so.StiefelSGD(layer.parameters()))
+    with pytest.warns(UserWarning, match="no parameter is constrained"):
+        so.StiefelSGD(model().parameters())  # of several matrices, none
+    so.release(net, "0.weight")
+    gc.collect()
+    others = [m for m in so.tags.foreign.known_modules() if so.tags.watch.records_of(m)]
+    if not others:  # of another test, in use
+        with pytest.warns(UserWarning, match="no parameter is constrained"):
+            so.StiefelSGD([net[2].weight])
 
 
 def test_frozen_and_released_and_foreign_weights_are_silent() -> None:
@@ -345,7 +409,7 @@ WRONG = [
     (
         lambda: so.constrain(nn.TransformerEncoderLayer(8, 2), "*.weight"),
         ValueError,
-        r"leave it untagged, as so.constrain\(model, lambda name, p: p.ndim > 1\) does",
+        r"leave it untagged, as so.constrain\(model, \[f.*torch.nn.Linear\).*\]\[:-1\]\) does",
     ),
     (
         lambda: so.orthogonal(nn.Linear(2, 2), map="cwy", reflexions=1),

@@ -74,11 +74,11 @@ def test_a_weight_that_is_zero_is_told_that_its_layer_is_not_any_more(name: str)
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_an_embedding_is_told_how_short_its_rows_become(kind: Any) -> None:
     def length(scale: Any) -> float:
-        table = so.constrain(kind(64, 16, padding_idx=0), scale=scale)
+        table = so.constrain(kind(64, 16), scale=scale)
         return float(table.weight.detach().square().sum(1).mean().sqrt())
 
     torch.manual_seed(0)
-    (text,) = warnings_of(lambda: so.constrain(kind(64, 16, padding_idx=0)))
+    (text,) = warnings_of(lambda: so.constrain(kind(64, 16)))
     assert "has 64 rows and 16 columns" in text
     assert "its rows 0.5 long on average" in text
     assert "scale='keep'" in text

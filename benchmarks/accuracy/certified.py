@@ -1,0 +1,506 @@
+"""Certified accuracy beside orthogonium's AOC, deel-torchlip and an unconstrained network.
+
+    python -m benchmarks.accuracy.certified --data-dir DIR --stage search time steps layers
+    python -m benchmarks.accuracy.certified --stage tables      # from what has been run
+
+Every run is kept in ``--folder`` as soon as it ends, and skipped the next time. It needs
+``pip install --no-deps orthogonium deel-torchlip einops``.
+
+**Networks.** One layout: patches of 4 x 4 pixels to 96 channels, two blocks on 8 x 8, patches of
+2 x 2 to 192 channels, two blocks on 4 x 4, a last layer of ten rows. A block is
+
+- ``shift``: a shift by a pixel, then a tagged 1 x 1 convolution;
+- ``turned``: a learned position, a tagged 1 x 1 convolution R, the shift, another one M, after the
+  block of LipNeXt, act(M R' S R (x + p) + b), whose M R' is one orthonormal matrix;
+- ``AOC``, ``torchlip``: their 3 x 3 convolutions; ``free``: a plain one, with batch normalisation.
+
+Activations: the absolute value of half of the channels for ours, MaxMin and GroupSort2 for theirs,
+ReLU for the unconstrained one. Ours have unit rows in the last layer, theirs their own.
+
+**Training.** The same loss (`so.nn.MarginCrossEntropy` with its defaults; cross-entropy for the
+unconstrained one), shifted and mirrored images, cosine to 0 after 30 steps of warm-up, StiefelAdam
+or Adam. Time is that of the processor in one thread, without evaluation. ``search`` tries `RATES`
+with batches of 128, then half and twice that, on seed 100, for `SEARCH` seconds; the certified
+accuracy at 36/255 decides, for the unconstrained network the accuracy.
+
+**Certificates.** All by `so.lipschitz_bound(model, input_size)` of what is exported as plain
+layers, or by the packages' own bound of 1 if that is lower, and the distances of the last rows.
+The attack: PGD of 50 steps in the 2-norm on the margin, from a random point of the ball.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import stiefel_opt as so
+from benchmarks.common.harness import (
+    RESULTS,
+    Contestant,
+    interleave,
+    machine,
+    markdown_table,
+    one_thread,
+    write_json,
+)
+from benchmarks.common.images import crop_flip, load_images
+
+NETWORKS = ("shift", "turned", "torchlip", "AOC", "free")
+RATES = (0.003, 0.01, 0.03)
+RADII = tuple(number / 255 for number in (0, 36, 72, 108))
+SEARCH, CHOOSING = 20.0, 100
+BATCHES = (64, 256)
+WIDTH, PATCH = 96, 4
+POINTS = 6  # of the curve
+OURS = ("shift", "turned")
+PACKAGES = ("orthogonium", "deel-torchlip")
+
+
+# ---- networks ------------------------------------------------------------------------------------
+
+
+class Position(nn.Module):
+    """x + p, a learned number for each channel and pixel."""
+
+    def __init__(self, channels: int, side: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(channels, side, side))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.position
+
+
+class Centre(nn.Module):
+    """x - m, the mean of the training images for each channel."""
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean
+
+
+def tagged(entering: int, leaving: int, bias: bool = True) -> nn.Module:
+    layer = nn.Conv2d(entering, leaving, 1, bias=bias)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return so.constrain(layer)
+
+
+def ours(kind: str, width: int, side: int) -> list[nn.Module]:
+    if kind == "shift":
+        return [so.nn.ShiftConv2d(width, width), so.nn.BetaAbs()]
+    before = [Position(width, side), tagged(width, width, bias=False), so.nn.SpatialShift()]
+    return [*before, tagged(width, width), so.nn.BetaAbs()]
+
+
+def layer_of(kind: str) -> tuple[Callable[[int, int, int], nn.Module], Callable[[], nn.Module]]:
+    """How a network without tags makes a layer of in, out and side, and an activation."""
+    if kind == "AOC":
+        from orthogonium.layers import MaxMin
+        from orthogonium.layers.conv.AOC import AdaptiveOrthoConv2d
+
+        def convolution(entering: int, leaving: int, side: int) -> nn.Module:
+            layout = {"padding": side // 2, "padding_mode": "circular"}
+            return AdaptiveOrthoConv2d(entering, leaving, side, **layout)
+
+        return convolution, MaxMin
+    if kind == "torchlip":
+        from deel import torchlip
+
+        def spectral(entering: int, leaving: int, side: int) -> nn.Module:
+            return torchlip.SpectralConv2d(entering, leaving, side, padding=side // 2)
+
+        return spectral, torchlip.GroupSort2
+
+    def plain(entering: int, leaving: int, side: int) -> nn.Module:
+        layer = nn.Conv2d(entering, leaving, side, padding=side // 2, bias=False)
+        return nn.Sequential(layer, nn.BatchNorm2d(leaving))
+
+    return plain, nn.ReLU
+
+
+def network(
+    kind: str, channels: int, mean: Tensor, width: int = WIDTH, depth: int = 2
+) -> nn.Module:
+    """The layout of the docstring for images of 32 x 32."""
+    layers: list[nn.Module] = [Centre(mean), nn.PixelUnshuffle(PATCH)]
+    side, entering = 32 // PATCH, channels * PATCH**2
+    for stage_width in (width, 2 * width):
+        if kind in OURS:
+            layers += [tagged(entering, stage_width), so.nn.BetaAbs()]
+        else:
+            convolution, activation = layer_of(kind)
+            layers += [convolution(entering, stage_width, 1), activation()]
+        for _ in range(depth):
+            if kind in OURS:
+                layers += ours(kind, stage_width, side)
+            else:
+                layers += [convolution(stage_width, stage_width, 3), activation()]
+        if stage_width == width:
+            layers.append(nn.PixelUnshuffle(2))
+            side, entering = side // 2, 4 * width
+    return nn.Sequential(*layers, nn.Flatten(), last_layer(kind, 2 * width * side**2))
+
+
+def last_layer(kind: str, features: int) -> nn.Module:
+    if kind in OURS:
+        return so.nn.NormalizedLinear(features, 10)
+    if kind == "AOC":
+        from orthogonium.layers import OrthoLinear
+
+        return OrthoLinear(features, 10)
+    if kind == "torchlip":
+        from deel import torchlip
+
+        return torchlip.SpectralLinear(features, 10)
+    return nn.Linear(features, 10)
+
+
+def exported(kind: str, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """The same function in plain layers, in evaluation mode; the model itself is left alone."""
+    import copy
+
+    model = copy.deepcopy(model).eval()
+    if kind == "torchlip":
+        with torch.no_grad():
+            model(torch.zeros(2, *shape))
+        layers = [m.vanilla_export() if hasattr(m, "vanilla_export") else m for m in model]
+        return nn.Sequential(*layers).eval()
+    for module in model.modules():
+        if parametrize.is_parametrized(module):
+            for name in list(module.parametrizations):
+                parametrize.remove_parametrizations(module, name)
+    return model
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class Data:
+    """Images from 0 to 1, and the batches of one seed."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        images = load_images(name, folder)
+
+        def scaled(part: Tensor) -> Tensor:
+            part = part.float() / 255
+            return part if name == "cifar10" else nn.functional.pad(part, (2, 2, 2, 2))
+
+        self.name = name
+        self.images, self.labels = images.train_images, images.train_labels
+        self.scaled = scaled
+        self.test, self.test_labels = scaled(images.test_images[::2]), images.test_labels[::2]
+        mean = scaled(images.train_images[:: max(1, len(images.train_images) // 8000)]).mean(
+            (0, 2, 3)
+        )
+        self.mean = mean[:, None, None] if name == "cifar10" else torch.zeros(1, 1, 1)
+        self.shape = tuple(self.test.shape[1:])
+
+    def batches(self, seed: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for chosen in torch.randperm(len(self.labels), generator=generator).split(size):
+                if len(chosen) == size:
+                    images = self.scaled(self.images[chosen])
+                    images = crop_flip(images, generator) if self.name == "cifar10" else images
+                    yield images, self.labels[chosen]
+
+
+def train(
+    kind: str, data: Data, setting: dict[str, Any], after: Callable[[nn.Module, float, int], None]
+) -> tuple[nn.Module, float, int]:
+    """Train for ``seconds`` of one thread or ``steps``; ``after`` is called at points of it."""
+    torch.manual_seed(setting["seed"])
+    width = setting.get("width", WIDTH)
+    model = network(kind, data.shape[0], data.mean, width).train()
+    rate, limit = setting["rate"], setting.get("seconds") or setting["steps"]
+    rule: Any = so.StiefelAdam if kind in OURS else torch.optim.Adam
+    optimizer = rule(model.parameters(), lr=rate)
+    loss_of = nn.CrossEntropyLoss() if kind == "free" else so.nn.MarginCrossEntropy()
+    used, steps, marks = 0.0, 0, [limit * k / POINTS for k in range(1, POINTS)]
+    for images, labels in data.batches(setting["seed"], setting["batch"]):
+        begun = time.process_time()
+        share = (used if setting.get("seconds") else steps) / limit
+        if share >= 1:
+            break
+        factor = min(1.0, (steps + 1) / 30) * 0.5 * (1 + math.cos(math.pi * share))
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+        optimizer.zero_grad()
+        loss_of(model(images), labels).backward()
+        optimizer.step()
+        steps += 1
+        used += time.process_time() - begun
+        if marks and (used if setting.get("seconds") else steps) >= marks[0]:
+            marks.pop(0)
+            after(model, used, steps)
+    return model, used, steps
+
+
+# ---- certificates and attacks --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def certified(kind: str, model: nn.Module, data: Data, count: int | None = None) -> dict[str, Any]:
+    """Accuracy at each radius; the bound of the body and of the whole."""
+    plain = exported(kind, model, data.shape)
+    body, head = plain[:-1], plain[-1]
+    bound = so.lipschitz_bound(body, data.shape)
+    if kind in ("AOC", "torchlip"):
+        bound = min(bound, 1.0)  # what the package promises
+    images, labels = data.test, data.test_labels
+    if count:  # the file is sorted by class
+        chosen = torch.linspace(0, len(labels) - 1, count).long()
+        images, labels = data.test[chosen], labels[chosen]
+    logits = torch.cat([plain(part) for part in images.split(500)])
+    radii = so.certified_radius(logits, bound, head)
+    right = logits.argmax(1) == labels
+    shares = [100 * float((right & (radii > radius)).float().mean()) for radius in RADII]
+    return {"accuracy": shares, "bound_of_body": bound}
+
+
+def attack(model: nn.Module, data: Data, bound: float) -> dict[str, Any]:
+    """How many answers change inside the radius, at twice the radius, and within 36/255."""
+    count, few, steps = 1000, 200, 50
+    chosen = torch.linspace(0, len(data.test_labels) - 1, count).long()
+    chosen = chosen[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+    images, labels = data.test[chosen], data.test_labels[chosen]
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    with torch.no_grad():
+        logits = model(images)
+    radii, answers = so.certified_radius(logits, bound, model[-1]), logits.argmax(1)
+    inside = _fooled(model, images, answers, 0.999 * radii, steps)
+    images, labels, answers, radii = images[:few], labels[:few], answers[:few], radii[:few]
+    fooled = _fooled(model, images, answers, torch.full_like(radii, RADII[1]), steps)
+    return {
+        "images": count,
+        "inside": int(inside.sum()),
+        "images_outside": few,
+        "at_twice": int(_fooled(model, images, answers, 2.0 * radii, steps).sum()),
+        "accuracy_attacked_36": 100 * float(((answers == labels) & ~fooled).float().mean()),
+    }
+
+
+def _fooled(model: nn.Module, images: Tensor, answers: Tensor, radii: Tensor, steps: int) -> Tensor:
+    parts = zip(images.split(250), answers.split(250), radii.split(250), strict=True)
+    return torch.cat([_fooled_batch(model, *part, steps) for part in parts])
+
+
+def _fooled_batch(
+    model: nn.Module, x: Tensor, answer: Tensor, radius: Tensor, steps: int
+) -> Tensor:
+    radius = radius.view(-1, 1, 1, 1)
+
+    def length(v: Tensor) -> Tensor:
+        return v.flatten(1).norm(dim=1).clamp_min(1e-12).view(-1, 1, 1, 1)
+
+    generator = torch.Generator().manual_seed(0)
+    move = torch.randn(x.shape, generator=generator)
+    move = 0.5 * radius * move / length(move)
+    found = torch.zeros(len(x), dtype=torch.bool)
+    for _ in range(steps):
+        move.requires_grad_()
+        logits = model(x + move)
+        others = logits.scatter(1, answer[:, None], -math.inf).amax(1)
+        margin = logits.gather(1, answer[:, None]).squeeze(1) - others
+        found |= margin.detach() <= 0
+        (slope,) = torch.autograd.grad(margin.sum(), move)
+        move = (move - 0.25 * radius * slope / length(slope)).detach()
+        move = move * (radius / length(move)).clamp_max(1.0)
+    with torch.no_grad():
+        return found | (model(x + move).argmax(1) != answer)
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+class Store:
+    """Finished runs by name, a file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def put(self, name: str, record: dict[str, Any]) -> dict[str, Any]:
+        write_json(self.folder / f"{name}.json", record)
+        return record
+
+
+def run(kind: str, data: Data, setting: dict[str, Any], store: Store, label: str) -> dict[str, Any]:
+    """One training, or what the store has of it."""
+    limit = f"{setting.get('seconds') or setting['steps']:g}"
+    options = f"{setting['rate']:g}-{setting['batch']}-{limit}-{setting['seed']}"
+    name = f"{data.name}-{label}-{kind}-{options}"
+    if known := store.get(name):
+        return known
+    curve: list[dict[str, Any]] = []
+    is_search = label == "search"
+
+    def after(model: nn.Module, used: float, steps: int) -> None:
+        if not is_search:
+            found = certified(kind, model, data, 500)
+            curve.append({"seconds": used, "steps": steps, "accuracy": found["accuracy"]})
+            model.train()
+
+    model, used, steps = train(kind, data, setting, after)
+    found = certified(kind, model, data, 500 if is_search else None)
+    record = {"network": kind, "data": data.name, **setting, "trained_seconds": used}
+    record |= {"trained_steps": steps, **found, "curve": curve}
+    if not is_search and kind in OURS and setting["seed"] == 0:
+        plain = exported(kind, model, data.shape)
+        record["attack"] = attack(plain, data, found["bound_of_body"])
+    record["machine"] = machine(packages=PACKAGES)
+    accuracy = " ".join(f"{share:.1f}" for share in found["accuracy"])
+    print(f"{name}: {steps} steps, {used:.0f} s, {accuracy}", flush=True)
+    return store.put(name, record)
+
+
+def search(kind: str, data: Data, store: Store, seconds: float) -> dict[str, Any]:
+    """The learning rate and the batch of a network."""
+    place = 0 if kind == "free" else 1
+
+    def score(rate: float, batch: int) -> float:
+        setting = {"rate": rate, "batch": batch, "seconds": seconds, "seed": CHOOSING}
+        shares: list[float] = run(kind, data, setting, store, "search")["accuracy"]
+        return shares[place]
+
+    rate = max(RATES, key=lambda value: score(value, 128))
+    batch = max((128, *BATCHES), key=lambda size: score(rate, size))
+    return {"rate": rate, "batch": batch}
+
+
+def layers(store: Store, rounds: int) -> dict[str, Any]:
+    """Forward and backward of one layer on 128 images and its optimizer's step, milliseconds."""
+    found: dict[str, Any] = {"machine": machine(packages=PACKAGES)}
+    for width, side in ((96, 8), (192, 4)):
+        parts: dict[str, nn.Module] = {
+            "plain 3 x 3": nn.Conv2d(width, width, 3, padding=1),
+            "ShiftConv2d": so.nn.ShiftConv2d(width, width),
+            "turned block": nn.Sequential(*ours("turned", width, side)[:-1]),
+            "IsometricConv2d": so.nn.IsometricConv2d(width, width),
+        }
+        try:
+            parts["AOC"] = layer_of("AOC")[0](width, width, 3)
+            parts["torchlip"] = layer_of("torchlip")[0](width, width, 3)
+        except ImportError as error:
+            print(f"left out: {error}")
+        x = torch.randn(128, width, side, side, requires_grad=True)
+        contestants = []
+        for name, layer in parts.items():
+            is_ours = name in ("ShiftConv2d", "turned block", "IsometricConv2d")
+            rule: Any = so.StiefelAdam if is_ours else torch.optim.Adam
+            optimizer = rule(layer.parameters(), lr=1e-3)
+
+            def call(layer: nn.Module = layer, optimizer: Any = optimizer, x: Tensor = x) -> None:
+                optimizer.zero_grad()
+                x.grad = None
+                layer(x).square().mean().backward()
+                optimizer.step()
+
+            contestants.append(Contestant(name, call))
+        device = torch.device("cpu")
+        clock = time.process_time
+        timings = interleave(contestants, rounds=rounds, device=device, seconds=0.2, clock=clock)
+        found[f"{width} at {side} x {side}"] = {
+            name: {
+                "ms": 1e3 * timings.median(name),
+                "of_plain": timings.ratio(name, "plain 3 x 3"),
+                "quartiles": timings.ratio_quartiles(name, "plain 3 x 3"),
+            }
+            for name in parts
+        }
+        print(json.dumps(found[f"{width} at {side} x {side}"], indent=1), flush=True)
+    return store.put("layers", found)
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def tables(store: Store, output: Path) -> None:
+    """Means and deviations over seeds of what the store holds."""
+    records = [json.loads(path.read_text()) for path in sorted(store.folder.glob("*.json"))]
+    runs = [record for record in records if "network" in record and record["seed"] != CHOOSING]
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in runs:
+        limit = f"{record['seconds']:g} s" if "seconds" in record else f"{record['steps']} steps"
+        groups.setdefault((record["data"], limit, record["network"]), []).append(record)
+    rows = []
+    for (data, limit, kind), members in sorted(groups.items()):
+        cells = []
+        for place in range(len(RADII)):
+            values = [member["accuracy"][place] for member in members]
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):.1f}{spread}")
+        steps = statistics.fmean(member["trained_steps"] for member in members)
+        attacks = [member["attack"] for member in members if "attack" in member]
+        inside = [f"{each['inside']} of {each['images']}" for each in attacks]
+        bound = max(member["bound_of_body"] for member in members)
+        row = [f"{data}, {limit}", kind, str(len(members)), f"{steps:.0f}", *cells]
+        rows.append([*row, ", ".join(inside) or "-", f"{bound:.7g}"])
+    header = ["Data, length", "Network", "Seeds", "Steps", "Clean"]
+    header += [f"{number}/255" for number in (36, 72, 108)]
+    text = markdown_table([*header, "Changed inside", "Bound"], rows)
+    print(text)
+    content = {"title": "Certified accuracy, per cent of 2,000 test images", "tables": [text]}
+    chosen = {
+        f"{record['data']}, {record['network']}": [record["rate"], record["batch"]]
+        for record in runs
+    }
+    layer_times = store.get("layers") or {}
+    write_json(output, content | {"chosen": chosen, "layers": layer_times, "runs": runs})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    stages = ("search", "time", "steps", "layers", "tables")
+    add("--stage", nargs="+", choices=stages, default=stages)
+    add("--data", choices=("cifar10", "mnist"), default="cifar10")
+    add("--data-dir", type=Path, default=Path("data"))
+    add("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
+    add("--seconds", type=float, default=600.0, help="of one thread, in the stage of equal time")
+    add("--steps", type=int, default=3000, help="in the stage of equal steps")
+    add("--search-seconds", type=float, default=SEARCH)
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--rounds", type=int, default=20, help="of the timing of layers")
+    add("--folder", type=Path, default=Path("runs/certified"))
+    add("--output", type=Path, default=RESULTS / "certified.json")
+    options = parser.parse_args()
+    one_thread()
+    warnings.simplefilter("ignore")
+    store = Store(options.folder)
+    if "layers" in options.stage:
+        layers(store, options.rounds)
+    if {"search", "time", "steps"} & set(options.stage):
+        data = Data(options.data, options.data_dir)
+        wanted = options.networks
+        chosen = {kind: search(kind, data, store, options.search_seconds) for kind in wanted}
+        for stage in ("time", "steps"):
+            for seed in options.seeds if stage in options.stage else []:
+                for kind in wanted:
+                    limit = {"seconds": options.seconds}
+                    limit = limit if stage == "time" else {"steps": options.steps}
+                    run(kind, data, {**chosen[kind], **limit, "seed": seed}, store, stage)
+    if "tables" in options.stage:
+        tables(store, options.output)
+
+
+if __name__ == "__main__":
+    main()
