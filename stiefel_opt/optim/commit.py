@@ -130,6 +130,7 @@ class Batch:
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.is_new = True  # nobody has looked at what the rule returns
+        self.is_foreign = False  # whether its rule is not of this package
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
         self.begun = 0  # steps that were begun
@@ -358,7 +359,7 @@ def _new_point(
     is_first = batch.is_new
     if is_first:
         _check_move(rule, X, batch.declared, move)
-        batch.is_new = False
+        batch.is_new, batch.is_foreign = False, _is_foreign(rule)
     new_X, new, length = move
     steepness = _steepness(length, lr, grad_length, reader)
     if reader.is_exact and _VERY_STEEP < steepness < math.inf:
@@ -369,7 +370,7 @@ def _new_point(
     for _ in range(_corrections_after(length, steepness, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
-    if (is_first or _is_foreign(rule)) and reader.is_exact and sums.are_local:
+    if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         _warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
