@@ -110,7 +110,7 @@ train_images, test_images = images[order[:1437]], images[order[1437:]]
 train_labels, test_labels = labels[order[:1437]], labels[order[1437:]]
 
 model = certified_network()
-train(model, so.StiefelAdam(model.parameters(), lr=0.01), so.nn.MarginCrossEntropy(offset=1.5))
+train(model, so.StiefelAdam(model.parameters(), lr=0.01), so.nn.MarginCrossEntropy(offset=1.0))
 ordinary = ordinary_network()
 train(ordinary, torch.optim.Adam(ordinary.parameters(), lr=0.003), nn.CrossEntropyLoss())
 
