@@ -18,7 +18,14 @@ from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
+from stiefel_opt.optim.minimize import Minimum as Minimum
+from stiefel_opt.optim.minimize import minimize as minimize
 from stiefel_opt.parametrizations import orthogonal as orthogonal
+from stiefel_opt.tags.between import distance as distance
+from stiefel_opt.tags.between import exp as exp
+from stiefel_opt.tags.between import interpolate as interpolate
+from stiefel_opt.tags.between import log as log
+from stiefel_opt.tags.between import mean as mean
 from stiefel_opt.tags.constraints import LostTagWarning as LostTagWarning
 from stiefel_opt.tags.constraints import constrain as constrain
 from stiefel_opt.tags.constraints import param_groups as param_groups

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 NOTHING_CONSTRAINED = (
     "no parameter is constrained. Constrain some by so.constrain(module, 'weight'), or pass "
-    "stiefel=True for a group; stiefel=False says that this is intended."
+    "stiefel=True for a group; stiefel=False says that this is intended. What torch or geotorch "
+    "parametrizes is converted by so.from_torch_orthogonal or so.from_geotorch."
 )
 
 CONSTRAINABLE = (
@@ -56,6 +57,13 @@ def counted(bad: torch.Tensor) -> str:
     first = bad.nonzero()[0].tolist()
     index = tuple(first) if len(first) > 1 else first[0]
     return f" in {int(bad.sum())} of {bad.numel()} matrices, the first at index {index}"
+
+
+# Of a checkpoint whose keys are those of a parametrization: torch's and geotorch's are the same.
+PARAMETRIZED = (
+    "load it into the parametrized model that it was saved from, convert that by "
+    "so.from_torch_orthogonal(model) or so.from_geotorch(model), and load its state_dict"
+)
 
 
 def users_level() -> int:
@@ -190,6 +198,8 @@ def find_parameter(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Par
         remedy = "remove that (torch.nn.utils.parametrize.remove_parametrizations, so.release)"
         if isinstance(last, parametrizations._Orthogonal):
             remedy = "call so.from_torch_orthogonal(model)"
+        elif any(kind.__module__.startswith("geotorch.") for kind in type(last).__mro__):
+            remedy = "call so.from_geotorch(model)"
         raise ValueError(fail(name, "be an unconstrained parameter", given, remedy))
     if owner is None or parameter is None:
         known = [known for known, _ in module.named_parameters(remove_duplicate=False)]

@@ -2,7 +2,8 @@
 
 Each checkout has a process of its own; rounds of both alternate, so that the ratio holds when the
 speed of the machine drifts. Rows and gradients are those of `step_time.py`, and more: the queries
-and keys of fused attention weights, and forward passes of a constrained layer.
+and keys of fused attention weights, torch's SGD under `so.on_manifold`, and forward passes of a
+constrained layer.
 
     python -m benchmarks.speed.two_checkouts --before ../earlier       # about five minutes
 """
@@ -32,7 +33,7 @@ ROWS = {  # name: parameters, leading shape, n, m
     "separate-16x16": (2000, (), 16, 16),
     "latency-128x2": (1, (), 128, 2),
 }
-RULES = ("StiefelSGD", "StiefelAdam")
+RULES = ("StiefelSGD", "StiefelAdam", "on_manifold", "on_manifold-long")
 PASSES = 500  # forward passes of one time
 FORWARD = {"forward-8x8": 8, "forward-256x256": 256}  # name: size of a layer
 GRADIENTS = ("without-gradients", "with-gradients")
@@ -82,6 +83,9 @@ def build(row: str, rule: str) -> tuple[Any, list[Any]]:
             reading = so.Stiefel(heads=n // m, rows=((0, n), (n, 2 * n)))
         params.append(so.ManifoldParameter(value, reading))
         params[-1].grad = torch.randn(value.shape, generator=generator) * size
+    if rule.startswith("on_manifold"):  # steps as usual, or such that each is shortened
+        lr = 1e3 if rule.endswith("long") else 0.1
+        return so.on_manifold(torch.optim.SGD(params, lr=lr, momentum=0.9)).step, params
     lr = 0.1 if rule == "StiefelSGD" else 0.1 / (0.1 / 1.9 * (math.sqrt(n) + math.sqrt(m)))
     return getattr(so, rule)(params, lr=lr).step, params
 

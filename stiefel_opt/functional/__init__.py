@@ -31,4 +31,5 @@ from stiefel_opt.functional.skew_maps import cayley_map as cayley_map
 from stiefel_opt.functional.skew_maps import exponential_map as exponential_map
 from stiefel_opt.functional.unitary import eurnn as eurnn
 from stiefel_opt.functional.unitary import urnn as urnn
+from stiefel_opt.numerics.geodesics import logarithm as logarithm
 from stiefel_opt.numerics.linalg import Sums as Sums

@@ -5,15 +5,19 @@ Reference: Huang et al., Orthogonal Weight Normalization (AAAI 2018).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.numerics.device import finest_dtype, full_precision, no_autocast
+from stiefel_opt.numerics.device import finest_dtype, full_precision, no_autocast, readable
 from stiefel_opt.numerics.geometry import solve_lyapunov
+
+# A singular value of the centred columns below this share of the largest, or of V, is rounding.
+_LEAST: Final = 1e-6
+_CENTRED: Final = 1e-9
 
 
 @full_precision
@@ -25,7 +29,8 @@ def own(free: Tensor) -> Tensor:
 
     Returns: Matrices with orthonormal columns that sum to zero, ``(..., n, m)``.
     Raises:
-        ValueError: for m >= n: centred columns span at most n - 1 dimensions.
+        ValueError: for m >= n: centred columns span at most n - 1 dimensions; on a CPU, for
+            centred columns that are dependent.
     Note: 4 n m^2 flops and an eigendecomposition of m x m, in float64 where the device has it, and
         which waits for the device. Equal eigenvalues do no harm to derivatives of any order.
     Reference: Huang et al. (AAAI 2018), eq. (5).
@@ -36,8 +41,23 @@ def own(free: Tensor) -> Tensor:
         raise ValueError(fail("free", condition, free, remedy))
     precise = free.to(finest_dtype(free))  # C has the square of the condition of V
     centred = precise - precise.mean(dim=-2, keepdim=True)
-    root: Tensor = _InverseRoot.apply(centred.mH @ centred)[0]  # type: ignore[no-untyped-call]
-    return (centred @ root).to(free.dtype)
+    root, roots, _ = _InverseRoot.apply(centred.mH @ centred)  # type: ignore[no-untyped-call]
+    _check_rank(roots, precise)
+    point: Tensor = centred @ root
+    return point.to(free.dtype)
+
+
+def _check_rank(roots: Tensor, free: Tensor) -> None:
+    """Raise where the centred columns are dependent, if looking costs nothing: on a CPU."""
+    values, free_values = readable(roots), readable(free)
+    if values is None or free_values is None or values.is_meta:
+        return
+    size = torch.linalg.vector_norm(free_values, dim=(-2, -1))
+    least = torch.maximum(_LEAST * values[..., -1], _CENTRED * size)
+    if not bool((values[..., 0] > least).all()) and bool(free_values.isfinite().all()):
+        wanted = "have independent columns that are not constant"
+        remedy = "set it anew, or take another map: map='tcwy'"
+        raise ValueError(fail("free parameter of the map 'own'", wanted, "dependent ones", remedy))
 
 
 class _InverseRoot(torch.autograd.Function):

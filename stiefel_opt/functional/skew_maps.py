@@ -11,12 +11,20 @@ has (I - C'B/2)^{-1} in the place of phi (Sherman-Morrison-Woodbury).
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from stiefel_opt.errors import fail
-from stiefel_opt.numerics.device import full_precision
+from stiefel_opt.numerics.device import finest_dtype, full_precision, readable
+from stiefel_opt.numerics.geometry import newton_schulz
 from stiefel_opt.numerics.linalg import exponential, solution
+
+# eps |P| from which rounding is removed from a point, and from which nothing else is left.
+_ROUNDING: Final = 1e-5
+_LOST: Final = 0.12
 
 
 @full_precision
@@ -29,7 +37,8 @@ def exponential_map(free: Tensor, base: Tensor | None = None) -> Tensor:
 
     Returns: Matrices with orthonormal columns, ``(..., n, m)``.
     Raises:
-        ValueError: for wide matrices, or a base of another shape.
+        ValueError: for wide matrices, a base of another shape, and, where looking is free, for P
+            so long that its exponential is rounding: above 1e6 in float32.
     Note: The exponential of an n x n matrix, or of a 3m x 3m one and four products n x m by m x m
         where 2m < n.
     Reference: Lezcano-Casado & Martinez-Rubio (ICML 2019); Edelman, Arias & Smith (SIMAX 1998).
@@ -37,13 +46,13 @@ def exponential_map(free: Tensor, base: Tensor | None = None) -> Tensor:
     _check(free, base)
     n, m = free.shape[-2:]
     if 2 * m >= n:
-        return _apply(exponential(_skew(free, base)), base, m)
+        return _settled(_apply(exponential(_skew(free, base)), base, m), free)
     left, core, image = _factors(free, base)
     # The upper right block of exp([[Z, Y], [0, 0]]) is phi(Z) Y.
     padded = torch.cat([core, image], dim=-1)
     padded = torch.cat([padded, torch.zeros_like(padded[..., :m, :])], dim=-2)
     phi = exponential(padded)[..., : 2 * m, 2 * m :]
-    return _base(free, base) + left @ phi
+    return _settled(_base(free, base) + left @ phi, free)
 
 
 @full_precision
@@ -64,10 +73,29 @@ def cayley_map(free: Tensor, base: Tensor | None = None) -> Tensor:
     if 2 * m >= n:
         half = _skew(free, base) / 2
         eye = torch.eye(n, dtype=free.dtype, device=free.device)
-        return solution(eye - half, _apply(eye + half, base, m))
+        return _settled(solution(eye - half, _apply(eye + half, base, m)), free)
     left, core, image = _factors(free, base)
     eye = torch.eye(2 * m, dtype=free.dtype, device=free.device)
-    return _base(free, base) + left @ solution(eye - core / 2, image)
+    return _settled(_base(free, base) + left @ solution(eye - core / 2, image), free)
+
+
+def _settled(point: Tensor, free: Tensor) -> Tensor:
+    """Remove from X'X = I what a long P makes of rounding, about eps |P|; raise where it is all.
+
+    Where looking costs nothing: a CPU, not traced.
+    """
+    values = readable(free)
+    if values is None or values.is_meta:
+        return point
+    eps, precise = torch.finfo(free.dtype).eps, finest_dtype(values)
+    rounding = eps * float(torch.linalg.vector_norm(values, dim=(-2, -1), dtype=precise).amax())
+    if _LOST < rounding < math.inf:
+        remedy = "take a smaller learning rate, or set it anew"
+        longest = _LOST / eps
+        raise ValueError(
+            fail("free parameter of the map", f"be shorter than {longest:.0e}", free, remedy)
+        )
+    return newton_schulz(point, 2) if rounding > _ROUNDING else point
 
 
 def _skew(free: Tensor, base: Tensor | None) -> Tensor:

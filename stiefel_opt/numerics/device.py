@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from stiefel_opt.errors import HALF, fail
@@ -57,7 +58,7 @@ def untraced(function: MapT) -> MapT:
 
 def is_cpu(tensor: Tensor) -> bool:
     """Say whether a tensor lives on the CPU, so that reading it waits for nobody."""
-    return _is_on_cpu(tensor)
+    return _is_on_cpu(tensor) and not isinstance(tensor, FakeTensor)
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
@@ -96,7 +97,7 @@ def may_wait_for(tensor: Tensor) -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     """Say whether a tensor has values to read: not on the meta device, nor a fake one."""
-    return not (tensor.is_meta or torch._subclasses.fake_tensor.is_fake(tensor))
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
@@ -140,6 +141,11 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 # ---- memory ------------------------------------------------------------------------------------
+
+
+def address_for(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
+    """Return what tells where the values of tensors like these lie; without values, which it is."""
+    return torch.Tensor.data_ptr if all(map(has_values, tensors[:1])) else id
 
 
 def span_of(tensor: Tensor) -> tuple[int, int] | None:
@@ -249,7 +255,7 @@ _FIXED: Final = Fixed()
 
 def reader_for(tensor: Tensor, lagged: Lagged | None = None) -> Reader:
     """Return who may read about a step on ``tensor``; ``lagged`` has a memory of earlier ones."""
-    if is_compiling():
+    if is_compiling() or not has_values(tensor):
         return _FIXED
     if is_cpu(tensor):
         return Now()

@@ -22,6 +22,15 @@ from stiefel_opt.numerics.linalg import add_to_diagonal_, skew, solution, sym
 RETRACTIONS: Final = ("cayley", "qr", "polar")
 # |X'X - I| above which a weight is off the manifold: more than rounding, of bfloat16 too.
 FAR: Final = 2e-2
+_FAR: Final = 1e-4  # where no value was rounded to half precision
+
+
+def is_far(error: float, value: Tensor) -> bool:
+    """Say whether |X'X - I| of a weight is more than rounding, also of the dtype it came from."""
+    if error <= _FAR or value.dtype in HALF or error > FAR:
+        return error > FAR
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return not any(torch.equal(real, real.to(dtype).to(real.dtype)) for dtype in HALF)
 
 
 def orthonormality_tolerance(dtype: torch.dtype, n: int) -> float:
@@ -136,11 +145,21 @@ def _polar_factor(matrices: Tensor, determinant: int | None) -> tuple[Tensor, Te
     with no_autocast(matrices):
         left, values, right = torch.linalg.svd(widened(matrices), full_matrices=False)
         if determinant is not None:
-            sign = torch.linalg.det(left @ right).sign() * determinant
+            sign = orientation(left @ right).sign() * determinant
             signs = torch.ones_like(values)
             signs[..., -1] = sign
             left, values = left * signs.unsqueeze(-2), values * signs
         return newton_schulz(left @ right).to(matrices.dtype), values
+
+
+def orientation(matrices: Tensor) -> Tensor:
+    """Return the determinants of real square matrices, of 3 x 3 without a factorisation."""
+    if matrices.size(-1) != 3:
+        determinant: Tensor = torch.linalg.det(matrices)
+        return determinant
+    first, second, third = matrices.unbind(-2)
+    triple: Tensor = (torch.linalg.cross(first, second) * third).sum(-1)
+    return triple
 
 
 def newton_schulz(point: Tensor, steps: int = 1) -> Tensor:

@@ -542,6 +542,7 @@ class StiefelOptimizer(Optimizer, ABC):
             reported = self.records.reported
             self.records.reported = checks.warn_of_tallies(self.skipped_steps(), reported)
         drop_unfit(self)
+        checkpoint.warn_if_nonfinite(self)
         # before all hooks of users: they see what is saved, and what they return counts
         self._optimizer_state_dict_post_hooks.move_to_end(self._completes, last=False)
         return super().state_dict()

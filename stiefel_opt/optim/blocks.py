@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.linalg import Sums
 from stiefel_opt.optim.sharding import Shards
@@ -269,6 +270,8 @@ def plain_rows_of(
 
 def views_of(whole: Tensor) -> list[Tensor]:
     """Return ``whole[i]`` for each i as a tensor whose storage ends where it ends."""
+    if not has_values(whole):
+        return list(whole)
     storage = whole.untyped_storage()
     size = storage.nbytes() // max(whole.size(0), 1)
     return [

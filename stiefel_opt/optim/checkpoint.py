@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import HALF, fail
+from stiefel_opt.errors import HALF, fail, users_level
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.geometry import scale_rounding
 from stiefel_opt.optim.checks import check_saved_lr, label, reading
@@ -44,6 +46,34 @@ def complete(optimizer: Any, packed: Group) -> None:
         readings = [reading(parameter, group) for parameter in group["params"]]
         if any(manifold is not None for manifold in readings):
             saved["readings"] = [r if r is None else r.as_dict() for r in readings]
+
+
+def warn_if_nonfinite(optimizer: Any) -> None:
+    """Warn of state that :func:`check_states` would refuse; waits for an accelerator."""
+    found: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            state = optimizer.state.get(parameter)
+            if not state or reading(parameter, group) is None:
+                continue
+            for name, value in state.items():
+                own = local_part(value) if isinstance(value, Tensor) else None
+                if own is not None and own.numel() and has_values(own) and own.is_floating_point():
+                    called = f"{name} of {label(group, index, number)}"
+                    found.setdefault(own.device, []).append((called, own))
+    lost: list[str] = []
+    for pairs in found.values():
+        sizes = torch.stack([s.double() for s in torch._foreach_norm([t for _, t in pairs], 1)])
+        finite = zip(pairs, sizes.isfinite().tolist(), strict=True)
+        lost += [called for (called, _), is_finite in finite if not is_finite]
+    if lost:
+        others = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        warnings.warn(
+            f"{', '.join(lost[:4])}{others} must be finite to be loaded again: what is saved "
+            "now will be refused. Go back to an earlier one, or drop this state by "
+            "optimizer.state.pop(parameter); nonfinite='skip' keeps NaN out",
+            stacklevel=users_level(),
+        )
 
 
 def check_is_dict(state_dict: object) -> None:
@@ -231,7 +261,7 @@ def _check_value(
         raise ValueError(fail(called, "be dense", value.layout, _AS_SAVED))
     if not (value.is_floating_point() or value.is_complex()):
         raise ValueError(fail(called, "have a floating-point dtype", value.dtype, _AS_SAVED))
-    if value.is_meta:
+    if not has_values(value):
         return
     own, remedy = local_part(value), "load an earlier checkpoint, or the weights only"
     if not bool(torch.isfinite(own).all()):

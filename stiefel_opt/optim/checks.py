@@ -25,7 +25,7 @@ from stiefel_opt.errors import (
 )
 from stiefel_opt.functional.flows import METRICS
 from stiefel_opt.functional.published import ROTATIONS
-from stiefel_opt.numerics.device import overlap, readable, span_of
+from stiefel_opt.numerics.device import has_values, overlap, readable, span_of
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.commit import LARGEST_SAFE
 from stiefel_opt.optim.sharding import Shards
@@ -325,7 +325,8 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
         if manifold is not None:
             manifold.check(parameter.shape, called)
             check_dtype(called, parameter.dtype)
-            if not (parameter.is_meta or bool(torch.isfinite(local_part(parameter)).all())):
+            own = local_part(parameter)
+            if has_values(own) and not bool(torch.isfinite(own).all()):
                 remedy = "initialise it before optimizing"
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
 
@@ -419,7 +420,8 @@ def warn_if_nothing_is_constrained(groups: list[Group]) -> None:
 def check_finite(parameters: Sequence[Tensor], groups: list[Group]) -> None:
     """Raise for a value that cannot be projected."""
     for parameter in parameters:
-        if not bool(torch.isfinite(local_part(parameter)).all()):
+        own = local_part(parameter)
+        if has_values(own) and not bool(torch.isfinite(own).all()):
             given = f"NaN or inf in a tensor of shape {tuple(parameter.shape)}"
             remedy = "initialise it, or load a good checkpoint"
             raise ValueError(fail(name_of(parameter, groups), "be finite", given, remedy))

@@ -28,6 +28,7 @@ from stiefel_opt.numerics.device import (
     Lagged,
     Now,
     Reader,
+    has_values,
     index_on,
     reader_for,
     working_dtype,
@@ -129,6 +130,7 @@ class Batch:
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.is_new = True  # nobody has looked at what the rule returns
+        self.is_foreign = False  # whether its rule is not of this package
         self.last: LastStep | None = None
         self.long_steps = 0  # in a row, by the bound on their length
         self.begun = 0  # steps that were begun
@@ -346,11 +348,18 @@ def _new_point(
     X, fixed = _on_manifold(unscaled, grad, state, grad_length, task, reader)
     current = {**state, **fixed}
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
+    watched = reader.is_exact and not X.is_inference()
+    versions = (X._version, grad._version) if watched else None
     move = apply(lr=lr)
+    if watched and versions != (X._version, grad._version):
+        remedy = "let it compute new tensors"
+        raise ValueError(
+            fail(_called(rule), "write to nothing that it is given", "a write", remedy)
+        )
     is_first = batch.is_new
     if is_first:
         _check_move(rule, X, batch.declared, move)
-        batch.is_new = False
+        batch.is_new, batch.is_foreign = False, _is_foreign(rule)
     new_X, new, length = move
     steepness = _steepness(length, lr, grad_length, reader)
     if reader.is_exact and _VERY_STEEP < steepness < math.inf:
@@ -361,7 +370,7 @@ def _new_point(
     for _ in range(_corrections_after(length, steepness, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
         new |= corrected_state
-    if is_first and reader.is_exact and sums.are_local:
+    if (is_first or batch.is_foreign) and reader.is_exact and sums.are_local:
         _warn_if_off(rule, new_X)
     overflowed = None
     if nonfinite != "ignore" and _may_have_overflowed(length, reader):
@@ -404,7 +413,7 @@ def _on_manifold(
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
     looks = is_due and reader.is_exact
-    if not (looks or task.is_changed):
+    if not (looks or (task.is_changed and has_values(point))):
         return correct(point, state, sums) if is_due else (point, {})
     if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
         known = grad_length if grad_length < math.inf else float(torch.linalg.vector_norm(grad))
@@ -444,11 +453,23 @@ def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
 # ---- after the rule ------------------------------------------------------------------------------
 
 
-def _called(rule: Any) -> str:
-    """Return the name of a rule below the options that are bound to it."""
+def _unbound(rule: Any) -> Any:
+    """Return a rule below the options that are bound to it."""
     while isinstance(rule, partial):
         rule = next((each for each in rule.args if callable(each)), rule.func)
+    return rule
+
+
+def _called(rule: Any) -> str:
+    """Return the name of a rule."""
+    rule = _unbound(rule)
     return str(getattr(rule, "__name__", type(rule).__name__))
+
+
+def _is_foreign(rule: Any) -> bool:
+    """Say whether a rule is not of this package: its points are looked at in every step."""
+    module = str(getattr(_unbound(rule), "__module__", ""))
+    return module.partition(".")[0] != __name__.partition(".")[0]
 
 
 def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any) -> None:
@@ -474,7 +495,7 @@ def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any)
 
 
 def _warn_if_off(rule: Rule, new_X: Tensor) -> None:
-    """Warn of a rule whose first step leaves the manifold, where a number may be read."""
+    """Warn of a rule whose step leaves the manifold, where a number may be read."""
     error = float(gram_error(new_X).amax())
     if FAR < error < math.inf:
         warnings.warn(

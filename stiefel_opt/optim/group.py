@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.device import index_on, is_cpu, working_dtype
+from stiefel_opt.numerics.device import address_for, has_values, index_on, is_cpu, working_dtype
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.blocks import (
     Weight,
@@ -79,6 +79,7 @@ class StateViews:
         views = [state[key] for state, key in self._slots]
         self._ids = list(map(id, views))  # of tensors that are alive: else all is forgotten
         self._is_shared = any(weight.shards is not None for weight in weights)
+        self._address = address_for(views)
         self._memory = self._addresses(views)
         method = weakref.WeakMethod(forget)
 
@@ -104,7 +105,7 @@ class StateViews:
 
     def _addresses(self, views: list[Tensor]) -> list[int]:
         tensors = [local_part(view) for view in views] if self._is_shared else views
-        return list(map(torch.Tensor.data_ptr, tensors))
+        return list(map(self._address, tensors))
 
 
 class WeightGroup:
@@ -118,6 +119,7 @@ class WeightGroup:
     ) -> None:
         self.weights = weights
         self.parameters = [weight.parameter for weight in weights]
+        self._address = address_for(self.parameters)
         self.steps = joined([weight.state for weight in weights], "step")
         self.reads = is_cpu(self.steps)
         self._everywhere = list(range(len(weights)))
@@ -249,7 +251,7 @@ class WeightGroup:
     def _look(self) -> tuple[list[int], list[int]]:
         """Return what changes when a parameter is written to, or its ``.data`` replaced."""
         local = list(map(local_part, self.parameters)) if self.is_shared else self.parameters
-        return self._versions(), list(map(torch.Tensor.data_ptr, local))
+        return self._versions(), list(map(self._address, local))
 
     def _versions(self) -> list[int]:
         """Return the versions: an operation on a DTensor counts there, or at its local tensor."""
@@ -454,7 +456,8 @@ class WeightGroup:
         staying = self._staying
         if len(moved) < len(self.weights):
             staying = staying | set(range(len(self.weights))).difference(moved)
-        if self._ok is not None and self._changed:  # whoever looked has waited already
+        # whoever looked has waited already
+        if self._ok is not None and self._changed and has_values(self._ok):
             staying = staying | {place for place in self._changed if not self._ok[place]}
         for place in staying:
             for now, then in zip(self._seen, earlier, strict=True):

@@ -25,6 +25,7 @@ PAIRS: Final = ("steps", "changes")
 LAST: Final = ("last_step", "last_gradient")
 _MOST_TRIALS: Final = 25  # of one line search
 _LONGEST_TURN: Final = 2 * math.pi
+_PROBES: Final = 3  # of the rounding of a loss, at least
 
 
 # ---- all parameters as one point, vectors there as flat tensors ----------------------------------
@@ -309,6 +310,8 @@ class Run:
         if not _is_finite(loss, gradient):
             self.is_finite = False
             return returned
+        if float(self._group["lr"]) == 0.0:  # torch's line search would divide by it
+            return returned
         try:
             self._iterate(loss, gradient)
         except BaseException:
@@ -393,9 +396,7 @@ class Run:
 
     def _move(self, line: _Line, is_last: bool) -> tuple[float, Tensor] | None:
         """Move the parameters; return loss and gradient there, or None if they had to stay."""
-        lr = float(self._group["lr"])
-        t = lr if self._memory else lr * min(1.0, 1.0 / float(line.vector.abs().sum()))
-        t = min(t, line.longest())
+        t = self._first_trial(line)
         if self._group["line_search_fn"] is None:
             line.go(t)
             reached = (line.loss, line.gradient) if is_last else self._evaluate()[1:]
@@ -416,7 +417,6 @@ class Run:
                 max_ls=min(_MOST_TRIALS, self._group["max_eval"] - self._evaluations),
             )
             t = float(length)
-            # torch's interpolation may divide by 0
             if not 0 < t < math.inf or new_loss > line.loss:
                 line.stay()
                 return None
@@ -428,8 +428,16 @@ class Run:
             line.carried_(vectors)
         return reached
 
+    def _first_trial(self, line: _Line) -> float:
+        """Return the step length that a line search tries first."""
+        lr = float(self._group["lr"])
+        t = lr if self._memory else lr * min(1.0, 1.0 / float(line.vector.abs().sum()))
+        return min(t, line.longest())
+
     def _trial(self, line: _Line, t: float) -> tuple[float, Tensor]:
         """Return the loss at t, and the gradient there brought back to the start."""
+        if not math.isfinite(t):  # torch's interpolation may divide by 0
+            return math.nan, -line.gradient
         line.go(t)
         _, new_loss, there = self._evaluate()
         if not _is_finite(new_loss, there):  # uphill, so that the search turns back
@@ -445,12 +453,37 @@ class Run:
             return True  # converged: nothing but rounding could be gained
         if self._memory:
             return False
+        if self._is_flat(line):
+            return True
         self.failure = (
             "The line search found no lower loss along the negative gradient: the parameters stay "
             "as they were. The closure must return the same loss at the same point (no dropout, no "
             "new batch), call zero_grad() before backward(), and be differentiable there."
         )
         return True
+
+    def _is_flat(self, line: _Line) -> bool:
+        """Say whether nothing but rounding of the loss could be gained, by some evaluations.
+
+        The loss may be a small difference of large sums: how far it rounds is seen in moves that
+        are rounding themselves, and in the first change of the loss behind them. What could be
+        gained is what a parabola through the first trial says.
+        """
+        eps, start = torch.finfo(line.slope.dtype).eps, line.loss
+        largest = max(float(value.abs().max()) for value in line.start if value.numel())
+        first, rounding = self._first_trial(line), 0.0
+        drop = -float(line.slope) * first
+        rise = self._trial(line, first)[0] - start + drop
+        t = 8 * eps * largest / float(line.vector.abs().max())
+        count = 0
+        while t < first and (count < _PROBES or rounding == 0):
+            rounding = max(rounding, abs(self._trial(line, t)[0] - start))
+            t, count = 6 * t, count + 1
+        line.stay()
+        again, gradient = self._evaluate()[1:]  # at last: gradients are those of this point
+        difference = torch.linalg.vector_norm(gradient - line.gradient)
+        is_same = again == start and difference <= 0.1 * torch.linalg.vector_norm(line.gradient)
+        return bool(is_same) and rise > 0 and drop * drop <= 16 * rise * rounding
 
 
 def _is_finite(loss: float, gradient: Tensor) -> bool:

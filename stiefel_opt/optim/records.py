@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.optim.group import TALLIES
 from stiefel_opt.optim.state import State, StateDict, restart
@@ -66,6 +67,8 @@ class Records:
         """Return how many steps each parameter has missed; one read of each device."""
         devices: dict[torch.device, list[Tensor]] = {}
         for parameter, tally in self._tallies.items():
+            if not has_values(tally["skipped"]):
+                continue
             devices.setdefault(tally["skipped"].device, []).append(parameter)
         counts: dict[Tensor, int] = {}
         for parameters in devices.values():

@@ -12,7 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
 
-from stiefel_opt.numerics.device import is_cpu
+from stiefel_opt.numerics.device import address_for, is_cpu
 
 Group = dict[str, Any]
 PlainRule = Callable[..., None]
@@ -82,8 +82,8 @@ def init_adam(group: Group, parameter: Tensor, state: Group, *, on_device: bool 
         # as torch: float64 only where that is the default, and never for fused
         on_device = on_device or bool(group["capturable"] or group["fused"])
         wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
-        state["step"] = torch.zeros(
-            (),
+        state["step"] = torch.tensor(  # of which a fake tensor knows the value
+            0.0,
             dtype=torch.float64 if wide else torch.float32,
             device=parameter.device if on_device else "cpu",
         )
@@ -220,5 +220,6 @@ def _dense(tensor: Any) -> Any:
 
 def _put_back(tensor: Tensor, copy: Tensor) -> None:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    if real.data_ptr() != copy.data_ptr():
+    address = address_for([real])
+    if address(real) != address(copy):
         real.copy_(copy)

@@ -102,8 +102,9 @@ def projection_robust_wasserstein(
         k: Dimension of the projection, 1 to d. Default: 2.
         reg: Regularization, in units of squared distance: smaller is nearer to the distance
             without, and slower. Default: a fiftieth of the mean squared distance between the clouds
-            under the first projection, for which ``value`` was 1 to 4 % too large where clouds
-            differ, in at most 60 steps. Take a tenth of that for another digit, or
+            under the first projection. By it ``value`` was 1 to 4 % too large on two Gaussian
+            clouds that differ, in at most 60 steps, and 4 to 15 % on pairs of plays (500 words each
+            in 200 dimensions), in 25 to 500 steps. Take a tenth of that for another digit, or
             :func:`projected_wasserstein` of the resulting projection for all of them.
         optimizer: Makes the optimizer of the projection from a list of parameters, for instance
             ``lambda params: StiefelAdam(params, lr=0.1)``; it is given the tangent part of the

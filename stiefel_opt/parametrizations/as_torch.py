@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_flag, check_module, fail
 from stiefel_opt.functional.skew_maps import cayley_map
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.device import finest_dtype
 from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, polar_factor
 from stiefel_opt.parametrizations.base import Free, Parametrization
@@ -149,7 +150,7 @@ def _translate(
 ) -> None:
     """Hook before ``load_state_dict``: turn what torch's parametrization saved into ours."""
     free, base = (state_dict.get(prefix + leaf) for leaf in ("original", "0.base"))
-    if free is None or free.is_meta or prefix + _MARK in state_dict:
+    if free is None or not has_values(free) or prefix + _MARK in state_dict:
         return
     ours: Any = copy.deepcopy(maps[0])
     if any(buffer.is_meta for buffer in ours.buffers()):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self, override
 
-from stiefel_opt.errors import fail
+from stiefel_opt.errors import PARAMETRIZED, fail
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.device import finest_dtype, working_dtype
 from stiefel_opt.numerics.geometry import gram_error, polar_factor
 from stiefel_opt.parametrizations.init import with_determinant
@@ -132,6 +133,18 @@ class Parametrization(nn.Module):
         return free
 
     @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Load the buffers; name the remedy where another package's parametrization was saved."""
+        own = _shapes(self.state_dict(prefix=prefix), prefix)
+        given = _shapes(state_dict, prefix)
+        original = prefix[: -len("0.")] + "original"
+        if own != given and f"{prefix}base" in given:
+            (*_, messages) = others
+            text = f"`{original}` is that of another parametrization than {type(self).__name__}"
+            messages.append(f"{text}: {PARAMETRIZED}")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow the dtype of the weight in ``to`` and its like."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -172,7 +185,7 @@ class Parametrization(nn.Module):
         self.manifold.check(weight.shape, "weight")
         if not (weight.is_floating_point() or weight.is_complex()):
             raise TypeError(fail("weight", "have a floating-point dtype", weight.dtype))
-        if weight.is_meta:
+        if not has_values(weight):
             raise ValueError(fail("weight", "have values", "a meta tensor", "materialise it first"))
         if not bool(torch.isfinite(weight).all()):
             remedy = "initialise it first"
@@ -188,3 +201,8 @@ def _cast(free: Any, dtype: torch.dtype) -> Any:
     if isinstance(free, tuple):
         return tuple(_cast(tensor, dtype) for tensor in free)
     return free.to(dtype if free.is_complex() else dtype.to_real()).contiguous()
+
+
+def _shapes(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+    return {key: getattr(value, "shape", None) for key, value in found.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stiefel_opt.errors import check_choice, check_count
 from stiefel_opt.functional.reflections import cwy_factors
-from stiefel_opt.numerics.geometry import newton_schulz
+from stiefel_opt.numerics import logarithm as logarithm
 
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 
@@ -283,45 +283,3 @@ def cayley_signs(top: Tensor) -> Tensor:
         row = work[..., column, column + 1 :]
         work[..., column + 1 :, column + 1 :] -= below.unsqueeze(-1) * row.unsqueeze(-2)
     return torch.stack(signs, dim=-1)
-
-
-def logarithm(point: Tensor) -> Tensor:
-    r"""Return skew-Hermitian A with exp(A) = Q and angles in [-pi, pi], for square orthogonal Q.
-
-    The Hermitian part C and -i times the skew part S of Q commute, so an eigenbasis of C + t S,
-    t no particular number, is one of both: cos and sin of the angles. Real Q with determinant 1 has
-    the eigenvalue -1 an even number of times: its space is paired into half turns.
-
-    Note: two Hermitian eigendecompositions of n x n; for initial values.
-    """
-    adjoint = point.mH
-    cosine, sine = (point + adjoint) / 2, (point - adjoint) / 2
-    mixed = cosine + sine * -0.7320508j
-    basis = torch.linalg.eigh(mixed).eigenvectors
-    cosines = (basis.conj() * (cosine.to(basis.dtype) @ basis)).sum(-2).real
-    sines = (basis.conj() * (sine.to(basis.dtype) @ basis)).sum(-2).imag
-    angles = torch.atan2(sines, cosines)
-    if point.is_complex():
-        unitary: Tensor = (basis * (1j * angles).unsqueeze(-2)) @ basis.mH
-        return unitary
-    half_turn = math.pi - angles.abs() < torch.finfo(angles.dtype).eps ** 0.5
-    # The two eigenvectors of +-(pi - d) are known to eps / d only, each as a real and an imaginary
-    # part that should be orthonormal; made so, their rotation is off by eps / d * d.
-    near = ~half_turn & (math.pi - angles.abs() < 1e-2)
-    turns = torch.where(half_turn | near, 0.0, angles)
-    result: Tensor = ((basis * (1j * turns).unsqueeze(-2)) @ basis.mH).real
-    if bool(near.any()):
-        columns = math.sqrt(2) * basis * (near & (angles > 0)).unsqueeze(-2)
-        pair = newton_schulz(torch.cat([columns.real, columns.imag], dim=-1))
-        left, right = pair.chunk(2, dim=-1)
-        turned = left * angles.unsqueeze(-2) @ right.mT
-        result = result + turned - turned.mT
-    if bool(half_turn.any()):
-        projector = (basis * half_turn.unsqueeze(-2)) @ basis.mH
-        values, vectors = torch.linalg.eigh(projector.real)
-        vectors = vectors.flip(-1) * (values.flip(-1) > 0.5).unsqueeze(-2)
-        pairs = vectors.size(-1) // 2 * 2
-        left, right = vectors[..., 0:pairs:2], vectors[..., 1:pairs:2]
-        half = math.pi * left @ right.mT
-        result = result + half - half.mT
-    return (result - result.mT) / 2

@@ -18,6 +18,7 @@ from stiefel_opt.errors import (
     fail,
     find_parameter,
 )
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.geometry import polar_factor
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
@@ -117,7 +118,7 @@ def orthogonal(
     if value is not None and parametrization.starts_at_random(columns):
         kind_of = ", ".join([repr(map), *(f"{key}={option}" for key, option in options.items())])
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
-    is_trained = value is None and not parameter.is_meta and looks_trained(parameter, manifold)
+    is_trained = value is None and has_values(parameter) and looks_trained(parameter, manifold)
     before = parameter.detach().clone() if is_trained or value is not None else None
     try:
         if value is not None:

@@ -14,6 +14,7 @@ from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_count, check_integer, fail
 from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
+from stiefel_opt.numerics import principal_logarithm
 from stiefel_opt.numerics.device import untraced, working_dtype
 from stiefel_opt.numerics.geometry import (
     gram_error,
@@ -23,7 +24,7 @@ from stiefel_opt.numerics.geometry import (
     widened,
 )
 from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.init import cayley_signs, logarithm
+from stiefel_opt.parametrizations.init import cayley_signs
 from stiefel_opt.tags.manifold import Stiefel
 
 
@@ -94,7 +95,7 @@ class MatrixExp(_Based):
     @override
     def free(self, point: Tensor) -> Free:
         square = point.size(-2) == point.size(-1)
-        return logarithm(point) / 2 if square else super().free(point)
+        return principal_logarithm(point)[0] / 2 if square else super().free(point)
 
     @override
     def determinant(self, n: int) -> int:

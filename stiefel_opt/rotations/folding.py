@@ -8,17 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import fail
-from stiefel_opt.rotations.decoder import mark, read_decoder, rows, state_of, whole
+from stiefel_opt.rotations.decoder import (
+    Decoder,
+    Linear,
+    mark,
+    read_decoder,
+    rows,
+    state_of,
+    whole,
+)
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import install, usable_decoder
 from stiefel_opt.rotations.quantizers import Rotation, check_prepared, turned
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_online, check_rotations, polished
+from stiefel_opt.rotations.verification import verified
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @torch.no_grad()
-def fold_(model: ModelT, rotations: Rotations) -> ModelT:
+def fold_(model: ModelT, rotations: Rotations, *, verify: Tensor | None = None) -> ModelT:
     r"""Merge rotations into the weights: the same function, of activations that are turned.
 
     With :math:`R_1` for the stream, :math:`R_2` for the heads of a layer and H for R4,
@@ -28,16 +37,18 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         (R_1^\top W R_2)_o, \quad (R_1^\top W H)_{down}, \quad R_1^\top b_{o, down}, \quad
         R_2^\top b_v
 
-    take the place of embedding, weights and biases. What stays online, R3 and R4, becomes hooks of
-    the model; ``save_pretrained`` writes their names into the config, and :func:`load_online_`
-    restores them after loading. A buffer named ``online_R4_call_load_online_`` stands in the
-    checkpoint, so that what loads it reports a name that it does not know. Adapters may be trained
-    and merged: R4 acts outside of them.
+    take the place of embedding, weights and biases; the bias of a LayerNorm becomes b R1. What is
+    online, R3 and R4, becomes hooks of the model; ``save_pretrained`` writes their names into the
+    config, and :func:`load_online_` restores them after loading. A buffer named
+    ``online_R4_call_load_online_`` stands in the checkpoint, so that what loads it reports a name
+    that it does not know. Adapters may be trained and merged: R4 acts outside of them.
 
     Args:
-        model: A model that :func:`prepare_` has prepared; changed in place.
+        model: A model that :func:`prepare_` has prepared, or any where ``rotations`` have no R1;
+            changed in place.
         rotations: From :func:`learn` or :func:`hadamard`; with ``online=()`` any tool can read the
             folded model as it is.
+        verify: As in :func:`prepare_`.
 
     Returns: The model.
     Raises:
@@ -48,30 +59,42 @@ def fold_(model: ModelT, rotations: Rotations) -> ModelT:
         1e-4 of the largest. Beside the model a copy of 128 MB at a time.
     """
     decoder = usable_decoder(model)
-    check_prepared(decoder)
     check_rotations("rotations", rotations, decoder)
-    for layer in decoder.layers:
-        for name, linear in layer.linears():
-            whole(name, linear.weight)
-    whole("model.embed_tokens", decoder.embedding.weight)
-    whole("lm_head", decoder.head.weight)
-    residual = polished(rotations.residual)
-    mark(decoder.model, "half folded")  # an interrupted model cannot be used
-    _turn_rows(decoder.embedding.weight, residual)
-    _turn_rows(decoder.head.weight, residual)
-    for layer, given in zip(decoder.layers, rotations.heads, strict=True):
-        head = polished(given)
-        for linear in (layer.query, layer.key, layer.value, layer.gate, layer.up):
-            _turn_rows(linear.weight, residual)
-        _turn_outputs(layer.value, head)
-        _turn_rows(layer.output.weight, head)
-        if "R4" in rotations.online:
-            _turn_rows(layer.down.weight, rotate_fixed)
-        _turn_outputs(layer.output, residual)
-        _turn_outputs(layer.down, residual)
-    mark(decoder.model, "folded", tuple(name for name in ONLINE if name in rotations.online))
-    install(decoder, rotations.online)
+    check_prepared(decoder, rotations)
+    for linear in decoder.linears():
+        whole(linear.name, linear.parameter)
+    for name, embedding in decoder.embeddings:
+        whole(name, embedding.weight)
+    with verified(decoder.model, verify, "folded"):
+        mark(decoder.model, "half folded")  # an interrupted model cannot be used
+        _turn(decoder, rotations)
+        online = tuple(name for name in ONLINE if name in rotations.online)
+        mark(decoder.model, "folded", online)
+        install(decoder, online)
     return model
+
+
+def _turn(decoder: Decoder, rotations: Rotations) -> None:
+    """Merge the rotations into embeddings, weights and biases."""
+    residual = None if rotations.residual is None else polished(rotations.residual)
+    none: list[Tensor | None] = [None] * len(decoder.layers)
+    heads = [polished(head) for head in rotations.heads] or none
+    for _, embedding in decoder.embeddings:
+        _turn_rows(embedding.weight, residual)
+    for norm in decoder.norms():
+        for reader in norm.readers:
+            _turn_rows(reader.weight, residual)
+        bias = getattr(norm.module, "bias", None)
+        if isinstance(bias, Tensor):
+            bias.copy_(turned(bias.double(), residual))
+    for layer, head in zip(decoder.layers, heads, strict=True):
+        if layer.value is not None and layer.output is not None:
+            _turn_outputs(layer.value, head)
+            _turn_rows(layer.output.weight, head)
+        if layer.down is not None and "R4" in rotations.online:
+            _turn_rows(layer.down.weight, rotate_fixed)
+        for writer in layer.writers:
+            _turn_outputs(writer, residual)
 
 
 def load_online_(model: ModelT) -> ModelT:
@@ -101,13 +124,15 @@ def load_online_(model: ModelT) -> ModelT:
 
 def _turn_rows(weight: Tensor, rotation: Rotation) -> None:
     """W <- W R, R repeated along the rows."""
-    for piece in rows(weight):
-        piece.copy_(turned(piece.double(), rotation))
+    if rotation is None:
+        return
+    for matrix in (weight,) if weight.ndim == 2 else weight:  # one of each expert
+        for piece in rows(matrix):
+            piece.copy_(turned(piece.double(), rotation))
 
 
-def _turn_outputs(linear: nn.Linear, rotation: Tensor) -> None:
+def _turn_outputs(linear: Linear, rotation: Rotation) -> None:
     """W <- R' W and b <- R' b, R repeated along the outputs."""
-    for piece in rows(linear.weight.mT):
-        piece.copy_(turned(piece.double(), rotation))
+    _turn_rows(linear.weight.mT, rotation)
     if linear.bias is not None:
         linear.bias.copy_(turned(linear.bias.double(), rotation))

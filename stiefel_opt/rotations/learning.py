@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,11 @@ from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.quantizers import (
     Quantizers,
-    check_prepared,
     quantizers_of,
     warn_without_r4,
 )
 from stiefel_opt.rotations.result import Rotations, polished
-from stiefel_opt.rotations.starts import hadamard
+from stiefel_opt.rotations.starts import around_ones, hadamard, inside_ones
 from stiefel_opt.tags.parameter import ManifoldParameter
 from stiefel_opt.tools.optional import ProgressBar
 
@@ -64,6 +63,7 @@ def learn(
     activation_bits: int | None = 4,
     kv_bits: int | None = None,
     weight_bits: int | None = None,
+    weight_group: int | None = None,
     symmetric: bool = False,
     loss: str = "noise",
     top_k: int | None = None,
@@ -87,14 +87,15 @@ def learn(
     model nothing is trained.
 
     Args:
-        model: A model that :func:`prepare_` has prepared, in any floating-point dtype, on any
-            device; bare, in ``DistributedDataParallel``, or after ``fully_shard``.
+        model: A model that :func:`prepare_` has prepared, or any where ``start`` has no R1, in any
+            floating-point dtype, on any device; bare, in ``DistributedDataParallel``, or after
+            ``fully_shard``.
         batches: Token ids ``(batch, tokens)``, or dicts with ``input_ids`` and perhaps
             ``attention_mask``, whose zeros no loss counts: a list, a data loader; with ``steps``
             also an endless iterator. One a step, again from the start for more steps. Under
             torch.distributed each process gives its own; gradients are averaged.
         start: Default: ``hadamard(model)``, with R3 if ``kv_bits`` is given.
-        activation_bits, kv_bits, weight_bits, symmetric: As in :func:`quantized`.
+        activation_bits, kv_bits, weight_bits, weight_group, symmetric: As in :func:`quantized`.
         loss: "noise", place by place, so that a step is one forward pass; "kl" to the model in full
             precision, which may go on from there with ``start``; or "ce", the cross-entropy of the
             next token.
@@ -125,53 +126,69 @@ def learn(
         also passes the step of the grid, see :func:`stiefel_opt.rotations.quantized`.
     """
     decoder = usable_decoder(model)
-    check_prepared(decoder)
     _check_options(loss, top_k, optimizer, steps, lr)
     check_flags(gradient_checkpointing=gradient_checkpointing, progress=progress)
     data = _token_batches(batches, steps)
     total = max(STEPS, len(data)) if steps is None else steps
     bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
-    options: dict[str, Any] = {**bits, "symmetric": symmetric}
+    options: dict[str, Any] = {**bits, "weight_group": weight_group, "symmetric": symmetric}
     quantizers_of(decoder, "start", None, **options)  # its checks
     if all(given is None for given in bits.values()):
         raise ValueError(fail("activation_bits", "be given, or kv_bits or weight_bits", "None"))
     if start is None:
-        start = hadamard(decoder.model, online=("R4",) if kv_bits is None else ("R3", "R4"))
+        start = hadamard(decoder.model, online=None if kv_bits is None else ("R3", "R4"))
     quantizers_of(decoder, "start", start, **options)
     warn_without_r4(decoder, start, activation_bits)
-    rotations = _parameters(start, decoder.embedding.weight.device)
-    moving = Rotations(rotations[0], rotations[1:], start.online)
+    framed = decoder.description.norm == "layer" and start.residual is not None
+    rotations = _parameters(start, decoder.device, framed)
+    moving = _of_matrices(rotations, start, framed)
     quantizers = Quantizers(decoder, moving, **options, recompute=gradient_checkpointing)
-    angle = ANGLES[loss] if lr is None else lr
-    method = optimizer(rotations) if optimizer else _default_optimizer(rotations, angle)
-    method = check_optimizer(method, "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`")
+    method = _made(optimizer, rotations, ANGLES[loss] if lr is None else lr)
     options |= {"loss": loss, "top_k": top_k, "steps": total, "online": list(start.online)}
     options |= {"lr": lr, **_options_of(method)}
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         options |= _digests(decoder.model, start, data)
     training = _Training(rotations, method, path, options)
+    frame = rotations[0] if framed else None
+    objective = _Objective(decoder, quantizers, loss, top_k, frame)
     bars = ProgressBar(total, progress, silent=_rank() != 0)
     with _frozen(decoder.model), quantizers.installed(), bars as bar:
-        matrices = training.run(_Objective(decoder, quantizers, loss, top_k), data, bar)
-    return Rotations(matrices[0], matrices[1:], start.online, training.log)
+        matrices = training.run(objective, data, bar)
+    return _of_matrices(matrices, start, framed, training.log)
 
 
-def _default_optimizer(rotations: list[nn.Parameter], angle: float) -> Optimizer:
-    """StiefelAdam as printed, of lr for entries: an n x n matrix turns by about sqrt(n) lr."""
+def _made(factory: OptimizerFactory | None, rotations: list[nn.Parameter], lr: float) -> Optimizer:
+    """Default: StiefelAdam as printed; of lr for entries an n x n matrix turns by sqrt(n) lr."""
+    if factory is not None:
+        remedy = "for instance `lambda p: so.StiefelSGD(p, lr=0.1)`"
+        return check_optimizer(factory(rotations), remedy)
     groups = [
-        {"params": [r for r in rotations if len(r) == size], "lr": angle / math.sqrt(size)}
+        {"params": [r for r in rotations if len(r) == size], "lr": lr / math.sqrt(size)}
         for size in sorted({len(rotation) for rotation in rotations})
     ]
     return StiefelAdam(groups, radius=1.0, nesterov=False)
 
 
-def _parameters(start: Rotations, device: torch.device) -> list[nn.Parameter]:
-    """Return trainable copies of the rotations, R1 first."""
+def _parameters(start: Rotations, device: torch.device, framed: bool) -> list[nn.Parameter]:
+    """Return trainable copies of the rotations, R1 first; of it only what LayerNorms leave free."""
+    matrices = start.matrices()
+    if framed:
+        matrices[0] = inside_ones(matrices[0])
     return [
         ManifoldParameter(matrix.detach().to(device, torch.float32, copy=True).contiguous())
-        for matrix in (start.residual, *start.heads)
+        for matrix in matrices
     ]
+
+
+def _of_matrices(
+    matrices: list[Any], start: Rotations, framed: bool, log: Sequence[Any] = ()
+) -> Rotations:
+    """Return ``matrices`` in the places that those of ``start`` have."""
+    if start.residual is None:
+        return Rotations(None, matrices, start.online, log)
+    residual = around_ones(matrices[0].detach()) if framed else matrices[0]
+    return Rotations(residual, matrices[1:], start.online, log)
 
 
 @torch.no_grad()
@@ -195,9 +212,12 @@ class _Objective:
     quantizers: Quantizers
     loss: str
     top_k: int | None
+    frame: Tensor | None = None  # what is trained of R1, where LayerNorms bind it
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
-        device = self.decoder.embedding.weight.device
+        if self.frame is not None:
+            self.quantizers.residual = around_ones(self.frame)
+        device = self.decoder.device
         batch = {name: value.to(device) for name, value in batch.items()}
         mask = batch.get("attention_mask")
         if self.loss == "noise":
@@ -229,6 +249,9 @@ class _Objective:
             noises.append(noise.detach())
 
         mask = batch.get("attention_mask")
+        framed = self.quantizers.residual
+        if self.frame is not None and framed is not None:
+            self.quantizers.residual = framed.detach().requires_grad_()
         self.quantizers.measure = measure
         self.quantizers.counted = None if mask is None else mask.bool()
         try:
@@ -239,6 +262,8 @@ class _Objective:
         for rotation in (self.quantizers.residual, *self.quantizers.heads):
             if needs_grad and rotation is not None and rotation.grad is not None:
                 rotation.grad /= len(noises)
+        if self.frame is not None and framed is not None and needs_grad:
+            framed.backward(self.quantizers.residual.grad)  # type: ignore[no-untyped-call, union-attr]
         return torch.stack(noises).mean()
 
     @torch.no_grad()
@@ -398,7 +423,7 @@ def _options_of(optimizer: Optimizer) -> dict[str, str]:
 def _digests(model: nn.Module, start: Rotations, data: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Return hashes of everything that a training goes on with."""
     return {
-        "start": _digest([start.residual, *start.heads]),
+        "start": _digest(start.matrices()),
         "batches": _of_all(_digest(each for batch in data for each in batch.values())),
         "model": _of_all(_digest(model.state_dict().values())),
     }

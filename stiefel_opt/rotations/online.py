@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import fail
 from stiefel_opt.rotations.attention import TURNS, add_turn
-from stiefel_opt.rotations.decoder import Decoder, Layer, read_decoder, state_of
+from stiefel_opt.rotations.decoder import Decoder, Layer, Linear, read_decoder, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 
 TURNED = "_stiefel_turned"  # of an MLP: name and module of the layer whose input R4 turns
@@ -24,9 +24,12 @@ NOTE = "online_{}_call_load_online_"  # a buffer: what loads the checkpoint repo
 def install(decoder: Decoder, online: tuple[str, ...]) -> None:
     """Put the rotations ``online`` into the forward pass, once, with their notes."""
     for layer in decoder.layers:
-        if "R4" in online:
-            _turn_inputs(layer.mlp, "down_proj")
-        for name, owner in (("R4", layer.mlp), ("R3", layer.attention)):
+        owners = {"R3": layer.attention}
+        if layer.down is not None:
+            owners["R4"] = layer.down.owner
+            if "R4" in online:
+                _turn_inputs(layer.down)
+        for name, owner in owners.items():
             if name in online:
                 owner.register_buffer(NOTE.format(name), torch.ones(()))
     if "R3" in online and not _turns_keys(decoder.layers[0]):
@@ -48,7 +51,8 @@ def usable_decoder(model: object) -> Decoder:
 # ---- R4 ------------------------------------------------------------------------------------------
 
 
-def _turn_inputs(owner: nn.Module, leaf: str) -> None:
+def _turn_inputs(down: Linear) -> None:
+    owner, leaf = down.owner, down.leaf
     if TURNED not in owner.__dict__:
         owner.__dict__[TURNED] = (leaf, None)
         owner.register_forward_pre_hook(_follow)
@@ -79,9 +83,11 @@ def _has_turn(module: nn.Module) -> bool:
 
 
 def _turns_products(layer: Layer) -> bool:
-    if TURNED in layer.mlp.__dict__:
-        _follow(layer.mlp)
-    return _has_turn(layer.down)
+    if layer.down is None:
+        return True
+    if TURNED in layer.down.owner.__dict__:
+        _follow(layer.down.owner)
+    return _has_turn(layer.down.module)
 
 
 # ---- R3 ------------------------------------------------------------------------------------------

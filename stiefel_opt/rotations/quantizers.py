@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from stiefel_opt.errors import check_flag, check_integer, fail, users_level
 from stiefel_opt.numerics.geometry import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
-from stiefel_opt.rotations.decoder import Decoder, Layer, state_of
+from stiefel_opt.rotations.decoder import Decoder, Layer, Linear, check_sharing, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import Rotations, check_rotations
@@ -76,31 +76,37 @@ def quantized(
     activation_bits: int | None = 4,
     kv_bits: int | None = None,
     weight_bits: int | None = None,
+    weight_group: int | None = None,
     symmetric: bool = False,
 ) -> contextlib.AbstractContextManager[nn.Module]:
     """Context: ``model`` runs as if it were quantised. Nothing is changed.
 
     Rounded are, token by token, the inputs of every linear layer but the head's; with ``kv_bits``
-    keys and values, head by head; with ``weight_bits`` the weights of these layers, on a symmetric
-    grid for each output. Embeddings, norms and attention scores stay.
+    keys and values, head by head; with ``weight_bits`` the weights of these layers, to nearest on
+    symmetric grids. Embeddings, norms and attention scores stay.
 
     Args:
         model: A decoder of the Llama family: as loaded, prepared or folded.
-        rotations: In whose basis is rounded, for a prepared model. Default: as the model stands.
+        rotations: In whose basis is rounded, for a prepared model, or for any if they have no R1.
+            Default: as the model stands.
         activation_bits, kv_bits, weight_bits: From 2 to 16; None does not round.
+        weight_group: So many neighbouring inputs of an output have a grid of their own, as 32 in
+            torchao and llama.cpp. Default: one grid for each output.
         symmetric: Whether the grids of activations, keys and values are symmetric about zero.
 
     Yields: The model.
     Raises:
         ValueError, TypeError: for bits out of range, another family, rotations of another model,
             or rotations for a model that is not prepared or is folded already; for a folded model
-            without its online rotations.
+            without its online rotations; for a ``weight_group`` that does not divide every layer's
+            inputs.
     Warns: for activations of 4 bits or less of a rotated model without R4.
     Note: Gradients pass the rounding as :func:`stiefel_opt.rotations.learn` has it.
     """
     bits = {"activation_bits": activation_bits, "kv_bits": kv_bits, "weight_bits": weight_bits}
+    options = {**bits, "weight_group": weight_group, "symmetric": symmetric}
     decoder = usable_decoder(model)
-    quantizers = quantizers_of(decoder, "rotations", rotations, symmetric=symmetric, **bits)
+    quantizers = quantizers_of(decoder, "rotations", rotations, **options)
     warn_without_r4(decoder, rotations, activation_bits)
 
     @contextlib.contextmanager
@@ -136,16 +142,48 @@ def quantizers_of(
         if options[bits] is not None:
             check_integer(bits, options[bits], 2, 16)
     check_flag("symmetric", options["symmetric"])
+    _check_places(decoder, options["kv_bits"])
+    if options["weight_group"] is not None:
+        _check_weight_group(decoder, options["weight_group"], options["weight_bits"])
     if rotations is not None:
-        check_prepared(decoder)
         check_rotations(name, rotations, decoder)
+        check_prepared(decoder, rotations)
     return Quantizers(decoder, rotations, **options)
 
 
-def check_prepared(decoder: Decoder) -> None:
-    """Raise unless the model has gone through ``prepare_`` and not through ``fold_``."""
+def _check_places(decoder: Decoder, kv_bits: object) -> None:
+    """Raise where the model has no module whose inputs, weights or values could be rounded."""
+    experts = [linear.name for linear in decoder.linears() if linear.is_parameter]
+    if experts:
+        remedy = "fold rotations.hadamard(model), and round it by a tool that knows experts"
+        wanted = "have a module for each linear layer to be rounded"
+        raise ValueError(fail("model", wanted, f"experts in one parameter, {experts[0]}", remedy))
+    if kv_bits is not None and not decoder.has_heads:
+        given = f"a {type(decoder.model).__name__} whose description names no values"
+        raise ValueError(fail("kv_bits", "be None for keys and values in one layer", given))
+
+
+def _check_weight_group(decoder: Decoder, group: object, weight_bits: object) -> None:
+    """Raise unless groups of that many inputs fill every layer."""
+    size = check_integer("weight_group", group, 2)
+    if weight_bits is None:
+        raise ValueError(fail("weight_group", "be None where weight_bits is", size))
+    for linear in decoder.linears():
+        inputs = linear.weight.size(-1)
+        if linear.name != decoder.description.head and inputs % size:
+            wanted = f"divide the {inputs} inputs of {linear.name}"
+            raise ValueError(fail("weight_group", wanted, size))
+
+
+def check_prepared(decoder: Decoder, rotations: Rotations | None = None) -> None:
+    """Raise unless the model has gone through ``prepare_`` and not through ``fold_``.
+
+    Where ``rotations`` have no R1, the norms may have gains.
+    """
     state = state_of(decoder.model).get("state", "as it was loaded")
-    if state != "prepared":
+    if state == "as it was loaded" and rotations is not None and rotations.residual is None:
+        check_sharing(decoder)
+    elif state != "prepared":
         untouched = state == "as it was loaded"
         remedy = "call rotations.prepare_(model)" if untouched else "load the original"
         raise ValueError(fail("model", "be prepared", f"one that is {state}", remedy))
@@ -166,6 +204,7 @@ class Quantizers:
     activation_bits: int | None
     kv_bits: int | None
     weight_bits: int | None
+    weight_group: int | None
     symmetric: bool
     recompute: bool = False
     measure: Callable[[Tensor], None] | None = None  # of noise, instead of rounding
@@ -176,7 +215,8 @@ class Quantizers:
         given = self.rotations
         self.residual = None if given is None else given.residual
         self.heads: Sequence[Tensor | None]
-        self.heads = [None] * len(self.decoder.layers) if given is None else given.heads
+        none = [None] * len(self.decoder.layers)
+        self.heads = none if given is None or not given.heads else given.heads
         self.online = () if given is None else given.online
 
     @contextlib.contextmanager
@@ -200,14 +240,13 @@ class Quantizers:
             yield self
 
     def _install(self, layer: Layer, head: Tensor | None, stack: contextlib.ExitStack) -> None:
-        bits, residual = self.activation_bits, self.residual
-        fixed = rotate_fixed if "R4" in self.online else None
+        bits = self.activation_bits
 
         def after_norm(_: nn.Module, __: Any, x: Tensor) -> Tensor:
-            return self._round(x, bits, residual)
+            return self._round(x, bits, self.residual)
 
-        def before(rotation: Rotation, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (self._round(inputs[0], bits, rotation),)
+        def before(writer: Linear, _: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            return (self._round(inputs[0], bits, self._sides(layer, writer, head)[0]),)
 
         def after_value(_: nn.Module, __: Any, x: Tensor) -> Tensor:
             values = torch.unflatten(x, -1, (-1, self.decoder.head_size))
@@ -215,31 +254,32 @@ class Quantizers:
 
         handles = []
         if bits is not None:
-            handles += [
-                layer.input_norm.register_forward_hook(after_norm),
-                layer.middle_norm.register_forward_hook(after_norm),
-                layer.output.register_forward_pre_hook(functools.partial(before, head)),
-                layer.down.register_forward_pre_hook(functools.partial(before, fixed)),
-            ]
-        if self.kv_bits is not None:
-            handles.append(layer.value.register_forward_hook(after_value))
+            handles = [norm.module.register_forward_hook(after_norm) for norm in layer.norms]
+            for writer in layer.writers:
+                hook = functools.partial(before, writer)
+                handles.append(writer.module.register_forward_pre_hook(hook))
+        if self.kv_bits is not None and layer.value is not None:
+            handles.append(layer.value.module.register_forward_hook(after_value))
         for handle in handles:
             stack.callback(handle.remove)
-        if self.weight_bits is not None:
-            for linear, inward, outward in (
-                (layer.query, residual, None),
-                (layer.key, residual, None),
-                (layer.value, residual, head),
-                (layer.output, head, residual),
-                (layer.gate, residual, None),
-                (layer.up, residual, None),
-                (layer.down, fixed, residual),
-            ):
-                rounded = functools.partial(self._linear, linear, inward, outward)
-                stack.enter_context(wrapped_forward(linear, rounded))
+        for linear in layer.linears() if self.weight_bits is not None else ():
+            sides = functools.partial(self._sides, layer, linear, head)
+            rounded = functools.partial(self._linear, linear, sides)
+            stack.enter_context(wrapped_forward(linear.module, rounded))
         if self.recompute:
             recomputed = functools.partial(checkpoint, use_reentrant=False)
             stack.enter_context(wrapped_forward(layer.module, recomputed))
+
+    def _sides(
+        self, layer: Layer, linear: Linear, head: Tensor | None
+    ) -> tuple[Rotation, Rotation]:
+        """Return what turns the inputs of a layer, and what turns its outputs."""
+        if linear not in layer.writers:
+            return self.residual, head if linear == layer.value else None
+        if linear == layer.output:
+            return head, self.residual
+        fixed = rotate_fixed if linear == layer.down and "R4" in self.online else None
+        return fixed, self.residual
 
     def _round(self, x: Tensor, bits: int | None, rotation: Rotation) -> Tensor:
         """Round the rows of ``x`` in the rotated basis."""
@@ -259,6 +299,7 @@ class Quantizers:
         symmetric: bool,
         *,
         outward: Rotation = None,
+        group: int | None = None,
         counted: Tensor | None = None,
     ) -> None:
         """Pass the noise of rounding ``x`` to ``measure``, with a gradient for rotations only."""
@@ -268,28 +309,30 @@ class Quantizers:
         with torch.enable_grad():
             y = turned(widened(rows), rotation)
             y = y if outward is None else turned(y.mT, outward).mT
+            y = y if group is None else torch.unflatten(y, -1, (-1, group))
             self.measure(noise_ratio(y, bits, symmetric))
 
     def _linear(
         self,
-        linear: nn.Linear,
-        inward: Rotation,
-        outward: Rotation,
+        linear: Linear,
+        sides: Callable[[], tuple[Rotation, Rotation]],
         plain: Callable[[Tensor], Tensor],
         x: Tensor,
     ) -> Tensor:
-        """The layer with its weight rounded, one grid for each output, in the rotated basis."""
-        bits = self.weight_bits
+        """The layer with its weight rounded, on a grid for each group, in the rotated basis."""
+        bits, group = self.weight_bits, self.weight_group
+        inward, outward = sides()
         if not self.enabled or bits is None:
             return plain(x)
         if self.measure is not None:
-            self._measure(linear.weight, bits, inward, symmetric=True, outward=outward)
+            self._measure(linear.weight, bits, inward, True, outward=outward, group=group)
             return plain(x)
 
         def run(x: Tensor) -> Tensor:
             weight = turned(widened(linear.weight), inward)
             weight = turned(weight.mT, outward).mT
-            weight = fake_quantize(weight, bits, symmetric=True)
+            grouped = torch.unflatten(weight, -1, (-1, group or weight.size(-1)))
+            weight = fake_quantize(grouped, bits, symmetric=True).flatten(-2)
             weight = turned(turned(weight.mT, outward, back=True).mT, inward, back=True)
             return functional.linear(x, weight.to(x.dtype), linear.bias)
 

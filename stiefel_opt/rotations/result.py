@@ -26,24 +26,30 @@ class Rotations:
     """The rotations of one decoder.
 
     Attributes:
-        residual: R1, ``(d, d)``: the residual stream x, a row, becomes x R1.
-        heads: R2, one ``(h, h)`` for each layer: the values v of every head become v R2.
+        residual: R1, ``(d, d)``: the residual stream x, a row, becomes x R1. None leaves the stream
+            as it is, and then the model needs no :func:`stiefel_opt.rotations.prepare_`.
+        heads: R2, one ``(h, h)`` for each layer: the values v of every head become v R2. Empty
+            where queries, keys and values are one layer.
         online: Names of fixed rotations that stay in the forward pass: "R3" turns queries and keys
             behind the rotary embedding, "R4" the input of ``down_proj``.
         log: One dict for each step of :func:`stiefel_opt.rotations.learn`: step, loss,
             orthonormality, seconds.
     """
 
-    residual: Tensor
+    residual: Tensor | None
     heads: Sequence[Tensor]
     online: tuple[str, ...] = ("R4",)
     log: Sequence[Mapping[str, float]] = ()
+
+    def matrices(self) -> list[Tensor]:
+        """R1, if there is one, and R2 of each layer."""
+        return [*([] if self.residual is None else [self.residual]), *self.heads]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file that ``torch.load(path, weights_only=True)`` reads as a dict."""
         content = {
             "format": FORMAT,
-            "residual": self.residual.detach().cpu(),
+            "residual": None if self.residual is None else self.residual.detach().cpu(),
             "heads": [head.detach().cpu() for head in self.heads],
             "online": list(self.online),
             "log": [dict(entry) for entry in self.log],
@@ -73,11 +79,13 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
         remedy = "call rotations.learn or rotations.hadamard"
         raise TypeError(fail(name, "be Rotations", type(rotations).__name__, remedy))
     check_online(f"{name}.online", rotations.online, decoder)
-    if len(rotations.heads) != len(decoder.layers):
-        wanted = f"have one matrix for each of {len(decoder.layers)} layers"
+    count = len(decoder.layers) if decoder.has_heads else 0
+    if len(rotations.heads) != count:
+        wanted = f"have one matrix for each of {count} layers" if count else "be empty"
         raise ValueError(fail(f"{name}.heads", wanted, len(rotations.heads)))
-    named = [("residual", rotations.residual, decoder.width)]
-    named += [(f"heads[{i}]", head, decoder.head_size) for i, head in enumerate(rotations.heads)]
+    named = [(f"heads[{i}]", head, decoder.head_size) for i, head in enumerate(rotations.heads)]
+    if rotations.residual is not None:
+        named.insert(0, ("residual", rotations.residual, decoder.width))
     for part, matrix, size in named:
         if tuple(matrix.shape) != (size, size):
             wanted = f"be {size} x {size}, as in the model"
@@ -86,12 +94,22 @@ def check_rotations(name: str, rotations: object, decoder: Decoder) -> None:
             raise TypeError(fail(f"{name}.{part}", "be floating-point", matrix.dtype))
         if not float(gram_error(matrix.detach().float())) <= LARGEST_ERROR:
             raise ValueError(fail(f"{name}.{part}", "be orthogonal", "another matrix"))
+    if rotations.residual is not None and decoder.description.norm == "layer":
+        ones = rotations.residual.detach().float().sum(1)  # R 1
+        if not float((ones - 1).abs().max()) <= LARGEST_ERROR:
+            wanted = "keep the vector of ones, which LayerNorm projects out"
+            remedy = "call rotations.hadamard(model)"
+            raise ValueError(fail(f"{name}.residual", wanted, "another rotation", remedy))
 
 
 def check_online(name: str, online: Sequence[str], decoder: Decoder) -> None:
     """Raise unless these are names of fixed rotations, and R3 has a Hadamard matrix of a head."""
     if isinstance(online, str) or not all(each in ONLINE for each in online):
         raise ValueError(fail(name, f"be among {list(ONLINE)}", repr(online)))
+    if "R4" in online and decoder.description.down is None:
+        remedy = "leave R4 out: online=()"
+        given = f"R4 for a {type(decoder.model).__name__} of experts, or described without down"
+        raise ValueError(fail(name, "name what the model has a place for", given, remedy))
     size = decoder.head_size  # 0 where a quantised layer does not tell it
     if "R3" in online and size and largest_hadamard(size) != size:
         name = f"{decoder.layers[0].name}.self_attn"

@@ -6,8 +6,9 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from stiefel_opt.errors import check_integer
+from stiefel_opt.errors import check_flag, check_integer
 from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
 from stiefel_opt.rotations.online import usable_decoder
@@ -15,7 +16,11 @@ from stiefel_opt.rotations.result import ONLINE, Rotations, check_online
 
 
 def hadamard(
-    model: nn.Module, *, seed: int = 0, online: tuple[str, ...] | list[str] = ("R4",)
+    model: nn.Module,
+    *,
+    seed: int = 0,
+    residual: bool = True,
+    online: tuple[str, ...] | list[str] | None = None,
 ) -> Rotations:
     r"""Return random Hadamard rotations of the sizes of ``model``.
 
@@ -26,25 +31,66 @@ def hadamard(
     models.
 
     Args:
-        model: A decoder of the Llama family.
+        model: A decoder that :func:`prepare_` knows, or has prepared.
         seed: Of signs and blocks; the same rotations on every device.
+        residual: Whether to rotate the residual stream. False leaves R1 out: the model needs no
+            :func:`prepare_`, and its norms, embeddings and head stay as they are; for caches, and
+            for weights that are rounded to nearest.
         online: Fixed rotations that stay in the forward pass: "R3" for key caches, "R4" for the
-            inputs of ``down_proj``, without which 4 bits are out of reach.
+            inputs of ``down_proj``, without which 4 bits are out of reach. Default: R4, except for
+            experts.
 
+    Returns: Rotations; of a model with LayerNorms, R is the rotation of one dimension less, of the
+        complement of the vector of ones.
     Raises:
         ValueError: for another family, an unknown name, a seed below 0, and R3 where no Hadamard
             matrix is as large as a head; for a folded model without its online rotations.
-        TypeError: for a seed that is no integer.
+        TypeError: for a seed that is no integer, or a ``residual`` that is neither True nor False.
     Reference: Ashkboos et al., QuaRot (NeurIPS 2024); Paley, On orthogonal matrices (1933).
     """
     decoder = usable_decoder(model)
     check_integer("seed", seed, 0)
+    check_flag("residual", residual)
+    if online is None:
+        online = () if decoder.description.down is None else ("R4",)
     check_online("online", online, decoder)
     generator = torch.Generator().manual_seed(seed)
-    device = decoder.embedding.weight.device
-    residual = _random_hadamard(decoder.width, generator).to(device)
-    heads = [_random_hadamard(decoder.head_size, generator).to(device) for _ in decoder.layers]
-    return Rotations(residual, heads, tuple(name for name in ONLINE if name in online))
+    stream = _random_hadamard(decoder.width, generator)
+    if decoder.description.norm == "layer":
+        stream = around_ones(_random_hadamard(decoder.width - 1, generator))
+    count = len(decoder.layers) if decoder.has_heads else 0
+    heads = [_random_hadamard(decoder.head_size, generator) for _ in range(count)]
+    device, chosen = decoder.device, tuple(name for name in ONLINE if name in online)
+    return Rotations(
+        stream.to(device) if residual else None, [head.to(device) for head in heads], chosen
+    )
+
+
+def around_ones(rotation: Tensor) -> Tensor:
+    """Return the rotation of one dimension more that keeps the vector of ones: F diag(1, R) F.
+
+    F is the reflection that exchanges the first axis and the vector of ones.
+    """
+    size = len(rotation) + 1
+    inner = functional.pad(rotation.double(), (1, 0, 1, 0))
+    corner = torch.zeros(size, size, dtype=inner.dtype, device=inner.device)
+    corner[0, 0] = 1
+    return _reflected(inner + corner).float().contiguous()
+
+
+def inside_ones(rotation: Tensor) -> Tensor:
+    """Return R of :func:`around_ones`."""
+    return _reflected(rotation.double())[1:, 1:].float().contiguous()
+
+
+def _reflected(matrix: Tensor) -> Tensor:
+    """Return F M F."""
+    size = len(matrix)
+    axis = torch.full((size,), -(size**-0.5), dtype=matrix.dtype, device=matrix.device)
+    axis[0] += 1
+    axis = axis / torch.linalg.vector_norm(axis)
+    matrix = matrix - 2 * torch.outer(axis, axis @ matrix)
+    return matrix - 2 * torch.outer(matrix @ axis, axis)
 
 
 def _random_hadamard(size: int, generator: torch.Generator) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.tags.manifold import Stiefel
 
 
@@ -91,4 +92,6 @@ def as_batch(matrices: Tensor) -> Tensor:
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """Say whether one tensor is a view on the memory of the other."""
+    if not has_values(tensor):
+        return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
     return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

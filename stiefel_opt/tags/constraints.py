@@ -29,10 +29,11 @@ from stiefel_opt.errors import (
     none_found,
     users_level,
 )
+from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import is_sharded, replicated, whole
 from stiefel_opt.tags.foreign import known_modules, note_module
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
     check_projectable,
@@ -44,7 +45,7 @@ from stiefel_opt.tags.points import (
 )
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
 from stiefel_opt.tags.uses import check_uses
-from stiefel_opt.tags.watch import GROUPED, mark_maps, record, records_of, watch
+from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
 
 MOVED: Final = "_stiefel_moved"  # {parameter name: distance}, in the owner's __dict__
@@ -197,7 +198,7 @@ def check_value(
     if is_sharded(parameter):
         before = "call so.constrain before fully_shard, or project=False: the first step projects"
         raise TypeError(fail(name, "not be sharded to be projected", "a DTensor", before))
-    if not parameter.is_meta:
+    if has_values(parameter):
         check_projectable(parameter, reading, name, remedy)
         check_writable(name, parameter)
 
@@ -213,7 +214,7 @@ def apply_readings(
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
-        if project and not parameter.is_meta:
+        if project and has_values(parameter):
             point = nearest(parameter, reading, name)
             share = distance(parameter, point)
             if share == math.inf:
@@ -398,7 +399,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
     if isinstance(x, Tensor):
         reading = reading_of(x, manifold, "x")
         _check_unrecorded(x)
-        if not x.is_meta:
+        if has_values(x):
             to_nearest_(x, reading, "x")
         return x
     if manifold is not None:
@@ -411,7 +412,7 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
         if not is_sharded(parameter):
             check_value(parameter, reading, name, remedy="initialise it first")
     for name, parameter, reading in tagged:
-        if not parameter.is_meta:
+        if has_values(parameter):
             to_nearest_(parameter, reading, name)
     return x
 
@@ -456,6 +457,8 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
             if parameter is None:
                 wanted = "still be a parameter: it is constrained"
                 remedy = "undo what replaced it (a parametrization, pruning) and use only one"
+                if getattr(module._parameters, "is_flat", False):
+                    raise ValueError(FLAT.format(name))
                 raise ValueError(fail(name, wanted, "none of that name", remedy))
             reading.check(parameter.shape, name)
             other, known = recorded.setdefault(id(parameter), (name, reading))
@@ -463,9 +466,14 @@ def readings(model: nn.Module) -> dict[str, tuple[nn.Parameter, Stiefel | None]]
                 wanted = "be constrained alike: they are one tied parameter"
                 raise ValueError(fail(f"{other} and {name}", wanted, f"{known} and {reading}"))
     return {
-        name: (p, recorded[id(p)][1] if id(p) in recorded else manifold_of(p, name))
+        name: (p, recorded[id(p)][1] if id(p) in recorded else _tag_of(p, name))
         for name, p in model.named_parameters()
     }
+
+
+def _tag_of(parameter: nn.Parameter, name: str) -> Stiefel | None:
+    """Return the tag of a parameter, None for what is geoopt's and on no Stiefel manifold."""
+    return None if is_others(parameter) else manifold_of(parameter, name)
 
 
 def retag(model: ModuleT) -> ModuleT:
@@ -506,7 +514,8 @@ def param_groups(
     carries under the key ``"stiefel"``. Tied parameters appear once, frozen ones too, as in
     ``model.parameters()``. Rows that a reading leaves plain follow the group of their weight: give
     it, too, the ``weight_decay`` that they need. A parameter of the plain group that is constrained
-    later stays orthonormal from then on; where nothing is constrained yet, this warns.
+    later stays orthonormal from then on; where nothing is constrained yet, this warns. What
+    geoopt keeps on another manifold, as :func:`from_geoopt` leaves it, is in no group.
 
     Args:
         model: The model.
@@ -531,6 +540,8 @@ def param_groups(
     retag(model)
     members: dict[Stiefel | None, list[Any]] = {None: []}
     for name, (parameter, reading) in readings(model).items():
+        if is_others(parameter):
+            continue
         members.setdefault(reading, []).append((name, parameter) if names else parameter)
     for module in model.modules():
         if records_of(module):

@@ -304,4 +304,13 @@ def manifold_of(parameter: Tensor | None, name: str = "") -> Stiefel | None:
     called = f"{name or 'parameter' + shape}.manifold"
     given = f"{type(manifold).__module__}.{type(manifold).__qualname__}"
     remedy = "convert the model with so.from_geoopt, or delete the attribute"
+    if is_others(parameter):
+        remedy = "leave it to an optimizer of geoopt, and pass the others, so.param_groups(model)"
     raise TypeError(fail(called, "be a so.Stiefel", given, remedy))
+
+
+def is_others(parameter: Tensor | None) -> bool:
+    """Say whether geoopt keeps a parameter on another than a Stiefel manifold."""
+    kinds = type(getattr(parameter, "manifold", None)).__mro__
+    of_geoopt = {kind.__name__ for kind in kinds if kind.__module__.startswith("geoopt.")}
+    return bool(of_geoopt) and not of_geoopt & {"Stiefel", "Euclidean"}

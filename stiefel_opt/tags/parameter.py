@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_writable, fail
-from stiefel_opt.numerics.device import untraced
+from stiefel_opt.numerics.device import has_values, untraced
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
@@ -67,7 +67,7 @@ class ManifoldParameter(nn.Parameter):
         if cls is ManifoldParameter:
             cls = _Tagged  # type: ignore[assignment]
             stated = True
-            if project and not (data.is_meta or is_sharded(data)):
+            if project and has_values(data) and not is_sharded(data):
                 remedy = "initialise it first, or pass project=False"
                 point = nearest(data, manifold, "data", remedy)
                 share = distance(data, point)
@@ -196,7 +196,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
             name = f"parameter of shape {tuple(parameter.shape)}"
             manifold.check(parameter.shape, name)
             point = None
-            if not (parameter.is_meta or is_sharded(parameter)):
+            if has_values(parameter) and not is_sharded(parameter):
                 check_writable(name, parameter)
                 point = nearest(parameter, manifold, name)
             points.append((parameter, point))

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from stiefel_opt.errors import check_choice, check_flag, counted, fail, users_level
 from stiefel_opt.numerics import geometry
-from stiefel_opt.numerics.device import finest_dtype, no_autocast, values_of, working_dtype
+from stiefel_opt.numerics.device import (
+    finest_dtype,
+    has_values,
+    no_autocast,
+    values_of,
+    working_dtype,
+)
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.numerics.geometry import (
     gram_error,
@@ -83,8 +89,9 @@ def check_projectable(tensor: Tensor, reading: Stiefel, name: str, remedy: str) 
 @torch.no_grad()
 def kept_scale(value: Tensor, reading: Stiefel, name: str) -> float:
     """Return the root mean square of the singular values: points of that scale have its norm."""
-    if value.is_meta:
-        raise ValueError(fail("scale", "be a number on the meta device", "'keep'"))
+    if not has_values(value):
+        wanted = "be a number on the meta device, and for fake tensors"
+        raise ValueError(fail("scale", wanted, "'keep'"))
     matrices = [reading.matrices(part, index) for index, part in enumerate(reading.parts(value))]
     # float32 adds the squares of a large weight, or of equal entries, one after the other
     norms = [torch.linalg.vector_norm(each, dtype=finest_dtype(each)) for each in matrices]

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stiefel_opt.errors import fail, none_found
-from stiefel_opt.numerics.device import finest_dtype
+from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.distributed import whole
 from stiefel_opt.numerics.geometry import orthonormality_tolerance
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.points import largest_error, reading_of
 
 
@@ -150,10 +150,12 @@ class Report:
     Attributes:
         lines: One :class:`Line` for each constrained parameter.
         with_steps: Whether the table has columns for the steps of an optimizer.
+        others: Name and manifold of each parameter that is geoopt's, as it is on another manifold.
     """
 
     lines: tuple[Line, ...]
     with_steps: bool = False
+    others: tuple[tuple[str, str], ...] = ()
 
     @override
     def __str__(self) -> str:
@@ -177,7 +179,8 @@ class Report:
             shape = " x ".join(map(str, line.shape))
             reading = f"{line.reading}, by {line.map}" if line.map else line.reading
             rows.append((line.name, shape, reading, *extra, error))
-        return table(rows)
+        left = ", ".join(f"{name} ({manifold})" for name, manifold in self.others)
+        return table(rows) + (f"\nleft to geoopt: {left}" if left else "")
 
     @override
     def __repr__(self) -> str:
@@ -239,7 +242,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
         owner = model.get_submodule(path)
         shape = tuple(weight.shape)
         words = in_words(model, name, shape, reading)
-        error = None if weight.is_meta else _error(weight, reading).item()
+        error = _error(weight, reading).item() if has_values(weight) else None
         rounding = max(orthonormality_tolerance(weight.dtype, n) for n in reading.heights(shape))
         numbers = {attribute: values.get(weight) for attribute, values in known.items()}
         if "skipped" in numbers:  # the method leaves out weights without skipped steps
@@ -257,4 +260,9 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             **numbers,
         )
         lines.append(line)
-    return Report(tuple(lines), with_steps=optimizer is not None)
+    others = tuple(
+        (name, type(parameter.manifold).__name__)  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters()
+        if is_others(parameter)
+    )
+    return Report(tuple(lines), with_steps=optimizer is not None, others=others)

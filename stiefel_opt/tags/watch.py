@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from stiefel_opt.errors import CONSTRAINABLE, users_level
+from stiefel_opt.errors import CONSTRAINABLE, PARAMETRIZED, users_level
 from stiefel_opt.numerics.device import (
     Lagged,
     Now,
+    has_values,
     is_compiling,
     is_in_dynamo,
     lives_on,
@@ -36,7 +37,7 @@ from stiefel_opt.numerics.device import (
     untraced,
 )
 from stiefel_opt.numerics.distributed import is_sharded, whole
-from stiefel_opt.numerics.geometry import FAR, orthonormality_tolerance, scale_tolerance, widened
+from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance, widened
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
 from stiefel_opt.tags.points import kept_scale, largest_error, nearest
@@ -94,9 +95,10 @@ def has_left(parameter: Tensor, reading: Stiefel) -> bool:
     """Say whether a weight is unconstrained, or was to leave the manifold and has left it."""
     if getattr(parameter, "takes_whole_gradient", False):
         return True
-    if parameter.is_meta or not getattr(parameter, "is_unconstrained", False):
+    if not has_values(parameter) or not getattr(parameter, "is_unconstrained", False):
         return False
-    return FAR < float(largest_error(widened(parameter), reading)) < math.inf
+    error = float(largest_error(widened(parameter), reading))
+    return is_far(error, parameter.detach()) and error < math.inf
 
 
 class _Watched(dict[str, Any]):
@@ -108,6 +110,7 @@ class _Watched(dict[str, Any]):
     """
 
     __slots__ = ("__dict__", "passes")  # a slot is read faster
+    is_flat = False  # whether FullyShardedDataParallel holds the parameters
     silent = True  # until all is in place, as while a pickle is read
     passes: dict[str, Iterator[None]]  # of each record, as many items as reads may pass unseen
 
@@ -164,7 +167,11 @@ class _Watched(dict[str, Any]):
     @override
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        if not self.silent and self._reading_of(name) is not None:
+        if _is_flattened(sys._getframe(1)):
+            if not self.is_flat and self._reading_of(name) is not None:  # then in each forward pass
+                warnings.warn(FLAT.format(name), LostTagWarning, stacklevel=users_level())
+                self.is_flat = True
+        elif not self.silent and self._reading_of(name) is not None:
             warnings.warn(
                 f"`{name}` is constrained, and is no parameter any more: what computes it now (a "
                 "parametrization, pruning) would not keep it orthonormal; undo that, or call "
@@ -219,7 +226,7 @@ class _Watched(dict[str, Any]):
         if getattr(value, "is_unconstrained", False):
             return True
         if (
-            value.is_meta
+            not has_values(value)
             or value.dtype not in CONSTRAINABLE
             or not may_wait_for(value)
             or _get_current_dispatch_mode() is not None  # of this thread
@@ -230,7 +237,7 @@ class _Watched(dict[str, Any]):
         with no_autocast(value):
             reader = Now() if waits else reader_for(value, looks.lagged)
             error = reader.number("error", lambda: largest_error(widened(value.detach()), reading))
-        if error <= FAR or error == math.inf:  # not known yet
+        if error == math.inf or not is_far(error, value.detach()):  # inf: not known yet
             return False
         text = _FUNCTIONAL if type(value) is Tensor else _WRITTEN
         warnings.warn(text.format(name, self.kind, error), stacklevel=users_level())
@@ -290,6 +297,13 @@ def _none_pass(names: Iterable[str]) -> dict[str, Iterator[None]]:
     return {name: iter(()) for name in names}
 
 
+def _is_flattened(frame: FrameType | None) -> bool:
+    """Say whether ``FullyShardedDataParallel`` takes a parameter away, by ``delattr``."""
+    if frame is not None and frame.f_code is nn.Module.__delattr__.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith(_FSDP1)
+
+
 def _is_swapped(frame: FrameType) -> bool:
     """Say whether ``torch.func.functional_call`` has put a parameter in, for one call."""
     return frame.f_globals.get("__name__") == "torch.nn.utils._named_member_accessor"
@@ -301,6 +315,12 @@ _WRITES: Final = 32  # between two looks in evaluations, at most
 _PASSES: Final = 63  # reads without a look at the version, at most
 _READS: Final = 16  # with gradients, before the second look
 _CALL: Final = nn.Module._call_impl.__code__  # around every forward pass
+_FSDP1: Final = "torch.distributed.fsdp._"
+FLAT: Final = (
+    "`{}` is constrained, and FullyShardedDataParallel (FSDP1) cuts it out of one flat parameter, "
+    "in which no constraint can be read: shard by torch.distributed.fsdp.fully_shard (FSDP2), see "
+    "docs/distributed.md"
+)
 _LOST: Final = (
     "`{}` of {} has lost its Stiefel tag because its parameter was replaced, and would be trained "
     "without its constraint; call so.retag(model), and then build the optimizer anew: it holds the "
@@ -388,6 +408,27 @@ def _warn_if_lost(module: nn.Module, args: Any) -> None:  # noqa: ARG001
         module._parameters.warn_if_lost()
 
 
+def _name_parametrized(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, messages: list[str]
+) -> None:
+    """Add an error, or warn, where keys are those of a parametrization."""
+    for leaf in records_of(module):
+        factor = f"{prefix}parametrizations.{leaf}.original"
+        if prefix + leaf not in state_dict and {factor, f"{factor}0"} & state_dict.keys():
+            text = f"`{prefix}{leaf}` is saved as a parametrization, `{factor}`: {PARAMETRIZED}"
+            if _is_strict(sys._getframe(2)):
+                messages.append(text)
+            else:
+                warnings.warn(text, stacklevel=users_level())
+
+
+def _is_strict(frame: FrameType | None) -> bool:
+    """Say whether ``load_state_dict`` is strict, which its hooks are not told."""
+    while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
+        frame = frame.f_back
+    return frame is None or bool(frame.f_locals["strict"])
+
+
 def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel:
     """Return the reading of a weight with ``scale="keep"`` for a value that is being loaded."""
     reading, parameter = records_of(module)[leaf], module._parameters[leaf]
@@ -416,16 +457,20 @@ def _warn_if_off(
     state_dict: Mapping[str, Any],
     prefix: str,
     metadata: Mapping[str, Any],
-    *args: Any,  # noqa: ARG001
+    *others: Any,
 ) -> None:
-    """Hook before ``load_state_dict``: warn of values that are off the manifold, by full name."""
+    """Hook before ``load_state_dict``: warn of values that are off the manifold, by full name.
+
+    Name the remedy where the keys are those of a parametrization.
+    """
+    _name_parametrized(module, state_dict, prefix, others[-1])
     if module.__dict__.get(PROJECTS, False):
         return
     for leaf, reading in list(records_of(module).items()):
         parameter, value = module._parameters.get(leaf), state_dict.get(prefix + leaf)
-        if parameter is None or not isinstance(value, Tensor) or value.is_meta:
+        if parameter is None or not isinstance(value, Tensor):
             continue
-        if value.shape != parameter.shape:
+        if value.shape != parameter.shape or not has_values(value):
             continue  # torch refuses it
         if is_sharded(value) and not lives_on(value, value.device_mesh.device_type):
             continue  # offloaded: no process group can gather it

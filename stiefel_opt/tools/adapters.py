@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from typing_extensions import override
 
 from stiefel_opt.errors import check_dtype, check_module, check_range, fail
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.numerics.geometry import gram_error, polar_factor, positive_qr, widened
 from stiefel_opt.tags.constraints import constrain, release
@@ -264,7 +265,7 @@ def _from_torch(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
 
 def _check(name: str, tensor: Tensor) -> None:
     check_dtype(name, tensor.dtype)
-    if tensor.is_meta:
+    if not has_values(tensor):
         raise ValueError(fail(name, "have values", "the meta device", "load the adapter first"))
     if is_sharded(tensor):
         remedy = "call it before fully_shard, or gather the parameters"

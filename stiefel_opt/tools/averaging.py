@@ -13,6 +13,7 @@ from torch.optim import swa_utils
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_module, check_range, fail
+from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.numerics.geometry import (
     gram_error,
@@ -54,7 +55,7 @@ class ProjectedAverage(swa_utils.AveragedModel):
             vars(parameter).pop("is_unconstrained", None)
             if reading and has_left(source, reading):
                 parameter.is_unconstrained = True  # type: ignore[attr-defined]
-            elif reading and not parameter.is_meta:
+            elif reading and has_values(parameter):
                 constrained.append((name, parameter, reading))
         _settle(constrained)
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stiefel_opt.errors import check_integer, check_module, fail, none_found
+from stiefel_opt.numerics import has_values
 from stiefel_opt.tags.report import constrained, orthonormality_error
 
 TAG = "orthonormality_error"
@@ -37,7 +38,7 @@ def orthonormality_errors(model: nn.Module, tag: str = TAG) -> dict[str, float]:
     errors = {
         name: orthonormality_error(value, reading)
         for name, value, reading, _ in constrained(model)
-        if not value.is_meta
+        if has_values(value)
     }
     if not errors:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from stiefel_opt.errors import check_dtype, check_module, fail, none_found
+from stiefel_opt.errors import check_dtype, check_flag, check_module, fail, none_found
 from stiefel_opt.tags.constraints import check_value, constrain
 from stiefel_opt.tags.manifold import Stiefel
 
@@ -51,17 +52,20 @@ def from_geotorch(model: ModuleT) -> ModuleT:
     return _unparametrized(model, lambda module: bool(kinds & _kinds(module, "geotorch")), called)
 
 
-def from_geoopt(model: ModuleT) -> ModuleT:
+def from_geoopt(model: ModuleT, *, strict: bool = False) -> ModuleT:
     """Turn every ``geoopt.ManifoldParameter`` on a Stiefel manifold into a tagged parameter.
 
     The parameter objects stay the same, and so do their values, where they are off by more than
-    rounding up to the nearest point. Those on geoopt's Euclidean manifold become plain.
+    rounding up to the nearest point. Those on geoopt's Euclidean manifold become plain. Those on
+    other manifolds stay geoopt's, and a warning and :func:`stiefel_opt.report` name them:
+    :func:`stiefel_opt.param_groups` leaves them out, an optimizer of geoopt trains them.
 
     Args:
         model: A model with such parameters; changed in place and returned.
+        strict: Raise for a parameter on another manifold. Default: no.
 
     Raises:
-        ValueError: if it has none, or one on another manifold; nothing is changed.
+        ValueError: if it has none, or with ``strict`` one on another manifold; nothing is changed.
         TypeError: for dtypes that :func:`stiefel_opt.constrain` refuses.
     Note: The metric of geoopt, canonical by default, is an option of the optimizers here:
         ``so.StiefelSGD(..., metric="canonical")``.
@@ -69,6 +73,8 @@ def from_geoopt(model: ModuleT) -> ModuleT:
     check_module("model", model)
     stiefel: dict[int, tuple[str, Tensor]] = {}
     plain: dict[int, Tensor] = {}
+    left: dict[int, str] = {}
+    check_flag("strict", strict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         manifold = getattr(parameter, "manifold", None)
         kinds = _kinds(manifold, "geoopt")
@@ -77,10 +83,12 @@ def from_geoopt(model: ModuleT) -> ModuleT:
             stiefel.setdefault(id(parameter), (name, parameter))
         elif "Euclidean" in kinds:
             plain[id(parameter)] = parameter
-        elif kinds:
-            remedy = "replace it by an nn.Parameter, or train it with geoopt in a model of its own"
+        elif kinds and strict:
+            remedy = "replace it by an nn.Parameter, or pass strict=False: it stays geoopt's"
             condition = "be on a Stiefel manifold to be converted"
             raise ValueError(fail(name, condition, repr(manifold), remedy))
+        elif kinds:
+            left.setdefault(id(parameter), f"`{name}` ({type(manifold).__name__})")
     if not stiefel:
         wanted = "a geoopt.ManifoldParameter on a Stiefel manifold"
         raise ValueError(none_found("model", wanted, model))
@@ -90,6 +98,12 @@ def from_geoopt(model: ModuleT) -> ModuleT:
         tensor.__class__ = nn.Parameter  # the same object, so that tied modules keep it
     for name, _ in stiefel.values():
         constrain(model, name, flatten=False)
+    if left:
+        warnings.warn(
+            f"{', '.join(left.values())} stay geoopt's: train these by an optimizer of geoopt, and "
+            "so.param_groups(model) by one of this package",
+            stacklevel=2,
+        )
     return model
 
 

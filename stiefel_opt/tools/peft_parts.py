@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
+from stiefel_opt.numerics import has_values
 from stiefel_opt.tags.constraints import constrain
 from stiefel_opt.tags.points import random_point
 from stiefel_opt.tools.optional import imported
@@ -155,7 +156,7 @@ class StellaModel(LoraModel):  # type: ignore[misc]
         factor.requires_grad_(old.requires_grad)
         with torch.no_grad():
             for parameter in (factor.basis, output):
-                if not parameter.is_meta:
+                if has_values(parameter):
                     parameter.copy_(random_point(*parameter.shape))
         constrain(factor, "basis", flatten=False)
         constrain(layer.lora_B[adapter], "weight", flatten=False)

@@ -20,8 +20,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch.nn.functional import rms_norm
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
-    GPT2Config,
+    Glm4Config,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
@@ -306,10 +307,15 @@ def test_learning_trains_every_family(name: str, dtype: torch.dtype, loss: str) 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9), "without model.embed_tokens"),
+        (BloomConfig(n_layer=1, hidden_size=8, n_head=2, vocab_size=9), "without model.embed_tok"),
         (
             Gemma2Config(**{**SMALL, "num_hidden_layers": 1}),
-            "`model.layers.0` must have no modules but .* got post_feedforward_layernorm, pre_",
+            "`model` must have a stream that can be rotated, .* between each writer and the "
+            r"stream; .*hadamard\(model, residual=False\)",
+        ),
+        (
+            Glm4Config(**{**SMALL, "num_hidden_layers": 1}),
+            r"`model.layers.0` must have no modules but .*; pass prepare_ a description",
         ),
     ],
 )

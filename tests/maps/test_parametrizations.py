@@ -807,3 +807,35 @@ def test_the_signs_of_a_cayley_map_can_be_given(negative):
                     layer.weight = torch.cat([-begun[:1], begun[1:]])
             else:
                 torch.testing.assert_close(begun, drawn)
+
+
+@pytest.mark.parametrize("name", ["matrix_exp", "trivialization", "cayley"])
+@pytest.mark.parametrize("shape", [(12, 12), (20, 9), (31, 4)])
+@pytest.mark.parametrize("length", [1e2, 1e4, 3e5, 1e8, 1e20])
+def test_a_long_parameter_is_mapped_to_the_manifold_or_refused(name, shape, length):
+    layer = so.orthogonal(nn.Linear(shape[1], shape[0], bias=False), map=name)
+    (free,) = layer.parameters()
+    noise = gaussian(*shape, dtype=torch.float32)
+    with torch.no_grad():
+        free.copy_(noise * (length / noise.norm()))
+    if length < 1e6:
+        weight = layer.weight
+        assert so.orthonormality_error(weight) < 1e-4
+        weight.sum().backward()
+        assert free.grad.isfinite().all()
+    else:
+        with pytest.raises(ValueError, match="must be shorter than"):
+            _ = layer.weight
+
+
+@pytest.mark.parametrize("kind", ["zero", "constant", "equal", "a dependent one"])
+def test_own_refuses_columns_that_are_dependent(kind):
+    layer = so.orthogonal(nn.Linear(5, 9, bias=False), map="own")
+    (free,) = layer.parameters()
+    with torch.no_grad():
+        if kind == "a dependent one":
+            free[:, 0] = 2 * free[:, 1] - free[:, 3] + 0.7
+        else:
+            free[:, :2] = {"zero": 0.0, "constant": 0.3, "equal": free[:, 2:3]}[kind]
+    with pytest.raises(ValueError, match="must have independent columns"):
+        _ = layer.weight

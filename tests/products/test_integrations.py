@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
+from contract import warnings_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -119,12 +121,12 @@ def test_parameters_of_geoopt_stay_the_same_objects():
     assert torch.equal(copy.deepcopy(model).tall, model.tall)
 
 
-def test_other_manifolds_of_geoopt_are_refused():
+def test_other_manifolds_of_geoopt_are_refused_on_request():
     geoopt = pytest.importorskip("geoopt")
     model = geoopt_model()
     model.ball = geoopt.ManifoldParameter(torch.zeros(3), manifold=geoopt.PoincareBall())
     with pytest.raises(ValueError, match="`ball` must be on a Stiefel manifold to be converted"):
-        so.from_geoopt(model)
+        so.from_geoopt(model, strict=True)
     assert type(model.tall) is geoopt.ManifoldParameter
 
 
@@ -543,3 +545,128 @@ def test_what_cannot_be_logged_is_an_error(change, error, message):
     given = {"optimizer": opt, "model": model, "writer": Writer(), **change}
     with pytest.raises(error, match=message):
         so.log_orthonormality(**given)
+
+
+# ---- models with other constraints, and their checkpoints --------------------------------------
+
+
+def mixed_model():
+    geoopt = pytest.importorskip("geoopt")
+    model = geoopt_model()
+    model.ball = geoopt.ManifoldParameter(torch.full((3,), 0.1), manifold=geoopt.PoincareBall())
+    model.unit = geoopt.ManifoldParameter(torch.eye(4)[0].clone(), manifold=geoopt.Sphere())
+    return model, geoopt
+
+
+def test_a_model_of_several_manifolds_is_trained_by_two_optimizers():
+    model, geoopt = mixed_model()
+    (text,) = warnings_of(lambda: so.from_geoopt(model))
+    assert "`ball` (PoincareBall), `unit` (Sphere) stay geoopt's" in text
+    assert type(model.ball) is type(model.unit) is geoopt.ManifoldParameter
+    others = [model.ball, model.unit]
+    ours = so.StiefelAdam(so.param_groups(model), lr=0.05)
+    theirs = geoopt.optim.RiemannianAdam(others, lr=0.05)
+    held = [p for group in ours.param_groups for p in group["params"]]
+    assert not {id(p) for p in others} & {id(p) for p in held}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(5):
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        sum((p - 1).square().sum() for p in model.parameters()).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert so.orthonormality_error(so.project_(so.retag(model))) < 1e-5
+    assert float(model.unit.detach().norm()) == pytest.approx(1, abs=1e-5)
+    assert str(so.report(model)).endswith("left to geoopt: ball (PoincareBall), unit (Sphere)")
+    with pytest.raises(TypeError, match="leave it to an optimizer of geoopt, and pass the others"):
+        so.StiefelAdam(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"`unit\.manifold` must be a so\.Stiefel"):
+        so.constrain(model, "unit")
+
+
+def test_what_stays_a_constraint_of_geoopt_is_refused_until_it_is_converted():
+    model, _ = mixed_model()
+    for use in (so.report, so.param_groups, so.orthonormality_error):
+        with pytest.raises(TypeError, match=r"convert the model with so\.from_geoopt"):
+            use(model)
+
+
+def by_geotorch(layer):
+    pytest.importorskip("geotorch").orthogonal(layer, "weight")
+
+
+SAVED = {
+    "geotorch": by_geotorch,
+    "torch": nn.utils.parametrizations.orthogonal,
+    "torch, without base": partial(nn.utils.parametrizations.orthogonal, use_trivialization=False),
+    "weight norm": nn.utils.parametrizations.weight_norm,
+}
+
+
+@pytest.mark.parametrize("size", [(6, 6), (6, 3)])
+@pytest.mark.parametrize("name", SAVED)
+def test_checkpoints_of_a_parametrization_name_what_converts_them(name, size):
+    saved = nn.Sequential(nn.Linear(2, size[0]), nn.Linear(*size))
+    SAVED[name](saved[1])
+    loaded = so.constrain(nn.Sequential(nn.Linear(2, size[0]), nn.Linear(*size)), "1.weight")
+    text = r"`1\.weight` is saved as a parametrization, .*so\.from_torch_orthogonal.*from_geotorch"
+    with pytest.raises(RuntimeError, match=text):
+        loaded.load_state_dict(saved.state_dict())
+    with pytest.warns(UserWarning, match=text):
+        loaded.load_state_dict(saved.state_dict(), strict=False)
+    if name != "weight norm":
+        convert = so.from_geotorch if name == "geotorch" else so.from_torch_orthogonal
+        with pytest.raises(ValueError, match=f"call so.{convert.__name__}"):
+            so.constrain(saved[1])
+        with pytest.warns(UserWarning, match=convert.__name__):
+            so.StiefelAdam(saved.parameters(), lr=0.1)
+        weight = saved[1].weight.detach().clone()
+        loaded.load_state_dict(convert(saved).state_dict())
+        torch.testing.assert_close(loaded[1].weight.detach(), weight)
+
+
+@pytest.mark.parametrize("size", [(6, 6), (6, 3)])
+@pytest.mark.parametrize("name", ["geotorch", "torch"])
+@pytest.mark.parametrize(
+    "map_name", ["tcwy", "householder", "cayley", "matrix_exp", "trivialization"]
+)
+def test_maps_name_what_converts_checkpoints_of_another(map_name, name, size):
+    saved = nn.Linear(*size)
+    SAVED[name](saved)
+    ours = so.orthogonal(nn.Linear(*size), map=map_name)
+    with pytest.raises(RuntimeError, match=r"of another parametrization than .*from_geotorch"):
+        ours.load_state_dict(saved.state_dict())
+    own = so.orthogonal(nn.Linear(*size), map=map_name)
+    own.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_flat_shards_are_named(flat, tmp_path):
+    """By FSDP1, once: not again where views stand in for the parameters in a forward pass."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = nn.Sequential(so.constrain(nn.Linear(4, 8)), nn.Linear(8, 2))
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+
+        def wrapped():
+            return FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=not flat
+            )
+
+        found = []
+        texts = warnings_of(lambda: found.append(wrapped()))
+        (text,) = [text for text in texts if "`weight`" in text]
+        assert "FullyShardedDataParallel (FSDP1)" in text
+        assert "fully_shard (FSDP2)" in text
+        for _ in range(2):
+            texts = warnings_of(lambda: found[0](torch.ones(2, 4)).sum().backward())
+            assert not [text for text in texts if "constrain" in text]
+        if flat:
+            with pytest.raises(ValueError, match="FSDP1"):
+                so.report(found[0])
+    finally:
+        torch.distributed.destroy_process_group()

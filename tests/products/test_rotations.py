@@ -121,10 +121,15 @@ def test_preparing_and_folding_leave_the_logits(options, dtype, tolerance) -> No
 @pytest.mark.parametrize(
     ("options", "symmetric", "bits"),
     mixed(
-        6,
+        8,
         MODELS,
         [False, True],
-        [{}, {"weight_bits": 4}, {"weight_bits": 3, "activation_bits": None}],
+        [
+            {},
+            {"weight_bits": 4},
+            {"weight_bits": 3, "activation_bits": None},
+            {"weight_bits": 3, "weight_group": 4},
+        ],
     ),
     ids=str,
 )
@@ -305,6 +310,64 @@ def test_without_online_rotations_a_folded_model_is_plain() -> None:
     loaded.load_state_dict(model.state_dict())
     assert torch.equal(logits(loaded, batch), logits(model, batch))
     assert not model.model.layers[0].mlp.down_proj._forward_pre_hooks
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_without_r1_a_model_is_folded_as_it_was_loaded(options, tmp_path: Path) -> None:
+    model, (batch, *_) = TinyDecoder(**options).double(), tokens()
+    expected = logits(model, batch)
+    before = copy.deepcopy(model.state_dict())
+    start = rotations.hadamard(model, residual=False)
+    assert start.residual is None
+    assert torch.equal(start.heads[1], rotations.hadamard(model).heads[1])
+    start.save(tmp_path / "start.pt")
+    start = Rotations.load(tmp_path / "start.pt")
+    bits = {"activation_bits": 4, "weight_bits": 4, "weight_group": 4}
+    folded = rotations.fold_(copy.deepcopy(model), start)
+    assert_close_to_the_largest(logits(folded, batch), expected, 1e-6)
+    assert folded.config.tie_word_embeddings == options.get("tied", False)
+    with rotations.quantized(model, rotations=start, **bits):
+        rounded = logits(model, batch)
+    with rotations.quantized(folded, **bits):
+        assert_close_to_the_largest(rounded, logits(folded, batch), 1e-5)
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert torch.equal(folded.state_dict()[name], before[name])
+    found = rotations.learn(model, tokens(), start=start, steps=20, progress=False)
+    assert found.residual is None
+    assert not torch.equal(found.heads[0], start.heads[0])
+    assert_close_to_the_largest(logits(rotations.fold_(model, found), batch), expected, 1e-6)
+    with pytest.raises(ValueError, match="must be prepared, got one that is folded"):
+        rotations.fold_(folded, start)
+
+
+def test_without_r1_nothing_may_be_shared_either() -> None:
+    model = layers_that_share()
+    start = rotations.hadamard(model, residual=False)
+    for call in (
+        lambda: rotations.fold_(model, start),
+        lambda: rotations.quantized(model, rotations=start),
+        lambda: rotations.learn(model, tokens(), start=start, steps=1, progress=False),
+    ):
+        with pytest.raises(ValueError, match="must not be shared"):
+            call()
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_groups_of_weights_have_grids_of_their_own(group: int) -> None:
+    model, (batch, *_) = TinyDecoder(), tokens()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in other.model.layers:
+            for part in (*layer.self_attn.children(), *layer.mlp.children()):
+                rows = part.weight.view(len(part.weight), -1, group)
+                step = rows.abs().amax(-1, keepdim=True) / 3  # of 3 bits
+                rows.copy_((rows / step).round() * step)
+    bits = {"activation_bits": None, "weight_bits": 3, "weight_group": group}
+    with rotations.quantized(model, **bits):
+        found = logits(model, batch)
+    assert_close_to_the_largest(found, logits(other, batch), 1e-6)
+    with rotations.quantized(other, **bits):  # on the grid already
+        assert_close_to_the_largest(logits(other, batch), found, 1e-6)
 
 
 # ---- rounding and its gradient -------------------------------------------------------------------
@@ -587,7 +650,9 @@ def test_a_checkpoint_of_another_model_is_refused(loss: str, changed: str, tmp_p
         rotations.learn(model, tokens(), **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"weight_bits": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"symmetric": True}, {"weight_bits": 4, "weight_group": 4}], ids=str
+)
 def test_noise_of_tokens_that_the_mask_leaves_out_does_not_count(options) -> None:
     model = prepared()
     start = Rotations(torch.eye(WIDTH), [torch.eye(HEAD)] * 2)
@@ -777,6 +842,17 @@ def test_preparing_names_the_module_and_changes_nothing(make, kind, message) -> 
         ({"activation_bits": 1}, ValueError, r"`activation_bits` must be in \[2, 16\], got 1"),
         ({"weight_bits": 17}, ValueError, r"`weight_bits` must be in \[2, 16\], got 17"),
         ({"kv_bits": 4.0}, TypeError, r"`kv_bits` must be an integer in \[2, 16\], got 4.0"),
+        (
+            {"weight_group": 4},
+            ValueError,
+            "`weight_group` must be None where weight_bits is, got 4",
+        ),
+        (
+            {"weight_bits": 4, "weight_group": 8},
+            ValueError,
+            "`weight_group` must divide the 12 inputs of model.layers.0.self_attn.q_proj, got 8",
+        ),
+        ({"weight_bits": 4, "weight_group": 1}, ValueError, "`weight_group` must be at least 2"),
         ({"activation_bits": None}, ValueError, "`activation_bits` must be given"),
         ({"symmetric": 1}, TypeError, "`symmetric` must be True or False"),
         ({"loss": "mse"}, ValueError, "`loss` must be one of"),
@@ -867,6 +943,8 @@ def test_states_out_of_order_are_refused() -> None:
     for given, message in (({"seed": -1}, "`seed` must be"), ({"online": "R4"}, "`online` must")):
         with pytest.raises(ValueError, match=message):
             rotations.hadamard(TinyDecoder(), **given)
+    with pytest.raises(TypeError, match="`residual` must be True or False, got None"):
+        rotations.hadamard(TinyDecoder(), residual=None)
 
 
 def test_changed_rotations_are_new_data() -> None:

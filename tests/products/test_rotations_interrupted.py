@@ -83,7 +83,7 @@ def test_a_model_that_is_half_prepared_is_refused(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "_untie_config", stop)
+        patched.setattr(preparation, "_untie", stop)
         with pytest.raises(KeyboardInterrupt):
             rotations.prepare_(model)
     with pytest.raises(

@@ -765,3 +765,77 @@ def test_the_families_have_torchs_options_where_a_rule_names_none(family: Any) -
         theirs.step()
     assert_same(plain.detach(), twin.detach())
     assert so.orthonormality_error(weight) < 1e-5
+
+
+# ---- rules that go wrong -------------------------------------------------------------------------
+
+
+class Wrong(so.optim.SGDLike):
+    def __init__(self, params: Any, rule: Any) -> None:
+        self.rule = rule
+        super().__init__(params, {"lr": 0.1})
+
+    def state_for(self, group: Any) -> Any:  # noqa: ARG002
+        return ()
+
+    def rule_for(self, group: Any) -> Any:  # noqa: ARG002
+        return self.rule
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 9])
+def test_a_rule_that_leaves_the_manifold_in_any_step_is_told(first: int) -> None:
+    def leaves(X: Tensor, G: Tensor, _: Any, *, lr: float, step: float, **__: Any) -> Any:
+        return (X - lr * G if step >= first else X), {}, 0.1
+
+    weight = weight_of("tall")
+    optimizer = Wrong([weight], leaves)
+    for step in range(1, first + 1):
+        weight.grad = grad_of(weight, step)
+        if step < first:
+            optimizer.step()
+        else:
+            with pytest.warns(UserWarning, match="leaves returned points that are off"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize("written", ["point", "gradient"])
+def test_a_rule_that_writes_to_what_it_is_given_is_refused(written: str) -> None:
+    def writes(X: Tensor, G: Tensor, _: Any, *, lr: float, step: float, **__: Any) -> Any:
+        if step >= 2:
+            (X if written == "point" else G).mul_(1.0)
+        return retract(X, project_tangent(X, -lr * G))[0], {}, 0.1
+
+    weight = weight_of("tall")
+    optimizer = Wrong([weight], writes)
+    weight.grad = grad_of(weight, 0)
+    optimizer.step()
+    with pytest.raises(ValueError, match="must write to nothing that it is given"):
+        optimizer.step()
+
+
+def test_symmetric_state_that_a_rule_rounds_is_copied_to_the_bit() -> None:
+    def rule(X: Tensor, G: Tensor, state: Any, *, lr: float, **_: Any) -> Any:
+        P = 0.9 * state["second"] + torch.einsum("kni,knj->kij", 1.3 * G, G / 1.3)
+        eye = torch.eye(P.size(-1), dtype=P.dtype)
+        move = project_tangent(X, -lr * torch.linalg.solve(P + eye, G.mT).mT)
+        return retract(X, move)[0], {"second": P}, 0.1
+
+    state = so.optim.State("second", "mm", symmetry="symmetric")
+    torch.manual_seed(3)
+    ours = so.ManifoldParameter(torch.randn(31, 14))
+    known = {"state_for": lambda *_: (state,), "rule_for": lambda *_: rule}
+    optimizer = type("Rounded", (Wrong,), known)([ours], rule)  # copies know their class only
+    pairs = [(ours, optimizer)]
+    for step in range(8):
+        for weight, each in pairs:
+            weight.grad = torch.randn(31, 14, generator=torch.Generator().manual_seed(step))
+            each.step()
+        if step == 3:
+            pairs.append(copy.deepcopy((ours, optimizer)))
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    loaded = optimizer.state_dict()
+    loaded["state"][0]["second"] = loaded["state"][0]["second"].triu() * 1.0
+    optimizer.load_state_dict(loaded)  # what is not rounding is made symmetric
+    optimizer.step()
+    kept = optimizer.state[ours]["second"]
+    assert (kept - kept.mT).abs().max() < 1e-5 * kept.abs().max()

@@ -723,3 +723,22 @@ def test_a_reading_that_changes_before_a_save_takes_its_state_along() -> None:
     so.constrain(layer, scale=2.0)
     assert not opt.state_dict()["state"]
     so.StiefelAdam(layer.parameters(), lr=0.1).load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_state_that_could_not_be_loaded_is_told_of_as_it_is_saved(name: str) -> None:
+    net = nn.Sequential(so.constrain(nn.Linear(6, 8)), nn.Linear(8, 8))
+    opt = optimizer(name, [{"params": net.parameters(), "nonfinite": "ignore"}])
+    for step in range(3):
+        (step * net(torch.ones(2, 6))).square().sum().backward()
+        opt.step()
+    assert not warnings_of(opt.state_dict)
+    key = next(k for k, v in opt.state[net[0].weight].items() if k != "step" and v.numel())
+    opt.state[net[0].weight][key].view(-1)[0] = torch.nan
+    opt.state[net[1].weight]["mine"] = torch.full((3,), torch.nan)  # plain, and loaded as it is
+    with pytest.warns(UserWarning, match=rf"{key} of parameter 0 of group 0 must be finite to be"):
+        saved = opt.state_dict()
+    with pytest.raises(ValueError, match=rf"`{key} of parameter 0 of group 0` must be finite"):
+        opt.load_state_dict(saved)
+    opt.state.pop(net[0].weight)  # as the warning says
+    assert not warnings_of(lambda: opt.load_state_dict(opt.state_dict()))

@@ -314,6 +314,75 @@ def test_a_line_search_without_success_is_told() -> None:
     assert equal(problem.values(), before)
 
 
+def test_so_is_a_loss_that_is_another_in_every_call() -> None:
+    """As that of dropout is: no rounding."""
+    problem = Problem(max_iter=10, max_eval=200)
+
+    def closure() -> Tensor:
+        problem.optimizer.zero_grad()
+        loss = problem.loss() * (1 + 0.1 * len(problem.losses))
+        problem.losses.append(loss.item())
+        loss.backward()
+        return loss
+
+    with pytest.warns(UserWarning, match="line search found no lower loss"):
+        problem.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("kind", ["plain", "projector", "shifted"])
+def test_a_loss_that_is_a_small_difference_of_large_sums_ends_without_a_warning(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """Its rounding is that of the sums; what is left in the gradients is finite."""
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        basis = so.random_point(9, 3, generator=generator, dtype=F64)
+        data = torch.randn(60, 3, generator=generator, dtype=F64) @ basis.mT
+        data = data + 0.02 * torch.randn(60, 9, generator=generator, dtype=F64)
+        A = (data.mT @ data).to(dtype)
+        X = so.ManifoldParameter(so.random_point(9, 3, generator=generator, dtype=dtype))
+        optimizer = so.StiefelLBFGS([X], max_iter=50, tolerance_change=0.0, tolerance_grad=0.0)
+
+        def closure(A: Tensor = A, X: Tensor = X, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            if kind == "plain":
+                loss = A.trace() - (X * (A @ X)).sum()
+            elif kind == "projector":
+                loss = (A @ (torch.eye(9, dtype=A.dtype) - X @ X.mT)).trace()
+            else:
+                loss = (1e4 - (X * (A @ X)).sum()) - (1e4 - A.trace())
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        assert X.grad is not None
+        assert bool(X.grad.isfinite().all())
+        values = torch.linalg.eigvalsh(A.double())
+        precise = X.detach().double()
+        lost = float(values[-3:].sum() - (precise * (A.double() @ precise)).sum())
+        assert lost < 1e3 * torch.finfo(dtype).eps * float(values.sum())
+
+
+@pytest.mark.parametrize("search", ["strong_wolfe", None])
+@pytest.mark.parametrize("lr", [0.0, -0.0, torch.tensor(0.0)])
+def test_with_a_learning_rate_of_zero_nothing_moves(search: str | None, lr: Any) -> None:
+    """As a schedule begins; the step that follows is the first."""
+    problems = Problem(line_search_fn=search), Problem(line_search_fn=search)
+    before = problems[0].values()
+    problems[0].optimizer.param_groups[0]["lr"] = lr
+    returned = problems[0].step()
+    assert float(returned.detach()) == problems[0].losses[0]
+    assert equal(problems[0].values(), before)
+    problems[0].optimizer.param_groups[0]["lr"] = 1e-2
+    problems[1].optimizer.param_groups[0]["lr"] = 1e-2
+    for problem in problems:
+        problem.step()
+    assert equal(*(problem.values() for problem in problems))
+    assert problems[0].losses[-1] < problems[0].losses[0]
+
+
 def test_a_start_off_the_manifold_is_told_and_projected() -> None:
     problem = Problem()
     problem.step()

@@ -363,6 +363,32 @@ def test_an_evaluation_of_a_trained_model_looks_seldom(monkeypatch: pytest.Monke
     assert not looks
 
 
+FAR = {  # dtype of a weight, what it was rounded to, how far it is off: whether that is told
+    "float32, 2e-4": (torch.float32, None, 2e-4, True),
+    "float32, 5e-3": (torch.float32, None, 5e-3, True),
+    "float32, 2e-5": (torch.float32, None, 2e-5, False),
+    "float64, 2e-4": (torch.float64, None, 2e-4, True),
+    "complex64, 2e-3": (torch.complex64, None, 2e-3, True),
+    "bfloat16, 5e-3": (torch.bfloat16, None, 5e-3, False),
+    "bfloat16, 1e-1": (torch.bfloat16, None, 1e-1, True),
+    "float32 of bfloat16": (torch.float32, torch.bfloat16, 0.0, False),
+    "float32 of float16": (torch.float32, torch.float16, 0.0, False),
+    "float32 of bfloat16, 1e-1": (torch.float32, torch.bfloat16, 1e-1, True),
+}
+
+
+@pytest.mark.parametrize("case", FAR)
+def test_how_far_a_weight_may_be_off_depends_on_its_precision(case: str) -> None:
+    dtype, rounded, error, is_told = FAR[case]
+    layer = so.constrain(nn.Linear(16, 16, dtype=dtype))
+    with torch.no_grad():
+        layer.weight.mul_((1 + error) ** 0.5)
+        if rounded is not None:
+            layer.weight.copy_(layer.weight.to(rounded))
+        texts = warnings_of(lambda: copy.deepcopy(layer)(torch.ones(2, 16, dtype=dtype)))
+    assert len(texts) == is_told
+
+
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_most_reads_of_a_weight_that_stays_cost_nothing(
     with_grad: bool, monkeypatch: pytest.MonkeyPatch
