@@ -115,6 +115,7 @@ CONTENTS: dict[str, dict[str, str]] = {
 OTHERS = {
     "absil": {"section 2", "section 4", "section 4.1"},
     "arjovsky": {"eq. 6", "eq. 8"},
+    "hager": {"section 2"},
     "higham": {"eq. 2.6"},
     "huang": {"eq. 5"},
     "jing": {"eq. 6"},
