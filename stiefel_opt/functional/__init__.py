@@ -10,6 +10,9 @@ from stiefel_opt.functional.descent import descend as descend
 from stiefel_opt.functional.descent import project_tangent as project_tangent
 from stiefel_opt.functional.descent import retract as retract
 from stiefel_opt.functional.flows import Length as Length
+from stiefel_opt.functional.learned_scale import adam_scale as adam_scale
+from stiefel_opt.functional.learned_scale import sgd_scale as sgd_scale
+from stiefel_opt.functional.learned_scale import with_learned_scale as with_learned_scale
 from stiefel_opt.functional.momentum import adam as adam
 from stiefel_opt.functional.momentum import bias_correction as bias_correction
 from stiefel_opt.functional.momentum import evaluated as evaluated

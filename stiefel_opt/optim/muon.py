@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_flag, check_range
 from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.functional.learned_scale import PULL, adam_scale
 from stiefel_opt.functional.muon import AMBIENT, muon
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import MuonLike, options_of, with_factor
+from stiefel_opt.optim.commit import Rule, ScaleRule
+from stiefel_opt.optim.families import SCALE_MOMENTS, MuonLike, options_of, with_factor
 from stiefel_opt.optim.state import State
 from stiefel_opt.optim.torch_rules import Group
 from stiefel_opt.tags.manifold import Stiefel
@@ -49,7 +50,7 @@ class StiefelMuon(MuonLike):
         maximize: Ascend.
         foreach, fused, capturable: For AdamW, as in torch.
         differentiable: Must be False.
-        nonfinite, stiefel: As in :class:`StiefelSGD`.
+        scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -67,6 +68,7 @@ class StiefelMuon(MuonLike):
 
     rule = "StiefelMuon"
     sums_over_rows = True
+    learns_scale = True
     velocity_names = (AMBIENT,)
 
     def __init__(
@@ -85,6 +87,7 @@ class StiefelMuon(MuonLike):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -106,6 +109,14 @@ class StiefelMuon(MuonLike):
     def rule_for(self, group: Group) -> Rule:
         rule = partial(muon, momentum=group["momentum"], nesterov=group["nesterov"])
         return with_factor(rule, group["maximize"])
+
+    @override
+    def scale_rule_for(self, group: Group) -> ScaleRule:
+        betas = group["momentum"], group["betas"][1]
+        options = {"betas": betas, "eps": group["eps"], "pull": group["scale_pull"]}
+        rule: Any = partial(adam_scale, spectral=True, **options)
+        rule = with_factor(rule, group["maximize"])
+        return ScaleRule(rule, SCALE_MOMENTS)
 
     @override
     def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from stiefel_opt.functional import adaptive
 from stiefel_opt.functional.adaptive import adaptive_adam, adaptive_sgd, with_radius
 from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.functional.learned_scale import PULL
 from stiefel_opt.functional.momentum import (
     FACTOR,
     NORMAL,
@@ -124,6 +125,8 @@ class StiefelSGD(_Flows, SGDLike):
             :func:`stiefel_opt.functional.adaptive_sgd`. For losses without noise; with
             ``transport="projected"`` it needs fewer steps. Needs ``momentum`` in (0, 1) and no
             ``dampening``. A closure must evaluate one loss. Default: False.
+        scale_pull: How strongly a learned scale is pulled back to its start in a step, as a part of
+            its learning rate; see :func:`stiefel_opt.functional.sgd_scale`. 0 lets it go.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or longer
             than 2e13 in float32: "skip" keeps its point, momentum and step while the others move,
             warns, and counts in :meth:`skipped_steps`; "raise" stops before anything has moved, and
@@ -152,6 +155,7 @@ class StiefelSGD(_Flows, SGDLike):
 
     rule = "StiefelSGD"
     sums_over_rows = True
+    learns_scale = True
     velocity_names = (SKEW, NORMAL, UNPROJECTED, OVERLAP, FACTOR)
     _legacy_defaults: ClassVar = {"adaptive": False}
 
@@ -172,6 +176,7 @@ class StiefelSGD(_Flows, SGDLike):
         transport: str = "isometric",
         rotation: str | None = None,
         adaptive: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -235,7 +240,7 @@ class StiefelAdam(_Flows, AdamLike):
             ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
-        metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        metric, transport, rotation, scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: Nesterov's momentum for constrained parameters, as in ``torch.optim.NAdam`` with
             constant betas; plain ones follow Adam. False moves along Z and U, as printed. Default:
             None, which is True, with ``adaptive`` or published transport False. Checkpoints from
@@ -271,6 +276,7 @@ class StiefelAdam(_Flows, AdamLike):
 
     rule = "StiefelAdam"
     sums_over_rows = True
+    learns_scale = True
     _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False, "adaptive": False}
 
     def __init__(
@@ -294,6 +300,7 @@ class StiefelAdam(_Flows, AdamLike):
         nesterov: bool | None = None,
         radius: str | float | None = None,
         adaptive: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -338,7 +345,7 @@ class StiefelAdamW(StiefelAdam):
         params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: As in
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
-        metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        metric, transport, rotation, scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov, adaptive: As in :class:`StiefelAdam`.
         radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` acts only on
             the virtual radius; the nominal angle of its steps tends to sqrt(2 lr weight_decay).
@@ -370,6 +377,7 @@ class StiefelAdamW(StiefelAdam):
         nesterov: bool | None = None,
         radius: str | float | None = None,
         adaptive: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
