@@ -18,6 +18,8 @@ from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.optim import StiefelMuon as StiefelMuon
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
+from stiefel_opt.optim.minimize import Minimum as Minimum
+from stiefel_opt.optim.minimize import minimize as minimize
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.tags.between import distance as distance
 from stiefel_opt.tags.between import exp as exp

@@ -1,0 +1,266 @@
+"""so.minimize: known minima, several starts and points, saddles, and what it refuses."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import stiefel_opt as so
+
+F64 = torch.float64
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=generator(seed), dtype=dtype)
+
+
+def symmetric(n, dtype=F64):
+    matrix = gaussian(n, n, dtype=dtype)
+    return (matrix + matrix.mH) / 2
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.complex128, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "manifold"),
+    [
+        ((20, 3), None),
+        ((3, 20), None),
+        ((20, 3), so.Stiefel(scale=2.0)),
+        ((3, 5, 2, 2), so.Stiefel(flatten=True)),
+        ((20, 3), so.Stiefel(transposed=True)),
+    ],
+)
+def test_leading_eigenvalues(shape, manifold, dtype):
+    """Of a reading that makes the matrix wide or tall, 20 by 3."""
+    matrix = symmetric(20, dtype)
+    reading = manifold or so.Stiefel()
+
+    def loss(x):
+        tall = reading.matrices(x)
+        tall = tall if tall.size(-2) == 20 else tall.mT
+        return -(tall.conj() * (matrix @ tall)).real.sum() / reading.scale**2
+
+    start = so.random_point(*shape, manifold=reading, generator=generator(1), dtype=dtype)
+    result = so.minimize(loss, start, manifold)
+    best = -float(torch.linalg.eigvalsh(matrix)[-3:].sum())
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-10
+    assert result.success, result.message
+    assert result.fun == pytest.approx(best, abs=tolerance)
+    assert so.orthonormality_error(result.x, reading) < 10 * torch.finfo(dtype).eps
+    assert result.x.shape == shape
+    assert result.component is None
+    assert 0 < result.nit <= result.nfev
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_two_starts_try_both_components(sign, batched):
+    target = so.random_point(4, 4, generator=generator(), dtype=F64)
+    start = so.random_point(4, 4, generator=generator(1), dtype=F64)
+    start[0] *= sign * torch.linalg.det(start) * torch.linalg.det(target)
+
+    def loss(x):
+        return (x - target).square().sum((-2, -1))
+
+    one = so.minimize(loss, start)
+    assert (one.fun < 1e-12) == (sign == 1)
+    assert one.component == round(float(torch.linalg.det(start)))
+    two = so.minimize(loss, start, starts=2, batched_loss=batched, generator=generator())
+    assert two.fun < 1e-12
+    assert two.component == round(float(torch.linalg.det(target)))
+    assert two.nfev > one.nfev - (0 if sign == 1 else one.nfev)
+
+
+def test_starts_at_once_are_those_one_after_the_other():
+    """Of a loss with local minima: each start has a step length of its own."""
+    weights = gaussian(6, 6, 3)
+
+    def loss(x):
+        return torch.einsum("...ik,ijk,...jk->...", x, weights, x) + x.pow(4).sum((-2, -1))
+
+    shape = (6, 3)
+    single = [
+        so.minimize(loss, so.random_point(*shape, generator=generator(s), dtype=F64))
+        for s in range(6)
+    ]
+    results = []
+    for count in (1, 6):
+        first = so.random_point(*shape, generator=generator(0), dtype=F64)
+        results.append(
+            so.minimize(loss, first, starts=count, batched_loss=True, generator=generator(7))
+        )
+    assert results[0].fun == pytest.approx(single[0].fun, abs=1e-10)
+    assert results[0].nfev == single[0].nfev
+    one_by_one = so.minimize(loss, first, starts=6, generator=generator(7))
+    assert results[1].fun == pytest.approx(one_by_one.fun, abs=1e-10)
+    assert results[1].nfev == pytest.approx(one_by_one.nfev, rel=0.1)
+    assert results[1].fun <= single[0].fun + 1e-10
+
+
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_several_points_and_unconstrained_tensors(form):
+    """A low-rank approximation U diag(s) V', all three found together."""
+    matrix = gaussian(8, 6)
+    left, right = so.random_point(8, 2, dtype=F64), so.random_point(6, 2, dtype=F64)
+    values = torch.ones(2, dtype=F64)
+
+    def error(u, s, v):
+        return ((u * s) @ v.mT - matrix).square().sum()
+
+    if form == "tuple":
+        readings = (so.Stiefel(), None, so.Stiefel())
+        result = so.minimize(lambda x: error(*x), (left, values, right), readings)
+        found = result.x
+        assert isinstance(found, tuple)
+    else:
+        start = {"u": so.ManifoldParameter(left), "s": values, "v": so.ManifoldParameter(right)}
+        result = so.minimize(lambda x: error(x["u"], x["s"], x["v"]), start, tolerance=1e-9)
+        found = tuple(result.x[name] for name in ("u", "s", "v"))
+        assert torch.equal(start["u"].detach(), left)
+    singular = torch.linalg.svdvals(matrix)
+    assert result.fun == pytest.approx(float(singular[2:].square().sum()), abs=1e-9)
+    assert so.orthonormality_error(found[0]) < 1e-13
+    assert so.orthonormality_error(found[2]) < 1e-13
+    assert result.component is None
+
+
+def test_rows_that_are_left_plain_are_unconstrained():
+    target = gaussian(5, 2)
+    reading = so.Stiefel(rows=(0, 3))
+    start = torch.zeros(5, 2, dtype=F64)
+    start[:3] = so.random_point(3, 2, dtype=F64)
+    result = so.minimize(lambda x: (x - target).square().sum(), start, reading)
+    torch.testing.assert_close(result.x[3:], target[3:], rtol=0, atol=1e-7)
+    torch.testing.assert_close(result.x[:3], so.polar(target[:3]), rtol=0, atol=1e-7)
+
+
+def test_a_stationary_start_is_left_by_a_random_move_and_that_is_said():
+    matrix = symmetric(12)
+    vectors = torch.linalg.eigh(matrix).eigenvectors
+    best = -float(torch.linalg.eigvalsh(matrix)[-2:].sum())
+
+    def loss(x):
+        return -(x * (matrix @ x)).sum()
+
+    saddle = so.minimize(loss, vectors[:, 4:6], generator=generator())
+    assert saddle.fun == pytest.approx(best, abs=1e-10)
+    assert "stationary, and a small random move led to a lower loss" in saddle.message
+    top = so.minimize(loss, vectors[:, -2:], generator=generator())
+    assert "led back" in top.message
+    torch.testing.assert_close(top.x, vectors[:, -2:], rtol=0, atol=0)
+    assert top.success
+    constant = so.minimize(lambda x: (x * x).sum(), vectors[:, :2])
+    assert "led back" in constant.message
+
+
+def test_the_result_is_frozen_and_the_budget_is_kept():
+    matrix = symmetric(30).float()
+    calls = []
+
+    def loss(x):
+        calls.append(x)
+        return -(x * (matrix @ x)).sum()
+
+    result = so.minimize(loss, (30, 3), max_evaluations=7, generator=generator())
+    assert not result.success
+    assert "max_evaluations" in result.message
+    assert result.nfev in (7, 8)  # one more to return to a longer step
+    assert len(calls) == result.nfev
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.fun = 0.0
+
+
+def test_a_callback_sees_each_iteration_and_may_stop():
+    matrix = symmetric(30).float()
+    seen = []
+
+    def callback(state):
+        seen.append(state.fun)
+        if len(seen) == 4:
+            raise StopIteration
+
+    result = so.minimize(lambda x: -(x * (matrix @ x)).sum(), (30, 3), callback=callback)
+    assert result.message == "the callback stopped it"
+    assert result.nit == 4
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_a_bar_shows_the_evaluations(capsys):
+    so.minimize(lambda x: x.sum(), (3, 1), progress=True)
+    assert "evaluation" in capsys.readouterr().err
+
+
+def test_trials_that_are_not_finite_count_as_uphill():
+    target = so.random_point(5, 2, generator=generator(3), dtype=F64)
+
+    def loss(x):
+        away = (x - target).square().sum()
+        return torch.where(away < 8.0, -(8.0 - away).log(), torch.nan)
+
+    result = so.minimize(loss, so.random_point(5, 2, generator=generator(4), dtype=F64))
+    assert result.fun == pytest.approx(-torch.tensor(8.0).log().item(), abs=1e-8)
+    lost = so.minimize(lambda x: x.sum() * torch.nan, (3, 2))
+    assert not lost.success
+    assert "not finite at the start" in lost.message
+
+
+def test_it_takes_about_as_many_evaluations_as_the_optimizer():
+    matrix = symmetric(100)
+    best = -float(torch.linalg.eigvalsh(matrix)[-4:].sum())
+    start = so.random_point(100, 4, generator=generator(), dtype=F64)
+    result = so.minimize(lambda x: -(x * (matrix @ x)).sum(), start)
+    weight = so.ManifoldParameter(start)
+    optimizer = so.StiefelLBFGS([weight], max_iter=500, tolerance_grad=1e-7, tolerance_change=0)
+    count = 0
+
+    def closure():
+        nonlocal count
+        count += 1
+        optimizer.zero_grad()
+        loss = -(weight * (matrix @ weight)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert result.fun == pytest.approx(best, abs=1e-9)
+    assert float(closure().detach()) == pytest.approx(best, abs=1e-9)
+    assert result.nfev < 1.3 * count
+
+
+def linear(x):
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: so.minimize(1, (3, 2)), TypeError, "`loss` must be a function"),
+        (lambda: so.minimize(linear, 3), TypeError, "`start` must be a tensor, sizes of one"),
+        (lambda: so.minimize(linear, (3,)), ValueError, "`start` must have at least 2"),
+        (lambda: so.minimize(linear, torch.ones(3, 2) * torch.nan), ValueError, "must be finite"),
+        (lambda: so.minimize(linear, torch.ones(3, 2).bfloat16()), TypeError, "of one precision"),
+        (lambda: so.minimize(linear, (3, 2), starts=0), ValueError, "`starts` must be a positive"),
+        (lambda: so.minimize(linear, (3, 2), tolerance=-1.0), ValueError, "`tolerance` must be"),
+        (lambda: so.minimize(linear, (3, 2), progress=1), TypeError, "`progress` must be"),
+        (lambda: so.minimize(lambda x: x, (3, 2)), ValueError, "`loss` must return a tensor of"),
+        (lambda: so.minimize(lambda _: 1.0, (3, 2)), TypeError, "`loss` must return a real"),
+        (lambda: so.minimize(lambda _: torch.ones(()), (3, 2)), ValueError, "depend on the point"),
+        (
+            lambda: so.minimize(linear, (3, 2), starts=2, batched_loss=True),
+            ValueError,
+            r"return a tensor of shape \(2,\)",
+        ),
+        (
+            lambda: so.minimize(linear, (torch.ones(2, 2), torch.ones(2)), (None,)),
+            ValueError,
+            "one reading for each of 2 tensors",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
