@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -19,9 +19,7 @@ from stiefel_opt.optim.state import StateDict
 from stiefel_opt.optim.torch_rules import (
     Group,
     init_adam,
-    init_muon,
     step_adam,
-    step_muon,
     step_sgd,
 )
 
@@ -144,41 +142,6 @@ class AdamLike(StiefelOptimizer):
         init_adam(group, parameter, state)
 
     update_plain = _step_plain = staticmethod(step_adam)
-
-
-class MuonLike(AdamLike):
-    """Plain tensors of two dimensions move by ``torch.optim.Muon`` where ``plain`` says so."""
-
-    @override
-    def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:
-        if _follows_muon(group, parameter):
-            init_muon(parameter, state)
-        else:
-            super().init_plain(group, parameter, state)
-
-    @override
-    def _step_plain(
-        self,
-        group: Group,
-        parameters: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[StateDict],
-        found_inf: Tensor | None = None,
-    ) -> None:
-        kinds: tuple[list[Any], list[Any]] = ([], [])
-        for item in zip(parameters, grads, states, strict=True):
-            is_whole = item[0] in self.state  # rows of a constrained parameter are not
-            kinds[is_whole and _follows_muon(group, item[0])].append(item)
-        by_adam, by_muon = (list(map(list, zip(*kind, strict=True))) for kind in kinds)
-        if by_adam:
-            step_adam(group, by_adam[0], by_adam[1], by_adam[2], found_inf)
-        if by_muon:
-            step_muon(group, *by_muon)
-
-
-def _follows_muon(group: Group, parameter: Tensor) -> bool:
-    """Say whether a plain parameter of this kind moves by Muon."""
-    return group["plain"] == "muon" and parameter.ndim == 2 and not parameter.is_complex()
 
 
 def options_of(arguments: dict[str, Any]) -> Group:

@@ -288,7 +288,6 @@ def test_shards_train_as_one_process_on_two():
     changes = [
         (go_on_with, {"nesterov": True}, torch.float64, {}),
         (go_on_with, {"transport": "projected"}, torch.float64, {"nesterov": True}),
-        (go_on_with, {"adaptive": True}, torch.bfloat16, {"transport": "projected"}),
     ]
     compiled = [(compile_a_step, name) for name in OF_EACH_KIND[:1]]
     run(2, *calls, *spoilt, *low, *changes, (clip, tuple(LAYOUTS)), *compiled)
