@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
-from stiefel_opt.functional import lbfgs
+from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.numerics.device import exact_products
 from stiefel_opt.numerics.geometry import orientation, project_tangent, riemannian_gradient
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
