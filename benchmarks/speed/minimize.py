@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -232,9 +233,7 @@ def manifold_of(problem: Problem) -> Any:
 
 
 def by_us(counter: Counter) -> None:
-    so.minimize(
-        counter.loss, counter.problem.start, tolerance=1e-11, max_evaluations=MOST
-    )
+    so.minimize(counter.loss, counter.problem.start, tolerance=1e-11, max_evaluations=MOST)
 
 
 def by_pymanopt(counter: Counter, optimizer: type) -> None:
@@ -310,7 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--problems", nargs="+", help="by name; default: all")
-    parser.add_argument("--output", default=RESULTS / "minimize.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "minimize.json")
     options = parser.parse_args()
     one_thread()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -324,9 +323,11 @@ def main() -> None:
         print(example.name, medians[example.name], flush=True)
     rows = []
     for name, own in medians.items():
-        successes = [f"{own[f'{who}, success']:.0%}" for who in (*SOLVERS, "ten starts")] if (
-            f"{OURS}, success" in own
-        ) else ["-"] * 4
+        successes = (
+            [f"{own[f'{who}, success']:.0%}" for who in (*SOLVERS, "ten starts")]
+            if (f"{OURS}, success" in own)
+            else ["-"] * 4
+        )
         rows.append(
             [
                 name,
@@ -338,11 +339,22 @@ def main() -> None:
                 " / ".join(successes),
             ]
         )
-    middle = {key: statistics.median(own[key] for own in medians.values()) for key in
-              ("evaluations", "seconds")}
-    rows.append(["median", "", "", "", f"{middle['evaluations']:.2f}", f"{middle['seconds']:.2f}", ""])
-    header = ["Problem", "Ours", "Trust regions", "Conjugate gradients", "Evaluations / better",
-              "Seconds / better", "Lowest loss: ours / TR / CG / ours, ten starts"]
+    middle = {
+        key: statistics.median(own[key] for own in medians.values())
+        for key in ("evaluations", "seconds")
+    }
+    rows.append(
+        ["median", "", "", "", f"{middle['evaluations']:.2f}", f"{middle['seconds']:.2f}", ""]
+    )
+    header = [
+        "Problem",
+        "Ours",
+        "Trust regions",
+        "Conjugate gradients",
+        "Evaluations / better",
+        "Seconds / better",
+        "Lowest loss: ours / TR / CG / ours, ten starts",
+    ]
     table = markdown_table(header, rows)
     print(table)
     write_json(

@@ -36,6 +36,7 @@ from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
+    check_phase,
     check_projectable,
     is_alike,
     kept_scale,
@@ -43,7 +44,7 @@ from stiefel_opt.tags.points import (
     reading_of,
     rms_scale,
 )
-from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
 from stiefel_opt.tags.uses import check_uses
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
@@ -66,6 +67,7 @@ def constrain(
     flatten: bool | None = None,
     transposed: bool = False,
     scale: float | Literal["keep", "rms"] = 1.0,
+    determinant: int | None = None,
     project: bool = True,
 ) -> ModuleT:
     r"""Put parameters of ``module`` on the Stiefel manifold and return the module.
@@ -97,6 +99,9 @@ def constrain(
             takes it anew from what ``load_state_dict`` brings. "rms" takes sqrt(rows / columns) of
             a matrix, sqrt(out / in) of a linear layer: then outputs of a tall one are as large as
             inputs, by their root mean squares.
+        determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
+            A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
+            as it comes: the nearest point, of either sign.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -141,7 +146,10 @@ def constrain(
         if flatten is None:
             own_flatten = _is_kernel(owner, parameter.shape, each, (heads, rows, transposed))
         known = 1.0 if isinstance(scale, str) else scale
-        reading = Stiefel(own_heads, rows, own_flatten, transposed, known)  # type: ignore[arg-type]
+        reading = Stiefel(
+            *(own_heads, rows, own_flatten, transposed, known),  # type: ignore[arg-type]
+            determinant=determinant,
+        )
         check_value(parameter, reading, each, is_read=project or scale == "keep")
         if scale == "keep":
             reading = replace(reading, scale=kept_scale(parameter, reading, each))
@@ -193,6 +201,7 @@ def check_value(
     """Raise if ``reading`` cannot constrain ``parameter``, or values that are read be projected."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
+    check_phase(reading.determinant, parameter, name)
     if not is_read:
         return
     if is_sharded(parameter):
@@ -211,11 +220,13 @@ def apply_readings(
     moved: dict[str, float | None] = {}
     lost: list[tuple[str, float]] = []
     zero: list[str] = []
+    turned: list[tuple[str, str, int]] = []
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
             point = nearest(parameter, reading, name)
+            turned += turned_over(name, parameter, reading)
             share = distance(parameter, point)
             if share == math.inf:
                 zero.append(name)
@@ -232,6 +243,7 @@ def apply_readings(
         note_module(owner)
     note_module(module)
     warn_of_lost(lost)
+    warn_of_component(turned)
     if zero:
         warnings.warn(
             f"`{zero[0]}`{f' and {len(zero) - 1} more' if len(zero) > 1 else ''}, which was zero, "
@@ -385,7 +397,8 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
 
     Args:
         x: A model with constrained parameters, or a tensor.
-        manifold: The reading of a tensor. Default: its tag, else ``Stiefel()``.
+        manifold: The reading of a tensor. Default: its tag, else ``Stiefel()``. With
+            ``determinant=1`` the nearest point is the nearest rotation (Kabsch).
 
     Returns: The model or the tensor itself.
     Raises:
