@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
-from stiefel_opt.functional import lbfgs
+from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.numerics.device import exact_products
 from stiefel_opt.numerics.geometry import orientation, project_tangent, riemannian_gradient
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
@@ -176,6 +176,9 @@ class _Form:
             reading = own if own is not None else manifold_of(tensor)
             if reading is not None or self.kind is None:
                 reading = reading_of(tensor, reading, name)
+                if reading.learn_scale:
+                    remedy = "let the loss multiply by a tensor of its own"
+                    raise ValueError(fail("manifold", "have a fixed scale", reading, remedy))
             self.readings.append(reading)
             self.shapes.append(tensor.shape)
             self.tensors.append(None if tensor.is_meta else _start(tensor, reading, name))
