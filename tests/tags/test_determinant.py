@@ -138,7 +138,7 @@ def test_a_change_of_component_is_told_of_but_not_for_random_weights():
     several[1, 0] *= -1
     with pytest.warns(UserWarning, match="other determinant in 1 of 3 matrices"):
         so.ManifoldParameter(several, so.Stiefel(determinant=1))
-    group = {"params": [nn.Parameter(rotation)], "stiefel": {"determinant": -1}}
+    group = {"params": [nn.Parameter(rotation.clone())], "stiefel": {"determinant": -1}}
     with pytest.warns(UserWarning, match="parameter of shape"):
         so.StiefelSGD([group], lr=0.1)
     so.constrain(layer_of(rotation), determinant=1)
