@@ -59,6 +59,7 @@ from stiefel_opt.tools import orthonormality_errors as orthonormality_errors
 from stiefel_opt.tools.any_optimizer import on_manifold as on_manifold
 from stiefel_opt.tools.averaging import averaged as averaged
 from stiefel_opt.tools.penalty import orthonormality_penalty as orthonormality_penalty
+from stiefel_opt.tools.versions import show_versions as show_versions
 
 __version__ = "0.1.0"
 

@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
 PAGES["contributing.md"] = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+FRONT = {page.name: page.read_text(encoding="utf-8") for page in ROOT.glob("[RS]*.md")}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROCESSES = re.compile(r"\A<!-- torchrun: (\d+) -->\n")
 ELSEWHERE = re.compile(r"\A<!-- (?:torchrun|transformers): ")
@@ -120,6 +121,23 @@ def test_links_lead_somewhere() -> None:
         targets = re.findall(r"\]\(([^)#\s]+)", text)
         missing = [t for t in targets if "://" not in t and not (folder / t).exists()]
         assert not missing, page
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings of three levels, as GitHub and MyST name them."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", [*sorted(PAGES), *sorted(FRONT)])
+def test_anchors_exist(page: str) -> None:
+    text = PAGES.get(page) or FRONT[page]
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
+        if "://" not in target and (not target or target.endswith(".md")):
+            name = Path(target).name if target else page
+            assert anchor in anchors(PAGES.get(name) or FRONT[name]), f"{target}#{anchor}"
 
 
 def test_no_line_of_a_formula_begins_like_an_item_of_a_list() -> None:
