@@ -31,7 +31,12 @@ def test_a_notebook_holds_no_outputs_and_can_be_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_runs(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.close("all")
     names: dict[str, Any] = {"__name__": "notebook"}
     for cell in cells(path, "code"):
         code = "".join(cell["source"]).replace(*FEWER)
@@ -42,3 +47,6 @@ def test_a_notebook_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None
     else:
         kept, most = re.findall(r"variance kept: (\S+), at most (\S+)", printed)[0]
         assert kept == most
+        pictures = [pyplot.figure(number) for number in pyplot.get_fignums()]
+        assert sum(len(picture.axes) for picture in pictures) == 3
+        pyplot.close("all")
