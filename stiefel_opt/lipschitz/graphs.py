@@ -157,6 +157,10 @@ def check_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         name = path or "model"
         _check_hooks(module, name)
+        has_buffers = any(True for child in module.children() for _ in child.buffers())
+        if isinstance(module, parametrize.ParametrizationList) and module.training and has_buffers:
+            wanted, given = "stay as it is", "a weight that each forward pass may move"
+            raise ValueError(fail(name, wanted, given, "call model.eval()"))
         kind, is_whole = type(module), is_leaf(module)
         own = [key for key in vars(module) if callable(getattr(kind, key, None))]
         own = [key for key in own if key == "forward" or is_whole]
@@ -209,11 +213,6 @@ def module_bound(module: nn.Module, name: str, size: Size) -> float:
         raise TypeError(fail(name, "have a known Lipschitz constant", given, ADD_A_RULE))
     for leaf, value in [*module.named_parameters(), *module.named_buffers()]:
         check_weight(f"{name}.{leaf}", value)
-    for each in module.modules():
-        has_buffers = any(True for child in each.children() for _ in child.buffers())
-        if isinstance(each, parametrize.ParametrizationList) and each.training and has_buffers:
-            given, remedy = "one that each forward pass may move", "call model.eval()"
-            raise ValueError(fail(name, "have a weight that stays", given, remedy))
     with named(name):
         found = rule.bound(module, size) if rule.asks_size else rule.bound(module)
     return checked(found, name)

@@ -17,7 +17,7 @@ from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.tags.constraints import constrain
 
 NAMES: Final = ("factors", "first", "last")
-PADDINGS: Final = {"circular": "circular", "zeros": "constant"}
+PADDINGS: Final = ("circular", "zeros")
 
 
 class IsometricConv2d(nn.Module):
@@ -147,11 +147,11 @@ class IsometricConv2d(nn.Module):
                 condition = f"have sides of at least {smallest} that {self.stride} divides"
                 remedy = 'choose another size, or padding_mode="zeros"'
                 raise ValueError(fail("input", condition, input, remedy))
-        padded = input
-        if pad:
-            padded = nn.functional.pad(input, (pad,) * 4, PADDINGS[self.padding_mode])
         kernel = self._present_kernel()
-        return nn.functional.conv2d(padded, kernel, self.bias, self.stride, groups=self.groups)
+        options: Any = {"stride": self.stride, "groups": self.groups}
+        if self.padding_mode == "circular" and pad:
+            return nn.functional.conv2d(_wrapped(input, pad), kernel, self.bias, **options)
+        return nn.functional.conv2d(input, kernel, self.bias, padding=pad, **options)
 
     def _present_kernel(self) -> Tensor:
         """Return the kernel; in evaluation without gradients the one of the call before."""
@@ -220,6 +220,58 @@ def compose_kernel(
     blocks = last.view(groups, leaving, -1, stride, stride).transpose(1, 2).flatten(0, 1)
     turned = kernel.flatten(0, 1).transpose(0, 1)  # (in, g c, q, q)
     return nn.functional.conv_transpose2d(turned, blocks, groups=groups).transpose(0, 1)
+
+
+def _wrapped(images: Tensor, pad: int) -> Tensor:
+    """Return the images with ``pad`` pixels from the other side around them."""
+    if is_compiling():  # the compiler makes one copy of it
+        return nn.functional.pad(images, (pad,) * 4, "circular")
+    wrapped: Tensor = _Wrapped.apply(images, pad)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+class _Wrapped(torch.autograd.Function):
+    """As ``pad(mode="circular")``, whose backward pass fills a padded image for each slice."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    @override
+    def forward(images: Tensor, pad: int) -> Tensor:
+        shape = (*images.shape[:2], *(size + 2 * pad for size in images.shape[2:]))
+        output = images.new_empty(shape)
+        output[:, :, pad:-pad, pad:-pad] = images
+        output[:, :, pad:-pad, :pad] = images[..., -pad:]
+        output[:, :, pad:-pad, -pad:] = images[..., :pad]
+        output[:, :, :pad] = output[:, :, -2 * pad : -pad]
+        output[:, :, -pad:] = output[:, :, pad : 2 * pad]
+        return output
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        _, ctx.pad = inputs
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _unwrapped(grad, ctx.pad), None
+
+    @staticmethod
+    @override
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _wrapped(tangent, ctx.pad)
+
+
+def _unwrapped(grad: Tensor, pad: int) -> Tensor:
+    """Return the adjoint of the padding: what was copied is added up."""
+    rows = grad[:, :, pad:-pad].clone()
+    rows[:, :, :pad] += grad[:, :, -pad:]
+    rows[:, :, -pad:] += grad[:, :, :pad]
+    inner = rows[..., pad:-pad].clone(memory_format=torch.preserve_format)
+    inner[..., :pad] += rows[..., -pad:]
+    inner[..., -pad:] += rows[..., :pad]
+    return inner
 
 
 def _uniform(

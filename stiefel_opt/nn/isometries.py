@@ -70,12 +70,9 @@ class _Moved(torch.autograd.Function):
     @override
     def forward(images: Tensor, neighbours: int, sign: int) -> Tensor:
         moves, output = MOVES[neighbours], torch.empty_like(images)
-        parts = output.tensor_split(len(moves), 1), images.tensor_split(len(moves), 1)
-        height, width = images.shape[2:]
-        for target, source, (down, right) in zip(*parts, moves, strict=True):
-            for rows_to, rows_from in _pieces(sign * down, height):
-                for columns_to, columns_from in _pieces(sign * right, width):
-                    target[:, :, rows_to, columns_to] = source[:, :, rows_from, columns_from]
+        groups = output.tensor_split(len(moves), 1), images.tensor_split(len(moves), 1)
+        for target, source, (down, right) in zip(*groups, moves, strict=True):
+            _move_group(target, source, sign * down, sign * right)
         return output
 
     @staticmethod
@@ -99,15 +96,30 @@ def _moved(images: Tensor, neighbours: int, sign: int) -> Tensor:
     return moved
 
 
-def _pieces(move: int, size: int) -> list[tuple[slice, slice]]:
-    """Return where the pieces of a row of ``size`` pixels go, and whence, moved around its end."""
-    move %= size
+def _move_group(target: Tensor, source: Tensor, down: int, right: int) -> None:
+    """Write the moved ``source``: all that stays inside in one piece, then what goes around."""
+    height, width = source.shape[2:]
+    down, right = (down if height > 1 else 0), (right if width > 1 else 0)
+    inner = (height * width, width, 1)
+    is_flat = source.stride()[1:] == target.stride()[1:] == inner
+    if is_flat:  # a long copy, wrong at the sides only
+        places = _pieces(down * width + right)[0]
+        target.flatten(1)[:, places[0]] = source.flatten(1)[:, places[1]]
+    for number, (rows_to, rows_from) in enumerate(_pieces(down)):
+        for place, (columns_to, columns_from) in enumerate(_pieces(right)):
+            if not is_flat or number or place:
+                target[:, :, rows_to, columns_to] = source[:, :, rows_from, columns_from]
+
+
+def _pieces(move: int) -> list[tuple[slice, slice]]:
+    """Return where the pieces of a row of pixels go, and whence; first what stays inside."""
     if move == 0:
         return [(slice(None), slice(None))]
-    return [
-        (slice(move, None), slice(0, size - move)),
-        (slice(0, move), slice(size - move, None)),
-    ]
+    if move > 0:
+        inner, around = (slice(move, None), slice(0, -move)), (slice(0, move), slice(-move, None))
+    else:
+        inner, around = (slice(0, move), slice(-move, None)), (slice(move, None), slice(0, -move))
+    return [inner, around]
 
 
 class ShiftConv2d(nn.Module):

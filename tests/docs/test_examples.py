@@ -13,7 +13,7 @@ from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-LONGER = {"llm_rotations", "demo"}  # whole programs
+LONGER = {"llm_rotations", "demo", "certified"}  # whole programs
 SHORT = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LONGER)
 
 
@@ -34,7 +34,9 @@ def shown(name: str, folder: Path, *changes: tuple[str, str]) -> str:
 
 
 def numbers(pattern: str, text: str) -> list[float]:
-    found = [float(value) for value in re.findall(pattern, text)]
+    """The groups of every match, one after the other."""
+    matches = re.finditer(pattern, text, re.MULTILINE)
+    found = [float(value) for match in matches for value in match.groups()]
     assert found, f"{pattern} not in:\n{text}"
     return found
 
@@ -101,6 +103,21 @@ def test_convolutions(tmp_path: Path) -> None:
     assert safe > 30
     assert more > 5
     assert none == 0
+
+
+def test_certified(tmp_path: Path) -> None:
+    for package in ("matplotlib", "sklearn"):
+        pytest.importorskip(package)
+    text = shown("certified", tmp_path, ("STEPS = 600", "STEPS = 60"))
+    bound, ordinary = numbers(r"last layer ([\d.]+); of the ordinary network ([\d.]+)", text)
+    assert 1 <= bound <= 1 + 1e-5
+    assert ordinary > 10
+    right, _ = numbers(r"^right: ([\d.]+)%, ordinary network ([\d.]+)%", text)
+    (proven,) = numbers(r"by proof within \S+: ([\d.]+)%", text)
+    kept, _ = numbers(r"under attack within \S+: ([\d.]+)%, ordinary ([\d.]+)%", text)
+    assert 2 < proven <= kept <= right
+    assert right > 80
+    assert (tmp_path / "certified.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_fine_tuning(tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def half_integer() -> nn.Module:
     return model
 
 
+class Traced(nn.Module):
+    """Its forward pass is traced; its weight is moved by each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, 2.0 * self.layer.weight)
+
+
 MODULES: list[tuple[Any, type[Exception], str]] = [
     (lambda: nn.Sequential(nn.LayerNorm(4)), TypeError, "`0` must have a known.*torch.LayerNorm"),
     (lambda: nn.Sequential(nn.Sequential(nn.GLU())), TypeError, r"`0.0` must have a known"),
@@ -88,7 +99,8 @@ MODULES: list[tuple[Any, type[Exception], str]] = [
     (lambda: nn.Sequential(nn.Dropout()), ValueError, "`0`.*evaluation mode.*model.eval"),
     (lambda: nn.Sequential(nn.RReLU()), ValueError, "`0`.*evaluation mode"),
     (lambda: nn.BatchNorm1d(4, track_running_stats=False).eval(), ValueError, "running statistics"),
-    (spectral, ValueError, "`0` must have a weight that stays.*model.eval"),
+    (spectral, ValueError, r"`0.parametrizations.weight` must stay as it is.*model.eval"),
+    (Traced, ValueError, "must stay as it is.*model.eval"),
     (lambda: bad_weight(float("nan")), ValueError, r"`1.weight` must be finite"),
     (lambda: bad_weight(float("inf")), ValueError, r"`1.weight` must be finite"),
     (lambda: bad_weight(2e38).double(), ValueError, None),  # finite in float64: no error

@@ -71,6 +71,26 @@ def test_it_is_the_plain_convolution_of_its_kernel(layout):
     torch.testing.assert_close(layer(images), plain(images))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("size", [(3, 4), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kernel_size", [3, 5])
+def test_around_the_edge_it_is_the_plain_circular_convolution(size, kernel_size):
+    if min(size) < kernel_size // 2:
+        return
+    layer = IsometricConv2d(3, 4, kernel_size, dtype=torch.float64)
+    options: dict[str, Any] = {"padding": kernel_size // 2, "padding_mode": "circular"}
+    plain = nn.Conv2d(3, 4, kernel_size, dtype=torch.float64, **options)
+    plain.weight, plain.bias = nn.Parameter(layer.kernel().detach()), layer.bias
+    images = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(layer(images), plain(images))
+    (grad,) = torch.autograd.grad(layer(images).sin().sum(), images)
+    torch.testing.assert_close(grad, torch.autograd.grad(plain(images).sin().sum(), images)[0])
+    assert torch.autograd.gradgradcheck(layer, (images,))
+    tangent = torch.func.jvp(layer, (images,), (images,))[1]
+    torch.testing.assert_close(tangent, layer(images) - layer(torch.zeros_like(images)))
+    torch.testing.assert_close(torch.func.vmap(layer)(images[None])[0], layer(images))
+
+
 def test_it_stays_so_while_it_learns(generator):
     """A blur of images by a neighbour: the kernel moves, and its singular values do not."""
     layer = IsometricConv2d(4, 4, generator=generator)
