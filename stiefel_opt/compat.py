@@ -21,10 +21,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_range, fail
-from stiefel_opt.functional.cayley import cayley_adam
+from stiefel_opt.methods.cayley import SQUARES, CayleySGD, cayley_adam
 from stiefel_opt.numerics.device import working_dtype
 from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.cayley import SQUARES, CayleySGD
 from stiefel_opt.optim.checks import listed
 from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import SGDLike, with_factor

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from optimizers import TABLE
+from optimizers import PUBLISHED, TABLE, Rule
 from reference import StiefelReference, polar_factor
 from reference_descent import DescentReference
 
@@ -143,13 +143,14 @@ class OptimizerCase:
     def lr(self) -> float:
         if "lr" in self.options:
             return float(self.options["lr"])
-        # The published flows blow up where |g| lr passes about 0.02.
-        if self.options.get("transport") == "published":
-            return TABLE[self.algorithm].published_lr
-        return 0.1
+        return self.row.mild_lr
+
+    @property
+    def row(self) -> Rule:
+        return (TABLE | PUBLISHED)[self.algorithm]
 
     def optimizer(self, params: Any) -> torch.optim.Optimizer:
-        return TABLE[self.algorithm].optimizer(params, **{"lr": self.lr, **self.options})
+        return self.row.optimizer(params, **{"lr": self.lr, **self.options})
 
     def reference(self, point: Array, scale: float = 1.0) -> AnyReference:
         # Weight decay has no tangent part; of Adam's radius it takes a part if it is decoupled.
@@ -157,8 +158,9 @@ class OptimizerCase:
         options = {key: value for key, value in self.options.items() if key not in dropped}
         if self.options.get("decoupled_weight_decay"):
             options["decay"] = self.lr * self.options["weight_decay"]
-        row = TABLE[self.algorithm]
+        row = self.row
         is_angle = any(self.options.get(name) == value for name, value in row.angle.items())
+        is_angle |= row.lr_is_angle
         lr = self.lr if is_angle else self.lr / scale
         return row.reference(point, lr=lr, **options)
 
@@ -173,13 +175,12 @@ OPTION_GRID = [
 ] + [
     OptimizerCase(
         f"{algorithm}-{metric}-published-{rotation}",
-        algorithm,
-        {"metric": metric, "transport": "published", "rotation": rotation},
+        f"published-{algorithm}",
+        {"metric": metric, "rotation": rotation},
     )
     for algorithm, metric, rotation in pairwise(("sgd", "adam"), METRICS, ROTATIONS)
 ]
 
-PUBLISHED = {"transport": "published"}
 PROJECTED = {"transport": "projected"}
 
 READING_CASES = [
@@ -188,11 +189,11 @@ READING_CASES = [
         for name, rule in TABLE.items()
         if rule.reference is not None and not rule.variant
     ),
-    OptimizerCase("sgd-published", "sgd", {"metric": 0.3, **PUBLISHED}),
+    OptimizerCase("sgd-published", "published-sgd", {"metric": 0.3}),
     OptimizerCase("sgd-projected", "sgd", {"metric": 0.3, **PROJECTED}),
-    OptimizerCase("sgd-adaptive", "sgd", {"adaptive": True, "metric": 0.3}),
+    OptimizerCase("sgd-adaptive", "sgd-adaptive", {"metric": 0.3}),
     OptimizerCase("adam-euclidean", "adam", {"metric": "euclidean"}),
-    OptimizerCase("adam-adaptive", "adam", {"adaptive": True, "metric": 0.3}),
+    OptimizerCase("adam-adaptive", "adam-adaptive", {"metric": 0.3}),
     OptimizerCase("adam-decoupled", "adam", {"weight_decay": 0.3, "decoupled_weight_decay": True}),
     OptimizerCase("adam-projected", "adam", PROJECTED),
     OptimizerCase("adam-not-nesterov", "adam", {"nesterov": False, "metric": 0.3}),
@@ -202,23 +203,23 @@ READING_CASES = [
 VARIANTS = [
     OptimizerCase("sgd-momentumless", "sgd", {"momentum": 0.0}),
     OptimizerCase("sgd-momentumless-dampened", "sgd", {"momentum": 0.0, "dampening": 0.4}),
-    OptimizerCase("sgd-momentumless-published", "sgd", {"momentum": 0.0, **PUBLISHED}),
+    OptimizerCase("sgd-momentumless-published", "published-sgd", {"momentum": 0.0}),
     OptimizerCase("sgd-nesterov", "sgd", {"nesterov": True}),
     OptimizerCase("sgd-nesterov-euclidean", "sgd", {"nesterov": True, "metric": "euclidean"}),
     OptimizerCase("sgd-nesterov-projected", "sgd", {"nesterov": True, **PROJECTED}),
     OptimizerCase(
         "sgd-nesterov-projected-metric", "sgd", {"nesterov": True, "metric": 0.3, **PROJECTED}
     ),
-    OptimizerCase("sgd-nesterov-published", "sgd", {"nesterov": True, "metric": 0.3, **PUBLISHED}),
+    OptimizerCase("sgd-nesterov-published", "published-sgd", {"nesterov": True, "metric": 0.3}),
     OptimizerCase(
         "sgd-nesterov-published-cayley",
-        "sgd",
-        {"nesterov": True, "rotation": "cayley", **PUBLISHED},
+        "published-sgd",
+        {"nesterov": True, "rotation": "cayley"},
     ),
     OptimizerCase("sgd-momentumless-projected", "sgd", {"momentum": 0.0, **PROJECTED}),
     OptimizerCase("sgd-dampened-projected", "sgd", {"dampening": 0.4, "metric": -1.0, **PROJECTED}),
     OptimizerCase("sgd-dampened", "sgd", {"dampening": 0.4}),
-    OptimizerCase("sgd-dampened-published", "sgd", {"dampening": 0.4, "metric": -1.0, **PUBLISHED}),
+    OptimizerCase("sgd-dampened-published", "published-sgd", {"dampening": 0.4, "metric": -1.0}),
     OptimizerCase("sgd-maximize", "sgd", {"maximize": True}),
     OptimizerCase("sgd-tensor-lr", "sgd", {"lr": torch.tensor(0.1, dtype=torch.float64)}),
     OptimizerCase("sgd-weight-decay", "sgd", {"weight_decay": 0.3}),
@@ -228,8 +229,8 @@ VARIANTS = [
     ),
     OptimizerCase(
         "adam-amsgrad-published",
-        "adam",
-        {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3, **PUBLISHED},
+        "published-adam",
+        {"amsgrad": True, "betas": (0.9, 0.8), "metric": 0.3},
     ),
     OptimizerCase(
         "adam-amsgrad-projected",
@@ -247,17 +248,16 @@ VARIANTS = [
     *(
         OptimizerCase(
             f"sgd-adaptive-{metric}-{transport}{'-nesterov' * nesterov}",
-            "sgd",
-            {"adaptive": True, "metric": metric, "transport": transport, "nesterov": nesterov},
+            "sgd-adaptive",
+            {"metric": metric, "transport": transport, "nesterov": nesterov},
         )
         for metric, transport, nesterov in pairwise(METRICS, TRANSPORTS, (False, True))
     ),
     *(
         OptimizerCase(
             f"adam-adaptive-{metric}-{transport}-{radius}{'-nesterov' * nesterov}",
-            "adam",
+            "adam-adaptive",
             {
-                "adaptive": True,
                 "metric": metric,
                 "transport": transport,
                 "nesterov": nesterov,
@@ -268,7 +268,7 @@ VARIANTS = [
             METRICS, TRANSPORTS, (False, True), (1.0, "virtual")
         )
     ),
-    OptimizerCase("adam-adaptive-amsgrad", "adam", {"adaptive": True, "amsgrad": True}),
+    OptimizerCase("adam-adaptive-amsgrad", "adam-adaptive", {"amsgrad": True}),
     *(
         OptimizerCase(
             f"adam-not-nesterov-{metric}-{transport}{'-amsgrad' * amsgrad}",
@@ -277,11 +277,11 @@ VARIANTS = [
         )
         for metric, transport, amsgrad in pairwise(METRICS, TRANSPORTS, (False, True))
     ),
-    OptimizerCase("sgd-adaptive-maximize", "sgd", {"adaptive": True, "maximize": True}),
-    OptimizerCase("adam-adaptive-maximize", "adam", {"adaptive": True, "maximize": True}),
+    OptimizerCase("sgd-adaptive-maximize", "sgd-adaptive", {"maximize": True}),
+    OptimizerCase("adam-adaptive-maximize", "adam-adaptive", {"maximize": True}),
     OptimizerCase("adam-no-first-moment", "adam", {"betas": (0.0, 0.99), "metric": "euclidean"}),
     OptimizerCase(
-        "adam-no-first-moment-published", "adam", {"betas": (0.0, 0.99), "metric": 0.3, **PUBLISHED}
+        "adam-no-first-moment-published", "published-adam", {"betas": (0.0, 0.99), "metric": 0.3}
     ),
     OptimizerCase("adam-short-memory", "adam", {"betas": (0.5, 0.7), "metric": 0.3}),
     OptimizerCase("adam-large-eps", "adam", {"eps": 0.1, "metric": 0.3}),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from optimizers import OPTIMIZERS as OPTIMIZERS
+from optimizers import PUBLISHED as PUBLISHED
 from optimizers import RULES as RULES
 from optimizers import TABLE as TABLE
 from torch import Tensor, nn
@@ -86,6 +87,8 @@ def warnings_of(action: Callable[[], Any]) -> list[str]:
 
 
 def optimizer(name: str, params: Any, **options: Any) -> Any:
+    if name in PUBLISHED:
+        return PUBLISHED[name].optimizer(params, **{"lr": 0.05, **options})
     rule, defaults = OPTIMIZERS[name]
     return rule(params, **{**defaults, **options})
 

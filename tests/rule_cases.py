@@ -20,7 +20,7 @@ from optimizers import TABLE
 from torch import Tensor
 
 import stiefel_opt as so
-from stiefel_opt import functional
+from stiefel_opt import functional, methods
 from stiefel_opt.numerics.geometry import RETRACTIONS, random_point
 
 SKEW, NORMAL = "momentum_skew", "momentum_normal"
@@ -173,7 +173,7 @@ ADAMS = [
     ]
 ]
 DESCENTS = [
-    RuleCase(functional.descend, {"retraction": retraction, "metric": metric, **more}, keeps)
+    RuleCase(methods.descend, {"retraction": retraction, "metric": metric, **more}, keeps)
     for retraction, metric, (keeps, more) in mixed(
         9,
         RETRACTIONS,
@@ -186,11 +186,11 @@ DESCENTS = [
     )
 ]
 CAYLEY = [
-    *(RuleCase(functional.cayley_sgd, {"steps": steps}, MOMENTUM) for steps in (0, 2, 5)),
-    RuleCase(functional.cayley_sgd, {"exact": True}, MOMENTUM),
-    RuleCase(functional.cayley_sgd, {"nesterov": True, "momentum": 0.5}, MOMENTUM),
+    *(RuleCase(methods.cayley_sgd, {"steps": steps}, MOMENTUM) for steps in (0, 2, 5)),
+    RuleCase(methods.cayley_sgd, {"exact": True}, MOMENTUM),
+    RuleCase(methods.cayley_sgd, {"nesterov": True, "momentum": 0.5}, MOMENTUM),
     *(
-        RuleCase(functional.cayley_adam, {**FIRST, **more}, (*MOMENTUM, "exp_avg_sq_norm", *extra))
+        RuleCase(methods.cayley_adam, {**FIRST, **more}, (*MOMENTUM, "exp_avg_sq_norm", *extra))
         for more, extra in [
             ({}, ()),
             ({"exact": True}, ()),
@@ -199,13 +199,13 @@ CAYLEY = [
     ),
 ]
 MUON = [
-    RuleCase(functional.muon),
-    RuleCase(functional.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
-    RuleCase(functional.muon, {"tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
+    RuleCase(methods.muon),
+    RuleCase(methods.muon, {"nesterov": False, "momentum": 0.5}, AMBIENT),
+    RuleCase(methods.muon, {"tolerance": 1e-3, "smoothing": 1e-2}, AMBIENT),
 ]
 PUBLISHED = [
     *(
-        RuleCase(functional.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
+        RuleCase(methods.published_sgd, {"rotation": rotation, "metric": metric, **more}, keeps)
         for rotation, metric, (keeps, more) in mixed(
             6,
             ROTATIONS,
@@ -214,9 +214,7 @@ PUBLISHED = [
         )
     ),
     *(
-        RuleCase(
-            functional.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps
-        )
+        RuleCase(methods.published_adam, {**FIRST, "rotation": rotation, "metric": metric}, keeps)
         for rotation, metric, keeps in mixed(5, ROTATIONS, METRICS, [ADAM, AMSGRAD])
     ),
 ]

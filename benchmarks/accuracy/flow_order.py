@@ -15,8 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +27,7 @@ from benchmarks.common.harness import PrintedSGD
 
 Matrix = NDArray[np.float64]
 
-FORMS: dict[str, dict[str, Any]] = {
-    "isometric": {"transport": "isometric"},
-    "published": {"transport": "published", "rotation": "euler"},
-}
-OPTIMIZERS = {form: partial(so.StiefelSGD, **options) for form, options in FORMS.items()}
-OPTIMIZERS["printed"] = partial(PrintedSGD, **FORMS["published"])
+OPTIMIZERS = {"isometric": so.StiefelSGD, "published": so.PublishedSGD, "printed": PrintedSGD}
 METRICS = {"1/2": 0.5, "0": 0.0, "-1": -1.0}
 DURATION = 1.0
 SHAPE = (8, 3)

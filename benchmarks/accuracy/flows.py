@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 import stiefel_opt as so
-from benchmarks.accuracy.flow_order import FORMS, SETTINGS, Order, measure_orders
+from benchmarks.accuracy.flow_order import SETTINGS, Order, measure_orders
 from benchmarks.common import figures
 from benchmarks.common.harness import PRINTED, RESULTS, machine, markdown_table, write_json
 
@@ -45,18 +45,23 @@ class BlowUp:
     broke_at: int | None
 
 
+OF_SGD = {"momentum": MOMENTUM, "nonfinite": "ignore"}
+RULES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
+    ("SGD", "isometric"): (so.StiefelSGD, OF_SGD),
+    ("SGD", "published"): (so.PublishedSGD, OF_SGD),
+    ("Adam", "isometric"): (PRINTED, {}),
+    ("Adam", "published"): (so.PublishedAdam, {}),
+}
+
+
 def run_blow_up(kind: str, form: str, lr: float, steps: int) -> BlowUp:
     """Random gradients of norm 1, every seventh of norm 1000, from a random point."""
     generator = torch.Generator().manual_seed(3)
     shape = BLOW_UP_SHAPE
     gaussian = torch.randn(shape, generator=generator, dtype=torch.float64)
     parameter = so.ManifoldParameter(torch.linalg.qr(gaussian).Q)
-    optimizer: Any
-    if kind == "SGD":
-        options = FORMS[form] | {"nonfinite": "ignore"}
-        optimizer = so.StiefelSGD([parameter], lr=lr, momentum=MOMENTUM, **options)
-    else:
-        optimizer = PRINTED([parameter], lr=lr, **FORMS[form])
+    rule, options = RULES[kind, form]
+    optimizer: Any = rule([parameter], lr=lr, **options)
     largest_momentum = largest_error = 0.0
     for step in range(1, steps + 1):
         gradient = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -72,7 +77,7 @@ def run_blow_up(kind: str, form: str, lr: float, steps: int) -> BlowUp:
 
 
 def measure_blow_up(rates: Sequence[float], steps: int) -> list[BlowUp]:
-    work = [(kind, form, lr) for kind in ("SGD", "Adam") for form in FORMS for lr in rates]
+    work = [(*row, lr) for row in RULES for lr in rates]
     return [
         run_blow_up(kind, form, lr, steps)
         for kind, form, lr in tqdm(work, desc="blow-up", unit="run")

@@ -194,7 +194,7 @@ class Marked(torch.nn.Parameter):
 
 
 class AdaptiveSGD(torch.optim.Optimizer):
-    """The rule of ``StiefelSGD(adaptive=True)`` without the constraint; SGD for other tensors."""
+    """The rule of ``AdaptiveSGD`` without the constraint; SGD for other tensors."""
 
     def __init__(self, groups: Any, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -213,7 +213,7 @@ class AdaptiveSGD(torch.optim.Optimizer):
                 parameter.add_(lr * velocity)
 
     def _friction(self, state: Any, grad: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mu and c, `functional/adaptive.py`, with F = G."""
+        """Return mu and c, `methods/adaptive.py`, with F = G."""
         each = tuple(range(1, grad.ndim))  # dimensions of a copy
         square = grad.square().sum(each, keepdim=True)
         minus_s = -(grad * velocity).sum(each, keepdim=True)
@@ -235,8 +235,8 @@ def adaptive_throughout(rates: list[float], points: Rows, plain: Rows) -> Setup:
     own = [[so.ManifoldParameter(t.detach()) for t in row] for row in points]
     others = [[Marked(t.detach()) for t in row] for row in plain]
     nothing: Rows = [[] for _ in rates]
-    options: dict[str, Any] = {"adaptive": True, "transport": "projected"}
-    constrained = so.StiefelSGD(groups_of(rates, own, nothing), lr=rates[0], **options)
+    groups = groups_of(rates, own, nothing)
+    constrained = so.AdaptiveSGD(groups, lr=rates[0], transport="projected")
     free = AdaptiveSGD(groups_of(rates, nothing, others), lr=rates[0])
     return Setup([constrained, free], joined(own), joined(others))
 
@@ -342,16 +342,12 @@ METHODS: dict[str, Build] = {
     "StiefelAdam, as printed": ours(so.StiefelAdam, radius=1.0, nesterov=False),
     "unconstrained, AdamW": unconstrained(torch.optim.AdamW),
     "StiefelSGD": ours(so.StiefelSGD),
-    "StiefelSGD, adaptive": ours(so.StiefelSGD, adaptive=True, transport="projected"),
+    "StiefelSGD, adaptive": ours(so.AdaptiveSGD, transport="projected"),
     "StiefelSGD, Nesterov": ours(so.StiefelSGD, nesterov=True),
-    "StiefelSGD, adaptive, Nesterov": ours(
-        so.StiefelSGD, adaptive=True, nesterov=True, transport="projected"
-    ),
-    "StiefelAdam, adaptive": ours(so.StiefelAdam, adaptive=True, transport="projected"),
-    "StiefelAdam, adaptive, isometric": ours(so.StiefelAdam, adaptive=True),
-    "StiefelAdam, adaptive, Nesterov": ours(
-        so.StiefelAdam, adaptive=True, nesterov=True, transport="projected"
-    ),
+    "StiefelSGD, adaptive, Nesterov": ours(so.AdaptiveSGD, nesterov=True, transport="projected"),
+    "StiefelAdam, adaptive": ours(so.AdaptiveAdam, transport="projected"),
+    "StiefelAdam, adaptive, isometric": ours(so.AdaptiveAdam),
+    "StiefelAdam, adaptive, Nesterov": ours(so.AdaptiveAdam, nesterov=True, transport="projected"),
     "unconstrained, adaptive SGD": one(AdaptiveSGD, Marked),
     "StiefelSGD, adaptive, plain, too": adaptive_throughout,
     "geoopt Adam": geoopt("RiemannianAdam"),

@@ -133,7 +133,7 @@ class SharedFriction(torch.optim.Optimizer):
             self._advance(point, part, momentum, eta)
 
     def _friction(self, shared: Any, square: Tensor, minus_s: Any) -> tuple[Tensor, Tensor]:
-        """Return mu and c, `functional/adaptive.py`."""
+        """Return mu and c, `methods/adaptive.py`."""
         slope = shared.get("slope", torch.zeros_like(square))
         minus_s = minus_s + torch.zeros_like(square)
         part = torch.where(slope > 0, minus_s / slope, 0.0).clamp(-0.7, 0.7)

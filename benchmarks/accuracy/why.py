@@ -87,8 +87,8 @@ class Run(NamedTuple):
 
 
 class AdaptiveAdam(torch.optim.Adam):
-    """The rule of ``StiefelAdam(adaptive=True)`` without the constraint, for the first group; Adam
-    for the others. Letters are those of `functional.adaptive_adam`."""
+    """The rule of ``AdaptiveAdam`` without the constraint, for the first group; Adam
+    for the others. Letters are those of `methods.adaptive_adam`."""
 
     def __init__(self, params: list[dict[str, Any]], lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -127,7 +127,7 @@ class Friction:
 RULES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "tagged": harness.PRINTED,
     "virtual": so.StiefelAdam,
-    "adaptive": partial(so.StiefelAdam, adaptive=True, transport="projected"),
+    "adaptive": partial(so.AdaptiveAdam, transport="projected"),
 }
 
 

@@ -83,7 +83,7 @@ PACKAGES = {
     "StiefelSGD": VARIANTS["StiefelSGD, canonical, isometric"],
     "StiefelSGD, Nesterov": VARIANTS["StiefelSGD, canonical, isometric, Nesterov"],
     "StiefelSGD, Euclidean": VARIANTS["StiefelSGD, euclidean, isometric"],
-    "StiefelSGD, published flows": ours("StiefelSGD", transport="published"),
+    "StiefelSGD, published flows": ours("PublishedSGD"),
     "ProjectedRGD": ours("ProjectedRGD"),
     "ProjectedRGD, Nesterov": ours("ProjectedRGD", nesterov=True),
     "CayleySGD": ours("CayleySGD"),
@@ -97,7 +97,7 @@ PACKAGES = {
     "pymanopt CG": Solver("pymanopt CG"),
     "StiefelAdam": VARIANTS["StiefelAdam, canonical, isometric"],
     "StiefelAdam, Euclidean": VARIANTS["StiefelAdam, euclidean, isometric"],
-    "StiefelAdam, published flows": ours("StiefelAdam", transport="published"),
+    "StiefelAdam, published flows": ours("PublishedAdam"),
     "CayleyAdam": ours("CayleyAdam"),
     "geoopt Adam": Solver("geoopt", "method=Adam"),
 }

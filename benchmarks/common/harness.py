@@ -42,17 +42,17 @@ Clock = Callable[[], float]
 
 
 class AsPrinted:
-    """The sign, the turn and the corrections that are printed, with ``transport="published"``."""
+    """The sign, the turn and the corrections that are printed."""
 
     def rule_for(self, group: dict[str, Any]) -> Any:
         return partial(super().rule_for(group), printed=True)  # type: ignore[misc]
 
 
-class PrintedSGD(AsPrinted, so.StiefelSGD):
+class PrintedSGD(AsPrinted, so.PublishedSGD):
     """Algorithm 1."""
 
 
-class PrintedAdam(AsPrinted, so.StiefelAdam):
+class PrintedAdam(AsPrinted, so.PublishedAdam):
     """Algorithm 2."""
 
 

@@ -39,7 +39,7 @@ from benchmarks.common.harness import (
     markdown_table,
     write_json,
 )
-from stiefel_opt.functional import muon, spectral_direction, spectral_gap
+from stiefel_opt.methods import muon, spectral_direction, spectral_gap
 
 SHAPES = ((256, 64), (512, 128), (3072, 128), (256, 256), (2048, 256), (768, 768))
 LR = 0.02

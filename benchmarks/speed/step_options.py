@@ -49,11 +49,11 @@ PAIRS = {  # the step with the option, and without
 
 def rules(row: Row) -> dict[str, Callable[[list[Tensor]], Any]]:
     adam = partial(so.StiefelAdam, lr=adam_lr(row))
-    sgd, adaptive = partial(so.StiefelSGD, lr=LR), partial(so.StiefelSGD, lr=0.1, adaptive=True)
+    sgd, adaptive = partial(so.StiefelSGD, lr=LR), partial(so.AdaptiveSGD, lr=0.1)
     return {
         "StiefelAdam": adam,
         "StiefelAdam, nesterov=False": partial(adam, nesterov=False),
-        "StiefelAdam, adaptive": partial(adam, adaptive=True, transport="projected"),
+        "StiefelAdam, adaptive": partial(so.AdaptiveAdam, lr=LR, transport="projected"),
         "StiefelAdam, as printed": partial(PRINTED, lr=adam_lr(row)),
         "StiefelSGD": sgd,
         "StiefelSGD, Nesterov": partial(sgd, nesterov=True),

@@ -11,7 +11,7 @@ learning rate, mu the momentum, a < 1 the parameter of the metric tr(D1'(I - a X
     X <- (X D + eta U) R,  U <- (U - eta X D U'U) R                  phi_3, both by one rotation
 
 with rot(K) = (I + K)(I - K^2)^(-1/2). The published flows are in
-:mod:`stiefel_opt.functional.published`. Between steps of SGD U = B L - X N is kept as B, L, N: with
+:mod:`stiefel_opt.methods.published`. Between steps of SGD U = B L - X N is kept as B, L, N: with
 
     S = X'G                                                          1
     B <- B (mu L) + X (S - mu N) - G                                 2, 3

@@ -24,7 +24,6 @@ from stiefel_opt.errors import (
     users_level,
 )
 from stiefel_opt.functional.flows import METRICS
-from stiefel_opt.functional.published import ROTATIONS
 from stiefel_opt.numerics.device import has_values, overlap, readable, span_of
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.optim.commit import LARGEST_SAFE
@@ -35,8 +34,11 @@ from stiefel_opt.tags.manifold import Stiefel, manifold_of, reading_by
 from stiefel_opt.tags.watch import records_of
 
 NONFINITE: Final = ("skip", "raise", "ignore")
-TRANSPORTS: Final = ("isometric", "projected", "published")
+TRANSPORTS: Final = ("isometric", "projected")
 RADII: Final = ("virtual", "angle")
+LEARNERS: Final = (
+    "choose StiefelSGD, StiefelAdamW or StiefelMuon, or constrain the weight without learn_scale"
+)
 
 
 # ---- how a group reads its parameters, and what they are called ----------------------------------
@@ -190,56 +192,20 @@ def check_metric(group: Group) -> None:
 
 
 def check_transport(group: Group) -> None:
-    """Raise unless ``transport`` and ``rotation`` go together."""
-    check_choice("transport", group["transport"], TRANSPORTS)
+    """Raise unless ``transport`` is one."""
     if group["transport"] == "published":
-        check_choice("rotation", group["rotation"] or "euler", ROTATIONS)
-    elif group["rotation"] is not None:
-        remedy = "leave it out: these flows turn by the polar rotation"
-        wanted = "be None unless transport='published'"
-        raise ValueError(fail("rotation", wanted, repr(group["rotation"]), remedy))
+        remedy = "take so.PublishedSGD or so.PublishedAdam"
+        raise TypeError(fail("transport", "be 'isometric' or 'projected'", "'published'", remedy))
+    check_choice("transport", group["transport"], TRANSPORTS)
 
 
 def check_radius(group: Group) -> None:
-    """Raise unless ``radius`` is one, and 1 where flows are taken as printed."""
-    radius, is_published = group["radius"], group["transport"] == "published"
+    """Raise unless ``radius`` is one."""
+    radius = group["radius"]
     if isinstance(radius, str):
         check_choice("radius", radius, RADII)
     elif radius is not None:
         check_range("radius", radius, 0.0, open_low=True)
-    if is_published and radius not in (None, 1):
-        wanted = "be None or 1 with transport='published', which is as printed"
-        raise ValueError(fail("radius", wanted, repr(radius)))
-
-
-def check_nesterov(group: Group) -> None:
-    """Raise unless ``nesterov`` of Adam goes together with the transport."""
-    if group["nesterov"] is not None:
-        check_flag("nesterov", group["nesterov"])
-        _check_unpublished("nesterov", group)
-
-
-def check_adaptive(group: Group) -> None:
-    """Raise unless ``adaptive`` goes together with the momentum and the transport."""
-    check_flag("adaptive", group["adaptive"])
-    if not group["adaptive"]:
-        return
-    _check_unpublished("adaptive", group)
-    name, most = "momentum", group.get("momentum")
-    if most is None:
-        name, most = "betas[0]", group["betas"][0]
-    if not 0 < most < 1:
-        wanted = "be in (0, 1) if adaptive: it is the most momentum that there may be"
-        raise ValueError(fail(name, wanted, most))
-    if group.get("dampening", 0) != 0:
-        raise ValueError(fail("dampening", "be 0 if adaptive", group["dampening"]))
-
-
-def _check_unpublished(option: str, group: Group) -> None:
-    """Raise for an option that published flows do not have."""
-    if group[option] and group["transport"] == "published":
-        remedy = "choose 'isometric' or 'projected'"
-        raise ValueError(fail("transport", f"not be 'published' if {option}", "it", remedy))
 
 
 # ---- parameters and gradients --------------------------------------------------------------------
@@ -263,6 +229,13 @@ _SYNONYMS = {
 }
 
 
+# Options of before that are classes of their own now.
+_MOVED = {
+    "adaptive": "so.AdaptiveSGD or so.AdaptiveAdam",
+    "rotation": "so.PublishedSGD or so.PublishedAdam",
+}
+
+
 def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
     """Raise for a key of a group that means an option, such as "weightdecay" or "epsilon".
 
@@ -273,6 +246,9 @@ def check_option_names(group: Group, known: Collection[str], rule: str) -> None:
     for name in group:
         if name == "params" or any(f"_{option}_" in f"_{name}_" for option in known):
             continue  # an option, or made of one: "max_momentum" of a scheduler
+        if name in _MOVED:
+            remedy = f"take {_MOVED[name]}"
+            raise TypeError(fail(name, f"not be an option of {rule}", repr(group[name]), remedy))
         letters = _letters(str(name))
         near = difflib.get_close_matches(letters, spelled, 1, 0.8 if len(letters) > 3 else 1.0)
         meant = spelled[near[0]] if near else synonyms.get(letters)
@@ -309,7 +285,7 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def check_new_group(group: Group, groups: list[Group]) -> None:
+def check_new_group(group: Group, groups: list[Group], optimizer: Any = None) -> None:
     """Raise for parameters that torch would accept but that cannot be constrained."""
     seen = {id(parameter) for other in groups for parameter in other["params"]}
     for index, item in enumerate(group["params"]):
@@ -329,6 +305,22 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
             if has_values(own) and not bool(torch.isfinite(own).all()):
                 remedy = "initialise it before optimizing"
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+    if optimizer is not None:
+        check_learned_scale(group, optimizer)
+
+
+def check_learned_scale(group: Group, optimizer: Any) -> None:
+    """Raise for a weight whose scale is to be learned, with a rule that cannot move it so."""
+    if optimizer.learns_scale and optimizer.scale_rule_for(group).step is not None:
+        return
+    groups = optimizer.param_groups
+    number = next((i for i, each in enumerate(groups) if each is group), len(groups))
+    for index, item in enumerate(group["params"]):
+        name, parameter = item if isinstance(item, tuple) else (None, item)
+        manifold = reading(parameter, group) if isinstance(parameter, Tensor) else None
+        if manifold is not None and manifold.learn_scale:
+            called = f"learn_scale of {name or label(group, index, number)}"
+            raise ValueError(fail(called, f"be False for {optimizer.rule}", True, LEARNERS))
 
 
 def check_memory(groups: list[Group]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
@@ -12,9 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
-from stiefel_opt.functional import adaptive
-from stiefel_opt.functional.adaptive import adaptive_adam, adaptive_sgd, with_radius
+from stiefel_opt.errors import check_flag
 from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.functional.learned_scale import PULL
 from stiefel_opt.functional.momentum import (
     FACTOR,
     NORMAL,
@@ -26,7 +25,7 @@ from stiefel_opt.functional.momentum import (
     evaluated,
     sgd,
 )
-from stiefel_opt.functional.published import published_adam, published_sgd
+from stiefel_opt.functional.radius import GROWTH, with_radius
 from stiefel_opt.optim import checks
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.commit import Correction, Rule
@@ -38,20 +37,13 @@ from stiefel_opt.tags.manifold import Stiefel
 
 Z_STATE: Final = State(SKEW, "mm", symmetry="skew")
 U_STATE: Final = State(NORMAL, symmetry="normal")
-_DIVIDED_STATE: Final = tuple(replace(each, unit="divided") for each in (Z_STATE, U_STATE))
 _UNPROJECTED: Final = (
     State(UNPROJECTED, tall_only=True),
     State(OVERLAP, "mm", tall_only=True),
     State(FACTOR, "mm", start="I", tall_only=True),
 )
-_FRICTION: Final = (
-    State(adaptive.SLOPE, "1", dtype="real", least=0.0),
-    State(adaptive.FACTOR, "1", start=1.0, dtype="real", least=0.0),
-    State(adaptive.MOMENTUM, "1", dtype="real"),
-    State(adaptive.UNIT, "1", dtype="real", least=0.0),
-)
-_GROWTH: Final = State(adaptive.GROWTH, "1", dtype="real", least=-1.0)
-_SECOND_MOMENTS: Final = (
+_GROWTH: Final = State(GROWTH, "1", dtype="real", least=-1.0)
+SECOND_MOMENTS: Final = (
     State("exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric", least=0.0),
     State("exp_avg_sq_normal", dtype="real", tall_only=True, least=0.0),
     State("max_exp_avg_sq_skew", "mm", dtype="real", symmetry="symmetric", least=0.0),
@@ -59,7 +51,7 @@ _SECOND_MOMENTS: Final = (
 )
 
 
-class _Flows(StiefelOptimizer):
+class Flows(StiefelOptimizer):
     """What both classes say of options that they share, and the numbers that a report shows."""
 
     @override
@@ -67,28 +59,14 @@ class _Flows(StiefelOptimizer):
         super().check_options(group)
         checks.check_metric(group)
         checks.check_transport(group)
-        checks.check_adaptive(group)
-
-    @override
-    def resolved(self, group: Group) -> Group:
-        is_published = group["transport"] == "published"
-        return checks.resolved(group, rotation="euler" if is_published else "polar")
 
     def radii_of(self) -> dict[Tensor, float]:
         """Return the largest virtual radius of each weight that has one."""
-        growths = largest_of(self.state, adaptive.GROWTH)
+        growths = largest_of(self.state, GROWTH)
         return {parameter: math.sqrt(1 + growth) for parameter, growth in growths.items()}
 
-    def factors_of(self) -> dict[Tensor, float]:
-        """Return the largest factor on the learning rate of each weight that has one."""
-        return largest_of(self.state, adaptive.FACTOR)
 
-    def momenta_of(self) -> dict[Tensor, float]:
-        """Return the largest momentum of the last step of each weight that chooses it."""
-        return largest_of(self.state, adaptive.MOMENTUM)
-
-
-class StiefelSGD(_Flows, SGDLike):
+class StiefelSGD(Flows, SGDLike):
     r"""SGD with momentum (0.9, torch: 0) that keeps constrained parameters orthonormal.
 
     With f, g the skew and normal part of the Riemannian gradient, a step with momentum mu is
@@ -114,24 +92,17 @@ class StiefelSGD(_Flows, SGDLike):
         metric: "canonical" (a = 1/2), "euclidean" (a = 0), or any float a < 1.
         transport: How the momentum is carried to the new point: "isometric" turns it with the point
             and keeps its length, "projected" projects each part of it after its own turn, which
-            shortens it. Neither can grow. "published" takes the published flows, which can;
-            :mod:`stiefel_opt.functional.published` says where they differ from the print.
-        rotation: Of published flows only, how X turns within its span: "euler", "cayley" or "expm".
-            Default: None, which is "euler" there.
-        adaptive: Whether momentum and length of a step of constrained parameters follow the slope
-            of the loss along the last step: ``lr`` is the first step's angle, root mean square, and
-            ``momentum`` the most that there may be; see
-            :func:`stiefel_opt.functional.adaptive_sgd`. For losses without noise; with
-            ``transport="projected"`` it needs fewer steps. Needs ``momentum`` in (0, 1) and no
-            ``dampening``. A closure must evaluate one loss. Default: False.
+            shortens it. Neither can grow. The published flows, which can, are
+            :class:`stiefel_opt.PublishedSGD`.
+        scale_pull: How strongly a learned scale is pulled back to its start in a step, as a part of
+            its learning rate; see :func:`stiefel_opt.functional.sgd_scale`. 0 lets it go.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or longer
             than 2e13 in float32: "skip" keeps its point, momentum and step while the others move,
             warns, and counts in :meth:`skipped_steps`; "raise" stops before anything has moved, and
             waits for the device; "ignore" looks at nothing. On an accelerator the warning of "skip"
             waits for :meth:`state_dict`. A matrix whose step overflows although its gradient is
             safe, as with a momentum of 1 or more, stays and starts its momentum again while the
-            others move; then "skip" warns and "raise" raises. Unless published, that is seen on a
-            CPU only.
+            others move; then "skip" warns and "raise" raises. That is seen on a CPU only.
         stiefel: Default of the groups: None reads the tags, True constrains every parameter, False
             none, a :class:`Stiefel` reads every parameter so. A group's own key overrides it.
 
@@ -152,8 +123,8 @@ class StiefelSGD(_Flows, SGDLike):
 
     rule = "StiefelSGD"
     sums_over_rows = True
+    learns_scale = True
     velocity_names = (SKEW, NORMAL, UNPROJECTED, OVERLAP, FACTOR)
-    _legacy_defaults: ClassVar = {"adaptive": False}
 
     def __init__(
         self,
@@ -170,8 +141,7 @@ class StiefelSGD(_Flows, SGDLike):
         differentiable: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str | None = None,
-        adaptive: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -179,10 +149,6 @@ class StiefelSGD(_Flows, SGDLike):
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
-        if group["adaptive"]:
-            return Z_STATE, U_STATE, *_FRICTION
-        if group["transport"] == "published":
-            return Z_STATE, U_STATE
         if group["momentum"] == 0:
             return ()
         if group["nesterov"]:
@@ -191,11 +157,7 @@ class StiefelSGD(_Flows, SGDLike):
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        group = self.resolved(group)
-        if group["transport"] == "published":
-            return self.bound(group, published_sgd, "metric", "rotation")
-        rule = adaptive_sgd if group["adaptive"] else sgd
-        return self.bound(group, rule, "metric", "transport")
+        return self.bound(group, sgd, "metric", "transport")
 
     @override
     def correction_for(self, group: Group) -> Correction:
@@ -211,7 +173,7 @@ class StiefelSGD(_Flows, SGDLike):
         return {SKEW: Z, NORMAL: U, UNPROJECTED: U, OVERLAP: torch.zeros_like(Z), FACTOR: identity}
 
 
-class StiefelAdam(_Flows, AdamLike):
+class StiefelAdam(Flows, AdamLike):
     r"""Adam that keeps constrained parameters orthonormal; plain ones get torch's Adam.
 
     First moments are the skew part Z and the normal part U of a velocity, second moments p and q
@@ -225,7 +187,7 @@ class StiefelAdam(_Flows, AdamLike):
 
     and U is carried by the rotation that V makes. Without ``nesterov`` the quotients are those of Z
     and U, with t in place of t + 1. See :func:`stiefel_opt.functional.adam`. A constant factor on
-    the loss changes nothing (it does with published transport).
+    the loss changes nothing.
 
     Args:
         params: Parameters, named parameters or groups, as in torch.
@@ -235,25 +197,18 @@ class StiefelAdam(_Flows, AdamLike):
             ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
-        metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        metric, transport, scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: Nesterov's momentum for constrained parameters, as in ``torch.optim.NAdam`` with
             constant betas; plain ones follow Adam. False moves along Z and U, as printed. Default:
-            None, which is True, with ``adaptive`` or published transport False. Checkpoints from
-            before it was an option go on with False.
+            None, which is True. Checkpoints from before it was an option go on with False.
         radius: What the learning rate of constrained parameters is divided by. "virtual": r, one
             number for each matrix that starts as 1 and grows as the norm of an unconstrained weight
             would, ``r^2 <- (1 - lr d)^2 r^2 + (lr / s)^2 n`` for matrices of n rows times a scale s
             and the decoupled weight decay d, so that they turn less and less as it does. "angle":
             sqrt(n), so that ``lr`` is about the angle of a step. A number: itself; the step as
-            printed has 1. Default: None, which is "virtual", with ``adaptive`` or published
-            transport 1. See :func:`stiefel_opt.functional.with_radius`. Checkpoints from before
-            there was a radius go on with 1.
-        adaptive: Whether momentum and length of a step of constrained parameters follow the slope
-            of the loss along the last step: entries of the first steps are about ``lr``, and
-            ``betas[0]`` is the most momentum that there may be; see
-            :func:`stiefel_opt.functional.adaptive_adam`. For losses without noise; with
-            ``transport="projected"`` it needs fewer steps. Needs ``betas[0]`` in (0, 1). A closure
-            must evaluate one loss. Default: False.
+            printed has 1. Default: None, which is "virtual". See
+            :func:`stiefel_opt.functional.with_radius`. Checkpoints from before there was a radius
+            go on with 1.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -261,7 +216,7 @@ class StiefelAdam(_Flows, AdamLike):
     Note:
         Nine products of n x m by m x m a step, batched over equal matrices, and no factorisation;
         state is two tensors like the parameter and two of m x m, with ``amsgrad`` three each. With
-        ``transport="projected"`` eight products, ten if adaptive.
+        ``transport="projected"`` eight products.
 
     Reference:
         After Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2: other maps of
@@ -271,7 +226,8 @@ class StiefelAdam(_Flows, AdamLike):
 
     rule = "StiefelAdam"
     sums_over_rows = True
-    _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False, "adaptive": False}
+    learns_scale = True
+    _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False}
 
     def __init__(
         self,
@@ -290,10 +246,9 @@ class StiefelAdam(_Flows, AdamLike):
         decoupled_weight_decay: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str | None = None,
         nesterov: bool | None = None,
         radius: str | float | None = None,
-        adaptive: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -303,28 +258,30 @@ class StiefelAdam(_Flows, AdamLike):
     def check_options(self, group: Group) -> None:
         super().check_options(group)
         checks.check_radius(group)
-        checks.check_nesterov(group)
+        if group["nesterov"] is not None:
+            check_flag("nesterov", group["nesterov"])
 
     @override
     def resolved(self, group: Group) -> Group:
-        as_printed = group["adaptive"] or group["transport"] == "published"
-        radius, nesterov = (1.0, False) if as_printed else ("virtual", True)
-        return checks.resolved(super().resolved(group), radius=radius, nesterov=nesterov)
+        return checks.resolved(super().resolved(group), radius="virtual", nesterov=True)
 
     @override
     def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE, *self.moments_for(group)
+
+    def moments_for(self, group: Group) -> tuple[State, ...]:
+        """Return the second moments of a matrix and, where it has one, its virtual radius."""
         growth = (_GROWTH,) if self.resolved(group)["radius"] == "virtual" else ()
-        numbers = (*growth, *(_FRICTION[:3] if group["adaptive"] else ()))
-        velocity = _DIVIDED_STATE if group["adaptive"] else (Z_STATE, U_STATE)
-        return (*velocity, *_SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *numbers)
+        return *SECOND_MOMENTS[: 4 if group["amsgrad"] else 2], *growth
 
     @override
     def rule_for(self, group: Group) -> Rule:
-        group = self.resolved(group)
-        if group["transport"] == "published":
-            return self.bound(group, published_adam, "metric", "rotation")
-        function, radius = adaptive_adam if group["adaptive"] else adam, group["radius"]
-        rule = self.bound(group, function, "nesterov", "metric", "transport")
+        rule = self.bound(self.resolved(group), adam, "nesterov", "metric", "transport")
+        return self.by_radius(group, rule)
+
+    def by_radius(self, group: Group, rule: Rule) -> Rule:
+        """Return a rule whose learning rate is divided by the radius of a group."""
+        radius = self.resolved(group)["radius"]
         if radius == 1:
             return rule
         decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
@@ -338,8 +295,8 @@ class StiefelAdamW(StiefelAdam):
         params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: As in
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
-        metric, transport, rotation, nonfinite, stiefel: As in :class:`StiefelSGD`.
-        nesterov, adaptive: As in :class:`StiefelAdam`.
+        metric, transport, scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        nesterov: As in :class:`StiefelAdam`.
         radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` acts only on
             the virtual radius; the nominal angle of its steps tends to sqrt(2 lr weight_decay).
 
@@ -366,10 +323,9 @@ class StiefelAdamW(StiefelAdam):
         fused: bool | None = None,
         metric: str | float = "canonical",
         transport: str = "isometric",
-        rotation: str | None = None,
         nesterov: bool | None = None,
         radius: str | float | None = None,
-        adaptive: bool = False,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Torch's own SGD, Adam and Muon, on plain parameters and on plain rows of constrained ones."""
+"""Torch's own SGD and Adam, on plain parameters and on plain rows of constrained ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from torch.optim.adam import adam
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.optim.sgd import sgd
@@ -123,34 +122,6 @@ def step_adam(
         fused=group["fused"] if found_inf is None else True,
         decoupled_weight_decay=group["decoupled_weight_decay"],
         found_inf=found_inf,
-    )
-
-
-def init_muon(parameter: Tensor, state: Group) -> None:
-    """Make the state of ``torch.optim.Muon`` for a tensor that has none."""
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-def step_muon(
-    group: Group, parameters: list[Tensor], grads: list[Tensor], states: Sequence[Group]
-) -> None:
-    """Apply ``torch.optim.Muon`` with the options of ``group``; arguments as :func:`step_sgd`."""
-    for parameter, state in zip(parameters, states, strict=True):
-        init_muon(parameter, state)
-    muon(
-        parameters,
-        [-grad for grad in grads] if group["maximize"] else grads,
-        [state["momentum_buffer"] for state in states],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        nesterov=group["nesterov"],
-        ns_coefficients=(DEFAULT_A, DEFAULT_B, DEFAULT_C),
-        ns_steps=DEFAULT_NS_STEPS,
-        eps=EPS,
-        adjust_lr_fn=None,
-        has_complex=False,
     )
 
 

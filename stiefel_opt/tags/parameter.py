@@ -15,8 +15,8 @@ from stiefel_opt.numerics.device import has_values, untraced
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import nearest, reading_of
-from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.points import at_start, nearest, reading_of
+from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 # Ids of parameters whose tag `untag` removed. An id may come back with another parameter, which
@@ -32,7 +32,7 @@ class ManifoldParameter(nn.Parameter):
 
     Args:
         data: The value. What is off the manifold becomes the nearest point, in a copy; a point
-            keeps its bits and its memory.
+            keeps its bits and its memory. A scale that is learned starts as that of ``manifold``.
         manifold: The reading. Default: that of ``data`` if it is tagged, else ``Stiefel()``, by
             which the last two dimensions are one matrix.
         requires_grad: As in ``nn.Parameter``. Default: True.
@@ -69,9 +69,10 @@ class ManifoldParameter(nn.Parameter):
             stated = True
             if project and has_values(data) and not is_sharded(data):
                 remedy = "initialise it first, or pass project=False"
-                point = nearest(data, manifold, "data", remedy)
+                point = nearest(data, at_start(manifold), "data", remedy)
                 share = distance(data, point)
                 warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
+                warn_of_component(turned_over("data", data, manifold))
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED
@@ -191,6 +192,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
     points: list[tuple[Any, Tensor | None]] = []
     lost: list[tuple[str, float]] = []
+    turned: list[tuple[str, str, int]] = []
     for parameter in parameters:
         if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
@@ -198,11 +200,13 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
             point = None
             if has_values(parameter) and not is_sharded(parameter):
                 check_writable(name, parameter)
-                point = nearest(parameter, manifold, name)
+                point = nearest(parameter, at_start(manifold), name)
             points.append((parameter, point))
             share = distance(parameter, point)
             lost += [(name, share)] if is_lost(parameter, manifold, share) else []
+            turned += turned_over(name, parameter, manifold) if point is not None else []
     warn_of_lost(lost)  # which raises where warnings are errors
+    warn_of_component(turned)
     for parameter, point in points:
         if point is not None:
             parameter.copy_(point)

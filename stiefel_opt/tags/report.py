@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from typing_extensions import override
 from stiefel_opt.errors import fail, none_found
 from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.distributed import whole
-from stiefel_opt.numerics.geometry import orthonormality_tolerance
+from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -29,7 +29,8 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     Args:
         x: A tensor, a parameter, or a model, of which all constrained parameters count, and all
             weights that :func:`stiefel_opt.orthogonal` computes. A tensor without tag is read as
-            ``Stiefel()``; with ``scale=s`` X is the tensor divided by s.
+            ``Stiefel()``; with ``scale=s`` X is the tensor divided by s, and where the scale is
+            learned each matrix is divided by its own.
         manifold: Another reading of a tensor.
 
     Raises:
@@ -83,6 +84,18 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return largest_error(whole(tensor.detach()).to(finest_dtype(tensor)), reading)
 
 
+@torch.no_grad()
+def scales_of(tensor: Tensor, reading: Stiefel) -> tuple[float, float] | None:
+    """Return the smallest and the largest learned scale of a weight; None if it is not learned."""
+    if tensor.is_meta or not reading.learn_scale:
+        return None
+    value = whole(tensor.detach()).to(finest_dtype(tensor))
+    parts = enumerate(reading.parts(value))
+    scales = [reading.scale_of(reading.matrices(part, index)).flatten() for index, part in parts]
+    least, largest = torch.aminmax(torch.cat(scales))
+    return float(least), float(largest)
+
+
 @dataclass(frozen=True)
 class Line:
     """One constrained weight in a :class:`Report`.
@@ -103,6 +116,9 @@ class Line:
         radius: Virtual radius, by which the learning rate is divided; None if there is none.
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
         momentum: Of the last step, which an adaptive optimizer chooses; None if there is none.
+        scale: Smallest and largest learned scale of its matrices; None if it is not learned.
+        determinant: Sign of the determinant of real square matrices, "+1" or "-1"; of several, how
+            many are -1; None of others.
         held: Whether the optimizer of the report holds the parameter; True without an optimizer,
             and for a weight that a map computes.
     """
@@ -120,11 +136,15 @@ class Line:
     radius: float | None = None
     factor: float | None = None
     momentum: float | None = None
+    scale: tuple[float, float] | None = None
     held: bool = True
+    determinant: str | None = None
 
 
 _COLUMNS: Final = {  # title: attribute of a line, and its form
+    "determinant": ("determinant", "{}"),
     "moved": ("moved", "{:.0%}"),
+    "scale": ("scale", "{}"),
     "skipped steps": ("skipped", "{}"),
     "last step": ("angle", "{:.1e} rad"),
     "radius": ("radius", "{:.3g}"),
@@ -163,7 +183,7 @@ class Report:
             return "no constrained parameters"
         columns = {}
         for title, (name, form) in _COLUMNS.items():
-            values = [getattr(line, name) for line in self.lines]
+            values = [_shown(getattr(line, name)) for line in self.lines]
             is_known = any(value is not None for value in values)
             if is_known or (self.with_steps and name in ("skipped", "angle")):
                 columns[title] = ["-" if value is None else form.format(value) for value in values]
@@ -185,6 +205,28 @@ class Report:
     @override
     def __repr__(self) -> str:
         return str(self)
+
+
+def _signs(weight: Tensor, reading: Stiefel) -> str | None:
+    """Return the determinant of real square matrices in words."""
+    parts = enumerate(reading.parts(whole(weight.detach())))
+    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
+    square = [each for each in matrices if each.size(-2) == each.size(-1)]
+    if not square or weight.is_complex():
+        return None
+    signs = torch.cat([orientation(each / reading.scale_of(each)).reshape(-1) for each in square])
+    count = int((signs < 0).sum())
+    if signs.numel() == 1:
+        return "-1" if count else "+1"
+    return f"{count} of {signs.numel()} are -1"
+
+
+def _shown(value: Any) -> Any:
+    """Return a number, or a range of numbers in words."""
+    if not isinstance(value, tuple):
+        return value
+    least, largest = (f"{number:.3g}" for number in value)
+    return least if least == largest else f"{least} to {largest}"
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:
@@ -256,6 +298,8 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             map=kind,
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
+            scale=scales_of(weight, reading),
+            determinant=_signs(weight, reading) if has_values(weight) else None,
             held=bool(kind) or not is_known or id(weight) in held,
             **numbers,
         )

@@ -285,8 +285,8 @@ def test_adaptive_steps_of_one_matrix_are_those_of_the_package(
 ) -> None:
     loss, start = weighted(shape)
     ours, theirs = so.ManifoldParameter(start.clone()), torch.nn.Parameter(start.clone())
-    cls = so.StiefelAdam if divided else so.StiefelSGD
-    train(cls([ours], lr=0.05, adaptive=True, transport="projected"), [ours], loss)
+    cls = so.AdaptiveAdam if divided else so.AdaptiveSGD
+    train(cls([ours], lr=0.05, transport="projected"), [ours], loss)
     own = step_variants.SharedFriction([theirs], 0.05, scope="matrix", divided=divided)
     train(own, [theirs], loss)
     assert loss(ours) < 0.6 * loss(start)

@@ -289,8 +289,8 @@ def test_at_the_published_size_the_rows_are_what_the_paper_ran() -> None:
     ("name", "plain", "constrained"),
     [
         ("stiefel-sgd", {"lr": 0.15, "momentum": 0.9}, {"lr": 0.15, "momentum": 0.9}),
-        ("algorithm-1", {"lr": 0.15}, {"lr": 0.15, "momentum": 0.9, "transport": "published"}),
-        ("algorithm-2", {"lr": 1e-3}, {"lr": 1e-3, "transport": "published"}),
+        ("algorithm-1", {"lr": 0.15}, {"lr": 0.15, "momentum": 0.9, "rotation": "euler"}),
+        ("algorithm-2", {"lr": 1e-3}, {"lr": 1e-3, "rotation": "euler"}),
         ("cayley-sgd", {"lr": 0.1, "momentum": 0.9}, {"lr": 1.0, "momentum": 0.9}),
         ("released-cayley-sgd", {"momentum": 0.9}, {"lr": 1.0, "momentum": 0.0}),
         ("momentumless", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}),

@@ -84,7 +84,7 @@ def test_the_unconstrained_adaptive_rule_is_that_of_stiefel_adam(why: ModuleType
     """A column that hardly turns moves as a vector without constraint does."""
     draw, lr = torch.Generator().manual_seed(0), 1e-7
     column = so.ManifoldParameter(torch.eye(65, 1, dtype=torch.float64))
-    optimizer = so.StiefelAdam([column], lr=lr, adaptive=True, transport="projected")
+    optimizer = so.AdaptiveAdam([column], lr=lr, transport="projected")
     plain, friction = torch.zeros(64, dtype=torch.float64), why.Friction(torch.zeros(64).double())
     steady, factors = torch.randn(64, generator=draw, dtype=torch.float64), []
     for step in range(60):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.functional import spectral_direction
+from stiefel_opt.methods import spectral_direction
 
 METRICS = (0.5, 0.0, -1.0, 0.7)
 ALPHA = 0.30028311  # of theorem 19
@@ -273,9 +273,7 @@ def test_energy_falls_for_every_coupling(kappa: float, generator: Source) -> Non
 
 @pytest.mark.parametrize("options", [
     {"metric": "euclidean"}, {"metric": -1.0},
-    {"transport": "published", "rotation": "euler"},
-    {"transport": "published", "rotation": "cayley", "metric": "euclidean"},
-    {"transport": "published", "rotation": "expm"},
+    {"rotation": "euler"}, {"rotation": "cayley", "metric": "euclidean"}, {"rotation": "expm"},
 ])  # fmt: skip
 def test_functions_of_the_span_do_not_see_the_metric(
     options: dict[str, object], generator: Source
@@ -284,11 +282,11 @@ def test_functions_of_the_span_do_not_see_the_metric(
     f = Weighted(9, 4, generator)
     f.N = torch.eye(4, dtype=generator.dtype)
     start = point(9, 4, generator)
-    same = {} if "transport" not in options else {"transport": "published", "rotation": "euler"}
+    rule = so.PublishedSGD if "rotation" in options else so.StiefelSGD
     ends = []
-    for chosen in (options, same):
+    for chosen in (options, {}):
         weight = so.ManifoldParameter(start.clone())
-        optimizer = so.StiefelSGD([weight], lr=0.02, momentum=0.9, **chosen)
+        optimizer = rule([weight], lr=0.02, momentum=0.9, **chosen)
         for _ in range(20):
             weight.grad = f.gradient(weight.detach())
             optimizer.step()
@@ -370,11 +368,10 @@ def test_where_the_published_transport_blows_up(mu: float, generator: Source) ->
     limit = float((s * (1 - mu * (1 + s * s).sqrt())).max())
     if mu == 0.9:
         assert limit == pytest.approx(0.0183, abs=5e-5)
-    cases = ((0.98, "published"), (1.05, "published"), (1.05, "isometric"))
-    for factor, transport in cases:
+    cases = ((0.98, so.PublishedSGD), (1.05, so.PublishedSGD), (1.05, so.StiefelSGD))
+    for factor, rule in cases:
         weight = so.ManifoldParameter(torch.eye(3, 1, dtype=generator.dtype))
-        options = {"rotation": "euler"} if transport == "published" else {}
-        optimizer = so.StiefelSGD([weight], lr=1.0, momentum=mu, transport=transport, **options)
+        optimizer = rule([weight], lr=1.0, momentum=mu)
         along, longest = normal(weight.detach(), gaussian(3, 1, generator=generator)), 0.0
         along /= along.norm()
         for _ in range(200):
@@ -385,7 +382,7 @@ def test_where_the_published_transport_blows_up(mu: float, generator: Source) ->
             along = momentum / momentum.norm()
             if longest > 1e3:
                 break
-        if transport == "isometric":
+        if rule is so.StiefelSGD:
             assert longest <= factor * limit / (1 - mu) * (1 + 1e-12)
         else:
             assert longest < 2.0 if factor < 1 else longest > 1e3
@@ -398,8 +395,7 @@ def test_the_published_transport_lengthens(turns: bool, generator: Source) -> No
     weight = so.ManifoldParameter(draw(0.0, generator)[0])
     turn = turns * gaussian(4, 4, generator=generator)
     U = normal(weight.detach(), gaussian(9, 4, generator=generator))
-    options = {"transport": "published", "rotation": "euler", "metric": 2 / 3}
-    optimizer = so.StiefelSGD([weight], lr=eta, momentum=mu, **options)
+    optimizer = so.PublishedSGD([weight], lr=eta, momentum=mu, metric=2 / 3)
     optimizer.set_velocity(weight, turn - turn.mH, U)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
@@ -661,13 +657,11 @@ def counted(optimizer: Any, weight: Tensor, slope: Callable[[Tensor], Tensor]) -
     return counts[-17:]
 
 
-ADAPTIVE = {"adaptive": True, "transport": "projected"}
-
-
 @pytest.mark.parametrize(("rule", "options", "products"), [
     (so.StiefelSGD, {}, 6), (so.StiefelSGD, {"nesterov": True}, 7),
     (so.StiefelSGD, {"metric": "euclidean"}, 6), (so.StiefelSGD, {"metric": -1.0}, 6),
-    (so.StiefelSGD, {"transport": "projected"}, 5), (so.StiefelSGD, ADAPTIVE, 8),
+    (so.StiefelSGD, {"transport": "projected"}, 5),
+    (so.AdaptiveSGD, {"transport": "projected"}, 8),
     (so.StiefelSGD, {"transport": "projected", "nesterov": True}, 8),
     (so.StiefelAdam, {}, 9), (so.StiefelAdam, {"radius": 1.0, "nesterov": False}, 9),
     # A coupling costs one more, but in the default step.
@@ -687,18 +681,19 @@ def test_products_are_counted(
     assert max(counts) <= products + 4
 
 
-@pytest.mark.parametrize(("options", "products"), [
-    ({"lr": 0.2, **ADAPTIVE}, 12), ({"lr": 0.1, "transport": "projected"}, 8), ({"lr": 0.1}, 9),
-    ({"lr": 0.1, "nesterov": True}, 11),
+@pytest.mark.parametrize(("rule", "options", "products"), [
+    (so.AdaptiveSGD, {"lr": 0.2, "transport": "projected"}, 12),
+    (so.StiefelSGD, {"lr": 0.1, "transport": "projected"}, 8),
+    (so.StiefelSGD, {"lr": 0.1}, 9), (so.StiefelSGD, {"lr": 0.1, "nesterov": True}, 11),
 ])  # fmt: skip
 def test_steep_slopes_cost_three_or_four_more(
-    options: dict[str, Any], products: int, generator: Source
+    rule: Any, options: dict[str, Any], products: int, generator: Source
 ) -> None:
     """Leading eigenvalues, at the learning rates of the page on choosing: each step corrects."""
     matrix = gaussian(90, 90, generator=generator)
     matrix = (matrix + matrix.mH) / (2 * math.sqrt(90))
     weight = so.ManifoldParameter(point(90, 3, generator))
-    counts = counted(so.StiefelSGD([weight], **options), weight, lambda X: -2 * matrix @ X)
+    counts = counted(rule([weight], **options), weight, lambda X: -2 * matrix @ X)
     assert sorted(counts)[8] == products
 
 

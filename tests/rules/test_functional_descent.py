@@ -23,9 +23,9 @@ from rule_cases import MOMENTUM, NORMAL, RuleCase, tensors
 from torch import Tensor
 
 import stiefel_opt as so
-from stiefel_opt.functional import cayley_adam, cayley_sgd, descend
-from stiefel_opt.functional.descent import RETRACTIONS
 from stiefel_opt.functional.flows import corrected
+from stiefel_opt.methods import cayley_adam, cayley_sgd, descend
+from stiefel_opt.methods.descent import RETRACTIONS
 from stiefel_opt.numerics.geometry import random_point
 from stiefel_opt.numerics.linalg import LOCAL_SUMS, cholesky_factor
 

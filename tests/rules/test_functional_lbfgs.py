@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import stiefel_opt as so
-from stiefel_opt.functional import lbfgs
+from stiefel_opt.methods.lbfgs import rule as lbfgs
 
 SHAPES = ((7, 1), (9, 4), (5, 4), (4, 4), (1, 1))
 DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -9,8 +9,8 @@ from rule_cases import ADAM, AMSGRAD, MOMENTUM, NORMAL, SKEW, SQUARES, state_at
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stiefel_opt.functional import published_adam, published_sgd
-from stiefel_opt.functional.published import polar_factor_by_sums
+from stiefel_opt.methods import published_adam, published_sgd
+from stiefel_opt.methods.published import polar_factor_by_sums
 from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, random_point
 
 MAPS = {

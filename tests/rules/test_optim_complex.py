@@ -34,19 +34,15 @@ STEPS = 12  # past a step that removes rounding
 TOLERANCE = 1e-12
 KINDS = ("tall", "wide", "square", "vector", "batch-tall", "heads-wide", "transposed", "scaled")
 FLOWS = [
-    OptimizerCase(
-        f"{algorithm}-{metric}-{transport}-{rotation}",
-        algorithm,
-        {"metric": metric, "transport": transport, "rotation": rotation},
-    )
-    for algorithm, metric, transport, rotation in (
-        ("adam", "canonical", "isometric", None),
-        ("sgd", -1.0, "isometric", None),
-        ("adam", "euclidean", "projected", None),
-        ("sgd", 0.3, "projected", None),
-        ("adam", "euclidean", "published", "expm"),
-        ("sgd", 0.3, "published", "cayley"),
-        ("adam", 0.3, "published", "euler"),
+    OptimizerCase("-".join((algorithm, *map(str, options.values()))), algorithm, options)
+    for algorithm, options in (
+        ("adam", {"metric": "canonical", "transport": "isometric"}),
+        ("sgd", {"metric": -1.0, "transport": "isometric"}),
+        ("adam", {"metric": "euclidean", "transport": "projected"}),
+        ("sgd", {"metric": 0.3, "transport": "projected"}),
+        ("published-adam", {"metric": "euclidean", "rotation": "expm"}),
+        ("published-sgd", {"metric": 0.3, "rotation": "cayley"}),
+        ("published-adam", {"metric": 0.3, "rotation": "euler"}),
     )
 ]
 # Others do to numbers of the optimizer what they do there, too.

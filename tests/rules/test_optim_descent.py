@@ -11,7 +11,7 @@ from optimizers import OF_CLASS
 from torch import Tensor, nn
 
 import stiefel_opt as so
-from stiefel_opt.functional.descent import RETRACTIONS
+from stiefel_opt.methods.descent import RETRACTIONS
 from stiefel_opt.numerics.geometry import random_point
 
 DTYPE = torch.float64

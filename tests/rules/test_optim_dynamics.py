@@ -75,7 +75,10 @@ def run_optimizer(
     problem: Problem, grad: Callable[[Array], Array], steps: int, c: float, **options: Any
 ) -> State:
     param = so.ManifoldParameter(torch.tensor(problem.X))
-    optimizer = so.StiefelSGD([param], **options)
+    rule = so.StiefelSGD
+    if options.get("transport") == "published":
+        rule, options = so.PublishedSGD, {k: v for k, v in options.items() if k != "transport"}
+    optimizer = rule([param], **options)
     optimizer.set_velocity(param, torch.tensor(problem.Y / c), torch.tensor(problem.V / c))
     for _ in range(steps):
         param.grad = torch.tensor(grad(param.detach().numpy()))

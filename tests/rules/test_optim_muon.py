@@ -13,7 +13,7 @@ from contract import assert_same, backward, constrained, model, through_file
 from torch import Tensor, nn
 
 import stiefel_opt as so
-from stiefel_opt.functional import muon
+from stiefel_opt.methods import muon
 from stiefel_opt.numerics.geometry import random_point
 
 OPTIONS: list[dict[str, Any]] = [

@@ -84,7 +84,7 @@ class OwnWords(so.optim.StiefelOptimizer):
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         none = dict.fromkeys(("radius", "nesterov", "rotation"))
-        super().__init__(params, {"lr": lr, "transport": None, "adaptive": 1, **none})
+        super().__init__(params, {"lr": lr, "transport": None, **none})
 
     def state_for(self, group: Any) -> Any:  # noqa: ARG002
         names = "step_factor", "radius_growth"

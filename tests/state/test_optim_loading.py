@@ -280,7 +280,7 @@ def test_a_momentum_that_has_grown_is_loaded_again():
     """The published transport multiplies it; such a training goes on by skipped steps."""
     torch.manual_seed(0)
     weight, factor = so.ManifoldParameter(torch.randn(12, 4)), torch.randn(12, 12)
-    opt = so.StiefelSGD([weight], lr=0.1, transport="published")
+    opt = so.PublishedSGD([weight], lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(20):
@@ -638,22 +638,39 @@ def test_another_scale_is_refused() -> None:
 
 # ---- options that change between runs ------------------------------------------------------------
 
+
+class Switching(so.StiefelAdam):
+    """A rule of one's own that is adaptive at radius 1, where its momentum has no unit."""
+
+    def state_for(self, group: Any) -> Any:
+        kind = so.AdaptiveAdam if is_adaptive(group) else so.StiefelAdam
+        return kind.state_for(self, group)
+
+    def rule_for(self, group: Any) -> Any:
+        kind = so.AdaptiveAdam if is_adaptive(group) else so.StiefelAdam
+        return kind.rule_for(self, group)
+
+
+def is_adaptive(options: dict[str, Any]) -> bool:
+    return options.get("radius") == 1.0
+
+
 SWITCHES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], bool]] = {  # last: starts again
-    "adaptive": (so.StiefelAdam, {}, {"adaptive": True}, True),
+    "adaptive": (Switching, {"radius": "virtual"}, {"radius": 1.0}, True),
     "adaptive, projected": (
-        so.StiefelAdamW,
+        Switching,
         {"transport": "projected", "radius": "angle"},
-        {"transport": "projected", "radius": "angle", "adaptive": True},
+        {"transport": "projected", "radius": 1.0},
         True,
     ),
-    "adaptive SGD": (so.StiefelSGD, {}, {"adaptive": True}, False),
-    "transport": (so.StiefelSGD, {"transport": "published"}, {"transport": "isometric"}, False),
+    "transport": (so.StiefelSGD, {"transport": "projected"}, {"transport": "isometric"}, False),
     "transport of Adam": (
         so.StiefelAdam,
-        {"transport": "published"},
+        {"transport": "isometric"},
         {"transport": "projected"},
         False,
     ),
+    "rotation": (so.PublishedSGD, {"rotation": "euler"}, {"rotation": "cayley"}, False),
     "nesterov": (so.StiefelSGD, {"nesterov": True}, {"nesterov": False}, False),
     "nesterov of Adam": (so.StiefelAdam, {"nesterov": True}, {"nesterov": False}, False),
     "radius": (so.StiefelAdam, {"radius": "virtual"}, {"radius": 2.0}, False),
@@ -672,7 +689,7 @@ def test_options_that_change_between_runs_act_as_in_one_process(case: str, back:
     """Momentum that they measure otherwise starts again, which is told; all else stays."""
     rule, one, other, starts_again = SWITCHES[case]
     earlier, later = (other, one) if back else (one, other)
-    size = 1e3 if starts_again and "adaptive" not in earlier else 0.05
+    size = 1e3 if starts_again and not is_adaptive(earlier) else 0.05
     ends: dict[str, Any] = {}
     for way in WAYS:
         weights = [so.ManifoldParameter(torch.eye(9, 4)), so.ManifoldParameter(torch.eye(4))]
@@ -703,7 +720,7 @@ def test_options_that_change_between_runs_act_as_in_one_process(case: str, back:
                 params, opt.param_groups[0]["params"] = opt.param_groups[0]["params"], []
                 opt.param_groups.append({**opt.param_groups[0], "params": params})
             switch(opt)
-            step(0.05 if "adaptive" in later else 1e3 if starts_again else size, opt)
+            step(0.05 if not starts_again or is_adaptive(later) else 1e3, opt)
             ends[way] = [p.detach().clone() for p in opt.param_groups[-1]["params"]]
 
         told = [text for text in warnings_of(go_on) if "starts again" in text]

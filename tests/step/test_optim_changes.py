@@ -106,7 +106,7 @@ def test_a_velocity_is_checked_before_it_is_set(skew: Any, normal: Any, message:
 ORDERS = [  # of the options by which the momentum is kept in another way
     ("isometric", "projected", "nesterov", "isometric"),
     ("isometric", "nesterov", "projected", "isometric"),
-    ("projected", "published", "isometric", "published", "nesterov"),
+    ("projected", "isometric", "nesterov"),
     ("projected-nesterov", "isometric", "projected-nesterov", "nesterov"),
 ]
 

@@ -247,15 +247,12 @@ def test_a_schedule_may_change_a_rate_that_is_a_float(name: str, fullgraph: bool
 @pytest.mark.parametrize(
     "options",
     [
-        {"rotation": "cayley"},
         {"nesterov": True, "metric": 0.3},
         {"metric": "euclidean", "momentum": 0.0},
     ],
     ids=str,
 )
 def test_a_schedule_may_change_a_rate_under_every_option(options: dict[str, Any]) -> None:
-    if "rotation" in options:  # an option of the published flows
-        options = {**options, "transport": "published", "lr": 0.01}
     both = Both("sgd", weight_decay=0, **options)
     both.step(0)
     both.compile()

@@ -250,12 +250,12 @@ def test_neither_rate_nor_gradient_has_to_be_of_size_one(lr, generator):
     assert so.orthonormality_error(weight) < 5e-6
 
 
-PUBLISHED = [case for case in OPTION_GRID if "published" in case.name]
+AS_PUBLISHED = [case for case in OPTION_GRID if "published" in case.name]
 
 
 @pytest.mark.parametrize(
     ("case", "n"),
-    [*((case, 8) for case in READING_CASES), *in_turn(PUBLISHED, [8, 3, 3])],
+    [*((case, 8) for case in READING_CASES), *in_turn(AS_PUBLISHED, [8, 3, 3])],
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_as_many_matrices_as_columns_move_as_each_for_itself(case, n, generator):

@@ -58,20 +58,13 @@ METRICS = [
 ]
 FLOWS = [
     ({"transport": "parallel"}, ValueError, r"`transport` must be one of \['isometric', 'proj"),
+    ({"transport": "published"}, TypeError, "take so.PublishedSGD or so.PublishedAdam"),
+]
+ROTATIONS = [
     (
-        {"rotation": "qr", "transport": "published"},
+        {"rotation": "qr"},
         ValueError,
         r"`rotation` must be one of \['cayley', 'euler', 'expm'\], got 'qr'",
-    ),
-    (
-        {"rotation": "cayley"},
-        ValueError,
-        "`rotation` must be None unless transport='published', got 'cayley'",
-    ),
-    (
-        {"rotation": "expm", "transport": "projected"},
-        ValueError,
-        "`rotation` must be None unless transport='published', got 'expm'",
     ),
 ]
 RETRACTIONS = [
@@ -102,6 +95,7 @@ TABLES = [
     (ALL, [SGD, ADAM, RGD, CAYLEY_SGD, CAYLEY_ADAM]),
     (METRICS, [SGD, ADAM, RGD]),
     (FLOWS, [SGD, ADAM]),
+    (ROTATIONS, [so.PublishedSGD, so.PublishedAdam]),
     (SGD_ONLY, [SGD, RGD, CAYLEY_SGD]),
     (ADAM_ONLY, [ADAM, CAYLEY_ADAM]),
     (RETRACTIONS, [RGD]),

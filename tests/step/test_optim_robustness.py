@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import PUBLISHED, READINGS, Array, OptimizerCase, in_turn, pairwise
+from cases import READINGS, TRANSPORTS, Array, OptimizerCase, in_turn, pairwise
 from contract import (
+    PUBLISHED,
     TABLE,
     optimizer,
 )
@@ -120,12 +121,12 @@ def test_no_learning_rate_of_a_fine_grid_blows_up(
     check_survival(algorithm, dtype, list(itertools.product(rates, shapes)), generator, 2000)
 
 
-@pytest.mark.parametrize(("algorithm", "rate"), [("sgd", 1.0), ("adam", 100.0)])
+@pytest.mark.parametrize(("algorithm", "rate"), [("published-sgd", 1.0), ("published-adam", 100.0)])
 def test_the_published_flows_do_blow_up(
     algorithm: str, rate: float, generator: torch.Generator
 ) -> None:
     param = random_point(generator, 12, 4, dtype=torch.float64)
-    optimizer: Any = TABLE[algorithm].optimizer([param], lr=rate, nonfinite="ignore", **PUBLISHED)
+    optimizer: Any = PUBLISHED[algorithm].optimizer([param], lr=rate, nonfinite="ignore")
     largest = 0.0
     for step in range(2000):
         grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
@@ -381,24 +382,22 @@ def test_zero_gradients_move_nothing(
 
 @pytest.mark.filterwarnings("ignore:Each of the last")
 @pytest.mark.parametrize(
-    ("rotation", "transport", "algorithm"),
+    ("algorithm", "options"),
     [
-        *((None, *row) for row in pairwise(["isometric", "projected"], ["sgd", "adam"])),
-        ("euler", "published", "sgd"),
-        ("cayley", "published", "adam"),
-        ("expm", "published", "sgd"),
+        *((algorithm, {"transport": each}) for each, algorithm in pairwise(TRANSPORTS, ALGORITHMS)),
+        ("published-sgd", {"rotation": "euler"}),
+        ("published-adam", {"rotation": "cayley"}),
+        ("published-sgd", {"rotation": "expm"}),
     ],
 )
 def test_square_matrices_keep_their_determinant_and_have_no_normal_momentum(
-    algorithm: str, transport: str, rotation: str | None, rng: np.random.Generator
+    algorithm: str, options: dict[str, str], rng: np.random.Generator
 ) -> None:
     start = np.stack([polar_factor(rng.standard_normal((5, 5))) for _ in range(2)])
     start[0] *= np.sign(np.linalg.det(start[0]))
     start[1] *= -np.sign(np.linalg.det(start[1]))
     param = so.ManifoldParameter(torch.tensor(start))
-    optimizer: Any = TABLE[algorithm].optimizer(
-        [param], lr=0.5, transport=transport, rotation=rotation
-    )
+    optimizer: Any = (TABLE | PUBLISHED)[algorithm].optimizer([param], lr=0.5, **options)
     for _ in range(100):
         param.grad = torch.tensor(rng.standard_normal(start.shape))
         optimizer.step()

@@ -43,9 +43,9 @@ def _one_column(X: Tensor, A: Tensor, step: int, _: Any) -> Tensor:
 
 KINDS = (_radial, _symmetric, _spikes, _halved, _one_column)
 OTHERS = {
-    "adaptive": (so.StiefelSGD, {"adaptive": True}),
-    "adaptive projected": (so.StiefelSGD, {"adaptive": True, "transport": "projected"}),
-    "adaptive steady": (so.StiefelSGD, {"adaptive": True, "momentum": 0.99}),
+    "adaptive": (so.AdaptiveSGD, {}),
+    "adaptive projected": (so.AdaptiveSGD, {"transport": "projected"}),
+    "adaptive steady": (so.AdaptiveSGD, {"momentum": 0.99}),
     "Adam, short memory": (so.CayleyAdam, {"betas": (0.9, 0.5)}),
 }
 
@@ -90,7 +90,7 @@ def test_so_is_every_point_of_rules_that_choose_their_step(name: str, gradient: 
 def test_a_force_of_rounding_hardly_moves_anything(generator: torch.Generator) -> None:
     weight = so.ManifoldParameter(torch.randn(40, 10, generator=generator))
     begin = weight.detach().clone()
-    optimizer = so.StiefelSGD([weight], lr=0.01, adaptive=True)
+    optimizer = so.AdaptiveSGD([weight], lr=0.01)
     for _ in range(20):
         weight.grad = 7.0 * weight.detach()
         optimizer.step()

@@ -145,3 +145,51 @@ def test_rms_works_without_values_and_wants_one_height() -> None:
         so.constrain(layer, rows=((0, 2), (2, 6)), scale="rms")
     assert not hasattr(layer.weight, "manifold")
     assert math.isclose(so.constrain(layer, scale="rms").weight.manifold.scale, 0.75**0.5)
+
+
+# ---- convolutions that enlarge no image --------------------------------------------------------
+
+CONVOLUTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zeros": (3, {}),
+    "zeros, 5 x 5": (5, {}),
+    "circular": (3, {"padding_mode": "circular"}),
+    "circular, 5 x 5": (5, {"padding_mode": "circular"}),
+    "replicate": (3, {"padding_mode": "replicate"}),
+    "strides": (3, {"stride": 2}),
+    "dilated": (3, {"dilation": 2, "padding": 2}),
+    "groups": (3, {"groups": 2}),
+}
+
+
+def norm_of(layer: nn.Module, channels: int) -> float:
+    """The norm of a linear map on images, by power iteration."""
+    x = torch.randn(1, channels, 10, 10, dtype=torch.float64)
+    for _ in range(100):
+        x = (x / x.norm()).detach().requires_grad_()
+        y = layer(x)
+        size = float(y.detach().norm())
+        (x,) = torch.autograd.grad(y, x, y.detach())
+    return size
+
+
+@pytest.mark.parametrize("start", ["random", "constant"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_kernel_over_its_side_enlarges_no_image(name: str, start: str) -> None:
+    side, options = CONVOLUTIONS[name]
+    assert conv_norm(side, start, options) < 1 + 1e-6
+
+
+@pytest.mark.parametrize(("side", "mode"), [(3, "reflect"), (5, "reflect"), (5, "replicate")])
+def test_padding_that_repeats_entries_enlarges_images(side: int, mode: str) -> None:
+    """As the recipe says: such entries count more than k times in a row of k x k patches."""
+    assert conv_norm(side, "constant", {"padding_mode": mode}) > 1.01
+
+
+def conv_norm(side: int, start: str, options: dict[str, Any]) -> float:
+    torch.manual_seed(0)
+    made = {"padding": side // 2, "bias": False, "dtype": torch.float64} | options
+    layer = nn.Conv2d(4, 6, side, **made)
+    if start == "constant":
+        nn.init.ones_(layer.weight)
+    so.constrain(layer, scale=1 / side)
+    return norm_of(layer, 4)

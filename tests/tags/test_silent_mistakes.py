@@ -561,7 +561,7 @@ def test_the_report_flags_what_is_off() -> None:
 
 RULES = {
     "SGD": (lambda p: so.StiefelSGD(p, lr=1e-3), 0.01),
-    "SGD, published": (lambda p: so.StiefelSGD(p, lr=1e-3, transport="published"), 0.02),
+    "SGD, published": (lambda p: so.PublishedSGD(p, lr=1e-3), 0.02),
     "SGD, no momentum": (lambda p: so.StiefelSGD(p, lr=1e-3, momentum=0.0), 0.1),
     "Adam": (lambda p: so.StiefelAdam(p, lr=1e-3), 0.02),
     "AMSGrad": (lambda p: so.StiefelAdamW(p, lr=1e-3, amsgrad=True), 0.02),

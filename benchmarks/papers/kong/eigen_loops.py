@@ -3,7 +3,7 @@
 Inner iterations that stop early with their error left in X (figure 5 of Kong, Wang & Tao, 2023),
 phi_2 by the matrix exponential and by the Cayley map (their appendix M.2), and a momentum that is
 left where it was when X moves on (their figure 6); the step of Wen & Yin (2013) as its authors
-write it. One tall matrix a parameter; the sign is that of `stiefel_opt.functional.published`, but
+write it. One tall matrix a parameter; the sign is that of `stiefel_opt.methods.published`, but
 for ``printed``.
 """
 

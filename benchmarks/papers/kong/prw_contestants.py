@@ -121,9 +121,9 @@ def factory(rule: str, lr: float, dataset: str) -> Callable[[list[torch.Tensor]]
         "CayleySGD as released": (so.CayleySGD, released),
         "Momentumless": (so.ProjectedRGD, {"metric": "canonical", "retraction": "cayley"}),
         "StiefelSGD": (so.StiefelSGD, {"momentum": 0.5}),
-        "Algorithm 1": (so.StiefelSGD, {"momentum": 0.5, "transport": "published"}),
+        "Algorithm 1": (so.PublishedSGD, {"momentum": 0.5}),
         "StiefelAdam": (PRINTED, {}),
-        "Algorithm 2": (so.StiefelAdam, {"radius": 1.0, "transport": "published"}),
+        "Algorithm 2": (so.PublishedAdam, {}),
     }
     build, options = rules[rule]
     return partial(build, lr=lr, **options)

@@ -47,12 +47,8 @@ class Settings(NamedTuple):
 # The rates of SGD belong to batches of 128.
 OPTIMIZERS = {
     "stiefel-sgd": Settings("StiefelSGD", so.StiefelSGD, 0.15, SGD),
-    "algorithm-1": Settings(
-        "Algorithm 1", partial(so.StiefelSGD, transport="published"), 0.15, SGD
-    ),
-    "printed-algorithm-1": Settings(
-        "Algorithm 1, as printed", partial(PrintedSGD, transport="published"), 0.15, SGD
-    ),
+    "algorithm-1": Settings("Algorithm 1", so.PublishedSGD, 0.15, SGD),
+    "printed-algorithm-1": Settings("Algorithm 1, as printed", PrintedSGD, 0.15, SGD),
     "momentumless": Settings(
         "Wen & Yin without momentum",
         partial(so.ProjectedRGD, metric="canonical", retraction="cayley"),
@@ -68,16 +64,12 @@ OPTIMIZERS = {
     "regularizer-sgd": Settings("SGD, regularized", so.StiefelSGD, 0.1, SGD, soft="step"),
     "penalty-sgd": Settings("SGD with penalty", so.StiefelSGD, 0.1, SGD, soft="loss"),
     "stiefel-adam": Settings("StiefelAdam", PRINTED, 1e-3, ADAM),
-    "algorithm-2": Settings(
-        "Algorithm 2", partial(so.StiefelAdam, transport="published"), 1e-3, ADAM
-    ),
-    "printed-algorithm-2": Settings(
-        "Algorithm 2, as printed", partial(PrintedAdam, transport="published"), 1e-3, ADAM
-    ),
+    "algorithm-2": Settings("Algorithm 2", so.PublishedAdam, 1e-3, ADAM),
+    "printed-algorithm-2": Settings("Algorithm 2, as printed", PrintedAdam, 1e-3, ADAM),
     "stiefel-adamw": Settings("StiefelAdamW", so.StiefelAdamW, 1e-3, ADAM | {"weight_decay": 0.2}),
     "adaptive-stiefel-adamw": Settings(
         "StiefelAdamW, adaptive",
-        partial(so.StiefelAdamW, adaptive=True),
+        partial(so.AdaptiveAdam, decoupled_weight_decay=True),
         1e-3,
         ADAM | {"weight_decay": 0.2},
     ),

@@ -1,13 +1,6 @@
-r"""Riemannian gradient descent on the Stiefel manifold: metrics x retractions, with momentum.
+r"""Tangent projections and retractions of batches, by products: how a step ends.
 
-X is the point, G the Euclidean gradient, eta the learning rate, mu the momentum, a < 1 the
-parameter of the metric tr(D1'(I - a XX')D2). A tangent vector is XT + V with T skew and X'V = 0;
-the gradient has T = (X'G - G'X) / (2 (1 - a)) and V = (I - XX')G. One step is
-
-    M <- mu M - grad,   X+ = R_X(eta M),   M <- M - X+ sym(X+'M)
-
-the last being the projection onto the tangent space at the new point. Of M the parts T and V are
-kept. For xi = XT + V the retractions are
+For a tangent vector xi = XT + V, T skew and X'V = 0, at the point X the retractions are
 
     polar    (X + xi) (I + xi'xi)^(-1/2)
     qr       qf(X + xi) = (X + xi) L^(-T) with LL' = I + xi'xi
@@ -18,36 +11,23 @@ that is diagonal, and what remains once it is eliminated is of m x m:
 
     cay(W) X = (X + V/2) Q + V/2,   Q = K^(-1) (2I - K),   K = I - T/2 + V'V/4.
 
-K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. For the
-gradient of the canonical metric W is GX' - XG'. Two misprints of the source: in g(eta) the factor
-Omega stands inside the Cayley map, and the argument of qf lacks the summand Omega. Batches are
-``(k, n, m)`` with n >= m.
+K + K' >= 2I, so it is never singular; for square matrices, V = 0, Q is the Cayley map of T. Batches
+are ``(k, n, m)`` with n >= m.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, limited
-from stiefel_opt.functional.momentum import (
-    NORMAL,
-    SKEW,
-    accumulated,
-    metric_parameter,
-    normal_force,
-    skew_force,
-)
+from stiefel_opt.functional.flows import Length, Scalar, limited
 from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.geometry import RETRACTIONS as RETRACTIONS
 from stiefel_opt.numerics.linalg import (
     LOCAL_SUMS,
     Sums,
     add_product,
-    add_product_,
     add_to_diagonal_,
     cayley,
     cholesky_factor,
@@ -59,66 +39,6 @@ from stiefel_opt.numerics.roots import roots
 
 # A step as long as this turns by atan(64), 89 degrees; what is longer only worsens conditions.
 _LONGEST: Final = 64.0
-
-
-def descend(
-    X: Tensor,
-    G: Tensor,
-    state: Mapping[str, Tensor],
-    *,
-    lr: Scalar,
-    step: Scalar = 1.0,  # noqa: ARG001
-    momentum: float = 0.0,
-    nesterov: bool = False,
-    metric: str | float = "canonical",
-    retraction: str = "cayley",
-    sums: Sums = LOCAL_SUMS,
-    reader: Reader | None = None,
-) -> Move:
-    r"""Return the new point, the new state and the length of one step of ProjectedRGD.
-
-    Args:
-        X, G, lr, step, momentum, metric, sums, reader: as in
-            :func:`stiefel_opt.functional.sgd`.
-        state: T and, for n > m, V of the momentum as ``momentum_skew``, ``(k, m, m)``, and
-            ``momentum_normal``, ``(k, n, m)``. Empty: there is no momentum.
-        nesterov: X moves along mu M - grad.
-        retraction: "cayley", "qr" or "polar".
-
-    Note: 4 products of n x m by m x m and, but for "polar", one factorisation of m x m; with
-        momentum 7 for "cayley", 8 for the others. A step is cut where a bound on its length is over
-        64.
-    Reference: Edelman, Arias & Smith (1998); Wen & Yin (2013), which is "cayley" with the canonical
-        metric and no momentum; Likhosherstov et al. (AISTATS 2021), appendix A.
-    """
-    reader, T, V = reader or reader_for(X), state.get(SKEW), state.get(NORMAL)
-    (S,) = sums((X, G))
-    turn = skew_force(S, metric_parameter(metric))
-    if T is None:
-        direction = None
-        if not sums.are_square(X):
-            # V for the Cayley map, XT + V for the others: one product either way
-            inside = S if retraction == "cayley" else S + turn
-            direction = normal_force(X, inside, G)
-        new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
-        return new_X, {}, length._replace(inner=S)
-    new_T, turn = accumulated(turn, T, momentum, nesterov=nesterov)
-    new_V = direction = None
-    if V is not None:
-        minus_g = normal_force(X, S, G)
-        new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
-        if retraction != "cayley":
-            direction = add_product(direction, X, turn)
-    new_X, length = _retract(X, turn, direction, lr, retraction, sums, reader)
-    return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
-
-
-def carried(X: Tensor, new_X: Tensor, T: Tensor, V: Tensor | None, sums: Sums) -> Tensors:
-    """Return the parts of M - X+ sym(X+'M) for M = XT + V; V is None for square matrices."""
-    M = product(X, T) if V is None else add_product(V, X, T)
-    (inner,) = sums((new_X, M))
-    new = {SKEW: (inner - inner.mH) / 2}
-    return new if V is None else new | {NORMAL: add_product_(M, new_X, inner, alpha=-1.0)}
 
 
 def project_tangent(X: Tensor, D: Tensor, *, sums: Sums = LOCAL_SUMS) -> Tensor:
@@ -179,10 +99,7 @@ def move_along_cayley(
     return product(point + shift, turned).add_(shift)
 
 
-# ---- the pieces --------------------------------------------------------------------------------
-
-
-def _retract(
+def retract_along(
     X: Tensor,
     turn: Tensor,
     direction: Tensor | None,

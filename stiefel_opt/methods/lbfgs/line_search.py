@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is meant
 
 from stiefel_opt.errors import fail
-from stiefel_opt.functional import lbfgs
+from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.numerics.device import exact_products, finest_dtype
 from stiefel_opt.numerics.geometry import riemannian_gradient
 from stiefel_opt.numerics.linalg import own_gram

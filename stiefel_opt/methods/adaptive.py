@@ -1,17 +1,8 @@
-r"""The length of a step that follows the problem: a virtual radius, and friction with a factor.
+r"""Friction and length of a step that follow the slope of the loss.
 
-Notation of momentum.py. **Virtual radius.** The steps of Adam have entries of about eta, whatever
-the gradient is. An unconstrained weight grows by them, as most of a step is across to the weight,
-and turns less and less; a point of the manifold cannot grow. So one number for each matrix, r,
-grows in its place, and X takes the step of length eta / r:
-
-    r^2 <- (1 - eta d)^2 r^2 + (eta sqrt(n))^2,      r = 1 at first
-
-with d the decoupled weight decay. Without decay the angle of a step falls as 1 / sqrt(t) in the
-end, at every learning rate; with it the angle tends to sqrt(2 eta d). Kept is r^2 - 1.
-
-**Friction and factor** of momentum, with F = X f + g and the velocity v = X Z + U as it was carried
-to X, in the inner product of the metric, <F, v> = (1 - a) tr f'Z + tr g'U:
+Notation of momentum.py. **Friction and factor** of momentum, with F = X f + g and the velocity
+v = X Z + U as it was carried to X, in the inner product of the metric, <F, v> = (1 - a) tr f'Z +
+tr g'U:
 
     b = <F, F>,  s = <F, v>
     c  <- c exp(k clip(-s / w, -0.7, 0.7))                  w is -s of the step before, at its start
@@ -37,12 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from stiefel_opt.errors import fail
 from stiefel_opt.functional.flows import (
     Length,
     Move,
@@ -72,9 +65,13 @@ from stiefel_opt.numerics.linalg import (
     inner_product,
     product,
 )
+from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.commit import Rule
+from stiefel_opt.optim.records import largest_of
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import U_STATE, Z_STATE, StiefelAdam, StiefelSGD
+from stiefel_opt.optim.torch_rules import Group
 
-# Names of state: r^2 - 1; w, c over its first value, mu, and the first value of c.
-GROWTH: Final = "radius_growth"
 SLOPE: Final = "slope"
 FACTOR: Final = "step_factor"
 MOMENTUM: Final = "step_momentum"
@@ -95,61 +92,6 @@ Parts = tuple[Tensor, Tensor | None]  # the skew and, of tall matrices, the norm
 # training begins at a minimum, and short if another factor begins at zero; without a limit the
 # steps after it would be arbitrarily long.
 _SHORT_GRADIENT: Final = 10.0
-
-
-def with_radius(
-    rule: Callable[..., Move],
-    radius: str | float,
-    X: Tensor,
-    G: Tensor,
-    state: Mapping[str, Tensor],
-    *,
-    lr: Scalar,
-    weight_decay: float = 0.0,
-    sums: Sums = LOCAL_SUMS,
-    reader: Reader | None = None,
-    **options: Any,
-) -> Move:
-    r"""Return the step of a rule whose steps have entries of about eta, with learning rate eta / r.
-
-    Args:
-        rule: As :func:`stiefel_opt.functional.adam`.
-        radius: "virtual", as above; "angle", r = sqrt(n), so that eta is about the angle of a step;
-            or r, a number that stays.
-        state: That of the rule, and for "virtual" r^2 - 1 as ``radius_growth``, ``(k, 1, 1)``,
-            which starts as 0.
-        weight_decay: d, decoupled.
-        sums: Its ``scale`` s has divided eta: the decay is of eta s, as is the angle of "angle".
-
-    Note: What r grows by is the nominal length of a step, eta sqrt(n), and not that of the step
-        itself: gradients that are independent of each other act in full, sooner or later, and equal
-        ones do so at once.
-    """
-    reader, n = reader or reader_for(X), X.size(-2) if sums.rows is None else sums.rows
-    if radius != "virtual":
-        divided = lr / (math.sqrt(n) / sums.scale if isinstance(radius, str) else radius)
-        return rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
-    decay = (1 - lr * sums.scale * weight_decay) ** 2
-    growth, divided, largest = state[GROWTH], lr, torch.finfo(state[GROWTH].dtype).max / 2
-    least, most = math.inf, -math.inf
-    if reader.is_exact and not isinstance(lr, Tensor):  # a number costs the rule less
-        least, most = _range_of(growth)
-    if least == most:
-        number = min(float(most * decay + (lr * lr * n - (1 - decay))), largest)
-        growth, divided = torch.full_like(growth, number), lr / math.sqrt(1 + number)
-    else:
-        growth = (growth * decay + (lr * lr * n - (1 - decay))).clamp(max=largest)
-        divided = lr * torch.rsqrt(1 + growth)
-    new_X, new, length = rule(X, G, state, lr=divided, sums=sums, reader=reader, **options)
-    return new_X, {**new, GROWTH: growth}, length
-
-
-def _range_of(numbers: Tensor) -> tuple[float, float]:
-    """Return the least and the largest of some numbers; a single one is cheaper to read."""
-    if numbers.numel() == 1:
-        return (numbers.item(),) * 2
-    least, most = torch.aminmax(numbers)
-    return least.item(), most.item()
 
 
 def adaptive_sgd(
@@ -339,3 +281,125 @@ def _moved(
     V = torch.addcmul(minus_g, mu, new_U) if nesterov else new_U.clone()
     new_X, carried, length = advance(X, V, new_U, direction, new_Z, eta, transport, S, sums, reader)
     return new_X, new | carried, length
+
+
+# ---- the optimizers -----------------------------------------------------------------------------
+
+_FRICTION: Final = (
+    State(SLOPE, "1", dtype="real", least=0.0),
+    State(FACTOR, "1", start=1.0, dtype="real", least=0.0),
+    State(MOMENTUM, "1", dtype="real"),
+    State(UNIT, "1", dtype="real", least=0.0),
+)
+_DIVIDED: Final = tuple(replace(each, unit="divided") for each in (Z_STATE, U_STATE))
+
+
+class _Adaptive(StiefelOptimizer):
+    """What both classes check, and the numbers that a report shows."""
+
+    def check_most(self, name: str, most: float) -> None:
+        """Raise unless the largest momentum ``name`` can be one."""
+        if not 0 < most < 1:
+            wanted = "be in (0, 1): it is the most momentum that there may be"
+            raise ValueError(fail(name, wanted, most))
+
+    def factors_of(self) -> dict[Tensor, float]:
+        """Return the largest factor on the learning rate of each weight that has one."""
+        return largest_of(self.state, FACTOR)
+
+    def momenta_of(self) -> dict[Tensor, float]:
+        """Return the largest momentum of the last step of each weight that chooses it."""
+        return largest_of(self.state, MOMENTUM)
+
+
+class AdaptiveSGD(_Adaptive, StiefelSGD):
+    """:class:`StiefelSGD` whose momentum and length of a step follow the slope of the loss.
+
+    They follow the slope along the last step: ``lr`` is the first step's angle, root mean square,
+    and ``momentum`` the most that there may be; see :func:`stiefel_opt.methods.adaptive_sgd`. For
+    losses without noise; with ``transport="projected"`` it needs fewer steps. A closure must
+    evaluate one loss.
+
+    Args:
+        params, lr, weight_decay, nesterov, maximize, foreach, fused, differentiable, metric,
+            transport, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        momentum: In (0, 1).
+        dampening: Must be 0.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Seven products of n x m by m x m a step, eight if "projected", one more off the canonical
+        metric; state is one tensor like the parameter, one of m x m and four numbers a matrix.
+
+    Reference:
+        Dai & Yuan (1999); Sato, A Dai-Yuan-type Riemannian conjugate gradient method (2016).
+    """
+
+    rule = "AdaptiveSGD"
+    sums_over_rows = True
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        self.check_most("momentum", group["momentum"])
+        if group["dampening"] != 0:
+            raise ValueError(fail("dampening", "be 0", group["dampening"]))
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE, *_FRICTION
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, adaptive_sgd, "metric", "transport")
+
+
+class AdaptiveAdam(_Adaptive, StiefelAdam):
+    """:class:`StiefelAdam` whose momentum and length of a step follow the slope of the loss.
+
+    They follow the slope along the last step: entries of the first steps are about ``lr``, and
+    ``betas[0]`` is the most momentum that there may be; see
+    :func:`stiefel_opt.methods.adaptive_adam`. For losses without noise; with
+    ``transport="projected"`` it needs fewer steps. A closure must evaluate one loss.
+
+    Args:
+        params, lr, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable,
+            fused, decoupled_weight_decay, metric, transport, nonfinite, stiefel: As in
+            :class:`StiefelAdam`.
+        betas: The first in (0, 1).
+        nesterov, radius: As in :class:`StiefelAdam`. Default: None, which is False and 1.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        Nine products of n x m by m x m a step, ten if "projected", one more off the canonical
+        metric; state is that of :class:`StiefelAdam` and three numbers a matrix.
+
+    Reference:
+        That of :class:`AdaptiveSGD`.
+    """
+
+    rule = "AdaptiveAdam"
+    sums_over_rows = True
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        self.check_most("betas[0]", group["betas"][0])
+
+    @override
+    def resolved(self, group: Group) -> Group:
+        given = {"radius": 1.0, "nesterov": False}
+        return super().resolved({**group, **{k: v for k, v in given.items() if group[k] is None}})
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return *_DIVIDED, *self.moments_for(group), *_FRICTION[:3]
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        options = ("nesterov", "metric", "transport")
+        return self.by_radius(group, self.bound(self.resolved(group), adaptive_adam, *options))

@@ -52,6 +52,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import override
 
 from stiefel_opt.errors import check_choice
 from stiefel_opt.functional.flows import (
@@ -88,6 +90,14 @@ from stiefel_opt.numerics.linalg import (
     plus_identity,
     product,
 )
+from stiefel_opt.optim.base import StiefelOptimizer
+from stiefel_opt.optim.checks import check_metric
+from stiefel_opt.optim.commit import Rule
+from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
+from stiefel_opt.optim.state import State
+from stiefel_opt.optim.stiefel import SECOND_MOMENTS, U_STATE, Z_STATE
+from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.tags.manifold import Stiefel
 
 ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
 # Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.
@@ -309,3 +319,130 @@ def _metric_parameter(metric: str | float, rotation: str) -> float:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float64)
+
+
+# ---- the optimizers -----------------------------------------------------------------------------
+
+
+class _Published(StiefelOptimizer):
+    """What both classes say of their options."""
+
+    @override
+    def check_options(self, group: Group) -> None:
+        super().check_options(group)
+        check_metric(group)
+        check_choice("rotation", group["rotation"], ROTATIONS)
+
+
+class PublishedSGD(_Published, SGDLike):
+    """SGD with momentum by the published flows; plain parameters get torch's SGD.
+
+    :class:`StiefelSGD` corrects them. Momentum that grows without bound is what these flows do at
+    large learning rates; :mod:`stiefel_opt.methods.published` says where they differ from the
+    print.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused,
+            differentiable, metric, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        rotation: How X turns within its span: "euler", "cayley" or "expm".
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        24 products of n x m by m x m a step, 4 more with ``nesterov``; state is one tensor like the
+        parameter and one of m x m.
+
+    Reference:
+        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 1; of square
+        matrices, on SO(n), Algorithm 4.
+    """
+
+    rule = "PublishedSGD"
+    sums_over_rows = True
+    learns_scale = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+        metric: str | float = "canonical",
+        rotation: str = "euler",
+        nonfinite: str = "skip",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        super().__init__(params, options_of(locals()))
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, published_sgd, "metric", "rotation")
+
+
+class PublishedAdam(_Published, AdamLike):
+    """Adam by the published flows; plain parameters get torch's Adam.
+
+    :class:`StiefelAdam` corrects them, and has a radius and Nesterov's momentum by default.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable,
+            differentiable, fused, decoupled_weight_decay, metric, nonfinite, stiefel: As in
+            :class:`StiefelAdam`.
+        rotation: As in :class:`PublishedSGD`.
+
+    Raises:
+        ValueError, TypeError: for options or parameters that cannot be used, naming them.
+
+    Note:
+        State is that of :class:`StiefelAdam`, without its radius.
+
+    Reference:
+        Kong, Wang & Tao, Momentum Stiefel Optimizer (ICLR 2023), Algorithm 2 with Adam's
+        moments; of square matrices, on SO(n), Algorithm 5.
+    """
+
+    rule = "PublishedAdam"
+    sums_over_rows = True
+    learns_scale = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        metric: str | float = "canonical",
+        rotation: str = "euler",
+        nonfinite: str = "skip",
+        stiefel: Stiefel | bool | None = None,
+    ) -> None:
+        super().__init__(params, options_of(locals()))
+
+    @override
+    def state_for(self, group: Group) -> tuple[State, ...]:
+        return Z_STATE, U_STATE, *SECOND_MOMENTS[: 4 if group["amsgrad"] else 2]
+
+    @override
+    def rule_for(self, group: Group) -> Rule:
+        return self.bound(group, published_adam, "metric", "rotation")
