@@ -515,7 +515,7 @@ def test_the_largest_learning_rate_is_sharp(mu: float) -> None:
 
 @pytest.mark.parametrize("mu", [0.0, 0.6])
 def test_linear_rate_under_a_gradient_inequality(mu: float, generator: Source) -> None:
-    """Theorem 11, with the constant of the inequality as it is along the way."""
+    """Linear convergence, with the constant of the inequality as it is along the way."""
     f = Weighted(7, 2, generator)
     L, a = f.smoothness(0.5), 0.5
     eta = 0.5 * (1 - mu * mu) / L
