@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stiefel_opt as so
-from stiefel_opt.functional import (
+from stiefel_opt.parametrizations import (
     cayley_map,
     cwy,
     eurnn,

@@ -21,9 +21,9 @@ from stiefel_opt.errors import (
 from stiefel_opt.numerics import has_values
 from stiefel_opt.numerics.geometry import polar_factor
 from stiefel_opt.parametrizations.base import Parametrization
-from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.init import draw_rotation
 from stiefel_opt.parametrizations.own import OWN
+from stiefel_opt.parametrizations.reflections import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
 from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
