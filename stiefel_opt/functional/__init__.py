@@ -1,11 +1,31 @@
 """Pure functions on batches of matrices, tensors in and tensors out: update rules."""
 
+from stiefel_opt.functional.flows import METRICS as METRICS
 from stiefel_opt.functional.flows import Length as Length
+from stiefel_opt.functional.flows import Move as Move
+from stiefel_opt.functional.flows import Scalar as Scalar
+from stiefel_opt.functional.flows import Tensors as Tensors
+from stiefel_opt.functional.flows import corrected as corrected
+from stiefel_opt.functional.flows import coupling as coupling
+from stiefel_opt.functional.flows import shortened as shortened
+from stiefel_opt.functional.flows import steepest as steepest
+from stiefel_opt.functional.momentum import NORMAL as NORMAL
+from stiefel_opt.functional.momentum import SKEW as SKEW
+from stiefel_opt.functional.momentum import accumulated as accumulated
 from stiefel_opt.functional.momentum import adam as adam
+from stiefel_opt.functional.momentum import advance as advance
 from stiefel_opt.functional.momentum import bias_correction as bias_correction
+from stiefel_opt.functional.momentum import denominator_of as denominator_of
 from stiefel_opt.functional.momentum import evaluated as evaluated
+from stiefel_opt.functional.momentum import gain as gain
 from stiefel_opt.functional.momentum import metric_parameter as metric_parameter
+from stiefel_opt.functional.momentum import moments as moments
+from stiefel_opt.functional.momentum import normal_force as normal_force
+from stiefel_opt.functional.momentum import precondition as precondition
+from stiefel_opt.functional.momentum import second_moments as second_moments
 from stiefel_opt.functional.momentum import sgd as sgd
+from stiefel_opt.functional.momentum import skew_force as skew_force
+from stiefel_opt.functional.momentum import turn_square as turn_square
 from stiefel_opt.functional.radius import with_radius as with_radius
 from stiefel_opt.functional.retractions import move_along_cayley as move_along_cayley
 from stiefel_opt.functional.retractions import project_tangent as project_tangent

@@ -16,8 +16,8 @@ from torch.nn.functional import logsigmoid, normalize
 from typing_extensions import override
 
 from stiefel_opt.errors import HALF, check_count, check_counts, check_flags, fail
-from stiefel_opt.numerics.device import no_autocast, readable
-from stiefel_opt.parametrizations.reflections import check_strengths
+from stiefel_opt.numerics import no_autocast, readable
+from stiefel_opt.parametrizations import check_strengths
 
 _FACTORS = 64  # in a chunk, by default: the triangular solves then stay small and well batched
 

@@ -20,7 +20,7 @@ from stiefel_opt.nn._transition import (
     set_transition,
 )
 from stiefel_opt.nn.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
-from stiefel_opt.numerics.device import no_autocast
+from stiefel_opt.numerics import no_autocast
 
 
 class OrthogonalRNN(nn.Module):

@@ -12,8 +12,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.numerics.device import finest_dtype, full_precision, no_autocast, readable
-from stiefel_opt.numerics.geometry import polar_factor, solve_lyapunov
+from stiefel_opt.numerics import (
+    finest_dtype,
+    full_precision,
+    no_autocast,
+    polar_factor,
+    readable,
+    solve_lyapunov,
+)
 from stiefel_opt.parametrizations.base import Free, Parametrization
 
 # A singular value of the centred columns below this share of the largest, or of V, is rounding.

@@ -23,25 +23,24 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_count, check_integer, fail
-from stiefel_opt.numerics import principal_logarithm
-from stiefel_opt.numerics.device import (
+from stiefel_opt.numerics import (
+    exponential,
     finest_dtype,
     full_precision,
-    readable,
-    untraced,
-    working_dtype,
-)
-from stiefel_opt.numerics.geometry import (
     gram_error,
     newton_schulz,
     orthonormality_tolerance,
     polar_factor,
+    principal_logarithm,
+    readable,
+    solution,
+    untraced,
     widened,
+    working_dtype,
 )
-from stiefel_opt.numerics.linalg import exponential, solution
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags import Stiefel
 
 # eps |P| from which rounding is removed from a point, and from which nothing else is left.
 _ROUNDING: Final = 1e-5

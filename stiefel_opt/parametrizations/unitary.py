@@ -15,7 +15,7 @@ from stiefel_opt.errors import check_count, fail
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, pair_rotations
 from stiefel_opt.parametrizations.reflections import check_lengths
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags import Stiefel
 
 
 def urnn(phases: Tensor, vectors: Tensor, permutation: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_flag, check_range, fail
-from stiefel_opt.numerics.distributed import is_sharded, whole
-from stiefel_opt.numerics.geometry import project_tangent, widened
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.numerics import is_sharded, project_tangent, whole, widened
+from stiefel_opt.tags import Stiefel
 
 
 @torch.no_grad()

@@ -312,7 +312,8 @@ def test_eurnn_moves_in_every_direction_of_the_unitary_group():
 @pytest.mark.parametrize(
     ("function", "dtype"),
     in_turn(
-        [householder, cwy, tcwy, exponential_map, cayley_map, own_map], [torch.bfloat16, torch.float16]
+        [householder, cwy, tcwy, exponential_map, cayley_map, own_map],
+        [torch.bfloat16, torch.float16],
     ),
 )
 def test_half_precision_and_autocast_compute_in_float32(function, dtype):

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics.device import exact_products
-from stiefel_opt.numerics.geometry import orientation, project_tangent, riemannian_gradient
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import nearest, random_point, reading_of
+from stiefel_opt.numerics import exact_products, orientation, project_tangent, riemannian_gradient
+from stiefel_opt.tags import Stiefel, manifold_of, nearest, random_point, reading_of
 
 Loss = Callable[[Any], Tensor]
 _End = tuple[Tensor, Tensor, Tensor]  # t, loss and slope
