@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_counts, check_flags, check_range, fail
-from stiefel_opt.functional.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
+from stiefel_opt.functional import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
 from stiefel_opt.nn._transition import (
     check_transition,
     draw_uniform,
@@ -20,7 +20,7 @@ from stiefel_opt.nn._transition import (
     project_on_load,
     set_transition,
 )
-from stiefel_opt.numerics.device import no_autocast
+from stiefel_opt.numerics import no_autocast
 
 
 class OrthogonalRNN(nn.Module):

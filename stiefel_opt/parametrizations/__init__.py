@@ -7,6 +7,7 @@ from stiefel_opt.parametrizations.householder import (
     GeneralizedHouseholder as GeneralizedHouseholder,
 )
 from stiefel_opt.parametrizations.householder import Householder as Householder
+from stiefel_opt.parametrizations.init import draw_rotation as draw_rotation
 from stiefel_opt.parametrizations.init import helfrich as helfrich
 from stiefel_opt.parametrizations.init import henaff as henaff
 from stiefel_opt.parametrizations.init import householder_vectors as householder_vectors

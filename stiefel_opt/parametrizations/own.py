@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.functional.own import own
-from stiefel_opt.numerics.device import no_autocast
-from stiefel_opt.numerics.geometry import polar_factor
+from stiefel_opt.functional import own
+from stiefel_opt.numerics import no_autocast, polar_factor
 from stiefel_opt.parametrizations.base import Free, Parametrization
 
 

@@ -13,19 +13,20 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_count, check_integer, fail
-from stiefel_opt.functional.skew_maps import cayley_map, exponential_map
-from stiefel_opt.numerics import principal_logarithm
-from stiefel_opt.numerics.device import untraced, working_dtype
-from stiefel_opt.numerics.geometry import (
+from stiefel_opt.functional import cayley_map, exponential_map
+from stiefel_opt.numerics import (
     gram_error,
     newton_schulz,
     orthonormality_tolerance,
     polar_factor,
+    principal_logarithm,
+    untraced,
     widened,
+    working_dtype,
 )
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import cayley_signs
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags import Stiefel
 
 
 class _Based(Parametrization):

@@ -9,10 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import check_count, fail
-from stiefel_opt.functional.unitary import eurnn, urnn
+from stiefel_opt.functional import eurnn, urnn
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, pair_rotations
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags import Stiefel
 
 
 class _Unitary(Parametrization):
