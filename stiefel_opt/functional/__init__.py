@@ -9,6 +9,10 @@ from stiefel_opt.functional.flows import corrected as corrected
 from stiefel_opt.functional.flows import coupling as coupling
 from stiefel_opt.functional.flows import shortened as shortened
 from stiefel_opt.functional.flows import steepest as steepest
+from stiefel_opt.functional.learned_scale import PULL as PULL
+from stiefel_opt.functional.learned_scale import adam_scale as adam_scale
+from stiefel_opt.functional.learned_scale import sgd_scale as sgd_scale
+from stiefel_opt.functional.learned_scale import with_learned_scale as with_learned_scale
 from stiefel_opt.functional.momentum import NORMAL as NORMAL
 from stiefel_opt.functional.momentum import SKEW as SKEW
 from stiefel_opt.functional.momentum import accumulated as accumulated

@@ -267,6 +267,7 @@ class CayleySGD(_Iterated, SGDLike):
 
     rule = "CayleySGD"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,
@@ -326,6 +327,7 @@ class CayleyAdam(_Iterated, AdamLike):
 
     rule = "CayleyAdam"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,

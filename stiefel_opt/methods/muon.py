@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_flag, check_range, fail
-from stiefel_opt.functional import Length, Move, Scalar, Tensors
+from stiefel_opt.functional import PULL, Length, Move, Scalar, Tensors, adam_scale
 from stiefel_opt.methods.plain_muon import MuonLike
 from stiefel_opt.numerics import (
     BLOCKED,
@@ -69,7 +69,7 @@ from stiefel_opt.numerics import (
     symmetric_product,
     trace_of,
 )
-from stiefel_opt.optim import Group, Rule, State, options_of, with_factor
+from stiefel_opt.optim import SCALE_MOMENTS, Group, Rule, ScaleRule, State, options_of, with_factor
 from stiefel_opt.tags import Stiefel
 
 # Name of state: B.
@@ -628,7 +628,7 @@ class StiefelMuon(MuonLike):
         maximize: Ascend.
         foreach, fused, capturable: For AdamW, as in torch.
         differentiable: Must be False.
-        nonfinite, stiefel: As in :class:`StiefelSGD`.
+        scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -646,6 +646,7 @@ class StiefelMuon(MuonLike):
 
     rule = "StiefelMuon"
     sums_over_rows = True
+    learns_scale = True
     velocity_names = (AMBIENT,)
 
     def __init__(
@@ -664,6 +665,7 @@ class StiefelMuon(MuonLike):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -685,6 +687,13 @@ class StiefelMuon(MuonLike):
     def rule_for(self, group: Group) -> Rule:
         rule = partial(muon, momentum=group["momentum"], nesterov=group["nesterov"])
         return with_factor(rule, group["maximize"])
+
+    @override
+    def scale_rule_for(self, group: Group) -> ScaleRule:
+        betas = group["momentum"], group["betas"][1]
+        options = {"betas": betas, "eps": group["eps"], "pull": group["scale_pull"]}
+        rule: Any = partial(adam_scale, spectral=True, **options)
+        return ScaleRule(with_factor(rule, group["maximize"]), SCALE_MOMENTS)
 
     @override
     def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:

@@ -364,6 +364,7 @@ class PublishedSGD(_Published, SGDLike):
 
     rule = "PublishedSGD"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,
@@ -418,6 +419,7 @@ class PublishedAdam(_Published, AdamLike):
 
     rule = "PublishedAdam"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from stiefel_opt.errors import check_choice, check_options, fail
 from stiefel_opt.numerics import random_point, widened, working_dtype
 from stiefel_opt.parametrizations import CWY, MAPS, cwy_factors, draw_rotation, orthogonal
-from stiefel_opt.tags import PROJECTS, Stiefel, constrain, readings
+from stiefel_opt.tags import PROJECTS, Stiefel, constrain, project_, readings
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads
@@ -95,4 +95,8 @@ def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa:
             path, _, leaf = name.rpartition(".")
             copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             setattr(module.get_submodule(path), leaf, copied)
-        constrain(module, name, **reading.as_dict())
+        if reading.learn_scale:  # a loaded scale is kept
+            constrain(module, name, **reading.as_dict(), project=False)
+            project_(module.get_parameter(name))
+        else:
+            constrain(module, name, **reading.as_dict())

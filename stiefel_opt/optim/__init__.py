@@ -6,6 +6,8 @@ from stiefel_opt.optim.base import StiefelOptimizer as StiefelOptimizer
 from stiefel_opt.optim.checkpoint import check_state_dict as check_state_dict
 from stiefel_opt.optim.checks import check_metric as check_metric
 from stiefel_opt.optim.commit import Rule as Rule
+from stiefel_opt.optim.commit import ScaleRule as ScaleRule
+from stiefel_opt.optim.families import SCALE_MOMENTS as SCALE_MOMENTS
 from stiefel_opt.optim.families import AdamLike as AdamLike
 from stiefel_opt.optim.families import SGDLike as SGDLike
 from stiefel_opt.optim.families import options_of as options_of

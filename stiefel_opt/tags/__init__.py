@@ -6,6 +6,7 @@ from stiefel_opt.tags.blocks import stacks_of as stacks_of
 from stiefel_opt.tags.constraints import apply_readings as apply_readings
 from stiefel_opt.tags.constraints import check_value as check_value
 from stiefel_opt.tags.constraints import constrain as constrain
+from stiefel_opt.tags.constraints import project_ as project_
 from stiefel_opt.tags.constraints import readings as readings
 from stiefel_opt.tags.constraints import release as release
 from stiefel_opt.tags.constraints import reread as reread
@@ -23,12 +24,16 @@ from stiefel_opt.tags.parameter import note_whole as note_whole
 from stiefel_opt.tags.parameter import recalled as recalled
 from stiefel_opt.tags.parameter import was_released as was_released
 from stiefel_opt.tags.points import kept_scale as kept_scale
+from stiefel_opt.tags.points import mean_singular_value as mean_singular_value
 from stiefel_opt.tags.points import nearest as nearest
 from stiefel_opt.tags.points import random_point as random_point
 from stiefel_opt.tags.points import reading_of as reading_of
+from stiefel_opt.tags.points import rms_scale as rms_scale
+from stiefel_opt.tags.points import tangent_part as tangent_part
 from stiefel_opt.tags.report import constrained as constrained
 from stiefel_opt.tags.report import in_words as in_words
 from stiefel_opt.tags.report import orthonormality_error as orthonormality_error
+from stiefel_opt.tags.report import scales_of as scales_of
 from stiefel_opt.tags.report import table as table
 from stiefel_opt.tags.trained import HARMFUL as HARMFUL
 from stiefel_opt.tags.trained import distance as distance

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import check_flag, check_range, fail
 from stiefel_opt.numerics import is_sharded, project_tangent, whole, widened
-from stiefel_opt.tags import Stiefel
+from stiefel_opt.tags import Stiefel, tangent_part
 
 
 @torch.no_grad()
@@ -86,7 +86,8 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
         point, vector = (_matrices(tensor, reading, index) for tensor in (point, vector))
-        tangent = project_tangent(point / reading.scale, vector)
+        project = tangent_part if reading.learn_scale else project_tangent
+        tangent = project(point / reading.scale_of(point), vector)
         norms.append(torch.linalg.vector_norm(tangent))
     return norms
 
