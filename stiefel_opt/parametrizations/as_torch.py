@@ -22,7 +22,7 @@ from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.householder_maps import TCWY
 from stiefel_opt.parametrizations.init import householder_vectors
 from stiefel_opt.parametrizations.skew import Trivialization, cayley_map
-from stiefel_opt.tags import manifold_of, mark_maps
+from stiefel_opt.tags import Stiefel, manifold_of, mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -84,6 +84,7 @@ def orthogonal(
     orthogonal_map: str | None = None,
     *,
     use_trivialization: bool = True,
+    determinant: int | None = None,
 ) -> ModuleT:
     r"""Parametrize a weight as ``torch.nn.utils.parametrizations.orthogonal`` does, without n x n.
 
@@ -103,6 +104,9 @@ def orthogonal(
         orthogonal_map: See above. Default: None.
         use_trivialization: Has no effect: the initial weight is kept in any case. In torch True
             adds a base of n x n, and False loses the initial weight. Default: True.
+
+        determinant: 1 or -1, of square real matrices. Default: None, that of the weight. (torch:
+            that of the map.)
 
     Returns: The module. A weight that is orthonormal keeps its value, any other one becomes the
         nearest point (torch: the Q factor).
@@ -135,7 +139,10 @@ def orthogonal(
         remedy = "choose 'matrix_exp' or 'cayley'"
         raise ValueError(fail("orthogonal_map", "support complex weights", "'householder'", remedy))
     chosen = orthogonal_map or ("matrix_exp" if weight.is_complex() else "householder")
-    parametrize.register_parametrization(module, name, _MAPS[chosen]())
+    rule = _MAPS[chosen]()
+    rule.manifold = Stiefel(determinant=determinant)
+    rule.manifold.check(weight.shape, name)
+    parametrize.register_parametrization(module, name, rule)
     maps: Any = module.parametrizations[name]  # type: ignore[index]
     if len(maps) == 1:
         is_square = weight.size(-2) == weight.size(-1)

@@ -23,6 +23,7 @@ from stiefel_opt.tags.parameter import ManifoldParameter as ManifoldParameter
 from stiefel_opt.tags.parameter import note_whole as note_whole
 from stiefel_opt.tags.parameter import recalled as recalled
 from stiefel_opt.tags.parameter import was_released as was_released
+from stiefel_opt.tags.points import check_phase as check_phase
 from stiefel_opt.tags.points import kept_scale as kept_scale
 from stiefel_opt.tags.points import mean_singular_value as mean_singular_value
 from stiefel_opt.tags.points import nearest as nearest
