@@ -98,9 +98,14 @@ def fixed_rotation(size: int) -> tuple[Tensor, ...]:
     return (*hadamard_factors(order), (angle.cos() + angle.sin()) / rest**0.5)
 
 
-@functools.lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _factors(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """The factors, the last first, where they are multiplied with."""
+    """The factors, the last first, where they are needed; constants of a compiled graph."""
+    return _kept_factors(size, dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_factors(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     with torch.inference_mode(mode=False):
         return tuple(factor.to(device, dtype) for factor in reversed(fixed_rotation(size)))
 
