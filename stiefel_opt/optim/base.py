@@ -52,7 +52,7 @@ _GRAD = operator.attrgetter("grad")
 
 def _require_finite(lr: Any) -> None:
     """Raise unless a learning rate is one finite number, or a tensor that cannot be read."""
-    value = readable(lr) if isinstance(lr, Tensor) else lr
+    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
     if value is None and isinstance(lr, Tensor):
         return
     try:
