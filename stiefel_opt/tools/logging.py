@@ -103,7 +103,8 @@ def log_orthonormality(
 
 def _scales(model: nn.Module) -> dict[str, float]:
     """Return the largest learned scale of each weight that has one."""
-    scales = {name: scales_of(value, reading) for name, value, reading, _ in constrained(model)}
+    tagged = constrained(model, computed=False)
+    scales = {name: scales_of(value, reading) for name, value, reading, _ in tagged}
     return {f"scale/{name}": each[1] for name, each in scales.items() if each is not None}
 
 
