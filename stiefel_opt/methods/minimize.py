@@ -19,16 +19,15 @@ from torch import Tensor
 
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics.device import exact_products
-from stiefel_opt.numerics.geometry import (
+from stiefel_opt.numerics import (
+    exact_products,
     newton_schulz,
     orientation,
+    own_gram,
     project_tangent,
     riemannian_gradient,
 )
-from stiefel_opt.numerics.linalg import own_gram
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import nearest, random_point, reading_of
+from stiefel_opt.tags import Stiefel, manifold_of, nearest, random_point, reading_of
 
 Loss = Callable[[Any], Tensor]
 _End = tuple[float, float, float]  # t, loss and slope

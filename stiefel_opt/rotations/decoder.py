@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stiefel_opt.errors import check_module, fail, type_name
-from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics import is_sharded
 from stiefel_opt.rotations.description import FAMILIES, LLAMA, Description, from_dict
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
@@ -189,7 +189,7 @@ class _Reader:
             if self.names is not LLAMA:
                 wanted = f"have the module {name}"
             owner = f"a {type(self.model).__name__} without {name}"
-            remedy = "" if self.names is LLAMA else "or describe it by rotations.describe"
+            remedy = "or pass prepare_ a description from rotations.describe"
             raise ValueError(fail("model", wanted, owner, remedy))
         if not isinstance(module, kind):
             wanted = f"be a torch {kind.__name__}"
