@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import GenericAlias
 from typing import Any
 
 from docutils import nodes
@@ -90,6 +91,8 @@ def rewrite_docstring(
     app: Any, what: str, name: str, owner: Any, options: Any, lines: list[str]
 ) -> None:
     """Turn a docstring of this package into what napoleon and docutils read."""
+    if what == "data" and isinstance(owner, GenericAlias):
+        lines.clear()  # of ``dict[str, Any]`` autodoc finds that of dict
     lines[:] = escape(unfold(lines))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from importlib import metadata
 
 import torch
@@ -18,21 +19,18 @@ def show_versions() -> None:
     This package, Python, the system, accelerators, and the packages with which this one works,
     where they are installed. No name of the machine, no path, no variable of the environment.
     """
-    lines = {"stiefel_opt": _version("stiefel_opt"), "python": platform.python_version()}
+    name = __name__.partition(".")[0]  # a checkout on the path is not installed
+    lines = {name: sys.modules[name].__version__, "python": platform.python_version()}
     lines["system"] = f"{platform.system()} {platform.release()}, {platform.machine()}"
     lines |= {name: _version(name) for name in PACKAGES}
     lines["cuda"] = str(torch.version.cuda)
     lines["device"] = _device()
     lines["threads"] = str(torch.get_num_threads())
     width = max(map(len, lines))
-    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in lines.items()))  # noqa: T201
+    sys.stdout.writelines(f"{name.ljust(width)}  {value}\n" for name, value in lines.items())
 
 
 def _version(name: str) -> str:
-    if name == "stiefel_opt":  # a checkout on the path is not installed
-        import stiefel_opt
-
-        return stiefel_opt.__version__
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

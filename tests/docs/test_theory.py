@@ -245,7 +245,7 @@ def test_the_published_equation_lost_half_a_term(a: float, generator: Source) ->
 
 @pytest.mark.parametrize("a", METRICS)
 def test_angular_momentum_is_kept(a: float, generator: Source) -> None:
-    """Corollary 2."""
+    """Which coupling keeps the angular momentum of a free motion."""
     start = draw(a, generator)
     before = angular(start, a)
     for kappa in (2 * a - 1, (3 * a - 2) / 2):
