@@ -56,6 +56,8 @@ LARGEST_SAFE: Final = {
 # Beyond this learning rate times gradient rounding in X'X is removed after every step.
 _STEEP: Final = 0.26
 _VERY_STEEP: Final = 100.0
+# Up to here rounding is multiplied into no more than 1e-5 of an entry in float32.
+_UNSEEN: Final = 30.0
 
 
 class Rule(Protocol):
@@ -346,6 +348,11 @@ def _new_point(
     if not sums.are_local:  # all processes must decide alike
         grad_length = math.inf
     X, fixed = _on_manifold(unscaled, grad, state, grad_length, task, reader)
+    if not reader.is_exact:
+        reader, is_rough = _with_steepest(reader, X, batch.row_count)
+        if is_rough:  # the step before was steep, which nobody knew in time
+            X, again = correct(X, {**state, **fixed}, sums)
+            fixed |= again
     current = {**state, **fixed}
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
     watched = reader.is_exact and not X.is_inference()
@@ -535,6 +542,22 @@ def _corrections_after(length: Length | Tensor | float, steepness: float, reader
     if steepness > _VERY_STEEP:
         return 5
     return int(length.limit > 1 or not steepness <= _STEEP)  # NaN: such a gradient is discarded
+
+
+def _with_steepest(reader: Reader, X: Tensor, rows: int) -> tuple[Reader, bool]:
+    """Return a reader with the limit that the device keeps by itself, as the host learns too late.
+
+    Also whether the step before was steep. A step that may be steeper than the one before is
+    not corrected as often as it should be: then the limit is low.
+    """
+    most = steepest(X.dtype, rows)
+    if not isinstance(reader, Lagged):
+        reader = type(reader)()
+        reader.steepest = 0.1 * most  # one correction
+        return reader, False
+    known = reader.known("norm")
+    reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
+    return reader, _VERY_STEEP < known < math.inf
 
 
 def _shorter(length: Length | Tensor | float, lr: Scalar, most: float) -> Scalar:
