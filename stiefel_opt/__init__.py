@@ -49,6 +49,7 @@ from stiefel_opt.tags.report import report as report
 from stiefel_opt.tools import clip_grad_norm_ as clip_grad_norm_
 from stiefel_opt.tools import constrain_adapters as constrain_adapters
 from stiefel_opt.tools import constrain_attention as constrain_attention
+from stiefel_opt.tools import constrain_transformer as constrain_transformer
 from stiefel_opt.tools import export_adapters as export_adapters
 from stiefel_opt.tools import from_geoopt as from_geoopt
 from stiefel_opt.tools import from_geotorch as from_geotorch

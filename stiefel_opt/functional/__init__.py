@@ -2,6 +2,10 @@
 
 from stiefel_opt.functional.delta import delta_product as delta_product
 from stiefel_opt.functional.flows import Length as Length
+from stiefel_opt.functional.learned_scale import PULL as PULL
+from stiefel_opt.functional.learned_scale import adam_scale as adam_scale
+from stiefel_opt.functional.learned_scale import sgd_scale as sgd_scale
+from stiefel_opt.functional.learned_scale import with_learned_scale as with_learned_scale
 from stiefel_opt.functional.momentum import adam as adam
 from stiefel_opt.functional.momentum import bias_correction as bias_correction
 from stiefel_opt.functional.momentum import evaluated as evaluated

@@ -262,6 +262,7 @@ class CayleySGD(_Iterated, SGDLike):
 
     rule = "CayleySGD"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,
@@ -321,6 +322,7 @@ class CayleyAdam(_Iterated, AdamLike):
 
     rule = "CayleyAdam"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,

@@ -144,6 +144,7 @@ class ProjectedRGD(SGDLike):
 
     rule = "ProjectedRGD"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_flag, check_range, fail
+from stiefel_opt.functional import PULL, adam_scale
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
 from stiefel_opt.methods.plain_muon import MuonLike
 from stiefel_opt.numerics.device import Fixed, Reader, finest_dtype, reader_for
@@ -66,6 +67,7 @@ from stiefel_opt.numerics.linalg import (
     trace_of,
 )
 from stiefel_opt.numerics.roots import roots
+from stiefel_opt.optim import SCALE_MOMENTS, ScaleRule
 from stiefel_opt.optim.commit import Rule
 from stiefel_opt.optim.families import options_of, with_factor
 from stiefel_opt.optim.state import State
@@ -632,7 +634,7 @@ class StiefelMuon(MuonLike):
         maximize: Ascend.
         foreach, fused, capturable: For AdamW, as in torch.
         differentiable: Must be False.
-        nonfinite, stiefel: As in :class:`StiefelSGD`.
+        scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
 
     Raises:
         ValueError, TypeError: for options or parameters that cannot be used, naming them.
@@ -650,6 +652,7 @@ class StiefelMuon(MuonLike):
 
     rule = "StiefelMuon"
     sums_over_rows = True
+    learns_scale = True
     velocity_names = (AMBIENT,)
 
     def __init__(
@@ -668,6 +671,7 @@ class StiefelMuon(MuonLike):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -689,6 +693,13 @@ class StiefelMuon(MuonLike):
     def rule_for(self, group: Group) -> Rule:
         rule = partial(muon, momentum=group["momentum"], nesterov=group["nesterov"])
         return with_factor(rule, group["maximize"])
+
+    @override
+    def scale_rule_for(self, group: Group) -> ScaleRule:
+        betas = group["momentum"], group["betas"][1]
+        options = {"betas": betas, "eps": group["eps"], "pull": group["scale_pull"]}
+        rule: Any = partial(adam_scale, spectral=True, **options)
+        return ScaleRule(with_factor(rule, group["maximize"]), SCALE_MOMENTS)
 
     @override
     def velocity_in(self, X: Tensor, state: Tensors) -> tuple[Tensor | None, Tensor | None]:

@@ -360,6 +360,7 @@ class PublishedSGD(_Published, SGDLike):
 
     rule = "PublishedSGD"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,
@@ -414,6 +415,7 @@ class PublishedAdam(_Published, AdamLike):
 
     rule = "PublishedAdam"
     sums_over_rows = True
+    learns_scale = True
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from stiefel_opt.numerics.device import working_dtype
 from stiefel_opt.numerics.geometry import random_point, widened
 from stiefel_opt.parametrizations import CWY, MAPS, orthogonal
 from stiefel_opt.parametrizations.init import draw_rotation
+from stiefel_opt.tags import project_
 from stiefel_opt.tags.constraints import constrain, readings
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.watch import PROJECTS
@@ -100,4 +101,8 @@ def _project_loaded(module: nn.Module, incompatible_keys: Any) -> None:  # noqa:
             path, _, leaf = name.rpartition(".")
             copied = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             setattr(module.get_submodule(path), leaf, copied)
-        constrain(module, name, **reading.as_dict())
+        if reading.learn_scale:  # a loaded scale is kept
+            constrain(module, name, **reading.as_dict(), project=False)
+            project_(module.get_parameter(name))
+        else:
+            constrain(module, name, **reading.as_dict())

@@ -30,6 +30,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
             device, dtype: As in ``nn.MultiheadAttention``.
         constraint: ``"within"``, ``"across"`` or None for none. Default: ``"within"``.
+        learn_scale: As in :func:`stiefel_opt.constrain`; "within", one number for each head.
 
     Raises:
         ValueError: for any other constraint, sizes below 1, or heads that do not divide
@@ -46,6 +47,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     constraint: str | None = None  # while the base class draws the initial value
+    learn_scale: bool = False
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         constraint: Literal["within", "across"] | None = "within",
+        learn_scale: bool = False,
     ) -> None:
         if constraint is not None:
             check_choice("constraint", constraint, ("within", "across"))
@@ -70,7 +73,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(fail("num_heads", f"divide embed_dim = {embed_dim}", num_heads))
         others = add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         super().__init__(embed_dim, num_heads, dropout, bias, *others)
-        self.constraint = constraint
+        self.constraint, self.learn_scale = constraint, learn_scale
         self._constrain()
         project_on_load(self)
 
@@ -86,7 +89,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         heads = self.num_heads if self.constraint == "within" else 1
         if self.in_proj_weight is not None:
             rows = ((0, self.embed_dim), (self.embed_dim, 2 * self.embed_dim))
-            constrain(self, "in_proj_weight", rows=rows, heads=heads)
+            constrain(self, "in_proj_weight", rows=rows, heads=heads, learn_scale=self.learn_scale)
         else:
-            constrain(self, "q_proj_weight", heads=heads)
-            constrain(self, "k_proj_weight", heads=heads)
+            constrain(self, "q_proj_weight", heads=heads, learn_scale=self.learn_scale)
+            constrain(self, "k_proj_weight", heads=heads, learn_scale=self.learn_scale)

@@ -25,6 +25,8 @@ from typing_extensions import override
 from stiefel_opt.errors import HALF, fail
 
 _LONG: Final = 4096  # places of an index that is not kept
+_MANY: Final = 1024  # rows of numbers that are kept
+_NUMBERS: Final[dict[tuple[torch.device, tuple[float, ...], torch.dtype], Tensor]] = {}
 
 MapT = TypeVar("MapT", bound=Callable[..., Any])
 
@@ -107,7 +109,22 @@ def index_on(device: torch.device, places: Sequence[int]) -> Tensor:
     """
     is_kept = device.type != "cpu" and len(places) <= _LONG and has_no_owner(device)
     send = _sent if is_kept else _sent.__wrapped__
-    return send(device, tuple(places))
+    return send(device, tuple(places), torch.long)
+
+
+def numbers_on(like: Tensor, *values: float) -> Tensor:
+    """Return real numbers in the precision and on the device of a tensor, sent there once."""
+    key = like.device, values, like.real.dtype
+    is_plain = type(like) is Tensor and torch._C._functorch.peek_interpreter_stack() is None
+    if is_plain and key in _NUMBERS:
+        return _NUMBERS[key]
+    if not has_no_owner(like.device):  # a graph that is being captured must not read the host
+        filled = [torch.full((), value, dtype=key[2], device=like.device) for value in values]
+        return torch.stack(filled)
+    numbers = _sent.__wrapped__(*key)
+    if len(_NUMBERS) < _MANY:  # none is dropped: a captured graph may use it
+        _NUMBERS[key] = numbers
+    return numbers
 
 
 def has_no_owner(device: torch.device) -> bool:
@@ -119,11 +136,11 @@ def has_no_owner(device: torch.device) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _sent(device: torch.device, places: tuple[int, ...]) -> Tensor:
+def _sent(device: torch.device, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(mode=False):  # every caller shares it
         pinned = device.type == "cuda"
-        index = torch.tensor(places, dtype=torch.long, device="cpu", pin_memory=pinned)
-        return index.to(device, non_blocking=device.type != "mps")  # pytorch/pytorch#189690
+        numbers = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned)
+        return numbers.to(device, non_blocking=device.type != "mps")  # pytorch/pytorch#189690
 
 
 def readable(tensor: Tensor) -> Tensor | None:

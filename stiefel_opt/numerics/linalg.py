@@ -20,6 +20,7 @@ RowSum = Callable[[Tensor], Tensor]
 
 FEW: Final = 1024  # entries of a batch up to which calls cost more than arithmetic
 MEDIUM: Final = 64  # m up to which sums of squares give the best bound on eigenvalues
+_LONG: Final = 2**14  # entries from which a float32 sum of squares on a CPU loses digits
 _LARGE: Final = 256  # m from which norms of rows are computed without a temporary on a CPU
 BLOCKED: Final = 256  # m from which only half of a symmetric product is computed
 _BLOCKED_ELSEWHERE: Final = 2048  # the same off a CPU, where eight calls cost more than one
@@ -48,6 +49,24 @@ def square_norm(matrix: Tensor) -> Tensor:
     """Return |A|_F^2, ``(k, 1, 1)``."""
     norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
     return norm.square()
+
+
+def frobenius_norm(matrix: Tensor) -> Tensor:
+    """Return |A|_F, ``(..., 1, 1)``, to rounding: float32 adds long sums one by one on a CPU."""
+    if is_cpu(matrix) and matrix.shape[-2:].numel() > _LONG:
+        inner = -1 if matrix.stride(-1) == 1 else -2
+        matrix = torch.linalg.vector_norm(matrix, dim=inner, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return norm
+
+
+def dot(left: Tensor, right: Tensor) -> Tensor:
+    """Return the real part of <A, B>, ``(k, 1, 1)``, by one call where memory is in one order."""
+    if left.stride(-1) != 1:
+        left, right = left.mT, right.mT
+    if left.is_complex() or not (left.is_contiguous() and right.is_contiguous()):
+        return inner_product(left, right)
+    return torch.bmm(left.flatten(1).unsqueeze(1), right.flatten(1).unsqueeze(2))
 
 
 def inner_product(left: Tensor, right: Tensor) -> Tensor:

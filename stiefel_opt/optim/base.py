@@ -11,6 +11,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, overload
 
@@ -26,11 +27,11 @@ from stiefel_opt.numerics.device import exact_products, is_compiling, readable
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.optim import checkpoint, checks
 from stiefel_opt.optim.blocks import Weight
-from stiefel_opt.optim.commit import Correction, Rule, StepOptions
+from stiefel_opt.optim.commit import Correction, Rule, ScaleRule, StepOptions
 from stiefel_opt.optim.group import MANY_STEPS, WeightGroup
 from stiefel_opt.optim.records import Records
 from stiefel_opt.optim.sharding import Shards, shards_of
-from stiefel_opt.optim.state import State, StateDict, complete_state, declared_once
+from stiefel_opt.optim.state import START, State, StateDict, complete_state, declared_once
 from stiefel_opt.optim.torch_rules import Group, step_rows, step_unless
 from stiefel_opt.optim.traced import beside, in_graph, remember
 from stiefel_opt.optim.velocity import Form, group_of, keep_velocity, set_velocity_, velocity_of
@@ -39,17 +40,27 @@ from stiefel_opt.tags.parameter import note_whole, project_untagged
 # The learning rate is limited so that its square fits float32; rotations saturate long before.
 _LARGEST_LR: Final = 2.0**50
 
+# Attributes of a class that speak of a method: who overrides the method says them again.
+_SAID_OF: Final = {
+    "sums_over_rows": "rule_for",
+    "learns_scale": "rule_for",
+    "plain_is_elementwise": "update_plain",
+}
+
 _GRAD = operator.attrgetter("grad")
 
 
-def _is_finite(lr: Any) -> bool:
-    """Say whether a learning rate is one finite number, or a tensor that cannot be read."""
-    if isinstance(lr, Tensor) and (lr := readable(lr)) is None:
-        return True
+def _require_finite(lr: Any) -> None:
+    """Raise unless a learning rate is one finite number, or a tensor that cannot be read."""
+    value = readable(lr) if isinstance(lr, Tensor) else lr
+    if value is None:
+        return
     try:
-        return math.isfinite(lr)
+        is_finite = math.isfinite(value)
     except (TypeError, ValueError, RuntimeError):  # no number, or several
-        return False
+        is_finite = False
+    if not is_finite:
+        checks.refuse_lr(lr)
 
 
 class GroupIndex:
@@ -67,6 +78,7 @@ class GroupIndex:
         self._bind(optimizer, group)
         self.readings = [checks.reading(parameter, group) for parameter in self._params]
         checks.check_shapes(self._params, self.readings, optimizer.param_groups)
+        checks.check_learned_scale(group, optimizer)
         self.plain = [i for i, manifold in enumerate(self.readings) if manifold is None]
         self.waiting = [i for i, manifold in enumerate(self.readings) if manifold is not None]
         self.weight_groups: list[WeightGroup] = []
@@ -77,7 +89,7 @@ class GroupIndex:
         self._options_of = operator.itemgetter(*names)
         self._options = self._options_of(group)
         self.declared = optimizer.declared_for(group)
-        self.rule = optimizer.rule_for(group)
+        self.rule, self.scale_rule = optimizer.rule_for(group), optimizer.scale_rule_for(group)
         self.correction = optimizer.correction_for(group)
 
     def describes(self, optimizer: StiefelOptimizer, group: Group) -> bool:
@@ -128,6 +140,8 @@ class GroupIndex:
             if records.drop_unfit(states, parameter, manifold, self.declared):
                 restarted.append(parameter)
             state: StateDict = states[parameter]
+            if manifold.learn_scale:  # a checkpoint may have brought another start
+                manifold = replace(manifold, scale=state.setdefault(START, manifold.scale))
             together = weights.setdefault(parameter.device, [])
             weight = Weight(parameter, manifold, state, shards, len(together))
             keep_velocity(weight, self.declared, form)
@@ -199,6 +213,10 @@ class StiefelOptimizer(Optimizer, ABC):
             other. Processes that share the plain rows of a constrained weight then pass only their
             own rows. A class that overrides that method must say it again. Default: False, and such
             weights are refused.
+        learns_scale: Whether the rule moves Q of a learned scale as well,
+            ``Stiefel(learn_scale=True)``: g is moved by the rule of its family. A class that
+            overrides :meth:`rule_for` must say it again. Default: False, and such weights are
+            refused.
         velocity_names: The state from which :meth:`velocity` is read. A rule that keeps its
             momentum otherwise than as ``momentum_skew`` and ``momentum_normal`` names it here, and
             overrides :meth:`velocity_in` and :meth:`state_of_velocity`.
@@ -207,6 +225,7 @@ class StiefelOptimizer(Optimizer, ABC):
     rule: str = ""
     sums_over_rows: bool = False
     plain_is_elementwise: bool = False
+    learns_scale: bool = False
     velocity_names: tuple[str, ...] = (SKEW, NORMAL)
     _torch_rule: checkpoint.TorchRule | None = None  # whose state of plain parameters can be loaded
     _sparse_allowed: bool = False  # gradients of plain parameters
@@ -223,8 +242,7 @@ class StiefelOptimizer(Optimizer, ABC):
             checks.check_family(cls, family)
         checks.name_options(cls)
         cls._known = {}
-        said_of = {"sums_over_rows": "rule_for", "plain_is_elementwise": "update_plain"}
-        for name, function in said_of.items():  # what a class inherits was said of another one
+        for name, function in _SAID_OF.items():  # what a class inherits was said of another one
             if function in vars(cls):
                 setattr(cls, name, bool(vars(cls).get(name)))
 
@@ -276,9 +294,13 @@ class StiefelOptimizer(Optimizer, ABC):
 
         When options change, state that an earlier declaration made is recognised and dropped.
         """
-        declared = self.state_for(group)
+        declared = (*self.state_for(group), *self.scale_rule_for(group).state)
         self._known.update(declared_once(declared))
         return declared
+
+    def scale_rule_for(self, group: Group) -> ScaleRule:  # noqa: ARG002
+        """Return how a learned scale moves, by default not at all."""
+        return ScaleRule()
 
     def correction_for(self, group: Group) -> Correction:
         """Return what removes rounding from X'X = I, and from X'U = 0 of normal state."""
@@ -327,7 +349,7 @@ class StiefelOptimizer(Optimizer, ABC):
                 checks.check_option_names(part, self.defaults, type(self).__name__)
                 group = checks.completed(part, self.defaults)
                 self.check_options(group)
-                checks.check_new_group(group, self.param_groups)
+                checks.check_new_group(group, self.param_groups, self)
                 super().add_param_group(group)
                 self._indices.append(None)
             if hasattr(self, "_completes"):
@@ -448,8 +470,7 @@ class StiefelOptimizer(Optimizer, ABC):
 
     def _prepare(self, place: int, group: Group) -> list[Tensor]:
         """Look at the gradients of a group before anything changes; return the plain parameters."""
-        if not _is_finite(group["lr"]):
-            checks.refuse_lr(group["lr"])
+        _require_finite(group["lr"])
         index = self._init(place, group)
         for weights in index.weight_groups:
             grads = list(map(_GRAD, weights.parameters))
@@ -475,8 +496,7 @@ class StiefelOptimizer(Optimizer, ABC):
         for place, group in enumerate(self.param_groups):
             if self._indices[place] is None:
                 continue
-            if not _is_finite(group["lr"]):
-                checks.refuse_lr(group["lr"])
+            _require_finite(group["lr"])
             index = self._init(place, group)
             for weights in index.weight_groups:
                 ours = list(map(grads.get, weights.parameters))
@@ -520,7 +540,7 @@ class StiefelOptimizer(Optimizer, ABC):
             value = readable(lr) if isinstance(lr, Tensor) else lr
             lr = lr if value is None else min(float(value), _LARGEST_LR)
             rules = index.rule, index.correction, partial(step_rows, self._step_plain, group)
-            options = StepOptions(*rules, lr, group["nonfinite"])
+            options = StepOptions(*rules, lr, group["nonfinite"], index.scale_rule)
             for weights in index.weight_groups:
                 with exact_products(weights.steps):
                     turning = weights.step(options)

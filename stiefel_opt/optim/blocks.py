@@ -151,7 +151,7 @@ class Stack:
         self.declared = {
             kind.name: kind
             for kind in declared
-            if kind.exists_for(self.row_count, self.column_count)
+            if kind.exists_for(self.row_count, self.column_count, first.reading.learn_scale)
         }
         self._whole: Tensors = {kind.name: self._stacked(kind) for kind in self.declared.values()}
         self.each = self.lead.numel()  # matrices of a block

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stiefel_opt.errors import HALF, fail, users_level
+from stiefel_opt.errors import HALF, check_range, fail, users_level
 from stiefel_opt.numerics.device import has_values
 from stiefel_opt.numerics.distributed import local_part
 from stiefel_opt.numerics.geometry import scale_rounding
@@ -18,6 +19,7 @@ from stiefel_opt.optim.checks import check_saved_lr, label, reading
 from stiefel_opt.optim.state import (
     MOMENTS_OF_TORCH,
     ROWS,
+    START,
     State,
     expected_state,
     key_of,
@@ -188,6 +190,8 @@ def check_states(
             for name, value in values.items():
                 if _counts_steps(name):
                     _check_number(f"{name} of {called}", value)
+                elif name == START:
+                    check_range(f"{name} of {called}", value, 0.0, open_low=True)
                 elif name in expected:
                     is_ours, (kind, shape) = manifold is not None, expected[name]
                     _check_value(f"{name} of {called}", value, shape, kind, parameter, is_ours)
@@ -294,10 +298,15 @@ def check_saved_readings(groups: list[Group], saved_groups: list[Group]) -> None
 
 def _agree(current: Stiefel | None, saved: Mapping[str, Any], parameter: Tensor) -> bool:
     """Say whether readings are equal, but for the rounding of a scale that a weight kept."""
-    if current is None or current.as_dict() | {"scale": 1.0} != {**saved, "scale": 1.0}:
+    if current is None:
+        return False
+    earlier = Stiefel.from_dict(saved)
+    if current.learn_scale:  # its start is in the state; from a run without it, it begins
+        return replace(current, scale=1.0) == replace(earlier, scale=1.0, learn_scale=True)
+    if replace(current, scale=1.0) != replace(earlier, scale=1.0):
         return False
     rounding = scale_rounding(parameter.dtype, max(current.heights(parameter.shape)))
-    return math.isclose(current.scale, saved.get("scale", 1.0), rel_tol=rounding)
+    return math.isclose(current.scale, earlier.scale, rel_tol=rounding)
 
 
 def complete_options(

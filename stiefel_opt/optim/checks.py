@@ -36,6 +36,9 @@ from stiefel_opt.tags.watch import records_of
 NONFINITE: Final = ("skip", "raise", "ignore")
 TRANSPORTS: Final = ("isometric", "projected")
 RADII: Final = ("virtual", "angle")
+LEARNERS: Final = (
+    "choose StiefelSGD, StiefelAdamW or StiefelMuon, or constrain the weight without learn_scale"
+)
 
 
 # ---- how a group reads its parameters, and what they are called ----------------------------------
@@ -282,7 +285,7 @@ def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower()))
 
 
-def check_new_group(group: Group, groups: list[Group]) -> None:
+def check_new_group(group: Group, groups: list[Group], optimizer: Any = None) -> None:
     """Raise for parameters that torch would accept but that cannot be constrained."""
     seen = {id(parameter) for other in groups for parameter in other["params"]}
     for index, item in enumerate(group["params"]):
@@ -302,6 +305,22 @@ def check_new_group(group: Group, groups: list[Group]) -> None:
             if has_values(own) and not bool(torch.isfinite(own).all()):
                 remedy = "initialise it before optimizing"
                 raise ValueError(fail(called, "be finite", "NaN or inf", remedy))
+    if optimizer is not None:
+        check_learned_scale(group, optimizer)
+
+
+def check_learned_scale(group: Group, optimizer: Any) -> None:
+    """Raise for a weight whose scale is to be learned, with a rule that cannot move it so."""
+    if optimizer.learns_scale and optimizer.scale_rule_for(group).step is not None:
+        return
+    groups = optimizer.param_groups
+    number = next((i for i, each in enumerate(groups) if each is group), len(groups))
+    for index, item in enumerate(group["params"]):
+        name, parameter = item if isinstance(item, tuple) else (None, item)
+        manifold = reading(parameter, group) if isinstance(parameter, Tensor) else None
+        if manifold is not None and manifold.learn_scale:
+            called = f"learn_scale of {name or label(group, index, number)}"
+            raise ValueError(fail(called, f"be False for {optimizer.rule}", True, LEARNERS))
 
 
 def check_memory(groups: list[Group]) -> None:

@@ -16,13 +16,20 @@ import numbers
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from stiefel_opt.errors import CONSTRAINABLE, fail, users_level
 from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors, steepest
+from stiefel_opt.functional.learned_scale import (
+    SCALE,
+    limited,
+    norm_of,
+    over_scale,
+    with_learned_scale,
+)
 from stiefel_opt.numerics.device import (
     Fixed,
     Lagged,
@@ -40,7 +47,13 @@ from stiefel_opt.numerics.geometry import (
     orthonormality_tolerance,
     polar_factor,
 )
-from stiefel_opt.numerics.linalg import Sums, are_finite, largest_stretch, square_norm
+from stiefel_opt.numerics.linalg import (
+    Sums,
+    are_finite,
+    inner_product,
+    largest_stretch,
+    square_norm,
+)
 from stiefel_opt.optim.blocks import Stack
 from stiefel_opt.optim.state import State, StateDict
 from stiefel_opt.tags.blocks import as_batch, shares_memory
@@ -105,6 +118,25 @@ class Correction(Protocol):
         """Return the corrected point, and the state that has changed; ``gram`` is X'X."""
 
 
+class ScaleRule(NamedTuple):
+    """How a learned scale g moves beside Q.
+
+    Attributes:
+        step: As :func:`stiefel_opt.functional.learned_scale.sgd_scale`; None: it cannot.
+        state: What it keeps.
+        is_embedded: Whether Q moves along G / g, as steps are as long as their gradients.
+    """
+
+    step: Any = None
+    state: tuple[State, ...] = ()
+    is_embedded: bool = False
+
+    def beside(self, rule: Rule, norm: Tensor) -> Rule:
+        """Return a rule that moves a scale as well; ``norm`` is that of the weight."""
+        bound = partial(with_learned_scale, rule, self.step, norm)
+        return partial(bound, is_embedded=self.is_embedded)
+
+
 class LastStep(NamedTuple):
     """The places of the weights of a batch that moved, its length, and a mask of its matrices."""
 
@@ -128,7 +160,8 @@ class Batch:
         low = start * stack.each + share.start
         count = (stop - start - 1) * stack.each + self.each
         self.state = stack.state_of(slice(low, low + count))  # views
-        self.scale = self.blocks[0].reading.scale
+        self.scale = self.blocks[0].reading.scale  # of a learned one the start
+        self.learns_scale = self.blocks[0].reading.learn_scale
         # readers of numbers, on a CPU and elsewhere
         self.now, self.lagged = Now() if stack.on_cpu else None, Lagged()
         self.is_new = True  # nobody has looked at what the rule returns
@@ -238,6 +271,7 @@ class StepOptions(NamedTuple):
     move_rows: MoveRows  # the plain rule
     lr: Scalar
     nonfinite: str
+    scale_rule: ScaleRule
 
 
 class Task(NamedTuple):
@@ -280,6 +314,8 @@ def take_step(task: Task) -> tuple[list[int], Tensor | None]:
     # numbers of the step before are those of all blocks
     reader = batch.now or reader_for(stored, batch.lagged if chosen is None else None)
     reader.is_lost = False
+    if not reader.is_exact:
+        reader = _with_limit(reader, stored.dtype, batch.row_count)
     grad = batch.read(task.grads, chosen)
     if grad.dtype != stored.dtype:
         grad = grad.to(stored.dtype)
@@ -341,28 +377,22 @@ def _new_point(
     Overflowed matrices keep their point, and the state that the step would have changed starts
     again.
     """
-    batch, sums, scale = task.batch, task.batch.sums, task.batch.scale
-    rule, correct, _, lr, nonfinite = task.options
-    unscaled = stored if scale == 1.0 else stored / scale
-    lr = lr if scale == 1.0 else lr / scale
-    if not sums.are_local:  # all processes must decide alike
+    batch, sums = task.batch, task.batch.sums
+    rule, correct, _, lr, nonfinite, scale_rule = task.options
+    lr = lr if batch.scale == 1.0 else lr / batch.scale
+    if not sums.are_local or batch.learns_scale:  # all processes must decide alike; it is of W
         grad_length = math.inf
-    X, fixed = _on_manifold(unscaled, grad, state, grad_length, task, reader)
-    if not reader.is_exact:
-        reader, is_rough = _with_steepest(reader, X, batch.row_count)
-        if is_rough:  # the step before was steep, which nobody knew in time
-            X, again = correct(X, {**state, **fixed}, sums)
-            fixed |= again
+    unscaled, norm = _unscaled(stored, task, reader)
+    X, fixed, is_projected = _on_manifold(unscaled, grad, state, grad_length, task, reader)
+    if norm is not None:
+        rule = scale_rule.beside(rule, _norm_at(X, unscaled, norm, task) if is_projected else norm)
     current = {**state, **fixed}
     apply = partial(rule, X, grad, current, step=task.number, sums=sums, reader=reader)
     watched = reader.is_exact and not X.is_inference()
     versions = (X._version, grad._version) if watched else None
-    move = apply(lr=lr)
+    move, scale = _without_scale(apply(lr=lr), batch.scale)
     if watched and versions != (X._version, grad._version):
-        remedy = "let it compute new tensors"
-        raise ValueError(
-            fail(_called(rule), "write to nothing that it is given", "a write", remedy)
-        )
+        _refuse_write(rule)
     is_first = batch.is_new
     if is_first:
         _check_move(rule, X, batch.declared, move)
@@ -372,7 +402,8 @@ def _new_point(
     if reader.is_exact and _VERY_STEEP < steepness < math.inf:
         most = steepest(X.dtype, batch.row_count)
         if steepness > most:
-            new_X, new, length = apply(lr=_shorter(length, lr, most))
+            again = apply(lr=_shorter(length, lr, most))
+            (new_X, new, length), scale = _without_scale(again, scale)
     new = {**fixed, **new}
     for _ in range(_corrections_after(length, steepness, reader)):
         new_X, corrected_state = correct(new_X, {**state, **new}, sums)
@@ -386,10 +417,47 @@ def _new_point(
         for name, tensor in new.items():
             start = batch.declared[name].fill_(torch.empty_like(tensor))
             new[name] = torch.where(overflowed, start, tensor)
-    return new_X if scale == 1.0 else new_X * scale, new, length, overflowed
+    return _scaled(new_X, scale, stored, overflowed, task), new, length, overflowed
 
 
 # ---- before the rule -----------------------------------------------------------------------------
+
+
+def _unscaled(stored: Tensor, task: Task, reader: Reader) -> tuple[Tensor, Tensor | None]:
+    """Return the points, and where their scale is learned the norms of what is stored."""
+    batch = task.batch
+    if not batch.learns_scale:
+        return (stored if batch.scale == 1.0 else stored / batch.scale), None
+    norm = norm_of(stored, batch.sums)
+    if task.is_changed or reader.is_exact:  # somebody else may have written zeros
+        finite = torch.finfo(norm.dtype)
+        norm = norm.clamp(finite.tiny, finite.max)
+    return over_scale(stored, norm, stored.size(-1)), norm
+
+
+def _norm_at(X: Tensor, unscaled: Tensor, norm: Tensor, task: Task) -> Tensor:
+    """Return the norm of projected points whose scale is the mean of the singular values."""
+    mean = task.batch.sums.add(inner_product(X, unscaled)) / X.size(-1)
+    return limited(norm * mean, X.size(-1), task.batch.scale)
+
+
+def _scaled(
+    new_X: Tensor, scale: Scalar, stored: Tensor, overflowed: Tensor | None, task: Task
+) -> Tensor:
+    """Return what is to be stored; where the scale is learned, what overflowed as it was."""
+    if isinstance(scale, float) and scale == 1.0:
+        return new_X
+    scaled = new_X * scale
+    if task.batch.learns_scale and overflowed is not None:
+        return torch.where(overflowed, stored, scaled)
+    return scaled
+
+
+def _without_scale(move: Any, scale: Scalar) -> tuple[Any, Scalar]:
+    """Return what a rule returned without a new scale, and that, by default the one given."""
+    if isinstance(move, tuple) and len(move) == 3 and isinstance(move[1], dict):
+        scale = move[1].pop(SCALE, scale)
+    return move, scale
 
 
 def _judge(grad: Tensor, task: Task) -> tuple[Tensor | None, float, list[int]]:
@@ -411,17 +479,21 @@ def _on_manifold(
     grad_length: float,
     task: Task,
     reader: Reader,
-) -> tuple[Tensor, Tensors]:
+) -> tuple[Tensor, Tensors, bool]:
     """Return the point with rounding removed if that is due, and the state that has changed.
+
+    The third value says whether a matrix was projected.
 
     A point that is off the manifold is projected. It is looked at where somebody else has written
     to a parameter, and now and then where numbers may be read: writes to ``.data`` leave no trace.
     """
     batch, sums, correct = task.batch, task.batch.sums, task.options.correct
     is_due = task.is_due and type(reader) is not Fixed  # then it is removed behind every step
+    # If the step before was steep, which nobody knew in time, its rounding is still there.
+    is_due |= isinstance(reader, Lagged) and _VERY_STEEP < reader.known("norm") < math.inf
     looks = is_due and reader.is_exact
     if not (looks or (task.is_changed and has_values(point))):
-        return correct(point, state, sums) if is_due else (point, {})
+        return (*(correct(point, state, sums) if is_due else (point, {})), False)
     if looks and sums.are_local:  # with a zero gradient nothing changes: no correction either
         known = grad_length if grad_length < math.inf else float(torch.linalg.vector_norm(grad))
         is_due = known != 0.0
@@ -431,8 +503,8 @@ def _on_manifold(
     if worst <= 10 * tolerance:
         new_point, fixed = correct(point, state, sums, gram)
         if is_due or worst > tolerance or _is_stale(state, fixed, sums):
-            return new_point, fixed
-        return point, {}
+            return new_point, fixed, False
+        return point, {}, False
     off = ~(error <= 10 * tolerance)
     if sums.are_local:  # X'X may overflow where X does not
         off &= are_finite(point)
@@ -442,12 +514,28 @@ def _on_manifold(
         project = partial(sums.row_sum.with_all_rows, polar_factor)  # type: ignore[attr-defined]
     if bool(off.any()):
         point[off] = project(point[off])
-    return correct(point, state, sums)
+    return (*correct(point, state, sums), True)
+
+
+def _with_limit(reader: Reader, dtype: torch.dtype, rows: int) -> Reader:
+    """Return a reader with the limit that the device keeps: the host learns too late of a step.
+
+    Rounding behind a step is removed as often as the one before asks for, so that the limit is low
+    unless that one was steep.
+    """
+    most = steepest(dtype, rows)
+    if not isinstance(reader, Lagged):
+        reader = Fixed()
+        reader.steepest = 0.1 * most  # rounding is removed once
+        return reader
+    known = reader.known("norm")
+    reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
+    return reader
 
 
 def _is_stale(state: Tensors, fixed: Tensors, sums: Sums) -> bool:
     """Say whether a momentum belongs to another point: it is off the tangent space of this one."""
-    matrices = [t for t in state.values() if t.shape[-2:] != (1, 1)]  # not numbers beside them
+    matrices = [t for t in state.values() if t.size(-2) > 1]  # not numbers beside them
     if not (fixed and matrices):
         return False
     squares = torch.stack([square_norm(t) for t in matrices])
@@ -473,6 +561,12 @@ def _called(rule: Any) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
+def _refuse_write(rule: Rule) -> NoReturn:
+    """Raise for a rule that has written to its point or its gradient."""
+    remedy = "let it compute new tensors"
+    raise ValueError(fail(_called(rule), "write to nothing that it is given", "a write", remedy))
+
+
 def _is_foreign(rule: Any) -> bool:
     """Say whether a rule is not of this package: its points are looked at in every step."""
     module = str(getattr(_unbound(rule), "__module__", ""))
@@ -487,6 +581,7 @@ def _check_move(rule: Rule, X: Tensor, declared: Mapping[str, State], move: Any)
     (new_X, new, length), (count, _, m) = move, X.shape
     number = torch.Size((count, 1, 1))
     shapes = {"nm": X.shape, "mm": torch.Size((count, m, m)), "1": number}
+    shapes["4"] = torch.Size((count, 1, 4))
     pairs: list[tuple[str, Any, tuple[torch.Size, ...]]] = [("point", new_X, (X.shape,))]
     if not isinstance(new, dict) or not new.keys() <= declared.keys():
         given = sorted(new) if isinstance(new, dict) else type(new).__name__
@@ -542,22 +637,6 @@ def _corrections_after(length: Length | Tensor | float, steepness: float, reader
     if steepness > _VERY_STEEP:
         return 5
     return int(length.limit > 1 or not steepness <= _STEEP)  # NaN: such a gradient is discarded
-
-
-def _with_steepest(reader: Reader, X: Tensor, rows: int) -> tuple[Reader, bool]:
-    """Return a reader with the limit that the device keeps by itself, as the host learns too late.
-
-    Also whether the step before was steep. A step that may be steeper than the one before is
-    not corrected as often as it should be: then the limit is low.
-    """
-    most = steepest(X.dtype, rows)
-    if not isinstance(reader, Lagged):
-        reader = type(reader)()
-        reader.steepest = 0.1 * most  # one correction
-        return reader, False
-    known = reader.known("norm")
-    reader.steepest = most if known == math.inf else min(max(_UNSEEN, 4.0 * known), most)
-    return reader, _VERY_STEEP < known < math.inf
 
 
 def _shorter(length: Length | Tensor | float, lr: Scalar, most: float) -> Scalar:

@@ -11,11 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_range, fail
+from stiefel_opt.functional import learned_scale
 from stiefel_opt.functional.flows import Move, Scalar
+from stiefel_opt.functional.learned_scale import adam_scale, sgd_scale
 from stiefel_opt.optim.base import StiefelOptimizer
 from stiefel_opt.optim.checkpoint import TorchRule
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.state import StateDict
+from stiefel_opt.optim.commit import Rule, ScaleRule
+from stiefel_opt.optim.state import State, StateDict
 from stiefel_opt.optim.torch_rules import (
     Group,
     init_adam,
@@ -24,6 +26,9 @@ from stiefel_opt.optim.torch_rules import (
 )
 
 _NO_OPTIONS: Final = ("self", "params", "__class__")
+_PULL: Final = {"scale_pull": learned_scale.PULL}
+_MOMENTUM: Final = State(learned_scale.MOMENTUM, "1", dtype="real", of_scale=True)
+SCALE_MOMENTS: Final = (State(learned_scale.MOMENTS, "4", dtype="real", of_scale=True),)
 
 
 class SGDLike(StiefelOptimizer):
@@ -36,7 +41,7 @@ class SGDLike(StiefelOptimizer):
     plain_is_elementwise = True
     _options_of_torch: ClassVar[Group] = {
         "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
-        "maximize": False, "foreach": None, "fused": None,
+        "maximize": False, "foreach": None, "fused": None, **_PULL,
     }  # fmt: skip
     _sparse_allowed = True
     _torch_rule = TorchRule(
@@ -49,6 +54,7 @@ class SGDLike(StiefelOptimizer):
     def check_options(self, group: Group) -> None:
         super().check_options(group)
         check_range("momentum", group["momentum"], 0.0)
+        check_range("scale_pull", group["scale_pull"], 0.0)
         check_range("dampening", group["dampening"], float("-inf"))
         check_flag("nesterov", group["nesterov"])
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
@@ -62,13 +68,24 @@ class SGDLike(StiefelOptimizer):
         multiplied before the rule sees it.
         """
         options = {name: group[name] for name in ("momentum", "nesterov", *names)}
-        dampening = group["dampening"] if group["momentum"] else 0.0
-        return with_factor(partial(rule, **options), group["maximize"], 1.0 - dampening)
+        return with_factor(partial(rule, **options), group["maximize"], _undampened(group))
+
+    @override
+    def scale_rule_for(self, group: Group) -> ScaleRule:
+        options = {name: group[name] for name in ("momentum", "nesterov")}
+        rule: Any = partial(sgd_scale, **options, pull=group["scale_pull"])
+        rule = with_factor(rule, group["maximize"], _undampened(group))
+        return ScaleRule(rule, (_MOMENTUM,) if group["momentum"] else (), is_embedded=True)
 
     update_plain = _step_plain = staticmethod(step_sgd)
 
 
-def with_factor(rule: Callable[..., Move], maximize: bool, factor: float = 1.0) -> Rule:
+def _undampened(group: Group) -> float:
+    """Return the factor of gradients from the second step on."""
+    return 1.0 - (group["dampening"] if group["momentum"] else 0.0)
+
+
+def with_factor(rule: Callable[..., Any], maximize: bool, factor: float = 1.0) -> Rule:
     """Return a rule whose gradient changes its sign, and has a factor from the second step on."""
     if not maximize and factor == 1.0:
         return rule
@@ -77,7 +94,7 @@ def with_factor(rule: Callable[..., Move], maximize: bool, factor: float = 1.0) 
 
 
 def _scaled(
-    rule: Callable[..., Move],
+    rule: Callable[..., Any],
     first: float,
     later: float,
     X: Tensor,
@@ -85,7 +102,7 @@ def _scaled(
     *given: Any,
     step: Scalar,
     **options: Any,
-) -> Move:
+) -> Any:
     """Multiply the gradient of the ``first`` step and of those ``later``."""
     if isinstance(step, Tensor):
         G = G * torch.where(step == 1, X.new_tensor(first), X.new_tensor(later))
@@ -105,7 +122,7 @@ class AdamLike(StiefelOptimizer):
     _options_of_torch: ClassVar[Group] = {
         "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False,
         "maximize": False, "foreach": None, "capturable": False, "fused": None,
-        "decoupled_weight_decay": False,
+        "decoupled_weight_decay": False, **_PULL,
     }  # fmt: skip
     _torch_rule = TorchRule(
         "torch.optim.Adam or AdamW",
@@ -122,6 +139,7 @@ class AdamLike(StiefelOptimizer):
         for index, beta in enumerate(betas):
             check_range(f"betas[{index}]", beta, 0.0, 1.0)
         check_range("eps", group["eps"], 0.0)
+        check_range("scale_pull", group["scale_pull"], 0.0)
         for name in ("amsgrad", "capturable", "decoupled_weight_decay"):
             check_flag(name, group[name])
         if isinstance(group["lr"], Tensor) and group["foreach"] and not group["capturable"]:
@@ -136,6 +154,13 @@ class AdamLike(StiefelOptimizer):
         """
         options = {name: group[name] for name in ("betas", "eps", *names)}
         return with_factor(partial(rule, **options), group["maximize"])
+
+    @override
+    def scale_rule_for(self, group: Group) -> ScaleRule:
+        options = {name: group[name] for name in ("betas", "eps")}
+        rule: Any = partial(adam_scale, **options, pull=group["scale_pull"])
+        rule = with_factor(rule, group["maximize"])
+        return ScaleRule(rule, SCALE_MOMENTS)
 
     @override
     def init_plain(self, group: Group, parameter: Tensor, state: StateDict) -> None:

@@ -27,8 +27,9 @@ from stiefel_opt.tags.manifold import Stiefel
 StateDict = dict[str, Any]
 
 MASTER: Final = "master"
+START: Final = "scale_start"  # to which a learned scale is pulled back, a number
 ROWS: Final = "rows."
-_SHAPES: Final = ("nm", "mm", "1")
+_SHAPES: Final = ("nm", "mm", "1", "4")
 _SHAPE_OF: Final = {"skew": ("mm",), "symmetric": ("mm",), "normal": ("nm",)}
 MOMENTS_OF_TORCH: Final = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -39,7 +40,7 @@ class State:
 
     Args:
         name: Its key in ``optimizer.state[parameter]``; not one of torch's own.
-        shape: "nm", like the tall matrix; "mm", or "1", one number.
+        shape: "nm", like the tall matrix; "mm"; "1", one number, or "4", a row of four.
         start: Its first value: a number, or "I" for the identity of "mm".
         dtype: None, that of the point, or "real".
         symmetry: What holds for it: "skew", "symmetric", "normal", or None. A loaded tensor is
@@ -49,6 +50,7 @@ class State:
         tall_only: It does not exist for square matrices.
         least: Its least value: a loaded tensor with an entry below is refused.
         unit: What it is measured in, any word: where an option changes it, the state starts again.
+        of_scale: It exists only for matrices whose scale is learned.
 
     Raises:
         ValueError: for other shapes, symmetries and dtypes, and for those that do not go together:
@@ -63,6 +65,7 @@ class State:
     tall_only: bool = False
     least: float = -math.inf
     unit: str | None = None
+    of_scale: bool = False
 
     def __post_init__(self) -> None:
         check_choice("shape", self.shape, _SHAPES)
@@ -74,7 +77,7 @@ class State:
         if isinstance(self.start, str):
             check_choice("start", self.start, ("I",))
             check_choice("shape of state that starts as I", self.shape, ("mm",))
-        if self.name in (*MOMENTS_OF_TORCH, "step", MASTER) or "." in self.name:
+        if self.name in (*MOMENTS_OF_TORCH, "step", MASTER, START) or "." in self.name:
             remedy = "choose another: torch or this package has it"
             raise ValueError(fail("name", "be a name of its own without a dot", self.name, remedy))
         if self.symmetry == "normal":
@@ -85,9 +88,14 @@ class State:
         """Whether its size does not grow with n."""
         return self.shape != "nm"
 
-    def exists_for(self, n: int, m: int) -> bool:
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one, and not some numbers."""
+        return self.shape in ("nm", "mm")
+
+    def exists_for(self, n: int, m: int, learns_scale: bool = False) -> bool:
         """Say whether matrices of n x m have it."""
-        return n > m or not self.tall_only
+        return (n > m or not self.tall_only) and (learns_scale or not self.of_scale)
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return its dtype for a parameter of ``dtype``."""
@@ -196,9 +204,10 @@ def expected_state(
     model = torch.empty(parameter.shape, device="meta")
     for index, (part, reading) in enumerate(manifold.blocks(model)):
         *lead, n, m = reading.matrices(part).shape
-        shapes = {"nm": part.shape, "mm": torch.Size((*lead, m, m)), "1": torch.Size((*lead, 1, 1))}
+        small = {"mm": (m, m), "1": (1, 1), "4": (1, 4)}
+        shapes = {"nm": part.shape, **{k: torch.Size((*lead, *size)) for k, size in small.items()}}
         for kind in declared:
-            if kind.exists_for(n, m):
+            if kind.exists_for(n, m, manifold.learn_scale):
                 expected[key_of(kind.name, index)] = kind, shapes[kind.shape]
     if parameter.dtype in HALF:
         expected[MASTER] = None, parameter.shape

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_flag
 from stiefel_opt.functional.flows import Tensors
+from stiefel_opt.functional.learned_scale import PULL
 from stiefel_opt.functional.momentum import (
     FACTOR,
     NORMAL,
@@ -93,6 +94,8 @@ class StiefelSGD(Flows, SGDLike):
             and keeps its length, "projected" projects each part of it after its own turn, which
             shortens it. Neither can grow. The published flows, which can, are
             :class:`stiefel_opt.PublishedSGD`.
+        scale_pull: How strongly a learned scale is pulled back to its start in a step, as a part of
+            its learning rate; see :func:`stiefel_opt.functional.sgd_scale`. 0 lets it go.
         nonfinite: What becomes of a constrained parameter whose gradient is not finite, or longer
             than 2e13 in float32: "skip" keeps its point, momentum and step while the others move,
             warns, and counts in :meth:`skipped_steps`; "raise" stops before anything has moved, and
@@ -120,6 +123,7 @@ class StiefelSGD(Flows, SGDLike):
 
     rule = "StiefelSGD"
     sums_over_rows = True
+    learns_scale = True
     velocity_names = (SKEW, NORMAL, UNPROJECTED, OVERLAP, FACTOR)
 
     def __init__(
@@ -137,6 +141,7 @@ class StiefelSGD(Flows, SGDLike):
         differentiable: bool = False,
         metric: str | float = "canonical",
         transport: str = "isometric",
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -192,7 +197,7 @@ class StiefelAdam(Flows, AdamLike):
             ``decoupled_weight_decay=True``, ``AdamW``. Constrained ones cannot be moved by it.
         foreach, fused, capturable: For plain parameters, as in torch.
         differentiable: Must be False.
-        metric, transport, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        metric, transport, scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: Nesterov's momentum for constrained parameters, as in ``torch.optim.NAdam`` with
             constant betas; plain ones follow Adam. False moves along Z and U, as printed. Default:
             None, which is True. Checkpoints from before it was an option go on with False.
@@ -221,6 +226,7 @@ class StiefelAdam(Flows, AdamLike):
 
     rule = "StiefelAdam"
     sums_over_rows = True
+    learns_scale = True
     _legacy_defaults: ClassVar = {"radius": 1.0, "nesterov": False}
 
     def __init__(
@@ -242,6 +248,7 @@ class StiefelAdam(Flows, AdamLike):
         transport: str = "isometric",
         nesterov: bool | None = None,
         radius: str | float | None = None,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:
@@ -288,7 +295,7 @@ class StiefelAdamW(StiefelAdam):
         params, lr, betas, eps, amsgrad, maximize, foreach, capturable, differentiable, fused: As in
             ``torch.optim.AdamW``.
         weight_decay: Decoupled, for plain parameters. Default: 0.01.
-        metric, transport, nonfinite, stiefel: As in :class:`StiefelSGD`.
+        metric, transport, scale_pull, nonfinite, stiefel: As in :class:`StiefelSGD`.
         nesterov: As in :class:`StiefelAdam`.
         radius: As in :class:`StiefelAdam`. Of a constrained parameter ``weight_decay`` acts only on
             the virtual radius; the nominal angle of its steps tends to sqrt(2 lr weight_decay).
@@ -318,6 +325,7 @@ class StiefelAdamW(StiefelAdam):
         transport: str = "isometric",
         nesterov: bool | None = None,
         radius: str | float | None = None,
+        scale_pull: float = PULL,
         nonfinite: str = "skip",
         stiefel: Stiefel | bool | None = None,
     ) -> None:

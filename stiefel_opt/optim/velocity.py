@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
     def check(self, rule: str, declared: tuple[State, ...]) -> None:
         """Raise if the rule keeps matrices, and none of them is a momentum with parts Z and U."""
-        names = [kind.name for kind in declared if kind.shape != "1"]
+        names = [kind.name for kind in declared if kind.is_matrix]
         if names and not set(names) & set(self.names):
             condition = "keep its momentum as Z and U"
             raise ValueError(fail(rule, condition, ", ".join(names), "read optimizer.state"))
@@ -85,6 +85,7 @@ def set_velocity_(
     """Set (Z, U), after all of it is checked; see ``StiefelOptimizer.set_velocity``."""
     if is_sharded(parameter):
         raise TypeError(fail("parameter", "not be sharded to set its velocity", "a DTensor"))
+    declared = tuple(kind for kind in declared if manifold.learn_scale or not kind.of_scale)
     if not declared:
         wanted, remedy = "keep a momentum to set a velocity", "set its momentum"
         raise ValueError(fail("optimizer", wanted, "a rule without state", remedy))
@@ -143,7 +144,9 @@ def _ranges(parameter: Tensor, manifold: Stiefel, state: StateDict, form: Form) 
             kind = form.known.get(key.partition(".")[0])
             if kind is not None and key == key_of(kind.name, index):
                 read[kind.name] = tensor if kind.is_small else own.matrices(tensor)
-        ranges.append(Range(index, own, part.shape, own.matrices(part) / own.scale, read))
+        matrices = own.matrices(part)
+        point = matrices / own.scale_of(matrices)
+        ranges.append(Range(index, own, part.shape, point, read))
     return ranges
 
 

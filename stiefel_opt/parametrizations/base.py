@@ -52,6 +52,9 @@ class Parametrization(nn.Module):
         if manifold.rows is not None:
             remedy = "tag the parameter with so.constrain"
             raise ValueError(fail("manifold", "have no rows", manifold, remedy))
+        if manifold.learn_scale:
+            remedy = "multiply what the layer returns by a parameter"
+            raise ValueError(fail("learn_scale of manifold", "be False for a map", True, remedy))
         self.manifold = manifold
         self.generator = generator
         self.shape: torch.Size | None = None

@@ -15,6 +15,7 @@ from stiefel_opt.rotations.decoder import Decoder, own_config
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)
 TURNS = "_stiefel_turns"  # attribute of an attention module: list of functions
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
 PREFIX = "stiefel_"  # of the name under which the model's attention is registered again
 
 
@@ -26,11 +27,17 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
         remedy = "leave kv_bits=None and R3 out"
         given = f"a {type(decoder.model).__name__} that does not"
         raise ValueError(fail("model", "choose its attention by its config", given, remedy))
+    attention = type(decoder.layers[0].attention)
+    modules = (sys.modules.get(kind.__module__) for kind in attention.__mro__)
+    if not any(hasattr(module, _TABLE) for module in modules):
+        remedy = "leave kv_bits=None and R3 out"
+        wanted = "take its attention from transformers' table"
+        raise ValueError(fail("model", wanted, f"a {attention.__name__}", remedy))
     for layer in decoder.layers:
         layer.attention.__dict__.setdefault(TURNS, []).append(turn)
     if base.startswith(PREFIX):
         return
-    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    functions = getattr(importlib.import_module("transformers.modeling_utils"), _TABLE)
     masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     functions.register(PREFIX + base, functools.partial(_attend, base))
     masks.register(PREFIX + base, masks[base])
@@ -52,7 +59,7 @@ def _attend(
     """Apply the turns of a module, then the model's own attention."""
     for turn in module.__dict__.get(TURNS, ()):
         query, key = turn(query, key)
-    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    functions = getattr(importlib.import_module("transformers.modeling_utils"), _TABLE)
     attend = functions.get_interface(base, _eager(module))
     return attend(module, query, key, *others, **options)
 

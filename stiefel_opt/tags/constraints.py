@@ -36,6 +36,7 @@ from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
+    at_start,
     check_projectable,
     is_alike,
     kept_scale,
@@ -66,6 +67,7 @@ def constrain(
     flatten: bool | None = None,
     transposed: bool = False,
     scale: float | Literal["keep", "rms"] = 1.0,
+    learn_scale: bool = False,
     project: bool = True,
 ) -> ModuleT:
     r"""Put parameters of ``module`` on the Stiefel manifold and return the module.
@@ -97,6 +99,9 @@ def constrain(
             takes it anew from what ``load_state_dict`` brings. "rms" takes sqrt(rows / columns) of
             a matrix, sqrt(out / in) of a linear layer: then outputs of a tall one are as large as
             inputs, by their root mean squares.
+        learn_scale: The weight is g Q: Q is orthonormal and the number g, one for each matrix, is
+            trained, from ``scale`` on, to which the optimizer pulls it back. Loading values does
+            not move that start. See :mod:`stiefel_opt.functional.learned_scale`. Default: no.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -141,17 +146,24 @@ def constrain(
         if flatten is None:
             own_flatten = _is_kernel(owner, parameter.shape, each, (heads, rows, transposed))
         known = 1.0 if isinstance(scale, str) else scale
-        reading = Stiefel(own_heads, rows, own_flatten, transposed, known)  # type: ignore[arg-type]
+        said: Any = own_heads, rows, own_flatten, transposed, known, learn_scale
+        reading = Stiefel(*said)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
-        if scale == "keep":
-            reading = replace(reading, scale=kept_scale(parameter, reading, each))
-        elif scale == "rms":
-            reading = replace(reading, scale=rms_scale(parameter, reading, each))
+        reading = _scaled(reading, parameter, scale, each)
         asked[each] = reading
     is_chosen = callable(name) or (isinstance(name, str) and bool(set(name) & set("*?[")))
     check_uses(module, asked, is_said=heads is not None, is_chosen=is_chosen)
-    apply_readings(module, asked, project=project, keeps=scale == "keep")
+    apply_readings(module, asked, project=project, keeps=scale == "keep" and not learn_scale)
     return module
+
+
+def _scaled(reading: Stiefel, parameter: Tensor, scale: object, name: str) -> Stiefel:
+    """Return a reading with the scale that "keep" or "rms" stands for."""
+    if scale == "keep":
+        return replace(reading, scale=kept_scale(parameter, reading, name))
+    if scale == "rms":
+        return replace(reading, scale=rms_scale(parameter, reading, name))
+    return reading
 
 
 def _names(module: nn.Module, name: object) -> list[str]:
@@ -215,7 +227,7 @@ def apply_readings(
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
-            point = nearest(parameter, reading, name)
+            point = nearest(parameter, at_start(reading), name)
             share = distance(parameter, point)
             if share == math.inf:
                 zero.append(name)
@@ -377,11 +389,11 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
 
     For values that came from elsewhere: a checkpoint in bfloat16, averaged or merged weights,
     weights that have drifted. Matrices that are orthonormal up to rounding stay bit for bit, and so
-    do plain rows. Values in half precision are projected in float32 and rounded; those on the
-    meta device are skipped. Sharded ones are gathered: every process must call. The momentum of an
-    optimizer is not touched: the next step takes the part of it that is tangent at the new point;
-    of StiefelSGD, whose momentum U refers to the point that the last step wrote, up to lr |U| times
-    the length of the edit.
+    do plain rows. A scale that is learned becomes the mean singular value. Values in half precision
+    are projected in float32 and rounded; those on the meta device are skipped. Sharded ones are
+    gathered: every process must call. The momentum of an optimizer is not touched: the next step
+    takes the part of it that is tangent at the new point; of StiefelSGD, whose momentum U refers to
+    the point that the last step wrote, up to lr |U| times the length of the edit.
 
     Args:
         x: A model with constrained parameters, or a tensor.

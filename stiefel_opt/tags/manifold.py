@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import fail
+from stiefel_opt.numerics.linalg import frobenius_norm
 
 # The weights of a whole model, to be pasted: neither positions, tokens nor heads.
 HIDDEN: Final = (
@@ -46,6 +47,8 @@ class Stiefel:
             ``rows`` then count along the last dimension.
         scale: The tensor is ``scale`` times an orthonormal matrix. To first order a step moves the
             tensor by -lr times its tangent gradient whatever the scale.
+        learn_scale: Each matrix is g > 0 times an orthonormal one, and optimizers train the number
+            g; ``scale`` is its first value, to which they pull it back. Default: no.
 
     Raises:
         ValueError: for heads or rows that cannot be, overlapping ranges, or scale <= 0.
@@ -58,6 +61,7 @@ class Stiefel:
     flatten: bool = False
     transposed: bool = False
     scale: float = 1.0
+    learn_scale: bool = False
 
     @override
     def __init_subclass__(cls) -> None:
@@ -71,7 +75,7 @@ class Stiefel:
         rows = _normal_ranges(self.rows)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "heads", _normal_heads(self.heads, rows))
-        for name in ("flatten", "transposed"):
+        for name in ("flatten", "transposed", "learn_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(fail(name, "be True or False", repr(getattr(self, name))))
         if self.flatten and self.transposed:
@@ -188,6 +192,16 @@ class Stiefel:
             matrices = matrices.mT
         return matrices.reshape(shape)
 
+    def scale_of(self, matrices: Tensor) -> Any:
+        """Return the scale: a number, or that of each matrix, ``(..., 1, 1)``, if it is learned.
+
+        That is the root mean square of the singular values, and 1 for a matrix of zeros.
+        """
+        if not self.learn_scale:
+            return self.scale
+        scale = frobenius_norm(matrices) / math.sqrt(min(matrices.shape[-2:]))
+        return torch.where(scale > 0, scale, 1.0)
+
     def dimensions(self, ndim: int) -> tuple[int, tuple[int, ...]]:
         """Return which dimension of a stored tensor counts rows, and which together columns."""
         if self.flatten:
@@ -216,7 +230,10 @@ class Stiefel:
             kind = "square" if height == column_count else kind
             span = "" if self.rows is None else f" of {start}:{stop}"
             words.append(f"{lead * heads} x ({height} x {column_count}), {kind}{span}")
-        return "; ".join(words) + (f", scale {self.scale:g}" if self.scale != 1.0 else "")
+        scale = f", scale {self.scale:g}" if self.scale != 1.0 else ""
+        if self.learn_scale:
+            scale = f", scale learned from {self.scale:g}"
+        return "; ".join(words) + scale
 
     def count(self, shape: torch.Size | tuple[int, ...]) -> int:
         """Return how many matrices a tensor of ``shape`` holds."""

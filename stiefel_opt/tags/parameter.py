@@ -15,7 +15,7 @@ from stiefel_opt.numerics.device import has_values, untraced
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import nearest, reading_of
+from stiefel_opt.tags.points import at_start, nearest, reading_of
 from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
@@ -32,7 +32,7 @@ class ManifoldParameter(nn.Parameter):
 
     Args:
         data: The value. What is off the manifold becomes the nearest point, in a copy; a point
-            keeps its bits and its memory.
+            keeps its bits and its memory. A scale that is learned starts as that of ``manifold``.
         manifold: The reading. Default: that of ``data`` if it is tagged, else ``Stiefel()``, by
             which the last two dimensions are one matrix.
         requires_grad: As in ``nn.Parameter``. Default: True.
@@ -69,7 +69,7 @@ class ManifoldParameter(nn.Parameter):
             stated = True
             if project and has_values(data) and not is_sharded(data):
                 remedy = "initialise it first, or pass project=False"
-                point = nearest(data, manifold, "data", remedy)
+                point = nearest(data, at_start(manifold), "data", remedy)
                 share = distance(data, point)
                 warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
                 data = data if point is None else point
@@ -198,7 +198,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
             point = None
             if has_values(parameter) and not is_sharded(parameter):
                 check_writable(name, parameter)
-                point = nearest(parameter, manifold, name)
+                point = nearest(parameter, at_start(manifold), name)
             points.append((parameter, point))
             share = distance(parameter, point)
             lost += [(name, share)] if is_lost(parameter, manifold, share) else []

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -45,11 +45,15 @@ def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
 
 def largest_error(tensor: Tensor, reading: Stiefel) -> Tensor:
     """Return the largest entry of abs(X'X - I) over all matrices X; NaN if one is not finite."""
-    errors = [
-        gram_error(reading.matrices(part, index) / reading.scale).amax()
-        for index, part in enumerate(reading.parts(tensor))
-    ]
+    parts = enumerate(reading.parts(tensor))
+    listed = [reading.matrices(part, index) for index, part in parts]
+    errors = [gram_error(matrices / reading.scale_of(matrices)).amax() for matrices in listed]
     return torch.stack(errors).amax()
+
+
+def at_start(reading: Stiefel) -> Stiefel:
+    """Return a reading by which a weight is projected when it is constrained: g is its start."""
+    return replace(reading, learn_scale=False) if reading.learn_scale else reading
 
 
 @torch.no_grad()
@@ -58,7 +62,8 @@ def nearest(
 ) -> Tensor | None:
     """Return a copy of ``tensor`` with every matrix off the manifold replaced by the nearest point.
 
-    None if all are on it up to rounding; those that are keep their bits.
+    None if all are on it up to rounding; those that are keep their bits. A scale that is learned
+    becomes the mean singular value.
 
     Raises:
         ValueError: for values that are not finite, naming ``name``.
@@ -68,13 +73,23 @@ def nearest(
     for index, part in enumerate(reading.parts(tensor)):
         matrices = widened(reading.matrices(part, index))
         tolerance = orthonormality_tolerance(tensor.dtype, matrices.size(-2))
-        off = ~(gram_error(matrices / reading.scale) <= tolerance)  # overflows count
+        off = ~(gram_error(matrices / reading.scale_of(matrices)) <= tolerance)  # overflows count
         if bool(off.any()):
             result = tensor.detach().clone() if result is None else result
             projected = matrices.clone()
-            projected[off] = reading.scale * polar_factor(matrices[off])
+            factor = polar_factor(matrices[off])
+            scale: Any = reading.scale
+            if reading.learn_scale:
+                scale = mean_singular_value(matrices[off], factor)
+            projected[off] = scale * factor
             reading.parts(result)[index].copy_(reading.stored(projected, part.shape, index))
     return result
+
+
+def mean_singular_value(matrices: Tensor, factor: Tensor) -> Tensor:
+    """Return the mean singular value of matrices with this polar factor; 1 for zero matrices."""
+    sizes = (factor.conj() * matrices).real.sum(dim=(-2, -1), keepdim=True) / matrices.size(-1)
+    return torch.where(sizes > 0, sizes, 1.0)
 
 
 def check_projectable(tensor: Tensor, reading: Stiefel, name: str, remedy: str) -> None:
@@ -246,7 +261,8 @@ def polar(
 
     Args:
         tensor: Any tensor, an activation too. It is not written to.
-        manifold: The reading; the point is ``scale`` times Q. Default: the tag of ``tensor``, else
+        manifold: The reading; the point is ``scale`` times Q, or, where the scale is learned, the
+            mean singular value times Q. Default: the tag of ``tensor``, else
             ``Stiefel()``. Rows that it leaves plain are returned as they are.
         determinant: 1 or -1, of square real matrices. Default: None, the nearest of both kinds.
         return_factor: Return H, too, ``(..., m, m)``, m the smaller size; with another determinant
@@ -275,18 +291,22 @@ def polar(
         raise ValueError(fail("return_factor", "be False for a reading with rows", True, remedy))
     factors: list[Tensor] = []
 
-    def nearest_of(matrices: Tensor, _: Tensor) -> Tensor:
+    def nearest_of(matrices: Tensor, _: Tensor, scale: Any) -> Tensor:
         wide = widened(matrices)
         check_determinant(determinant, wide, "tensor")
         with no_autocast(wide):
             _check_finite(wide, tensor)
             points, gap = geometry.polar(wide, determinant)
             _warn_if_not_unique(gap, wide.size(-2))
+            if reading.learn_scale:
+                mean = mean_singular_value(wide, points)
+                wide, scale = wide / mean, scale * mean
             if return_factor:
                 factors.append(sym(points.mH @ wide).to(matrices.dtype))
-            return (reading.scale * points).to(matrices.dtype)
+            point: Tensor = scale * points
+            return point.to(matrices.dtype)
 
-    point = _matrix_wise(nearest_of, reading, tensor, tensor, torch.clone)
+    point = _matrix_wise(nearest_of, reading, tensor, tensor, torch.clone, scaled=True)
     if return_factor:
         is_wide = reading.is_wide(tensor.shape)
         return point, factors[0].mT if is_wide else factors[0]
@@ -334,7 +354,8 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     r"""Return the tangent vector at ``point`` that is nearest to ``vector``.
 
     :math:`D - X \, \mathrm{sym}(X^\top D)` for each matrix X. Of a Euclidean gradient it is the
-    Riemannian gradient of the Euclidean metric.
+    Riemannian gradient of the Euclidean metric. Where the scale is learned, what changes it is
+    tangent, too: :math:`X \, \mathrm{tr}(X^\top D) / m` is added.
 
     Args:
         point: A point, a tensor or a parameter.
@@ -349,7 +370,19 @@ def project_tangent(point: Tensor, vector: Tensor, manifold: Stiefel | None = No
     Note: Two products of size n x m by m x m. Differentiable.
     """
     reading = _reading(point, manifold, vector)
-    return _matrix_wise(geometry.project_tangent, reading, point, vector, torch.clone)
+    project = tangent_part if reading.learn_scale else geometry.project_tangent
+    return _matrix_wise(project, reading, point, vector, torch.clone)
+
+
+def tangent_part(X: Tensor, D: Tensor) -> Tensor:
+    """Return the part of D that is tangent to all multiples of orthonormal matrices at one of X."""
+    return geometry.project_tangent(X, D) + X * _along(X, D)
+
+
+def _along(X: Tensor, D: Tensor) -> Tensor:
+    """Return tr(X'D) / m, by which D changes the scale of X."""
+    inner: Tensor = (X.conj() * D).real.sum(dim=(-2, -1), keepdim=True) / X.size(-1)
+    return inner
 
 
 def retract(
@@ -357,7 +390,8 @@ def retract(
 ) -> Tensor:
     r"""Return the point at which a step from ``point`` along ``tangent`` ends.
 
-    With X and :math:`\xi` the matrices, both divided by the scale of the reading:
+    With X and :math:`\xi` the matrices, both divided by the scale of the reading, or their own if
+    it is learned; that then changes by :math:`\mathrm{tr}(X^\top \xi) / m` times itself:
 
     - ``"polar"``: :math:`(X + \xi)(I + \xi^\top \xi)^{-1/2}`, the point nearest to X + xi;
     - ``"qr"``: the Q factor of X + xi, R with a positive diagonal;
@@ -386,28 +420,40 @@ def retract(
     """
     check_choice("retraction", retraction, geometry.RETRACTIONS)
     reading = _reading(point, manifold, tangent)
-    scale = reading.scale
 
-    def move(matrices: Tensor, tangents: Tensor) -> Tensor:
-        return scale * geometry.retract(matrices, tangents / scale, retraction)
+    def move(matrices: Tensor, tangents: Tensor, scale: Any) -> Tensor:
+        if reading.learn_scale:
+            along = _along(matrices, tangents)
+            new_scale, tangents = scale + along, tangents - along * matrices
+        else:
+            new_scale = scale
+        moved: Tensor = new_scale * geometry.retract(matrices, tangents / scale, retraction)
+        return moved
 
-    return _matrix_wise(move, reading, point, tangent, point.add)
+    return _matrix_wise(move, reading, point, tangent, point.add, scaled=True)
 
 
 def _matrix_wise(
-    function: Callable[[Tensor, Tensor], Tensor],
+    function: Callable[..., Tensor],
     reading: Stiefel,
     point: Tensor,
     vector: Tensor,
     plain: Callable[[Tensor], Tensor],
+    *,
+    scaled: bool = False,
 ) -> Tensor:
-    """Return ``function`` of the matrices, without scale, and of the vectors, ``plain`` between."""
+    """Return ``function`` of the matrices, without scale, and of the vectors, ``plain`` between.
+
+    With ``scaled`` the scale is its third argument.
+    """
     values = []
     for index, (part, own) in enumerate(
         zip(reading.parts(point), reading.parts(vector), strict=True)
     ):
-        matrices = reading.matrices(part, index) / reading.scale
-        value = function(matrices, reading.matrices(own, index))
+        matrices = reading.matrices(part, index)
+        scale = reading.scale_of(matrices)
+        more = (scale,) if scaled else ()
+        value = function(matrices / scale, reading.matrices(own, index), *more)
         values.append(reading.stored(value, part.shape, index))
     if reading.rows is None:
         return values[0].contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ def orthonormality_error(x: Tensor | nn.Module, manifold: Stiefel | None = None)
     Args:
         x: A tensor, a parameter, or a model, of which all constrained parameters count, and all
             weights that :func:`stiefel_opt.orthogonal` computes. A tensor without tag is read as
-            ``Stiefel()``; with ``scale=s`` X is the tensor divided by s.
+            ``Stiefel()``; with ``scale=s`` X is the tensor divided by s, and where the scale is
+            learned each matrix is divided by its own.
         manifold: Another reading of a tensor.
 
     Raises:
@@ -83,6 +84,18 @@ def _error(tensor: Tensor, reading: Stiefel) -> Tensor:
     return largest_error(whole(tensor.detach()).to(finest_dtype(tensor)), reading)
 
 
+@torch.no_grad()
+def scales_of(tensor: Tensor, reading: Stiefel) -> tuple[float, float] | None:
+    """Return the smallest and the largest learned scale of a weight; None if it is not learned."""
+    if tensor.is_meta or not reading.learn_scale:
+        return None
+    value = whole(tensor.detach()).to(finest_dtype(tensor))
+    parts = enumerate(reading.parts(value))
+    scales = [reading.scale_of(reading.matrices(part, index)).flatten() for index, part in parts]
+    least, largest = torch.aminmax(torch.cat(scales))
+    return float(least), float(largest)
+
+
 @dataclass(frozen=True)
 class Line:
     """One constrained weight in a :class:`Report`.
@@ -103,6 +116,7 @@ class Line:
         radius: Virtual radius, by which the learning rate is divided; None if there is none.
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
         momentum: Of the last step, which an adaptive optimizer chooses; None if there is none.
+        scale: Smallest and largest learned scale of its matrices; None if it is not learned.
         held: Whether the optimizer of the report holds the parameter; True without an optimizer,
             and for a weight that a map computes.
     """
@@ -120,11 +134,13 @@ class Line:
     radius: float | None = None
     factor: float | None = None
     momentum: float | None = None
+    scale: tuple[float, float] | None = None
     held: bool = True
 
 
 _COLUMNS: Final = {  # title: attribute of a line, and its form
     "moved": ("moved", "{:.0%}"),
+    "scale": ("scale", "{}"),
     "skipped steps": ("skipped", "{}"),
     "last step": ("angle", "{:.1e} rad"),
     "radius": ("radius", "{:.3g}"),
@@ -163,7 +179,7 @@ class Report:
             return "no constrained parameters"
         columns = {}
         for title, (name, form) in _COLUMNS.items():
-            values = [getattr(line, name) for line in self.lines]
+            values = [_shown(getattr(line, name)) for line in self.lines]
             is_known = any(value is not None for value in values)
             if is_known or (self.with_steps and name in ("skipped", "angle")):
                 columns[title] = ["-" if value is None else form.format(value) for value in values]
@@ -185,6 +201,14 @@ class Report:
     @override
     def __repr__(self) -> str:
         return str(self)
+
+
+def _shown(value: Any) -> Any:
+    """Return a number, or a range of numbers in words."""
+    if not isinstance(value, tuple):
+        return value
+    least, largest = (f"{number:.3g}" for number in value)
+    return least if least == largest else f"{least} to {largest}"
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:
@@ -256,6 +280,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             map=kind,
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
+            scale=scales_of(weight, reading),
             held=bool(kind) or not is_known or id(weight) in held,
             **numbers,
         )

@@ -406,6 +406,10 @@ def _check(optimizer: Optimizer, weights: list[_Weight], changed: list[_Weight])
         name = weight.called()
         weight.reading.check(weight.parameter.shape, name)
         check_dtype(name, weight.parameter.dtype)
+        if weight.reading.learn_scale:
+            remedy = "take so.StiefelAdamW, or constrain it without"
+            wanted = "be False for so.on_manifold, whose optimizer knows no scale"
+            raise ValueError(fail(f"learn_scale of {name}", wanted, True, remedy))
         if is_sharded(weight.parameter):
             remedy = "take so.StiefelAdamW"
             raise TypeError(fail(name, "not be sharded for so.on_manifold", "a DTensor", remedy))

@@ -103,7 +103,7 @@ class AttentionReport:
         text = f"{self.which} constrained {self.constraint} heads\n"
         text += table([("parameter", "module", "reading", "moved"), *self.lines])
         if self.skipped:
-            text += "\nnot constrained:\n" + _listed(self.skipped)
+            text += "\nnot constrained:\n" + listed(self.skipped)
         return text
 
 
@@ -113,6 +113,7 @@ def constrain_attention(
     which: str = "qk",
     *,
     scale: float | Literal["keep"] = 1.0,
+    learn_scale: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> AttentionReport:
     r"""Put the query and key weights of every attention module in ``model`` on the manifold.
@@ -136,6 +137,7 @@ def constrain_attention(
             the joined heads; "within", the columns that read one head are a matrix of it. Default:
             ``"qk"``.
         scale: As in :func:`stiefel_opt.constrain`: "keep" for a trained model.
+        learn_scale: As in :func:`stiefel_opt.constrain`; "within", one number for each head.
         names: What a module calls its linear layers, ``{"q": "w_q", "k": "w_k", "v": "w_v"}`` or
             ``{"qkv": "in_map"}``, ``"o"`` that of the joined heads, and ``"heads"`` its attribute
             with their number. Default: the names above.
@@ -158,11 +160,11 @@ def constrain_attention(
     if not which or which != in_order:
         wanted = "be one or more of 'q', 'k', 'v', 'o', in this order"
         raise ValueError(fail("which", wanted, repr(which)))
-    layouts = _Names.of(names)
-    plans, skipped = _plans(model, constraint, which, layouts)
+    layouts = Names.of(names)
+    plans, skipped = plans_of(model, constraint, which, layouts)
     if not plans:
         wanted = "contain an attention module that can be read"
-        remedy = _remedy(model, skipped, layouts.layouts)
+        remedy = remedy_for(model, skipped, layouts.layouts)
         raise ValueError(fail("model", wanted, f"a {type(model).__name__}", remedy))
     readings: dict[str, Stiefel] = {}
     kinds: dict[str, str] = {}
@@ -173,12 +175,12 @@ def constrain_attention(
             parameter = model.get_parameter(called)
             check_value(parameter, reading, called)
             own = kept_scale(parameter, reading, called) if scale == "keep" else scale
-            readings[called] = replace(reading, scale=own)
+            readings[called] = replace(reading, scale=own, learn_scale=learn_scale)
             kinds[called] = type(model.get_submodule(path)).__name__
-    distances = apply_readings(model, readings, keeps=scale == "keep")
+    distances = apply_readings(model, readings, keeps=scale == "keep" and not learn_scale)
     for path in plans:
         if isinstance(module := model.get_submodule(path), MultiheadAttention):
-            module.constraint = constraint
+            module.constraint, module.learn_scale = constraint, learn_scale
     lines = []
     for name, share in distances.items():
         words = in_words(model, name, model.get_parameter(name).shape, readings[name])
@@ -186,8 +188,8 @@ def constrain_attention(
     return AttentionReport(constraint, which, tuple(lines), tuple(skipped.items()))
 
 
-def _plans(
-    model: nn.Module, constraint: str, which: str, names: _Names
+def plans_of(
+    model: nn.Module, constraint: str, which: str, names: Names
 ) -> tuple[dict[str, list[tuple[str, Stiefel]]], dict[str, str]]:
     """Return the readings of each attention module, and why similar modules have none, by path."""
     plans: dict[str, list[tuple[str, Stiefel]]] = {}
@@ -207,7 +209,7 @@ def _plans(
     return plans, skipped
 
 
-class _Names(NamedTuple):
+class Names(NamedTuple):
     """Attribute names to look up."""
 
     layouts: tuple[Layout, ...] = LAYOUTS
@@ -215,7 +217,7 @@ class _Names(NamedTuple):
     outputs: tuple[str, ...] = OUTPUTS
 
     @classmethod
-    def of(cls, names: Mapping[str, str] | None) -> _Names:
+    def of(cls, names: Mapping[str, str] | None) -> Names:
         """Return the names that a user gives, by default those of the known packages."""
         if names is None:
             return cls()
@@ -231,7 +233,7 @@ class _Names(NamedTuple):
 
 
 def _plan(
-    module: nn.Module, constraint: str, which: str, names: _Names, above: nn.Module | None
+    module: nn.Module, constraint: str, which: str, names: Names, above: nn.Module | None
 ) -> list[tuple[str, Stiefel]]:
     """Return (parameter, reading) for each weight of an attention module, nothing for others."""
     weights = _torch_weights(module, which) or _linear_weights(module, names.layouts)
@@ -286,10 +288,10 @@ def _output(
     if above is not None:
         beside = BESIDE_WEIGHT.removesuffix(".weight")
         layers += [item for item in above.named_modules() if item[0] == beside]
-    linear = [item for item in layers if isinstance(item[1], nn.Linear) or _is_conv1d(item[1])]
+    linear = [item for item in layers if isinstance(item[1], nn.Linear) or is_conv1d(item[1])]
     if len(linear) != 1:
-        listed = ", ".join(name for name, _ in linear) or "none"
-        raise _UnreadableError(f"it has {listed} for the output; say names={{'o': ...}}")
+        known = ", ".join(name for name, _ in linear) or "none"
+        raise _UnreadableError(f"it has {known} for the output; say names={{'o': ...}}")
     name, layer = linear[0]
     weight = _linear_weight(layer, name, "o")
     inputs = layer.weight.size(0 if weight.transposed else 1)
@@ -302,7 +304,7 @@ def _output(
     return weight.name, Stiefel(heads, transposed=not weight.transposed)
 
 
-def _is_conv1d(layer: nn.Module) -> bool:
+def is_conv1d(layer: nn.Module) -> bool:
     """Say whether this is the linear layer of GPT-2, which stores its weight transposed."""
     return type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
 
@@ -343,7 +345,7 @@ def _linear_weights(module: nn.Module, layouts: Sequence[Layout]) -> list[_Weigh
 def _linear_weight(layer: nn.Module, name: str, letters: str) -> _Weight:
     weight = layer._parameters.get("weight")
     kind = type_name(layer)
-    transposed = _is_conv1d(layer)
+    transposed = is_conv1d(layer)
     if weight is None or weight.ndim != 2 or not (isinstance(layer, nn.Linear) or transposed):
         raise _UnreadableError(f"{name} is a {kind}, not a linear layer with a plain weight")
     row_count = weight.size(1 if transposed else 0)
@@ -402,11 +404,11 @@ def _below(path: str, ancestor: str) -> bool:
     return path == ancestor or not ancestor or path.startswith(ancestor + ".")
 
 
-def _listed(skipped: Sequence[tuple[str, str]]) -> str:
+def listed(skipped: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {path or 'the model itself'}: {reason}" for path, reason in skipped)
 
 
-def _remedy(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]) -> str:
+def remedy_for(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]) -> str:
     known = "; ".join(", ".join(name for name, _ in layout) for layout in layouts)
     advice = (
         "say what it calls its layers, names={'q': 'w_q', 'k': 'w_k'}, or name the weights "
@@ -415,6 +417,6 @@ def _remedy(model: nn.Module, skipped: dict[str, str], layouts: Sequence[Layout]
     if skipped:
         shown = list(skipped.items())
         more = f"\n  and {len(shown) - 12} more" if len(shown) > 12 else ""
-        return f"{advice}. Modules that look like attention:\n{_listed(shown[:12])}{more}"
+        return f"{advice}. Modules that look like attention:\n{listed(shown[:12])}{more}"
     kinds = sorted({type(module).__name__ for module in model.modules()})
     return f"{advice}. Its modules are: {', '.join(kinds[:30])}"

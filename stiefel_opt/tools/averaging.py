@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from stiefel_opt.numerics.geometry import (
     orthonormality_tolerance,
     widened,
 )
+from stiefel_opt.tags import mean_singular_value
 from stiefel_opt.tags.constraints import readings, reread, to_nearest_
 from stiefel_opt.tags.manifold import Stiefel
 from stiefel_opt.tags.parameter import was_released
@@ -152,8 +153,10 @@ def _settle(averages: list[tuple[str, Tensor, Stiefel]]) -> None:
     for (name, parameter, reading, index, part), error in zip(parts, values, strict=True):
         point = _matrices(reading, index, part)
         if orthonormality_tolerance(parameter.dtype, point.size(-2)) < error < 1:
-            point = reading.scale * newton_schulz(point, _CORRECTIONS)
-            part.copy_(reading.stored(point, part.shape, index))
+            factor, scale = newton_schulz(point, _CORRECTIONS), _scale_of(reading, index, part)
+            if reading.learn_scale:
+                scale = scale * mean_singular_value(point, factor)
+            part.copy_(reading.stored(scale * factor, part.shape, index))
         if not error * point.size(-1) < _NEAR:  # a bound on the spectral norm
             far[name] = parameter, reading
     for name, (parameter, reading) in far.items():
@@ -161,4 +164,9 @@ def _settle(averages: list[tuple[str, Tensor, Stiefel]]) -> None:
 
 
 def _matrices(reading: Stiefel, index: int, part: Tensor) -> Tensor:
-    return widened(reading.matrices(part, index)) / reading.scale
+    matrices: Tensor = widened(reading.matrices(part, index)) / _scale_of(reading, index, part)
+    return matrices
+
+
+def _scale_of(reading: Stiefel, index: int, part: Tensor) -> Any:
+    return reading.scale_of(widened(reading.matrices(part, index)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stiefel_opt.errors import check_flag, check_range, fail
 from stiefel_opt.numerics.distributed import is_sharded, whole
 from stiefel_opt.numerics.geometry import project_tangent, widened
+from stiefel_opt.tags import tangent_part
 from stiefel_opt.tags.manifold import Stiefel
 
 
@@ -87,7 +88,8 @@ def _norms(parameter: Tensor) -> list[Tensor]:
     pairs = zip(reading.parts(parameter), reading.parts(grad), strict=True)
     for index, (point, vector) in enumerate(pairs):
         point, vector = (_matrices(tensor, reading, index) for tensor in (point, vector))
-        tangent = project_tangent(point / reading.scale, vector)
+        project = tangent_part if reading.learn_scale else project_tangent
+        tangent = project(point / reading.scale_of(point), vector)
         norms.append(torch.linalg.vector_norm(tangent))
     return norms
 

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stiefel_opt.errors import check_integer, check_module, fail, none_found
 from stiefel_opt.numerics import has_values
+from stiefel_opt.tags import scales_of
 from stiefel_opt.tags.report import constrained, orthonormality_error
 
 TAG = "orthonormality_error"
@@ -27,8 +28,8 @@ def orthonormality_errors(model: nn.Module, tag: str = TAG) -> dict[str, float]:
         tag: Prefix of the names. Default: ``"orthonormality_error"``.
 
     Returns: ``tag/max``, then ``tag/<parameter>`` for each weight of :func:`stiefel_opt.report`;
-        empty for a model without such weights. ``wandb.log``, ``Trainer.log`` of transformers and
-        ``self.log_dict`` of Lightning take it as it is.
+        a learned scale counts as no error. Empty for a model without such weights. ``wandb.log``,
+        ``Trainer.log`` of transformers and ``self.log_dict`` of Lightning take it as it is.
     Raises:
         TypeError: if ``model`` is not a module.
     Note: All numbers are read from the device at once. A sharded model is gathered, one weight at
@@ -59,6 +60,8 @@ def log_orthonormality(
 ) -> RemovableHandle:
     r"""Write :func:`orthonormality_errors` of ``model`` after every so many steps of ``optimizer``.
 
+    And the largest learned scale of each weight that has one, as ``scale/<parameter>``.
+
     Args:
         optimizer: Any of torch, whose steps count; one that a trainer has wrapped counts as well.
         model: Whose weights are measured, as they are at that moment.
@@ -86,20 +89,26 @@ def log_orthonormality(
     if next(constrained(model), None) is None:
         remedy = "call so.constrain or so.orthogonal first"
         raise ValueError(none_found("model", "an orthonormal weight", model, remedy))
-    write = None if writer is None else _write_to(writer, tag)
+    write = None if writer is None else _write_to(writer, tag, bool(_scales(model)))
     step = first_step
 
     def log(*_: Any) -> None:
         nonlocal step
         step += 1
-        errors = {} if step % every else orthonormality_errors(model, tag)
+        errors = {} if step % every else orthonormality_errors(model, tag) | _scales(model)
         if errors and write is not None:
             write(errors, step)
 
     return optimizer.register_step_post_hook(log)
 
 
-def _write_to(writer: Any, tag: str) -> Write:
+def _scales(model: nn.Module) -> dict[str, float]:
+    """Return the largest learned scale of each weight that has one."""
+    scales = {name: scales_of(value, reading) for name, value, reading, _ in constrained(model)}
+    return {f"scale/{name}": each[1] for name, each in scales.items() if each is not None}
+
+
+def _write_to(writer: Any, tag: str, has_scales: bool) -> Write:
     if callable(getattr(writer, "add_scalar", None)):
 
         def write(errors: dict[str, float], step: int) -> None:
@@ -111,5 +120,6 @@ def _write_to(writer: Any, tag: str) -> Write:
         needed = "have a method add_scalar (TensorBoard), or log and define_metric (W&B)"
         raise TypeError(fail("writer", needed, type(writer).__name__))
     writer.define_metric(f"{tag}/step")
-    writer.define_metric(f"{tag}/*", step_metric=f"{tag}/step")
+    for each in (tag, "scale") if has_scales else (tag,):
+        writer.define_metric(f"{each}/*", step_metric=f"{tag}/step")
     return lambda errors, step: writer.log({**errors, f"{tag}/step": step})

@@ -32,7 +32,8 @@ def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:
         if torch.is_grad_enabled() and parameter.requires_grad:  # else it is a number for a log
             parameter.is_unconstrained = True  # type: ignore[attr-defined]  # to leave it is meant
         for index, part in enumerate(reading.parts(parameter)):
-            terms.append(square_gram_error(reading.matrices(part, index) / reading.scale))
+            matrices = reading.matrices(part, index)
+            terms.append(square_gram_error(matrices / reading.scale_of(matrices)))
     if not terms:
         remedy = "call so.constrain first"
         raise ValueError(none_found("model", "a constrained parameter", model, remedy))

@@ -54,6 +54,21 @@ LAYOUTS = {
     "filters": ((4, 3, 3), {"flatten": True}, 0, "moves"),
 }
 
+LEARNED = {  # scales that are learned: a number for each matrix, the same on every process
+    "learned, tall": ((13, 3), {"learn_scale": True}, 0, "sums"),
+    "learned, wide": ((4, 24), {"learn_scale": True, "scale": 2.5}, 1, "sums"),
+    "learned, ranges": (
+        (9, 12),
+        {"learn_scale": True, "rows": ((0, 4), (5, 8)), "heads": (2, 1)},
+        1,
+        "sums",
+    ),
+    "learned, heads": ((12, 9), {"learn_scale": True, "heads": 4}, 0, "nothing"),
+    "learned, batch": ((3, 2, 5), {"learn_scale": True}, 0, "nothing"),
+    "learned, by columns": ((24, 4), {"learn_scale": True}, 1, "moves"),
+}
+ALL = LAYOUTS | LEARNED
+
 
 # One of each kind, for what every optimizer must do by default.
 KINDS = (
@@ -86,7 +101,7 @@ def pairs(layouts, dtype, off=False):
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     found = []
     for layout in layouts:
-        shape, reading, dim, kind = LAYOUTS[layout]
+        shape, reading, dim, kind = ALL[layout]
         for number in range(2 if kind == "sums" else 1):
             whole = so.ManifoldParameter(value(shape, 100 + number).to(dtype), project=False)
             whole.manifold = so.Stiefel(**reading)
@@ -113,7 +128,7 @@ def compare(name, layouts, dtype=torch.float64):
     """
     rule, options = OPTIMIZERS[name]
     if not rule.plain_is_elementwise:  # refused: rules/test_rule_of_ones_own.py
-        layouts = [layout for layout in layouts if "rows" not in LAYOUTS[layout][1]]
+        layouts = [layout for layout in layouts if "rows" not in ALL[layout][1]]
     found = pairs(layouts, dtype, off=True)
     alone_opt = rule([whole for _, whole, _ in found], **options)
     opt = rule([shard for *_, shard in found], **options)
@@ -135,6 +150,9 @@ def compare(name, layouts, dtype=torch.float64):
             wanted, kept = {**wanted, "point": whole}, {**kept, "point": shard}
         for key, tensor in kept.items():
             own, expected = tensor, wanted[key]
+            if not isinstance(own, torch.Tensor):
+                assert own == expected, f"{name}: {layout}: {key}"
+                continue
             assert own.dtype == expected.dtype, f"{name}: {layout}: {key}"
             if isinstance(tensor, DTensor):
                 own = tensor.to_local()
@@ -160,7 +178,7 @@ def keep_what_is_spoilt(name, layouts):
     fill_grads(found, 1)
     spoilt = found[::2]
     for layout, whole, shard in spoilt:
-        first = LAYOUTS[layout][1].get("rows", [(0, 1)])[0][0]
+        first = ALL[layout][1].get("rows", [(0, 1)])[0][0]
         whole.grad[..., first, 0] = torch.nan
         shard.grad = part(whole.grad, shard.device_mesh, shard.placements)
     before = {s: (s.to_local().clone(), dict_of_locals(opt.state[s])) for *_, s in found}
@@ -266,7 +284,8 @@ def compile_a_step(name):
 
 
 def dict_of_locals(state):
-    return {k: (t.to_local() if isinstance(t, DTensor) else t).clone() for k, t in state.items()}
+    tensors = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
+    return {k: (t.to_local() if isinstance(t, DTensor) else t).clone() for k, t in tensors.items()}
 
 
 HALF = tuple(name for name in RULES if not TABLE[name].searches)
@@ -291,6 +310,13 @@ def test_shards_train_as_one_process_on_two():
     ]
     compiled = [(compile_a_step, name) for name in OF_EACH_KIND[:1]]
     run(2, *calls, *spoilt, *low, *changes, (clip, tuple(LAYOUTS)), *compiled)
+
+
+def test_learned_scales_train_as_one_process_on_two():
+    layouts = tuple(LEARNED)
+    calls = [(compare, name, layouts) for name in ("sgd", "adamw", "muon")]
+    calls += [(compare, "adam", layouts, torch.bfloat16), (keep_what_is_spoilt, "adam", layouts)]
+    run(2, *calls, (clip, layouts))
 
 
 @pytest.mark.slow

@@ -359,7 +359,8 @@ def test_the_page_of_the_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rotations.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")
     blocks = [re.findall(r"^```python\n(.*?)^```$", s, re.MULTILINE | re.DOTALL) for s in sections]
-    assert sum(map(len, blocks)) == 2
+    assert sum(map(len, blocks)) == 3
+    assert 10 <= blocks[0][0].strip().count("\n") <= 13  # the page begins with them
     for section in blocks:
         exec("\n".join(section), {"__name__": "docs"})
 

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,17 @@ def test_hadamard_matrices_have_flat_orthogonal_entries(order: int) -> None:
 @pytest.mark.parametrize(("size", "order"), [(3, 1), (30, 2), (92, 4), (11008, 11008)])
 def test_largest_hadamard_order_that_divides(size: int, order: int) -> None:
     assert largest_hadamard(size) == order
+
+
+@pytest.mark.parametrize("size", [1536, 2048, 8192, 11008, 14336])
+def test_fixed_rotations_are_products_of_small_matrices(size: int) -> None:
+    factors = fixed_rotation(size)
+    assert math.prod(len(factor) for factor in factors) == size
+    assert max(len(factor) for factor in factors) <= 128
+    x = torch.zeros(1, size)
+    x[0, 3] = 1
+    assert float(rotate_fixed(x).abs().max()) <= (2.001 / size) ** 0.5
+    torch.testing.assert_close(rotate_fixed(rotate_fixed(x), back=True), x)
 
 
 @pytest.mark.parametrize("size", [1, 45, 96])

@@ -226,6 +226,10 @@ def _readings(group: Group) -> list[Stiefel | None]:
     precision = params[0].dtype.to_real()
     for parameter, manifold in zip(params, readings, strict=True):
         called = checks.name_of(parameter, [group])
+        if manifold is not None and manifold.learn_scale:
+            raise ValueError(
+                fail(f"learn_scale of {called}", "be False for StiefelLBFGS", True, checks.LEARNERS)
+            )
         if is_sharded(parameter):
             remedy = "train it with so.StiefelSGD or so.StiefelAdam, or hold it in one process"
             raise TypeError(fail(called, "be no DTensor for StiefelLBFGS", "one", remedy))
@@ -332,7 +336,7 @@ def _loadable(state_dict: Any, group: Group) -> dict[str, Any]:
         return loaded
     earlier = saved.get("readings", [None] * len(readings))
     for parameter, current, other in zip(group["params"], readings, earlier, strict=False):
-        if _as_data([current]) != [other]:
+        if current != (other and Stiefel.from_dict(other)):
             called = f"reading of {checks.name_of(parameter, [group])}"
             condition = f"be the saved one, {other and Stiefel.from_dict(other)}"
             remedy = "constrain it as it was when the checkpoint was written"
