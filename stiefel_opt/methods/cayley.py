@@ -28,7 +28,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_integer
-from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortened, size_of
+from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortened
 from stiefel_opt.functional.momentum import (
     NORMAL,
     SKEW,
@@ -187,7 +187,7 @@ def _shortened(
     """Return alpha / divisor, a bound on |alpha W / divisor|, and the length of the step."""
     norm = (square_norm(T) if own is None else square_norm(T) + 2 * trace_of(own)).sqrt()
     if reader.steepest < math.inf:
-        norm = torch.maximum(norm, size_of(inner) / reader.steepest)
+        norm = torch.maximum(norm, square_norm(inner).sqrt() / reader.steepest)
     norm = norm / divisor
     # from both sides: a schedule that is run past its end has learning rates below 0
     alpha = shortened(norm + _TINY, lr, 1.0)

@@ -27,12 +27,7 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
         remedy = "leave kv_bits=None and R3 out"
         given = f"a {type(decoder.model).__name__} that does not"
         raise ValueError(fail("model", "choose its attention by its config", given, remedy))
-    attention = type(decoder.layers[0].attention)
-    modules = (sys.modules.get(kind.__module__) for kind in attention.__mro__)
-    if not any(hasattr(module, _TABLE) for module in modules):
-        remedy = "leave kv_bits=None and R3 out"
-        wanted = "take its attention from transformers' table"
-        raise ValueError(fail("model", wanted, f"a {attention.__name__}", remedy))
+    check_attention(decoder)
     for layer in decoder.layers:
         layer.attention.__dict__.setdefault(TURNS, []).append(turn)
     if base.startswith(PREFIX):
@@ -42,6 +37,17 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
     functions.register(PREFIX + base, functools.partial(_attend, base))
     masks.register(PREFIX + base, masks[base])
     config._attn_implementation = PREFIX + base
+
+
+def check_attention(decoder: Decoder) -> None:
+    """Raise for an attention of its own: no function of queries and keys would be called."""
+    attention = type(decoder.layers[0].attention)
+    modules = (sys.modules.get(kind.__module__) for kind in attention.__mro__)
+    chooses = isinstance(getattr(getattr(decoder.model, "config", None), "_attn_implementation", None), str)
+    if chooses and not any(hasattr(module, _TABLE) for module in modules):
+        remedy = "leave kv_bits=None and R3 out"
+        wanted = "take its attention from transformers' table"
+        raise ValueError(fail("model", wanted, f"a {attention.__name__}", remedy))
 
 
 def remove_turn(decoder: Decoder, turn: Turn) -> None:

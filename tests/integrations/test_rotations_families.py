@@ -12,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stiefel_opt import rotations
+from stiefel_opt.rotations.attention import add_turn
 from stiefel_opt.rotations.description import FAMILIES
+from stiefel_opt.rotations.online import usable_decoder
 
 VOCABULARY = 41
 COMMON = {
@@ -197,3 +199,32 @@ def test_a_wrong_description_is_refused_and_undone_to_the_bit() -> None:
     assert torch.equal(logits(model), expected)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     rotations.prepare_(model, verify=tokens())
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("falcon", {"parallel_attn": False}),
+        ("falcon", {"new_decoder_architecture": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+    ],
+)
+def test_a_variant_of_a_family_with_other_norms_is_refused(
+    name: str, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NAMED, name, NAMED[name] | variant)
+    model = build(name)
+    expected = logits(model)
+    with pytest.raises(ValueError, match=r"have the norms .* of its family and no other"):
+        rotations.prepare_(model)
+    assert torch.equal(logits(model), expected)
+
+
+def test_an_attention_of_its_own_cannot_turn_queries_and_keys() -> None:
+    """R3 would be left out, and another attention take the place of the model's."""
+    model = rotations.prepare_(build("falcon"))
+    with pytest.raises(ValueError, match=r"attention from transformers' table, got a FalconAtt"):
+        rotations.hadamard(model, online=("R3", "R4"))
+    decoder = usable_decoder(model)
+    with pytest.raises(ValueError, match="leave kv_bits=None"):
+        add_turn(decoder, lambda query, key: (query, key))
