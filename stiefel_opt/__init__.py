@@ -19,11 +19,11 @@ from stiefel_opt.methods import PublishedAdam as PublishedAdam
 from stiefel_opt.methods import PublishedSGD as PublishedSGD
 from stiefel_opt.methods import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.methods import StiefelMuon as StiefelMuon
+from stiefel_opt.methods.minimize import Minimum as Minimum
+from stiefel_opt.methods.minimize import minimize as minimize
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim import StiefelSGD as StiefelSGD
-from stiefel_opt.optim.minimize import Minimum as Minimum
-from stiefel_opt.optim.minimize import minimize as minimize
 from stiefel_opt.parametrizations import orthogonal as orthogonal
 from stiefel_opt.tags.between import distance as distance
 from stiefel_opt.tags.between import exp as exp

@@ -11,6 +11,8 @@ from stiefel_opt.methods.cayley import cayley_sgd as cayley_sgd
 from stiefel_opt.methods.descent import ProjectedRGD as ProjectedRGD
 from stiefel_opt.methods.descent import descend as descend
 from stiefel_opt.methods.lbfgs import StiefelLBFGS as StiefelLBFGS
+from stiefel_opt.methods.minimize import Minimum as Minimum
+from stiefel_opt.methods.minimize import minimize as minimize
 from stiefel_opt.methods.muon import StiefelMuon as StiefelMuon
 from stiefel_opt.methods.muon import muon as muon
 from stiefel_opt.methods.muon import spectral_direction as spectral_direction

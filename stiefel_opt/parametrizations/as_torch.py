@@ -19,7 +19,7 @@ from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.householder import TCWY
 from stiefel_opt.parametrizations.init import householder_vectors
 from stiefel_opt.parametrizations.skew import Trivialization
-from stiefel_opt.tags.manifold import manifold_of
+from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.watch import mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -82,6 +82,7 @@ def orthogonal(
     orthogonal_map: str | None = None,
     *,
     use_trivialization: bool = True,
+    determinant: int | None = None,
 ) -> ModuleT:
     r"""Parametrize a weight as ``torch.nn.utils.parametrizations.orthogonal`` does, without n x n.
 
@@ -101,6 +102,9 @@ def orthogonal(
         orthogonal_map: See above. Default: None.
         use_trivialization: Has no effect: the initial weight is kept in any case. In torch True
             adds a base of n x n, and False loses the initial weight. Default: True.
+
+        determinant: 1 or -1, of square real matrices. Default: None, that of the weight. (torch:
+            that of the map.)
 
     Returns: The module. A weight that is orthonormal keeps its value, any other one becomes the
         nearest point (torch: the Q factor).
@@ -133,7 +137,10 @@ def orthogonal(
         remedy = "choose 'matrix_exp' or 'cayley'"
         raise ValueError(fail("orthogonal_map", "support complex weights", "'householder'", remedy))
     chosen = orthogonal_map or ("matrix_exp" if weight.is_complex() else "householder")
-    parametrize.register_parametrization(module, name, _MAPS[chosen]())
+    rule = _MAPS[chosen]()
+    rule.manifold = Stiefel(determinant=determinant)
+    rule.manifold.check(weight.shape, name)
+    parametrize.register_parametrization(module, name, rule)
     maps: Any = module.parametrizations[name]  # type: ignore[index]
     if len(maps) == 1:
         is_square = weight.size(-2) == weight.size(-1)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import PARAMETRIZED, fail
-from stiefel_opt.numerics import has_values
+from stiefel_opt.numerics import has_values, orientation
 from stiefel_opt.numerics.device import finest_dtype, working_dtype
 from stiefel_opt.numerics.geometry import gram_error, polar_factor
 from stiefel_opt.parametrizations.init import with_determinant
 from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.points import check_phase
 
 Free = Tensor | tuple[Tensor, ...]
 
@@ -58,6 +59,7 @@ class Parametrization(nn.Module):
         self.manifold = manifold
         self.generator = generator
         self.shape: torch.Size | None = None
+        self.is_turned = False  # the last row is negated, for the determinant of the manifold
         self.dtype: torch.dtype | None = None  # of the weight
         for name in self.buffer_names:
             self.register_buffer(name, None)
@@ -110,6 +112,8 @@ class Parametrization(nn.Module):
         point = self.point(*free)
         if self.shape is None:
             return point
+        if self.is_turned:
+            point = _turned(point)
         if self.manifold.scale != 1.0:
             point = self.manifold.scale * point
         if self.dtype is not point.dtype:  # after load_state_dict(assign=True)
@@ -126,8 +130,17 @@ class Parametrization(nn.Module):
                 raise TypeError(fail("weight", condition, weight.dtype, "convert it"))
             return self._assigned(matrices, weight.dtype)
         self.check(matrices.size(-2), matrices.size(-1), weight.dtype)
-        if bool((gram_error(matrices) > 1e-10).any()):
-            matrices = polar_factor(matrices)
+        wanted, n = self.manifold.determinant, matrices.size(-1)
+        check_phase(wanted, weight, "weight")
+        off = gram_error(matrices) > 1e-10
+        if wanted is not None:
+            off |= orientation(matrices) * wanted < 0
+        if bool(off.any()):
+            matrices = polar_factor(matrices, wanted)
+        reached = None if wanted is None else self.determinant(n)
+        self.is_turned = reached is not None and reached != wanted
+        if self.is_turned:
+            matrices = _turned(matrices)
         free: Free = _cast(self.start(matrices), weight.dtype)
         self.shape, self.dtype, self.generator = weight.shape, weight.dtype, None
         for name, buffer in self.named_buffers():
@@ -165,6 +178,12 @@ class Parametrization(nn.Module):
             given = "value" if self.manifold == Stiefel() else "value, manifold of this map"
             remedy = f"assign so.project_({given}), the nearest such matrix"
             raise ValueError(fail("weight", condition, value, remedy))
+        wanted = self.manifold.determinant
+        if wanted is not None and bool((orientation(matrices) * wanted < 0).any()):
+            condition = f"have determinant {wanted:+d} to be assigned"
+            raise ValueError(fail("weight", condition, "the other one"))
+        if self.is_turned:
+            matrices = _turned(matrices)
         before = {key: buffer.clone() for key, buffer in self.named_buffers()}
         if (inverse := self.free(matrices)) is None:
             condition = f"be set through the free tensors of {name}"
@@ -198,6 +217,11 @@ class Parametrization(nn.Module):
     @override
     def extra_repr(self) -> str:
         return "" if self.shape is None else self.manifold.describe(self.shape)
+
+
+def _turned(point: Tensor) -> Tensor:
+    """Return square matrices with the last row negated."""
+    return torch.cat([point[..., :-1, :], -point[..., -1:, :]], dim=-2)
 
 
 def _cast(free: Any, dtype: torch.dtype) -> Any:

@@ -100,7 +100,7 @@ class CWY(_Reflecting):
 
     @override
     def determinant(self, n: int) -> int | None:
-        return -1 if n % 2 else 1
+        return -1 if (self.reflections or n) % 2 else 1
 
     @override
     def start(self, point: Tensor) -> Free:

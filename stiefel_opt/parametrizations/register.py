@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
@@ -17,9 +18,10 @@ from stiefel_opt.errors import (
     check_options,
     fail,
     find_parameter,
+    users_level,
 )
-from stiefel_opt.numerics import has_values
-from stiefel_opt.numerics.geometry import polar_factor
+from stiefel_opt.numerics import has_values, orientation
+from stiefel_opt.numerics.geometry import gram_error, polar_factor, widened
 from stiefel_opt.parametrizations.base import Parametrization
 from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.init import draw_rotation
@@ -59,6 +61,7 @@ def orthogonal(
     flatten: bool | None = None,
     transposed: bool = False,
     scale: float = 1.0,
+    determinant: int | None = None,
     start: str | None = None,
     generator: torch.Generator | None = None,
     **options: Any,
@@ -84,6 +87,10 @@ def orthogonal(
             those that the module stacks, as for :func:`stiefel_opt.constrain`.
         flatten: Read ``(C_out, C_in, *kernel)`` as ``(C_out, C_in * prod(kernel))``. Default: True
             for convolutions.
+        determinant: 1 or -1, of square real matrices: the map reaches these, by a row that is
+            negated where it needs one. Default: None, those of the map, and of the weight for
+            "cayley" and "trivialization", which reach both. An orthonormal weight that is not
+            reached warns.
         start: Initialisation: "henaff" or "helfrich", random plane rotations, for square matrices;
             not for "urnn", nor for few reflections or layers. Default: the weight.
         generator: Source of random initial values. Default: torch's global one.
@@ -109,7 +116,7 @@ def orthogonal(
         heads = stacked(owner, leaf)[0]
     if flatten is None:
         flatten = isinstance(owner, CONVOLUTIONS) and parameter.ndim > 2
-    manifold = Stiefel(heads, None, flatten, transposed, scale)
+    manifold = Stiefel(heads, None, flatten, transposed, scale, determinant=determinant)
     manifold.check(parameter.shape, name)
     check_use(module, name, parameter, manifold, is_said=is_said)
     value = None if start is None else _start(start, map, manifold, parameter, generator)
@@ -120,22 +127,62 @@ def orthogonal(
         raise ValueError(fail("start", f"be None for {kind_of}: it starts at random", repr(start)))
     is_trained = value is None and has_values(parameter) and looks_trained(parameter, manifold)
     before = parameter.detach().clone() if is_trained or value is not None else None
+    turned = _turned_over(name, parameter, parametrization, map) if value is None else ""
+    _register(owner, leaf, parametrization, value, before)
+    mark_maps(owner)
+    if turned:
+        warnings.warn(turned, stacklevel=users_level())
+    if is_trained and (share := distance(before, getattr(owner, leaf))) > HARMFUL:  # type: ignore[arg-type]
+        warn_of_lost([(name, share)])
+    return module
+
+
+def _register(
+    owner: nn.Module,
+    leaf: str,
+    parametrization: Parametrization,
+    value: Tensor | None,
+    before: Tensor | None,
+) -> None:
+    """Register a map for a weight, or for another value of it; on an error put ``before`` back."""
+    parameter = owner._parameters[leaf]
     try:
         if value is not None:
             with torch.no_grad():
-                parameter.copy_(value)
+                parameter.copy_(value)  # type: ignore[union-attr]
         parametrize.register_parametrization(owner, leaf, parametrization)
-        if value is not None and kind is EURNN:  # which takes matrices by assignment only
+        if value is not None and isinstance(parametrization, EURNN):  # takes matrices by assignment
             setattr(owner, leaf, value)
     except Exception:
         if before is not None and leaf in owner._parameters:
             with torch.no_grad():
-                parameter.copy_(before)
+                parameter.copy_(before)  # type: ignore[union-attr]
         raise
-    mark_maps(owner)
-    if is_trained and (share := distance(before, getattr(owner, leaf))) > HARMFUL:  # type: ignore[arg-type]
-        warn_of_lost([(name, share)])
-    return module
+
+
+def _turned_over(name: str, weight: Tensor, map_: Parametrization, called: str) -> str:
+    """Return a warning of an orthonormal weight whose determinant is not kept, or nothing."""
+    manifold = map_.manifold
+    matrices = widened(manifold.matrices(weight.detach()))
+    if not has_values(weight) or weight.is_complex() or matrices.size(-2) != matrices.size(-1):
+        return ""
+    reached = manifold.determinant or map_.determinant(matrices.size(-1))
+    if reached is None:
+        return ""
+    points = matrices / manifold.scale
+    bad = orientation(points) * reached < 0
+    if not bool(bad.any()) or float(gram_error(points).max()) > 1e-3:
+        return ""
+    where = "" if bad.numel() == 1 else f" in {int(bad.sum())} of {bad.numel()} matrices"
+    remedy = (
+        f"pass determinant={-reached} to keep it"
+        if manifold.determinant
+        else f"pass determinant={-reached} to keep it, or map='cayley', which takes both"
+    )
+    return (
+        f"`{name}` has determinant {-reached:+d}{where}, and {called!r} reaches {reached:+d}: the "
+        f"weight does not keep its value; {remedy}"
+    )
 
 
 def _check_weight(name: str, parameter: Tensor) -> None:

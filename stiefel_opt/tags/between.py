@@ -225,6 +225,7 @@ def mean(
         given if isinstance(given, Tensor) else listed[0], "manifold", None
     )
     reading = reading_of(listed[0], tagged, "points")
+    _check_scale(reading)
     shares = _shares(weights, len(listed), listed[0])
     parts = [reading.parts(each) for each in listed]
     values = []
@@ -266,7 +267,15 @@ def _read(point: Tensor, other: Tensor, manifold: Stiefel | None) -> tuple[Tenso
         wanted = f"broadcast with the point, of shape {tuple(point.shape)}"
         raise ValueError(fail("other", wanted, f"shape {tuple(other.shape)}")) from None
     reading.check(shape, "point")
+    _check_scale(reading)
     return point.expand(shape), other.expand(shape), reading
+
+
+def _check_scale(reading: Stiefel) -> None:
+    """Refuse a scale that is learned: these are functions of orthonormal matrices."""
+    if reading.learn_scale:
+        remedy = "divide by the scale, and read it by so.Stiefel()"
+        raise ValueError(fail("manifold", "have a fixed scale", reading, remedy))
 
 
 def _points(part: Tensor, reading: Stiefel, index: int, name: str) -> Tensor:

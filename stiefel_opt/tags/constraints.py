@@ -37,6 +37,7 @@ from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
 from stiefel_opt.tags.parameter import tag, untag
 from stiefel_opt.tags.points import (
     at_start,
+    check_phase,
     check_projectable,
     is_alike,
     kept_scale,
@@ -44,7 +45,7 @@ from stiefel_opt.tags.points import (
     reading_of,
     rms_scale,
 )
-from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
 from stiefel_opt.tags.uses import check_uses
 from stiefel_opt.tags.watch import FLAT, GROUPED, mark_maps, record, records_of, watch
 from stiefel_opt.tags.watch import LostTagWarning as LostTagWarning
@@ -68,6 +69,7 @@ def constrain(
     transposed: bool = False,
     scale: float | Literal["keep", "rms"] = 1.0,
     learn_scale: bool = False,
+    determinant: int | None = None,
     project: bool = True,
 ) -> ModuleT:
     r"""Put parameters of ``module`` on the Stiefel manifold and return the module.
@@ -102,6 +104,9 @@ def constrain(
         learn_scale: The weight is g Q: Q is orthonormal and the number g, one for each matrix, is
             trained, from ``scale`` on, to which the optimizer pulls it back. Loading values does
             not move that start. See :mod:`stiefel_opt.functional.learned_scale`. Default: no.
+        determinant: 1 or -1: square real matrices become rotations, or reflections, and stay so.
+            A value of the other sign that was orthonormal, or seems trained, warns. Default: None,
+            as it comes: the nearest point, of either sign.
         project: False leaves the value as it is; the first step with lr > 0 projects it.
 
     Raises:
@@ -147,7 +152,7 @@ def constrain(
             own_flatten = _is_kernel(owner, parameter.shape, each, (heads, rows, transposed))
         known = 1.0 if isinstance(scale, str) else scale
         said: Any = own_heads, rows, own_flatten, transposed, known, learn_scale
-        reading = Stiefel(*said)
+        reading = replace(Stiefel(*said), determinant=determinant)
         check_value(parameter, reading, each, is_read=project or scale == "keep")
         reading = _scaled(reading, parameter, scale, each)
         asked[each] = reading
@@ -205,6 +210,7 @@ def check_value(
     """Raise if ``reading`` cannot constrain ``parameter``, or values that are read be projected."""
     reading.check(parameter.shape, name)
     check_dtype(name, parameter.dtype)
+    check_phase(reading.determinant, parameter, name)
     if not is_read:
         return
     if is_sharded(parameter):
@@ -223,11 +229,13 @@ def apply_readings(
     moved: dict[str, float | None] = {}
     lost: list[tuple[str, float]] = []
     zero: list[str] = []
+    turned: list[tuple[str, str, int]] = []
     for name, reading in asked.items():
         owner, leaf, parameter = find_parameter(module, name)
         moved[name] = None
         if project and has_values(parameter):
             point = nearest(parameter, at_start(reading), name)
+            turned += turned_over(name, parameter, reading)
             share = distance(parameter, point)
             if share == math.inf:
                 zero.append(name)
@@ -244,6 +252,7 @@ def apply_readings(
         note_module(owner)
     note_module(module)
     warn_of_lost(lost)
+    warn_of_component(turned)
     if zero:
         warnings.warn(
             f"`{zero[0]}`{f' and {len(zero) - 1} more' if len(zero) > 1 else ''}, which was zero, "
@@ -397,7 +406,8 @@ def project_(x: Any, manifold: Stiefel | None = None) -> Any:
 
     Args:
         x: A model with constrained parameters, or a tensor.
-        manifold: The reading of a tensor. Default: its tag, else ``Stiefel()``.
+        manifold: The reading of a tensor. Default: its tag, else ``Stiefel()``. With
+            ``determinant=1`` the nearest point is the nearest rotation (Kabsch).
 
     Returns: The model or the tensor itself.
     Raises:

@@ -49,6 +49,8 @@ class Stiefel:
             tensor by -lr times its tangent gradient whatever the scale.
         learn_scale: Each matrix is g > 0 times an orthonormal one, and optimizers train the number
             g; ``scale`` is its first value, to which they pull it back. Default: no.
+        determinant: 1 (rotations) or -1, of square real matrices: what is projected, drawn or
+            loaded belongs to that component, and no step leaves it. Default: None, as it comes.
 
     Raises:
         ValueError: for heads or rows that cannot be, overlapping ranges, or scale <= 0.
@@ -62,6 +64,7 @@ class Stiefel:
     transposed: bool = False
     scale: float = 1.0
     learn_scale: bool = False
+    determinant: int | None = None
 
     @override
     def __init_subclass__(cls) -> None:
@@ -86,6 +89,7 @@ class Stiefel:
         if not (self.scale > 0 and math.isfinite(self.scale)):
             raise ValueError(fail("scale", "be positive and finite", self.scale))
         object.__setattr__(self, "scale", float(self.scale))
+        check_determinant(self.determinant)
 
     # ---- as plain data -------------------------------------------------------------------------
 
@@ -93,7 +97,10 @@ class Stiefel:
         """Return the reading as numbers, booleans and lists, for param groups and state_dicts."""
         ranges = None if self.rows is None else [list(pair) for pair in self._ranges()]
         heads = list(self.heads) if isinstance(self.heads, tuple) else self.heads
-        return dict(vars(self), heads=heads, rows=ranges)
+        data = dict(vars(self), heads=heads, rows=ranges)
+        if self.determinant is None:  # as in readings that were saved before it existed
+            del data["determinant"]
+        return data
 
     @classmethod
     def from_dict(cls, reading: Mapping[str, Any]) -> Self:
@@ -127,6 +134,11 @@ class Stiefel:
                 remedy = f"its shape is {size}; change heads or rows"
                 wanted = f"divide its {stop - start} rows"
                 raise ValueError(fail(f"heads of {name}", wanted, heads, remedy))
+            height, width = (stop - start) // heads, self._size(size)[1]
+            if self.determinant is not None and height != width:
+                remedy = f"they are {height} x {width}, and no rectangle has a determinant"
+                wanted = f"be None where matrices of `{name}` are not square"
+                raise ValueError(fail("determinant", wanted, self.determinant, remedy))
 
     def parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Return one view of the stored ``tensor`` for each constrained range of rows."""
@@ -233,7 +245,8 @@ class Stiefel:
         scale = f", scale {self.scale:g}" if self.scale != 1.0 else ""
         if self.learn_scale:
             scale = f", scale learned from {self.scale:g}"
-        return "; ".join(words) + scale
+        sign = "" if self.determinant is None else f", determinant {self.determinant:+d}"
+        return "; ".join(words) + scale + sign
 
     def count(self, shape: torch.Size | tuple[int, ...]) -> int:
         """Return how many matrices a tensor of ``shape`` holds."""
@@ -256,6 +269,12 @@ class Stiefel:
         if self.flatten:
             return shape[0], math.prod(shape[1:])
         return (shape[-1], shape[-2]) if self.transposed else (shape[-2], shape[-1])
+
+
+def check_determinant(determinant: object) -> None:
+    """Raise unless a determinant is 1, -1 or None."""
+    if not (determinant is None or (type(determinant) is int and determinant in (1, -1))):
+        raise ValueError(fail("determinant", "be 1, -1 or None", repr(determinant)))
 
 
 def tall(matrix: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.tags.foreign import note_tag
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.points import at_start, nearest, reading_of
-from stiefel_opt.tags.trained import distance, is_lost, warn_of_lost
+from stiefel_opt.tags.trained import distance, is_lost, turned_over, warn_of_component, warn_of_lost
 
 UNSTATED: Final = Stiefel()  # the tag of ``type(parameter)(value)``, until a module knows better
 # Ids of parameters whose tag `untag` removed. An id may come back with another parameter, which
@@ -72,6 +72,7 @@ class ManifoldParameter(nn.Parameter):
                 point = nearest(data, at_start(manifold), "data", remedy)
                 share = distance(data, point)
                 warn_of_lost([("data", share)] if is_lost(data, manifold, share) else [])
+                warn_of_component(turned_over("data", data, manifold))
                 data = data if point is None else point
         parameter = super().__new__(cls, data, requires_grad)
         parameter.manifold = manifold if stated else UNSTATED
@@ -191,6 +192,7 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
     manifold = Stiefel() if key is True else Stiefel.from_dict(key)
     points: list[tuple[Any, Tensor | None]] = []
     lost: list[tuple[str, float]] = []
+    turned: list[tuple[str, str, int]] = []
     for parameter in parameters:
         if manifold_of(parameter) is None:
             name = f"parameter of shape {tuple(parameter.shape)}"
@@ -202,7 +204,9 @@ def project_untagged(parameters: Sequence[Tensor], key: bool | Mapping[str, Any]
             points.append((parameter, point))
             share = distance(parameter, point)
             lost += [(name, share)] if is_lost(parameter, manifold, share) else []
+            turned += turned_over(name, parameter, manifold) if point is not None else []
     warn_of_lost(lost)  # which raises where warnings are errors
+    warn_of_component(turned)
     for parameter, point in points:
         if point is not None:
             parameter.copy_(point)

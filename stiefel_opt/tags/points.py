@@ -23,13 +23,14 @@ from stiefel_opt.numerics.device import (
 from stiefel_opt.numerics.distributed import is_sharded
 from stiefel_opt.numerics.geometry import (
     gram_error,
+    orientation,
     orthonormality_tolerance,
     polar_factor,
     scale_rounding,
     widened,
 )
 from stiefel_opt.numerics.linalg import are_finite, sym
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
+from stiefel_opt.tags.manifold import Stiefel, check_determinant, manifold_of
 
 
 def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
@@ -40,6 +41,7 @@ def reading_of(tensor: Tensor, manifold: Stiefel | None, name: str) -> Stiefel:
         raise TypeError(fail(name, "have a floating-point dtype", tensor.dtype))
     reading = manifold or manifold_of(tensor) or Stiefel()
     reading.check(tensor.shape, name)
+    check_phase(reading.determinant, tensor, name)
     return reading
 
 
@@ -68,16 +70,19 @@ def nearest(
     Raises:
         ValueError: for values that are not finite, naming ``name``.
     """
+    check_phase(reading.determinant, tensor, name)
     check_projectable(tensor, reading, name, remedy)
     result = None
     for index, part in enumerate(reading.parts(tensor)):
         matrices = widened(reading.matrices(part, index))
         tolerance = orthonormality_tolerance(tensor.dtype, matrices.size(-2))
         off = ~(gram_error(matrices / reading.scale_of(matrices)) <= tolerance)  # overflows count
+        if reading.determinant is not None:
+            off |= orientation(matrices / reading.scale_of(matrices)) * reading.determinant < 0
         if bool(off.any()):
             result = tensor.detach().clone() if result is None else result
             projected = matrices.clone()
-            factor = polar_factor(matrices[off])
+            factor = polar_factor(matrices[off], reading.determinant)
             scale: Any = reading.scale
             if reading.learn_scale:
                 scale = mean_singular_value(matrices[off], factor)
@@ -168,8 +173,17 @@ def random_point(
     for index, part in enumerate(reading.parts(point)):
         size = reading.matrices(part, index).shape
         drawn = geometry.random_point(*size, generator=generator, dtype=dtype, device=device)
+        drawn = _of_component(drawn, reading)
         part.copy_(reading.stored(reading.scale * drawn, part.shape, index))
     return point
+
+
+def _of_component(points: Tensor, reading: Stiefel) -> Tensor:
+    """Negate the last column of random points with the other determinant: the rest is uniform."""
+    if reading.determinant is None:
+        return points
+    signs = torch.sign(orientation(points) * reading.determinant)
+    return torch.cat([points[..., :-1], points[..., -1:] * signs[..., None, None]], dim=-1)
 
 
 @torch.no_grad()
@@ -223,7 +237,7 @@ def orthogonal_(
         dtype = working_dtype(part.dtype)
         drawn = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
         gaussian = reading.matrices(drawn.normal_(generator=generator), index)
-        point = reading.scale * gain * geometry.positive_qr(gaussian)
+        point = _of_component(geometry.positive_qr(gaussian), reading) * (reading.scale * gain)
         part.copy_(reading.stored(point, part.shape, index))
     return tensor
 
@@ -264,7 +278,8 @@ def polar(
         manifold: The reading; the point is ``scale`` times Q, or, where the scale is learned, the
             mean singular value times Q. Default: the tag of ``tensor``, else
             ``Stiefel()``. Rows that it leaves plain are returned as they are.
-        determinant: 1 or -1, of square real matrices. Default: None, the nearest of both kinds.
+        determinant: 1 or -1, of square real matrices. Default: that of the reading, None: the
+            nearest of both kinds.
         return_factor: Return H, too, ``(..., m, m)``, m the smaller size; with another determinant
             than that of the nearest point its last eigenvalue is negative. Default: False.
 
@@ -285,7 +300,11 @@ def polar(
     if not isinstance(tensor, Tensor):
         raise TypeError(fail("tensor", "be a tensor", type(tensor).__name__))
     check_flag("return_factor", return_factor)
+    check_determinant(determinant)
     reading = reading_of(tensor, manifold, "tensor")
+    if determinant is not None:
+        reading = replace(reading, determinant=determinant)
+        reading = reading_of(tensor, reading, "tensor")
     if return_factor and reading.rows is not None:
         remedy = "call it for each range of rows"
         raise ValueError(fail("return_factor", "be False for a reading with rows", True, remedy))
@@ -293,10 +312,9 @@ def polar(
 
     def nearest_of(matrices: Tensor, _: Tensor, scale: Any) -> Tensor:
         wide = widened(matrices)
-        check_determinant(determinant, wide, "tensor")
         with no_autocast(wide):
             _check_finite(wide, tensor)
-            points, gap = geometry.polar(wide, determinant)
+            points, gap = geometry.polar(wide, reading.determinant)
             _warn_if_not_unique(gap, wide.size(-2))
             if reading.learn_scale:
                 mean = mean_singular_value(wide, points)
@@ -313,20 +331,23 @@ def polar(
     return point
 
 
-def check_determinant(determinant: object, matrices: Tensor, name: str) -> None:
-    """Raise unless the ``determinant`` is None, or 1 or -1 and real square ``matrices`` have it."""
-    if determinant is None:
-        return
-    if type(determinant) is not int or determinant not in (1, -1):
-        raise ValueError(fail("determinant", "be 1, -1 or None", repr(determinant)))
-    if matrices.size(-2) != matrices.size(-1):
-        wanted = f"be None where matrices of `{name}` are not square"
-        remedy = f"they are {matrices.size(-2)} x {matrices.size(-1)}, tall: none has a determinant"
-        raise ValueError(fail("determinant", wanted, determinant, remedy))
-    if matrices.is_complex():
+def check_phase(determinant: int | None, tensor: Tensor, name: str) -> None:
+    """Raise for a determinant of complex matrices."""
+    if determinant is not None and tensor.is_complex():
         wanted = f"be None for the complex matrices of `{name}`"
         remedy = "theirs is a phase, which each step of an optimizer moves"
         raise ValueError(fail("determinant", wanted, determinant, remedy))
+
+
+def wrong_signs(tensor: Tensor, reading: Stiefel) -> list[Tensor]:
+    """Say of the matrices of each range which do not have the determinant of the reading."""
+    if reading.determinant is None:
+        return []
+    parts = enumerate(reading.parts(tensor.detach()))
+    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
+    return [
+        orientation(each / reading.scale_of(each)) * reading.determinant < 0 for each in matrices
+    ]
 
 
 def _check_finite(matrices: Tensor, tensor: Tensor) -> None:

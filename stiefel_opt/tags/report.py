@@ -15,7 +15,7 @@ from typing_extensions import override
 from stiefel_opt.errors import fail, none_found
 from stiefel_opt.numerics.device import finest_dtype, has_values
 from stiefel_opt.numerics.distributed import whole
-from stiefel_opt.numerics.geometry import orthonormality_tolerance
+from stiefel_opt.numerics.geometry import orientation, orthonormality_tolerance, widened
 from stiefel_opt.tags.constraints import MOVED, readings
 from stiefel_opt.tags.layers import stacked
 from stiefel_opt.tags.manifold import Stiefel, is_others, manifold_of
@@ -117,6 +117,8 @@ class Line:
         factor: On the learning rate, of an adaptive optimizer; None if there is none.
         momentum: Of the last step, which an adaptive optimizer chooses; None if there is none.
         scale: Smallest and largest learned scale of its matrices; None if it is not learned.
+        determinant: Sign of the determinant of real square matrices, "+1" or "-1"; of several, how
+            many are -1; None of others.
         held: Whether the optimizer of the report holds the parameter; True without an optimizer,
             and for a weight that a map computes.
     """
@@ -136,9 +138,11 @@ class Line:
     momentum: float | None = None
     scale: tuple[float, float] | None = None
     held: bool = True
+    determinant: str | None = None
 
 
 _COLUMNS: Final = {  # title: attribute of a line, and its form
+    "determinant": ("determinant", "{}"),
     "moved": ("moved", "{:.0%}"),
     "scale": ("scale", "{}"),
     "skipped steps": ("skipped", "{}"),
@@ -201,6 +205,20 @@ class Report:
     @override
     def __repr__(self) -> str:
         return str(self)
+
+
+def _signs(weight: Tensor, reading: Stiefel) -> str | None:
+    """Return the determinant of real square matrices in words."""
+    parts = enumerate(reading.parts(whole(weight.detach())))
+    matrices = [widened(reading.matrices(part, index)) for index, part in parts]
+    square = [each for each in matrices if each.size(-2) == each.size(-1)]
+    if not square or weight.is_complex():
+        return None
+    signs = torch.cat([orientation(each / reading.scale_of(each)).reshape(-1) for each in square])
+    count = int((signs < 0).sum())
+    if signs.numel() == 1:
+        return "-1" if count else "+1"
+    return f"{count} of {signs.numel()} are -1"
 
 
 def _shown(value: Any) -> Any:
@@ -281,6 +299,7 @@ def report(model: nn.Module, optimizer: Optimizer | None = None) -> Report:
             off=error is not None and not kind and not error <= rounding,
             moved=owner.__dict__.get(MOVED, {}).get(leaf),
             scale=scales_of(weight, reading),
+            determinant=_signs(weight, reading) if has_values(weight) else None,
             held=bool(kind) or not is_known or id(weight) in held,
             **numbers,
         )

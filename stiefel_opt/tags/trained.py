@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from stiefel_opt.errors import users_level
 from stiefel_opt.numerics.device import finest_dtype
-from stiefel_opt.numerics.geometry import widened
+from stiefel_opt.numerics.geometry import is_far, widened
 from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags.points import largest_error, wrong_signs
 
 # Independent entries have no singular value above (sqrt(n) + sqrt(m)) times their standard
 # deviation but for fluctuations: at most 1.1 times it in 100 draws of each initialisation of torch.
@@ -25,6 +26,7 @@ _OUTLIER: Final = 1.25
 # timm and transformers. An optimizer writes in each step (fused ones unseen), which shows small
 # matrices that were trained in this process.
 _WRITES: Final = 32
+_SMALL: Final = 64  # n below which random matrices may have any singular value
 HARMFUL: Final = 0.1  # of the length: a shorter move does little harm to a trained weight
 
 
@@ -40,8 +42,12 @@ def distance(tensor: Tensor, point: Tensor | None) -> float:
 
 def looks_trained(value: Tensor, reading: Stiefel) -> bool:
     """Say whether a weight was written to often, or has a singular value that chance has not."""
+    return _is_written(value) or _outlier(value, reading) > _OUTLIER
+
+
+def _is_written(value: Tensor) -> bool:
     counts = isinstance(value, nn.Parameter) and not value.is_inference()
-    return (counts and value._version > _WRITES) or _outlier(value, reading) > _OUTLIER
+    return counts and value._version > _WRITES
 
 
 def is_lost(value: Tensor, reading: Stiefel, share: float) -> bool:
@@ -61,6 +67,37 @@ def warn_of_lost(shares: Sequence[tuple[str, float]]) -> None:
             f"{moved} to be orthonormal: what the model had learned there is lost. Train it on "
             "before it is used, with scale='keep' if the norm of these weights matters; or "
             "constrain a model that is not trained yet",
+            stacklevel=users_level(),
+        )
+
+
+@torch.no_grad()
+def turned_over(name: str, value: Tensor, reading: Stiefel) -> list[tuple[str, str, int]]:
+    """Return name, where and new determinant of a value that gets another one, else nothing.
+
+    Of one that was orthonormal, or looks trained: half of all random matrices do.
+    """
+    bad = wrong_signs(value, reading)
+    count, total = sum(int(each.sum()) for each in bad), sum(each.numel() for each in bad)
+    if reading.determinant is None or not count:
+        return []
+    error = float(largest_error(widened(value.detach()), reading))
+    if is_far(error, value.detach()):
+        # singular values of a few numbers are no evidence
+        is_small = max(reading.heights(value.shape)) < _SMALL
+        if not (_is_written(value) if is_small else looks_trained(value, reading)):
+            return []
+    where = "" if total == 1 else f" in {count} of {total} matrices"
+    return [(name, where, reading.determinant)]
+
+
+def warn_of_component(turned: Sequence[tuple[str, str, int]]) -> None:
+    """Warn of weights, by name, whose determinant changes: where, and to what."""
+    for name, where, determinant in turned:
+        warnings.warn(
+            f"`{name}` had the other determinant{where}, and becomes the nearest point with "
+            f"determinant {determinant:+d}: in that direction it is reflected. Pass determinant="
+            f"{-determinant} to keep its sign, or negate a row before",
             stacklevel=users_level(),
         )
 

@@ -40,7 +40,7 @@ from stiefel_opt.numerics.distributed import is_sharded, whole
 from stiefel_opt.numerics.geometry import is_far, orthonormality_tolerance, scale_tolerance, widened
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.parameter import UNSTATED, ManifoldParameter
-from stiefel_opt.tags.points import kept_scale, largest_error, nearest
+from stiefel_opt.tags.points import kept_scale, largest_error, nearest, wrong_signs
 from stiefel_opt.tags.trained import distance, is_lost
 
 RECORDS: Final = "_stiefel_constraints"  # {parameter name: Stiefel}, in the owner's __dict__
@@ -451,6 +451,19 @@ def _rescaled(module: nn.Module, leaf: str, value: Tensor, name: str) -> Stiefel
     return rescaled
 
 
+def _warn_of_sign(name: str, loaded: Tensor, reading: Stiefel) -> None:
+    """Warn of values that are being loaded and have the other determinant."""
+    bad = wrong_signs(loaded, reading)
+    if count := sum(int(each.sum()) for each in bad):
+        total = sum(each.numel() for each in bad)
+        where = "" if total == 1 else f" in {count} of {total} matrices"
+        warnings.warn(
+            f"`{name}` is loaded with the other determinant than {reading.determinant:+d}{where}, "
+            "which no step changes; so.project_(model) takes the nearest point of that sign",
+            stacklevel=users_level(),
+        )
+
+
 @torch.no_grad()
 def _warn_if_off(
     module: nn.Module,
@@ -478,6 +491,7 @@ def _warn_if_off(
         if leaf in module.__dict__.get(KEEPS, ()):
             reading = _rescaled(module, leaf, loaded, prefix + leaf)
         error = float(largest_error(widened(loaded), reading))
+        _warn_of_sign(prefix + leaf, loaded, reading)
         heights = reading.heights(parameter.shape)
         if error <= 10 * orthonormality_tolerance(parameter.dtype, max(heights)):
             continue  # NaN does not pass

@@ -279,7 +279,8 @@ def test_a_square_weight_of_the_wrong_determinant_loses_the_sign_of_a_row(name, 
     weight = with_determinant(orthonormal(size, size), -right)
     module = nn.Module()
     module.weight = nn.Parameter(weight.clone())
-    so.orthogonal(module, map=name)
+    with pytest.warns(UserWarning, match=f"pass determinant={-right:.0f} to keep it, or map="):
+        so.orthogonal(module, map=name)
     torch.testing.assert_close(module.weight[:-1], weight[:-1], rtol=0, atol=1e-12)
     torch.testing.assert_close(module.weight[-1], -weight[-1], rtol=0, atol=1e-12)
     before = copy.deepcopy(module.state_dict())
@@ -787,6 +788,7 @@ def test_a_dtype_that_no_map_has_is_refused(dtype, name):
     assert not parametrize.is_parametrized(layer)
 
 
+@pytest.mark.filterwarnings("ignore:.* has determinant .*, and 'cayley' reaches:UserWarning")
 @pytest.mark.parametrize("negative", [0, 3])
 def test_the_signs_of_a_cayley_map_can_be_given(negative):
     generator = torch.Generator().manual_seed(5)

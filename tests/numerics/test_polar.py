@@ -175,7 +175,7 @@ def test_it_is_mapped_and_traced():
         (
             lambda: so.polar(torch.ones(2, 3), determinant=1),
             ValueError,
-            "where matrices of `tensor` are not square, got 1; they are 3 x 2",
+            "where matrices of `tensor` are not square, got 1; they are 2 x 3",
         ),
         (
             lambda: so.polar(torch.eye(2, dtype=torch.complex64), determinant=1),

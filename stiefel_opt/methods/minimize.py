@@ -1,8 +1,8 @@
 """One call that minimises a loss over points: L-BFGS, one start after the other or all at once.
 
-The geometry is that of :class:`StiefelLBFGS` without the rotation of pairs: coordinates of the
-frames stay what they are, so that inner products of pairs are computed once, and a direction takes
-four products with the pairs and one triangular solve.
+The frames are those of :class:`StiefelLBFGS`. Pairs are not rotated: a slope along a line is that
+of the coordinates of the direction, so that its Wolfe condition is s'y > 0. Inner products of pairs
+are computed once, and a direction takes two products with all pairs and two triangular solves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -20,17 +20,24 @@ from torch import Tensor
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
 from stiefel_opt.numerics.device import exact_products
-from stiefel_opt.numerics.geometry import orientation, project_tangent, riemannian_gradient
+from stiefel_opt.numerics.geometry import (
+    newton_schulz,
+    orientation,
+    project_tangent,
+    riemannian_gradient,
+)
+from stiefel_opt.numerics.linalg import own_gram
 from stiefel_opt.tags.manifold import Stiefel, manifold_of
 from stiefel_opt.tags.points import nearest, random_point, reading_of
 
 Loss = Callable[[Any], Tensor]
-_End = tuple[Tensor, Tensor, Tensor]  # t, loss and slope
+_End = tuple[float, float, float]  # t, loss and slope
 
 _ARMIJO: Final = 1e-4  # of the slope: a sufficient decrease
 _CURVATURE: Final = 0.9  # of the slope: a step that is long enough
 _TRIALS: Final = 25  # of one line search
 _PAIRS: Final = 30  # that are kept
+_FIRST: Final = 0.2  # radians of the first trial of all
 _NUDGE: Final = 1e-2  # length of the random move at a stationary start
 _CONVERGED: Final = "the Riemannian gradient is small"
 _ROUNDING: Final = "no lower loss was found along the negative gradient: rounding, or a kink"
@@ -176,6 +183,9 @@ class _Form:
             reading = own if own is not None else manifold_of(tensor)
             if reading is not None or self.kind is None:
                 reading = reading_of(tensor, reading, name)
+                if reading.learn_scale:
+                    remedy = "let the loss multiply by a tensor of its own"
+                    raise ValueError(fail("manifold", "have a fixed scale", reading, remedy))
             self.readings.append(reading)
             self.shapes.append(tensor.shape)
             self.tensors.append(None if tensor.is_meta else _start(tensor, reading, name))
@@ -260,12 +270,15 @@ class _Options(NamedTuple):
 
 
 class _Product:
-    """Tensors ``(starts, *shape)``; a vector is ``(starts, N)``, real, with all of one start."""
+    """Tensors ``(starts, *shape)``; a vector is ``(starts, N)``, real, with all of one start.
+
+    Matrices are ``(k, n, m)`` for each constrained range, k for all starts. Where one tensor is
+    one tall matrix, vectors and matrices are views of one another.
+    """
 
     def __init__(self, form: _Form, tensors: list[Tensor]) -> None:
         self.form, self.tensors = form, tensors
         self.count = len(tensors[0])
-        self.references = [tensor.clone() for tensor in tensors]
         self._sizes = [_flat(tensor).size(1) for tensor in tensors]
         self._ranges = [
             (place, index, reading)
@@ -273,24 +286,33 @@ class _Product:
             if reading is not None
             for index in range(1 if reading.rows is None else len(reading.rows))
         ]
+        only = tensors[0]
+        self._is_one = (
+            len(tensors) == 1
+            and form.readings[0] in (Stiefel(), Stiefel(determinant=1), Stiefel(determinant=-1))
+            and only.size(-2) >= only.size(-1)
+        )
+        self.points = self.matrices(tensors)
+        self.references = [point.clone() for point in self.points]
         self.frames = self._frames()
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return tensors as one vector of each start."""
-        return torch.cat([_flat(tensor) for tensor in tensors], dim=1)
+        parts = [_flat(tensor) for tensor in tensors]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def shaped(self, flat: Tensor) -> list[Tensor]:
         """Return a vector as tensors like those of the point, in new memory."""
-        parts = torch.split(flat, self._sizes, dim=1)
         tensors = []
-        for part, tensor in zip(parts, self.tensors, strict=True):
-            if tensor.is_complex():
-                part = torch.view_as_complex(part.reshape(*tensor.shape, 2))
-            tensors.append(part.reshape(tensor.shape).clone())
+        for part, like in zip(torch.split(flat, self._sizes, dim=1), self.tensors, strict=True):
+            own = part.reshape(*like.shape, 2) if like.is_complex() else part.reshape(like.shape)
+            tensors.append((torch.view_as_complex(own) if like.is_complex() else own).clone())
         return tensors
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the orthonormal matrices of each range, ``(k, n, m)``, k for all starts."""
+        """Return the orthonormal matrices of each range."""
+        if self._is_one:
+            return [_batch(tensors[0])]
         return [
             _batch(reading.matrices(self._part(tensors[place], place, index), index, stacked=True))
             / reading.scale
@@ -307,31 +329,51 @@ class _Product:
 
     def mapped(self, function: Callable[[lbfgs.Frame, Tensor], Tensor], flat: Tensor) -> Tensor:
         """Return a vector whose matrices went through a function of the frames."""
+        if self._is_one:
+            return _flat(function(self.frames[0], self._viewed(flat)), self.count)
         tensors = self.shaped(flat)
-        # vectors in units of the tensors: the factor of a scale is linear and cancels
         pairs = zip(self.frames, self.matrices(tensors), strict=True)
         self.write(tensors, [function(at, own) for at, own in pairs])
         return self.flat(tensors)
 
-    def move(self, tensors: list[Tensor]) -> None:
-        """Make the tensors the point."""
-        self.tensors = tensors
+    def parts(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return a vector as tensors, none where they are not needed, and as matrices."""
+        if self._is_one:
+            return [], [self._viewed(flat)]
+        tensors = self.shaped(flat)
+        return tensors, self.matrices(tensors)
+
+    def move(self, tensors: Sequence[Tensor], points: list[Tensor]) -> None:
+        """Make these the point: tensors, in which matrices are missing yet, and matrices."""
+        if self._is_one:
+            self.tensors = [points[0].reshape(self.tensors[0].shape)]
+        else:
+            self.tensors = list(tensors)
+            self.write(self.tensors, points)
+        self.points, self.frames = points, []
         self.frames = self._frames()
 
-    def refer_here(self) -> bool:
-        """Make this point the reference where it is far from it; say whether it was."""
-        if not any(lbfgs.is_ill_conditioned(at) for at in self.frames):
-            return False
-        self.references = [tensor.clone() for tensor in self.tensors]
-        self.frames = self._frames()
-        return True
+    def is_far(self) -> bool:
+        """Say whether another reference would serve better."""
+        return any(lbfgs.is_ill_conditioned(at) for at in self.frames)
 
-    def per_matrix(self, values: Tensor) -> list[Tensor]:
-        """Repeat a number of each start, ``(starts,)``, for the matrices of each range."""
-        return [values.repeat_interleave(len(at.point) // self.count) for at in self.frames]
+    def refer_here(self) -> None:
+        """Make this point the reference."""
+        self.references = list(self.points)
+        self.frames = self._frames()
+
+    def per_matrix(self, t: Tensor, point: Tensor) -> Tensor:
+        """Repeat a number of each start for the matrices of a range."""
+        return t if len(point) == len(t) else t.repeat_interleave(len(point) // self.count)
+
+    def _viewed(self, flat: Tensor) -> Tensor:
+        like = self.tensors[0]
+        if like.is_complex():
+            flat = torch.view_as_complex(flat.reshape(*like.shape, 2))
+        return flat.reshape(-1, *like.shape[-2:])
 
     def _frames(self) -> list[lbfgs.Frame]:
-        pairs = zip(self.matrices(self.tensors), self.matrices(self.references), strict=True)
+        pairs = zip(self.points, self.references, strict=True)
         return [lbfgs.frame(here, there) for here, there in pairs]
 
     def _part(self, tensor: Tensor, place: int, index: int) -> Tensor:
@@ -344,9 +386,9 @@ class _Product:
         return tensor.narrow(dim, start, stop - start)
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor, count: int | None = None) -> Tensor:
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.reshape(len(tensor), -1)
+    return real.reshape(len(tensor) if count is None else count, -1)
 
 
 def _batch(matrices: Tensor) -> Tensor:
@@ -354,134 +396,117 @@ def _batch(matrices: Tensor) -> Tensor:
 
 
 class _Path:
-    """The curves of all starts along their directions; t is a number of each start."""
+    r"""The curves :math:`(X + tV)(I + t^2 V'V)^{-1/2}` of all starts, t a number of each.
+
+    The polar retraction, by one eigendecomposition of m x m for all t.
+    """
 
     def __init__(self, product: _Product, direction: Tensor) -> None:
-        self._product, self._from = product, product.tensors
-        self.vector = product.mapped(lbfgs.from_coordinates, direction)
-        self._moves = product.shaped(self.vector)
-        self._curves = [
-            lbfgs.curve(at.point, own)
-            for at, own in zip(product.frames, product.matrices(self._moves), strict=True)
-        ]
-
-    def longest(self) -> Tensor:
-        """Return the longest t of a first trial: beyond it matrices turn around again."""
+        self._product = product
+        self._tensors, self._points = product.tensors, product.points
+        vector = product.mapped(lbfgs.from_coordinates, direction)
+        self._moves, self._tangents = product.parts(vector)
+        self._spectra = [torch.linalg.eigh(own_gram(each)) for each in self._tangents]
         speeds = [
-            (each.values[..., -1].sqrt() + torch.linalg.matrix_norm(each.turn))
-            .reshape(self._product.count, -1)
-            .amax(1)
-            for each in self._curves
+            values[:, -1].clamp(min=0.0).reshape(product.count, -1).amax(1)
+            for values, _ in self._spectra
         ]
-        if not speeds:
-            return torch.full_like(self.vector[:, 0], math.inf)
-        return 2 * math.pi / torch.stack(speeds).amax(0)
+        plain = [_flat(move).square().sum(1) for move in self._moves]
+        self.speed = torch.stack([*speeds, *plain]).amax(0).sqrt()
 
-    def go(self, t: Tensor) -> Tensor:
-        """Move the point to t; return the coordinates of the velocity there."""
-        product = self._product
-        steps = [t.reshape(-1, *[1] * (move.ndim - 1)) for move in self._moves]
+    def go(self, t: Tensor) -> None:
+        """Move the point to t."""
+        product, points = self._product, []
+        for point, tangent, (values, axes) in zip(
+            self._points, self._tangents, self._spectra, strict=True
+        ):
+            times = product.per_matrix(t, point)[:, None]
+            root = (axes * (1 + times.square() * values).rsqrt().unsqueeze(-2)) @ axes.mH
+            moved = torch.addcmul(point, tangent, times.unsqueeze(-1)) @ root
+            points.append(newton_schulz(moved))
         tensors = [
-            here + step * move
-            for here, step, move in zip(self._from, steps, self._moves, strict=True)
+            here + t.reshape(-1, *[1] * (move.ndim - 1)) * move
+            for here, move in zip(self._tensors, self._moves, strict=False)
         ]
-        velocities = [move.clone() for move in self._moves]
-        ends = [
-            lbfgs.along(path, own)
-            for path, own in zip(self._curves, product.per_matrix(t), strict=True)
-        ]
-        product.write(tensors, [end for end, _ in ends])
-        product.write(velocities, [speed for _, speed in ends])
-        product.move(tensors)
-        return product.mapped(lbfgs.coordinates, product.flat(velocities))
+        product.move(tensors, points)
 
 
-# ---- the iteration -------------------------------------------------------------------------------
+# ---- the memory ----------------------------------------------------------------------------------
 
 
 class _Pairs:
     """Pairs (s, y) of each start, and their inner products, which a change of frames keeps."""
 
-    def __init__(self) -> None:
-        self._steps: Tensor | None = None  # (starts, h, N)
-        self._changes: Tensor
-        self._mixed: Tensor  # s'y, (starts, h, h)
-        self._own: Tensor  # y'y
+    def __init__(self, like: Tensor) -> None:
+        count, size = like.shape
+        room = 2 * _PAIRS  # so that the last ones are moved to the front now and then only
+        self._pairs = like.new_zeros(count, 2, room, size)  # all s, all y, the oldest first
+        self._mixed = like.new_zeros(count, room, room)  # s'y: the upper triangle is used
+        self._own = like.new_zeros(count, room, room)  # y'y
+        self._used = slice(0, 0)
 
     def learn(self, step: Tensor, change: Tensor) -> None:
         """Add a pair of each start; where its curvature is not positive, one of zeros."""
         product = (step * change).sum(1)
-        rounding = 1e-12 * step.norm(dim=1) * change.norm(dim=1)
-        is_kept = (product > rounding).unsqueeze(1)
-        step, change = torch.where(is_kept, step, 0.0), torch.where(is_kept, change, 0.0)
-        if self._steps is None:
-            self._steps, self._changes = step.unsqueeze(1), change.unsqueeze(1)
-            self._mixed = torch.where(is_kept, product.unsqueeze(1), 1.0).unsqueeze(1)
-            self._own = change.square().sum(1)[:, None, None]
-            return
-        first = 1 if self._steps.size(1) == _PAIRS else 0
-        self._steps = torch.cat([self._steps[:, first:], step.unsqueeze(1)], 1)
-        self._changes = torch.cat([self._changes[:, first:], change.unsqueeze(1)], 1)
-        both = torch.cat([self._steps, self._changes], 1) @ change.unsqueeze(2)
-        column, own = both.chunk(2, dim=1)  # s_i'y and y_i'y
-        column = column.clone()
-        column[:, -1] = torch.where(is_kept, column[:, -1], 1.0)
-        # of s'y only the upper triangle is used
-        self._mixed = _bordered(self._mixed[:, first:, first:], column, torch.zeros_like(column))
-        self._own = _bordered(self._own[:, first:, first:], own, own)
+        is_kept = product > 1e-12 * step.norm(dim=1) * change.norm(dim=1)
+        if not bool(is_kept.all()):
+            step, change = (torch.where(is_kept.unsqueeze(1), each, 0.0) for each in (step, change))
+        last = self._used.stop
+        if last == 2 * _PAIRS:
+            kept, front = slice(_PAIRS + 1, last), slice(0, _PAIRS - 1)
+            self._pairs[:, :, front] = self._pairs[:, :, kept].clone()
+            for each in (self._mixed, self._own):
+                each[:, front, front] = each[:, kept, kept].clone()
+            last = _PAIRS - 1
+        used = self._used = slice(max(0, last + 1 - _PAIRS), last + 1)
+        self._pairs[:, 0, last], self._pairs[:, 1, last] = step, change
+        both = self._pairs[:, :, used] @ change[:, None, :, None]
+        self._mixed[:, used, last] = both[:, 0, :, 0]
+        self._mixed[:, last, last] = torch.where(is_kept, product, 1.0)
+        self._own[:, used, last] = self._own[:, last, used] = both[:, 1, :, 0]
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Return -H g, H = c I + ..., c = s'y / y'y of the last pair."""
-        if self._steps is None:
+        """Return -H g, where H starts from (s'y / y'y) I of the last pair."""
+        used = self._used
+        if not used.stop:
             return -gradient
-        last = self._own[:, -1:, -1:]
-        scale = torch.where(last > 0, self._mixed[:, -1:, -1:] / last.clamp(min=1e-300), 1.0)
-        column = gradient.unsqueeze(2)
-        by_step, by_change = self._steps @ column, self._changes @ column
-        upper = self._mixed
-        inner = torch.linalg.solve_triangular(upper, by_step, upper=True)
+        column, pairs = gradient.unsqueeze(2), self._pairs[:, :, used]
+        upper, own = self._mixed[:, used, used], self._own[:, used, used]
+        last = own[:, -1:, -1:]
+        scale = torch.where(last > 0, upper[:, -1:, -1:] / last, 1.0)
+        seen = pairs @ column.unsqueeze(1)
+        inner = torch.linalg.solve_triangular(upper, seen[:, 0], upper=True)
         diagonal = upper.diagonal(dim1=1, dim2=2).unsqueeze(2)
-        middle = diagonal * inner + scale * (self._own @ inner - by_change)
+        middle = diagonal * inner + scale * (own @ inner - seen[:, 1])
         outer = torch.linalg.solve_triangular(upper.mT, middle, upper=False)
-        whole = scale * column + self._steps.mT @ outer - scale * (self._changes.mT @ inner)
+        whole = scale * column + pairs[:, 0].mT @ outer - scale * (pairs[:, 1].mT @ inner)
         direction: Tensor = -whole.squeeze(2)
         return direction
 
     def forget(self, starts: Tensor) -> None:
         """Drop the pairs of these starts."""
-        if self._steps is None:
-            return
-        keep = (~starts).to(self._steps.dtype)[:, None, None]
-        eye = torch.eye(self._mixed.size(1), dtype=keep.dtype, device=keep.device)
-        self._steps, self._changes = self._steps * keep, self._changes * keep
-        self._own = self._own * keep
-        self._mixed = self._mixed * keep + eye * (1 - keep)
+        keep = (~starts).to(self._own.dtype)[:, None, None]
+        eye = torch.eye(2 * _PAIRS, dtype=keep.dtype, device=keep.device)
+        self._pairs = self._pairs * keep.unsqueeze(3)
+        self._own, self._mixed = self._own * keep, self._mixed * keep + eye * (1 - keep)
 
     def renew(self, product: _Product, gradient: Tensor) -> Tensor:
-        """Give pairs and a gradient the coordinates of another reference, if that serves."""
-        old = list(product.frames)
-        if not product.refer_here():
-            return gradient
-        new, rows = product.frames, [gradient]
-        if self._steps is not None:
-            rows += [*self._steps.unbind(1), *self._changes.unbind(1)]
-        moved = []
-        for row in rows:
+        """Make the point the reference; return a gradient in the new coordinates."""
+        old = product.frames
+        product.refer_here()
+        new, moved = product.frames, []
+        pairs = self._pairs[:, :, self._used]
+        for row in [gradient, *pairs.flatten(1, 2).unbind(1)]:
             product.frames = old
             vector = product.mapped(lbfgs.from_coordinates, row)
             product.frames = new
             moved.append(product.mapped(lbfgs.coordinates, vector))
-        if self._steps is not None:
-            half = len(moved) // 2
-            self._steps = torch.stack(moved[1 : half + 1], 1)
-            self._changes = torch.stack(moved[half + 1 :], 1)
+        if len(moved) > 1:
+            pairs.copy_(torch.stack(moved[1:], 1).reshape(pairs.shape))
         return moved[0]
 
 
-def _bordered(matrix: Tensor, column: Tensor, row: Tensor) -> Tensor:
-    """Return a matrix with one more column and row, ``(starts, h + 1, 1)`` each."""
-    below = torch.cat([matrix, row[:, :-1].mT], 1)
-    return torch.cat([below, column], 2)
+# ---- the iteration -------------------------------------------------------------------------------
 
 
 class _Descent:
@@ -490,29 +515,31 @@ class _Descent:
     def __init__(self, product: _Product, options: _Options) -> None:
         self._product, self._options = product, options
         count, like = product.count, product.flat(product.tensors)
-        self._largest = like.new_zeros(count)  # Euclidean gradient so far
-        self._evaluations = torch.zeros(count, dtype=torch.long)
-        self._iterations = torch.zeros(count, dtype=torch.long)
+        self._eps = torch.finfo(like.dtype).eps
+        self._norms, self._largest = [0.0] * count, [0.0] * count
+        self._evaluations, self._iterations = [0] * count, [0] * count
         self._messages = [""] * count
-        self._velocity = like
-        self._active = torch.ones(count, dtype=torch.bool, device=like.device)
-        self._loss, self._gradient = self._evaluate()
+        self._loss: list[float] = []
+        self._slope: list[float] = []
+        self._gradient = like
+        self._evaluate(range(count))
 
     def results(self, generator: torch.Generator | None) -> list[Minimum]:
         """Iterate; return the end of each start."""
-        lost = ~(self._loss.isfinite() & self._gradient.isfinite().all(1))
-        self._end(lost, _LOST)
-        flat = self._active & self._is_small()
-        if bool(flat.any()):
+        for index, (loss, norm) in enumerate(zip(self._loss, self._norms, strict=True)):
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self._messages[index] = _LOST
+        flat = [index for index in self._active() if self._is_small(index)]
+        if flat:
             self._nudged(flat, generator)
         else:
             self._iterate()
         return [self._result(index) for index in range(self._product.count)]
 
-    def _nudged(self, flat: Tensor, generator: torch.Generator | None) -> None:
+    def _nudged(self, flat: Sequence[int], generator: torch.Generator | None) -> None:
         """Iterate after a random move of stationary starts; take it back where it led nowhere."""
-        product, before, loss = self._product, self._product.tensors, self._loss
-        gradient = self._gradient
+        product, gradient = self._product, self._gradient
+        before = product.tensors, self._loss, self._norms
         device = None if generator is None else generator.device
         drawn = torch.randn(
             gradient.shape, generator=generator, dtype=gradient.dtype, device=device
@@ -520,147 +547,177 @@ class _Descent:
         vector = product.mapped(_tangent_coordinates, drawn)
         vector = vector * (_NUDGE / vector.norm(dim=1, keepdim=True).clamp(min=1e-30))
         with exact_products(vector):
-            _Path(product, vector).go(flat.to(vector.dtype))
-        self._loss, self._gradient = self._evaluate()
+            moves = [float(index in flat) for index in range(product.count)]
+            _Path(product, vector).go(gradient.new_tensor(moves))
+        self._evaluate(flat)
         self._iterate()
-        rounding = 100 * torch.finfo(loss.dtype).eps * loss.abs().clamp(min=1e-30)
-        back = flat & ~(self._loss < loss - rounding)
-        tensors = [
-            torch.where(back.reshape(-1, *[1] * (new.ndim - 1)), old, new)
-            for old, new in zip(before, product.tensors, strict=True)
-        ]
-        product.move(tensors)
-        self._loss = torch.where(back, loss, self._loss)
-        self._gradient = torch.where(back.unsqueeze(1), gradient, self._gradient)
-        for index in flat.nonzero().flatten().tolist():
-            led = "led back" if bool(back[index]) else "led to a lower loss"
+        tensors, losses, norms = before
+        for index in flat:
+            led = "led to a lower loss"
+            if not self._loss[index] < losses[index] - 100 * self._eps * abs(losses[index]):
+                led = "led back"
+                product.tensors = [
+                    torch.cat([new[:index], old[index : index + 1], new[index + 1 :]])
+                    for old, new in zip(tensors, product.tensors, strict=True)
+                ]
+                self._loss[index], self._norms[index] = losses[index], norms[index]
             self._messages[index] += f"; the start was stationary, and a small random move {led}"
 
     def _iterate(self) -> None:
-        pairs = _Pairs()
-        while bool(self._active.any()):
-            self._end(self._is_small(), _CONVERGED)
-            self._end(self._spent(), _SPENT)
-            if not bool(self._active.any()):
-                return
-            gradient = pairs.renew(self._product, self._gradient)
-            self._gradient = gradient
+        product, pairs, start = self._product, _Pairs(self._gradient), -1
+        while self._goes_on():
+            start += 1
+            if product.is_far():
+                with exact_products(self._gradient):
+                    self._gradient = pairs.renew(product, self._gradient)
+            gradient = self._gradient
             direction = pairs.direction(gradient)
-            slope = (direction * gradient).sum(1)
-            bad = ~(slope < 0)
-            if bool((bad & self._active).any()):
+            slopes = (direction * gradient).sum(1)
+            bad = ~(slopes < 0)
+            if bool(bad.any()):
                 pairs.forget(bad)
                 direction = torch.where(bad.unsqueeze(1), -gradient, direction)
-                slope = (direction * gradient).sum(1)
-            is_first = self._iterations.to(slope.device) == 0
-            self._iterations += self._active.cpu()
-            t, found = self._search(direction, slope, is_first)
-            step = t.unsqueeze(1) * direction
-            pairs.learn(step, torch.where(found.unsqueeze(1), self._gradient - gradient, 0.0))
-            stuck = self._active & ~found
-            steepest = (direction + gradient).norm(dim=1) <= 1e-12 * gradient.norm(dim=1)
-            self._end(stuck & (steepest | self._is_flat(slope)), _ROUNDING)
-            if bool((stuck & self._active).any()):
-                pairs.forget(stuck)
+                slopes = (direction * gradient).sum(1)
+            t = self._search(direction, slopes, is_first=start == 0)
+            pairs.learn(t.unsqueeze(1) * direction, self._gradient - gradient)
+            stuck = [index for index in self._active() if not t[index] > 0]
+            if stuck:
+                self._unstick(stuck, pairs, direction, gradient, slopes)
             self._call_back()
 
-    def _is_flat(self, slope: Tensor) -> Tensor:
-        """Say whether nothing but rounding of the loss can be gained along a slope."""
-        return -slope <= 100 * torch.finfo(slope.dtype).eps * self._loss.abs()
+    def _unstick(
+        self,
+        stuck: Sequence[int],
+        pairs: _Pairs,
+        direction: Tensor,
+        gradient: Tensor,
+        slopes: Tensor,
+    ) -> None:
+        """End starts without a lower loss, or forget their pairs where these may be to blame."""
+        for index in stuck:
+            is_steepest = torch.equal(direction[index], -gradient[index])
+            rounding = 100 * self._eps * abs(self._loss[index])
+            if is_steepest or -float(slopes[index]) <= rounding:
+                self._messages[index] = _ROUNDING
+        starts = torch.zeros(len(t := slopes), dtype=torch.bool, device=t.device)
+        starts[list(stuck)] = True
+        pairs.forget(starts)
 
-    def _search(self, direction: Tensor, slope: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-        """Move along the direction to where the Wolfe conditions hold; return t, and where."""
+    def _search(self, direction: Tensor, slopes: Tensor, *, is_first: bool) -> Tensor:
+        """Move along the direction to where the Wolfe conditions hold; return t, 0 for nowhere."""
         with exact_products(direction):
             path = _Path(self._product, direction)
-        size = path.vector.abs().sum(1).clamp(min=1e-30)
-        t = torch.where(first, (1 / size).clamp(max=1.0), 1.0)
-        bracket = _Bracket(self._loss, slope, torch.minimum(t, path.longest()), self._active)
-        seen = bracket.t
+        active = set(self._active())
+        speeds = path.speed.tolist()
+        brackets = [
+            _Bracket(loss, slope, speed, _FIRST if is_first else math.pi, self._eps)
+            if index in active
+            else None
+            for index, (loss, slope, speed) in enumerate(
+                zip(self._loss, slopes.tolist(), speeds, strict=True)
+            )
+        ]
+        for index in active:
+            self._iterations[index] += 1
+        seen = [0.0] * len(brackets)
         for _ in range(_TRIALS):
-            seen = bracket.t
-            self._go(path, seen, ~bracket.done)
-            bracket.narrow(self._loss, (self._gradient * self._velocity).sum(1), self._spent())
-            if bool(bracket.done.all()):
+            trying = [index for index, one in enumerate(brackets) if one and not one.is_done]
+            if not trying:
                 break
-        t = bracket.chosen()
-        if not torch.equal(t, seen):
-            self._go(path, t, self._active & (t > 0) & (t != seen))
-        return t, t > 0
+            seen = [one.t if one else 0.0 for one in brackets]
+            self._go(path, seen, trying, direction)
+            for index in trying:
+                spent = self._evaluations[index] >= self._options.most
+                brackets[index].narrow(self._loss[index], self._slope[index], spent)  # type: ignore[union-attr]
+        chosen = [one.chosen() if one else 0.0 for one in brackets]
+        changed = [index for index in active if chosen[index] != seen[index]]
+        if changed:
+            self._go(path, chosen, [index for index in changed if chosen[index] > 0], direction)
+        return direction.new_tensor(chosen)
 
-    def _go(self, path: _Path, t: Tensor, counted: Tensor) -> None:
-        with exact_products(t):
-            self._velocity = path.go(t)
-        self._loss, self._gradient = self._evaluate(counted)
+    def _go(
+        self, path: _Path, t: Sequence[float], counted: Sequence[int], direction: Tensor
+    ) -> None:
+        with exact_products(direction):
+            path.go(direction.new_tensor(t))
+        self._evaluate(counted, direction)
 
-    def _evaluate(self, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the losses, and the coordinates of their Riemannian gradients."""
+    def _evaluate(self, counted: Iterable[int], direction: Tensor | None = None) -> None:
+        """Read the losses, the coordinates of their gradients, and the slopes along a direction."""
         product, options = self._product, self._options
         leaves = [tensor.detach().requires_grad_() for tensor in product.tensors]
         with torch.enable_grad():
             given = leaves if options.batched else [leaf[0] for leaf in leaves]
-            values = options.loss(product.form.loss_argument(given))
-            wanted = (product.count,) if options.batched else ()
-            if not isinstance(values, Tensor) or values.is_complex():
-                kind = type(values).__name__
-                raise TypeError(fail("loss", "return a real tensor", kind))
-            if values.shape != wanted and not (not options.batched and values.numel() == 1):
-                raise ValueError(fail("loss", f"return a tensor of shape {wanted}", values))
-            if not values.requires_grad:
-                remedy = "write it with operations of torch on its argument"
-                raise ValueError(
-                    fail("loss", "depend on the point", "one without gradient", remedy)
-                )
+            values = _checked(options.loss(product.form.loss_argument(given)), options, product)
             grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
         pairs = zip(grads, leaves, strict=True)
         flat = product.flat([torch.zeros_like(x) if g is None else g for g, x in pairs])
-        norms = torch.linalg.vector_norm(flat, dim=1)
-        self._largest = torch.fmax(self._largest, norms)
-        self._evaluations += 1 if counted is None else counted.cpu()
+        with exact_products(flat):
+            self._gradient = product.mapped(_coordinates_of_gradient, flat)
+        slopes = self._gradient[:, 0] if direction is None else (self._gradient * direction).sum(1)
+        losses = values.detach().reshape(product.count).to(flat.dtype)
+        numbers = [losses, slopes, self._gradient.norm(dim=1), flat.norm(dim=1)]
+        self._loss, self._slope, self._norms, norms = torch.stack(numbers).tolist()
+        for index in counted:
+            self._evaluations[index] += 1
+        self._largest = [
+            max(old, new) if new < math.inf else old
+            for old, new in zip(self._largest, norms, strict=True)
+        ]
         if options.bar is not None:
             options.bar.update(1)
-        with exact_products(flat):
-            gradient = product.mapped(_coordinates_of_gradient, flat)
-        return values.detach().reshape(product.count).to(flat.dtype), gradient
 
-    def _is_small(self) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(self._gradient, dim=1)
-        return norms <= self._options.tolerance * self._largest
+    def _active(self) -> list[int]:
+        return [index for index, message in enumerate(self._messages) if not message]
 
-    def _spent(self) -> Tensor:
-        return (self._evaluations >= self._options.most).to(self._active.device)
+    def _goes_on(self) -> bool:
+        """End starts that have converged or spent their evaluations; say whether some go on."""
+        for index in self._active():
+            if self._is_small(index):
+                self._messages[index] = _CONVERGED
+            elif self._evaluations[index] >= self._options.most:
+                self._messages[index] = _SPENT
+        return bool(self._active())
 
-    def _end(self, ended: Tensor, message: str) -> None:
-        """End these starts, if they have not ended yet."""
-        for index in (ended & self._active).nonzero().flatten().tolist():
-            self._messages[index] = message
-        self._active = self._active & ~ended
+    def _is_small(self, index: int) -> bool:
+        return self._norms[index] <= self._options.tolerance * self._largest[index]
 
     def _call_back(self) -> None:
         if self._options.callback is None:
             return
-        ended = torch.zeros_like(self._active)
-        for index in self._active.nonzero().flatten().tolist():
+        for index in self._active():
             with contextlib.suppress(StopIteration):
                 self._options.callback(self._result(index))
                 continue
-            ended[index] = True
-        self._end(ended, _STOPPED)
+            self._messages[index] = _STOPPED
 
     def _result(self, index: int) -> Minimum:
-        product = self._product
+        product, message = self._product, self._messages[index]
         tensors = [tensor[index].clone() for tensor in product.tensors]
-        norm, message = float(self._gradient[index].norm()), self._messages[index]
-        is_near = norm <= 100 * self._options.tolerance * float(self._largest[index])
+        is_near = self._norms[index] <= 100 * self._options.tolerance * self._largest[index]
         return Minimum(
             x=product.form.loss_argument(tensors),
-            fun=float(self._loss[index]),
-            grad_norm=norm,
-            nit=int(self._iterations[index]),
-            nfev=int(self._evaluations[index]),
+            fun=self._loss[index],
+            grad_norm=self._norms[index],
+            nit=self._iterations[index],
+            nfev=self._evaluations[index],
             success=message.startswith(_CONVERGED) or (message.startswith(_ROUNDING) and is_near),
             message=message,
             component=product.form.component(tensors),
         )
+
+
+def _checked(values: Any, options: _Options, product: _Product) -> Tensor:
+    """Return what the loss has returned; raise for what it must not return."""
+    if not isinstance(values, Tensor) or values.is_complex():
+        raise TypeError(fail("loss", "return a real tensor", type(values).__name__))
+    wanted = (product.count,) if options.batched else ()
+    if values.shape != wanted and not (not options.batched and values.numel() == 1):
+        raise ValueError(fail("loss", f"return a tensor of shape {wanted}", values))
+    if not values.requires_grad:
+        remedy = "write it with operations of torch on its argument"
+        raise ValueError(fail("loss", "depend on the point", "one without gradient", remedy))
+    return values
 
 
 def _coordinates_of_gradient(at: lbfgs.Frame, grad: Tensor) -> Tensor:
@@ -671,69 +728,73 @@ def _tangent_coordinates(at: lbfgs.Frame, vector: Tensor) -> Tensor:
     return lbfgs.coordinates(at, project_tangent(at.point, vector))
 
 
+# ---- the line search of one start ----------------------------------------------------------------
+
+
 class _Bracket:
-    """Step lengths of all starts between one that is too short and one that is too long.
+    """A step length between one that is too short and one that is too long.
 
     For the weak Wolfe conditions, the approximate ones within rounding of the loss; by the minimum
     of the cubic through both ends, and a secant of the slope while no end is too long.
 
+    Args:
+        loss, slope: At the start.
+        speed: Radians in a unit of t.
+        longest: Radians of the first trial, t = 1, at most.
+        eps: Rounding of numbers around 1.
+
     Reference: Nocedal & Wright (2006), 3.5; Hager & Zhang (2005), section 2.
     """
 
-    def __init__(self, loss: Tensor, slope: Tensor, t: Tensor, active: Tensor) -> None:
-        self._loss, self._slope = loss, slope
-        self.t, self.done = torch.where(active, t, 0.0), ~active
-        self._accepted = torch.zeros_like(active)
-        self._low = (torch.zeros_like(t), loss, slope)
-        self._high = (torch.full_like(t, math.inf), loss, slope)
+    def __init__(self, loss: float, slope: float, speed: float, longest: float, eps: float) -> None:
+        self._loss, self._slope, self._rounding = loss, slope, 10 * eps * abs(loss)
+        self.t = min(1.0, longest / speed) if speed > 0 else 1.0
+        self.is_done, self._is_accepted = False, False
+        self._low, self._high = (0.0, loss, slope), (math.inf, loss, slope)
 
-    def narrow(self, loss: Tensor, slope: Tensor, spent: Tensor) -> None:
-        """Judge loss and slope at t, and choose the next t of those that go on."""
-        t = self.t
-        finite = loss.isfinite() & slope.isfinite()
-        rounding = 10 * torch.finfo(t.dtype).eps * self._loss.abs()
-        falls = loss <= self._loss + _ARMIJO * t * self._slope
-        falls |= (loss <= self._loss + rounding) & (slope <= (2 * _ARMIJO - 1) * self._slope)
-        far = ~(falls & finite)
-        short = ~far & (slope < _CURVATURE * self._slope)
-        self._accepted |= ~self.done & ~far & ~short
-        self.done = self.done | self._accepted | spent
+    def narrow(self, loss: float, slope: float, is_last: bool) -> None:
+        """Judge loss and slope at t, and choose the next t."""
+        t, start = self.t, self._slope
+        falls = loss <= self._loss + _ARMIJO * t * start or (
+            loss <= self._loss + self._rounding and slope <= (2 * _ARMIJO - 1) * start
+        )
         before = self._low
-        here = t, loss.nan_to_num(math.inf, math.inf, math.inf), slope.nan_to_num(0.0, 0.0, 0.0)
-        self._low = _chosen(short & ~self.done, here, self._low)
-        self._high = _chosen(far & ~self.done, here, self._high)
-        # one that is spent keeps what it has
-        self._low = _chosen(short & spent & ~self._accepted, here, self._low)
-        inside = _minimum_of_cubic(self._low, self._high)
-        beyond = _secant(before, self._low)
-        following = torch.where(self._high[0].isfinite(), inside, beyond)
-        self.t = torch.where(self.done, t, following)
-        self.done = self.done | (self._high[0] - self._low[0] <= 1e-14 * self._high[0])
+        if not (math.isfinite(loss) and math.isfinite(slope) and falls):
+            self._high = t, loss, slope
+        elif slope < _CURVATURE * start:
+            self._low = t, loss, slope
+        else:
+            self._is_accepted = True
+        self.is_done = self._is_accepted or is_last
+        if self.is_done:
+            return
+        if self._high[0] < math.inf:
+            self.t = _minimum_of_cubic(self._low, self._high)
+        else:
+            self.t = _secant(before, self._low)
+        self.is_done = self._high[0] - self._low[0] <= 1e-14 * self._high[0]
 
-    def chosen(self) -> Tensor:
-        """Return t where it was accepted; elsewhere the longest with a sufficient decrease."""
-        return torch.where(self._accepted, self.t, self._low[0])
+    def chosen(self) -> float:
+        """Return t if it was accepted, else the longest with a sufficient decrease."""
+        return self.t if self._is_accepted else self._low[0]
 
 
-def _chosen(where: Tensor, new: _End, old: _End) -> _End:
-    t, loss, slope = (torch.where(where, a, b) for a, b in zip(new, old, strict=True))
-    return t, loss, slope
-
-
-def _minimum_of_cubic(low: _End, high: _End) -> Tensor:
+def _minimum_of_cubic(low: _End, high: _End) -> float:
     """Return where the cubic through both ends is least, not within a tenth of them."""
     (a, at_a, slope_a), (b, at_b, slope_b) = low, high
     width = b - a
-    first = slope_a + slope_b - 3 * (at_b - at_a) / width
-    second = (first.square() - slope_a * slope_b).clamp(min=0.0).sqrt()
-    t = b - width * (slope_b + second - first) / (slope_b - slope_a + 2 * second)
-    middle = a + 0.5 * width
-    t = torch.where(t.isfinite() & at_b.isfinite(), t, middle)
-    return torch.minimum(torch.maximum(t, a + 0.1 * width), b - 0.1 * width)
+    t = a + 0.5 * width
+    if math.isfinite(at_b) and math.isfinite(slope_b):
+        first = slope_a + slope_b - 3 * (at_b - at_a) / width
+        second = math.sqrt(max(first * first - slope_a * slope_b, 0.0))
+        below = slope_b - slope_a + 2 * second
+        if below:
+            t = b - width * (slope_b + second - first) / below
+    return min(max(t, a + 0.1 * width), b - 0.1 * width)
 
 
-def _secant(before: _End, low: _End) -> Tensor:
+def _secant(before: _End, low: _End) -> float:
     """Return where the slope would vanish, from 1.5 to 10 times the last step length."""
-    t = low[0] + (low[0] - before[0]) * low[2] / (before[2] - low[2])
-    t = torch.where(t.isfinite(), t, 2 * low[0])
-    return torch.minimum(torch.maximum(t, 1.5 * low[0]), 10 * low[0])
+    fall = before[2] - low[2]
+    t = low[0] + (low[0] - before[0]) * low[2] / fall if fall else 2 * low[0]
+    return min(max(t, 1.5 * low[0]), 10 * low[0])

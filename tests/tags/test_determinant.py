@@ -1,0 +1,274 @@
+"""The determinant of square matrices: one choice where a point is made, kept, loaded or shown."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import stiefel_opt as so
+from stiefel_opt import compat
+
+SIGNS = [1, -1]
+F64 = torch.float64
+MAPS = ["tcwy", "cwy", "householder", "matrix_exp", "cayley", "trivialization"]
+READINGS = [  # stored shape, reading: several square matrices each
+    ((4, 4), {}),
+    ((3, 2, 5, 5), {}),
+    ((6, 3), {"heads": 2}),
+    ((7, 3), {"rows": (0, 6), "heads": 2}),
+    ((3, 6), {"transposed": True, "heads": 2, "scale": 2.0}),
+    ((8, 2, 2, 2), {"flatten": True}),
+]
+
+
+def gaussian(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def determinants(tensor, reading):
+    tensor = tensor.detach().double()
+    matrices = [reading.matrices(part, i) for i, part in enumerate(reading.parts(tensor))]
+    return torch.cat([torch.linalg.det(each / reading.scale).reshape(-1) for each in matrices])
+
+
+def layer_of(weight):
+    layer = nn.Linear(weight.size(1), weight.size(0), bias=False, dtype=weight.dtype)
+    layer.weight.data.copy_(weight)
+    return layer
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize(("shape", "options"), READINGS)
+def test_points_that_are_projected_and_drawn_have_it(shape, options, sign):
+    reading = so.Stiefel(**options, determinant=sign)
+    value = gaussian(*shape)
+    projected = so.project_(value.clone(), reading)
+    drawn = so.random_point(*shape, manifold=reading, dtype=F64)
+    filled = so.orthogonal_(torch.ones(shape, dtype=F64), manifold=reading)
+    parameter = so.ManifoldParameter(value.clone(), reading)
+    for tensor in (projected, drawn, filled, parameter, so.polar(value, reading)):
+        assert so.orthonormality_error(tensor, reading) < 1e-14
+        dets = determinants(tensor, reading)
+        torch.testing.assert_close(dets, torch.full_like(dets, sign))
+    assert torch.equal(so.project_(projected.clone(), reading), projected)
+    torch.testing.assert_close(projected, so.polar(value, reading), rtol=0, atol=1e-14)
+
+
+def test_drawn_rotations_are_uniform():
+    """Moments of the trace on SO(3): 0, 1, 1 for tr Q, its square and its cube."""
+    reading = so.Stiefel(determinant=1)
+    points = so.random_point(
+        20000, 3, 3, manifold=reading, generator=torch.Generator().manual_seed(1), dtype=F64
+    )
+    trace = points.diagonal(dim1=-2, dim2=-1).sum(-1)
+    for values, expected in [(trace, 0.0), (trace**2, 1.0), (trace**3, 1.0)]:
+        assert abs(values.mean().item() - expected) < 4 * values.std().item() / 20000**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sign", SIGNS)
+def test_tagged_layers_have_it_and_every_optimizer_keeps_it(sign, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False, dtype=dtype) for _ in range(10)))
+    so.constrain(model, "*", determinant=sign)
+    reading = so.Stiefel(determinant=sign)
+    optimizer = so.StiefelAdam(so.param_groups(model), lr=0.3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+    for layer in model:
+        assert layer.weight.manifold == reading
+        assert determinants(layer.weight, reading).item() == pytest.approx(sign, abs=0.1)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("size", [4, 5])
+@pytest.mark.parametrize(
+    "name", ["tcwy", "cwy", "householder", "matrix_exp", "cayley", "trivialization"]
+)
+def test_every_map_has_it_and_keeps_a_matrix_of_that_sign(name, size, sign):
+    weight = so.random_point(size, size, manifold=so.Stiefel(determinant=sign), dtype=F64)
+    layer = so.orthogonal(layer_of(weight), map=name, determinant=sign)
+    torch.testing.assert_close(layer.weight.detach(), weight, rtol=0, atol=1e-12)
+    (layer.weight * gaussian(size, size)).sum().backward()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+    assert float(torch.linalg.det(layer.weight.detach())) == pytest.approx(sign)
+    layer.weight = weight
+    torch.testing.assert_close(layer.weight.detach(), weight, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="to be assigned, got the other one"):
+        layer.weight = torch.cat([-weight[:1], weight[1:]])
+    other = so.orthogonal(layer_of(gaussian(size, size)), map=name, determinant=sign)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other.weight, layer.weight)
+    assert float(torch.linalg.det(copy.deepcopy(other).weight.detach())) == pytest.approx(sign)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("chosen", ["householder", "matrix_exp", "cayley"])
+def test_the_parametrization_with_torchs_signature_has_it(chosen, sign):
+    layer = compat.orthogonal(layer_of(gaussian(5, 5)), orthogonal_map=chosen, determinant=sign)
+    assert float(torch.linalg.det(layer.weight.detach())) == pytest.approx(sign)
+
+
+def test_few_reflections_have_it():
+    for count in (1, 2):
+        for sign in SIGNS:
+            layer = so.orthogonal(
+                layer_of(gaussian(4, 4)), map="cwy", reflections=count, determinant=sign
+            )
+            assert float(torch.linalg.det(layer.weight.detach())) == pytest.approx(sign)
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def test_a_change_of_component_is_told_of_but_not_for_random_weights():
+    rotation = so.random_point(5, 5, manifold=so.Stiefel(determinant=1), dtype=F64)
+    with pytest.warns(UserWarning, match="`weight` had the other determinant, and becomes .* -1"):
+        so.constrain(layer_of(rotation), determinant=-1)
+    with pytest.warns(UserWarning, match="`data` had the other determinant"):
+        so.ManifoldParameter(rotation, so.Stiefel(determinant=-1))
+    several = so.random_point(3, 5, 5, manifold=so.Stiefel(determinant=1))
+    several[1, 0] *= -1
+    with pytest.warns(UserWarning, match="other determinant in 1 of 3 matrices"):
+        so.ManifoldParameter(several, so.Stiefel(determinant=1))
+    group = {"params": [nn.Parameter(rotation.clone())], "stiefel": {"determinant": -1}}
+    with pytest.warns(UserWarning, match="parameter of shape"):
+        so.StiefelSGD([group], lr=0.1)
+    so.constrain(layer_of(rotation), determinant=1)
+    for size in (3, 5, 16):
+        for seed in range(10):  # of either sign
+            torch.manual_seed(seed)
+            so.constrain(nn.Linear(size, size), determinant=1)
+
+
+def test_loaded_values_of_the_other_sign_are_told_of():
+    layer = so.constrain(nn.Linear(4, 4), determinant=1)
+    saved = layer.state_dict()
+    other = {**saved, "weight": torch.cat([-saved["weight"][:1], saved["weight"][1:]])}
+    with pytest.warns(UserWarning, match=r"loaded with the other determinant.*project_"):
+        layer.load_state_dict(other)
+    so.project_(layer)
+    assert determinants(layer.weight, layer.weight.manifold).item() == pytest.approx(1)
+    layer.load_state_dict(saved)
+
+
+def test_an_orthonormal_weight_that_a_map_does_not_reach_is_told_of():
+    rotation = so.random_point(5, 5, manifold=so.Stiefel(determinant=1), dtype=F64)
+    with pytest.warns(UserWarning, match=r"pass determinant=1 to keep it, or map='cayley'"):
+        so.orthogonal(layer_of(rotation))
+    with pytest.warns(UserWarning, match=r"pass determinant=1 to keep it$"):
+        so.orthogonal(layer_of(rotation), determinant=-1)
+
+
+def test_the_report_shows_it():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 12), nn.Linear(3, 5))
+    so.constrain(model, "0.weight", determinant=-1)
+    so.constrain(model, "1.weight", heads=4)
+    so.constrain(model, "2.weight")
+    with torch.no_grad():
+        heads = model[1].weight.view(4, 3, 3)
+        heads[:, 0] *= torch.linalg.det(heads)[:, None]
+        heads[2, 0] *= -1
+    report = so.report(model)
+    assert [line.determinant for line in report.lines] == ["-1", "1 of 4 are -1", None]
+    assert "determinant" in str(report)
+    assert "square, determinant -1" in str(report)
+    assert "determinant" not in str(so.report(so.constrain(nn.Linear(3, 5))))
+    rows = so.constrain(nn.Linear(3, 7), rows=(0, 6), heads=2)
+    assert so.report(rows).lines[0].determinant.endswith("of 2 are -1")
+
+
+# ---- data, copies, refusals ----------------------------------------------------------------------
+
+
+def test_it_survives_groups_copies_and_checkpoints():
+    reading = so.Stiefel(heads=2, determinant=-1)
+    assert so.Stiefel.from_dict(reading.as_dict()) == reading
+    assert "determinant" not in so.Stiefel().as_dict()
+    layer = so.constrain(nn.Linear(3, 6), heads=2, determinant=-1)
+    for other in (copy.deepcopy(layer), so.retag(copy.deepcopy(layer))):
+        assert other.weight.manifold == reading
+    buffer = io.BytesIO()
+    torch.save(layer.weight, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer).manifold == reading
+    optimizer = so.StiefelSGD(so.param_groups(layer), lr=0.1)
+    layer(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    again = so.StiefelSGD(so.param_groups(layer), lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    saved = [group["stiefel"] for group in again.param_groups if group["stiefel"]]
+    assert [reading["determinant"] for reading in saved] == [-1]
+
+
+def test_averages_keep_it():
+    layer = so.constrain(nn.Linear(3, 3, bias=False), determinant=1)
+    average = so.averaged(layer)
+    for seed in range(6):
+        reading = so.Stiefel(determinant=1)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            layer.weight.copy_(so.random_point(3, 3, manifold=reading, generator=generator))
+        average.update_parameters(layer)
+        weight = average.module.weight
+        assert determinants(weight, reading).item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("value", [0, 2, 1.0, True, "+1"])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match="`determinant` must be 1, -1 or None"):
+        so.Stiefel(determinant=value)
+
+
+COMPLEX = torch.ones(3, 3, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: so.constrain(nn.Linear(3, 4), determinant=1),
+        lambda: so.ManifoldParameter(torch.ones(4, 3), so.Stiefel(determinant=1)),
+        lambda: so.random_point(4, 3, manifold=so.Stiefel(determinant=1)),
+        lambda: so.orthogonal_(torch.ones(4, 3), manifold=so.Stiefel(determinant=1)),
+        lambda: so.project_(torch.ones(4, 3), so.Stiefel(determinant=1)),
+        lambda: so.orthogonal(nn.Linear(3, 4), determinant=1),
+        lambda: compat.orthogonal(nn.Linear(3, 4), determinant=1),
+        lambda: so.constrain(nn.Linear(3, 9), heads=1, determinant=1),
+    ],
+)
+def test_rectangles_are_refused_by_name(call):
+    with pytest.raises(ValueError, match=r"must be None where matrices of `.*` are not"):
+        call()
+
+
+def test_complex_matrices_are_refused_in_words():
+    reading = so.Stiefel(determinant=1)
+    layer = nn.Linear(3, 3, dtype=torch.complex64)
+    for call in (
+        lambda: so.constrain(layer, determinant=1),
+        lambda: so.constrain(layer, determinant=1, project=False),
+        lambda: so.ManifoldParameter(COMPLEX, reading),
+        lambda: so.random_point(3, 3, manifold=reading, dtype=torch.complex64),
+        lambda: so.orthogonal_(COMPLEX.clone(), manifold=reading),
+        lambda: so.project_(COMPLEX.clone(), reading),
+        lambda: so.polar(COMPLEX, reading),
+        lambda: so.orthogonal(layer, map="matrix_exp", determinant=1),
+    ):
+        with pytest.raises(ValueError, match=r"for the complex matrices of .* theirs is a phase"):
+            call()
+
+
+def test_none_stays_as_it_comes():
+    weight = gaussian(3, 20, 4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        point = so.ManifoldParameter(weight).detach()
+    assert torch.equal(torch.linalg.det(point).sign(), torch.linalg.det(weight).sign())
+    assert 0 < int((torch.linalg.det(point) < 0).sum()) < 60
