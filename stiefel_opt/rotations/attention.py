@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,39 +15,41 @@ from stiefel_opt.rotations.decoder import Decoder, own_config
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # queries and keys, (..., tokens, head)
 TURNS = "_stiefel_turns"  # attribute of an attention module: list of functions
-_TABLE = "ALL_ATTENTION_FUNCTIONS"
 PREFIX = "stiefel_"  # of the name under which the model's attention is registered again
 
 
-def add_turn(decoder: Decoder, turn: Turn) -> None:
-    """Apply ``turn`` to queries and keys of every layer, behind the functions added before."""
+def add_turn(decoder: Decoder, turn: Turn | Mapping[str, Turn]) -> None:
+    """Apply ``turn`` to queries and keys of every layer, behind the functions added before.
+
+    A dict has one for each layer, by name.
+    """
     config = own_config(decoder.model)
     base = getattr(config, "_attn_implementation", None)
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not chooses_attention(decoder):
         remedy = "leave kv_bits=None and R3 out"
         given = f"a {type(decoder.model).__name__} that does not"
         raise ValueError(fail("model", "choose its attention by its config", given, remedy))
-    check_attention(decoder)
     for layer in decoder.layers:
-        layer.attention.__dict__.setdefault(TURNS, []).append(turn)
+        own = turn[layer.name] if isinstance(turn, Mapping) else turn
+        layer.attention.__dict__.setdefault(TURNS, []).append(own)
     if base.startswith(PREFIX):
         return
-    functions = getattr(importlib.import_module("transformers.modeling_utils"), _TABLE)
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
     functions.register(PREFIX + base, functools.partial(_attend, base))
     masks.register(PREFIX + base, masks[base])
     config._attn_implementation = PREFIX + base
 
 
-def check_attention(decoder: Decoder) -> None:
-    """Raise for an attention of its own: no function of queries and keys would be called."""
-    attention = type(decoder.layers[0].attention)
-    modules = (sys.modules.get(kind.__module__) for kind in attention.__mro__)
-    chooses = isinstance(getattr(getattr(decoder.model, "config", None), "_attn_implementation", None), str)
-    if chooses and not any(hasattr(module, _TABLE) for module in modules):
-        remedy = "leave kv_bits=None and R3 out"
-        wanted = "take its attention from transformers' table"
-        raise ValueError(fail("model", wanted, f"a {attention.__name__}", remedy))
+def chooses_attention(decoder: Decoder) -> bool:
+    """Say whether every layer takes its attention from transformers' registry."""
+    return all(
+        any(
+            hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+            for kind in type(layer.attention).__mro__
+        )
+        for layer in decoder.layers
+    )
 
 
 def remove_turn(decoder: Decoder, turn: Turn) -> None:
@@ -65,7 +67,7 @@ def _attend(
     """Apply the turns of a module, then the model's own attention."""
     for turn in module.__dict__.get(TURNS, ()):
         query, key = turn(query, key)
-    functions = getattr(importlib.import_module("transformers.modeling_utils"), _TABLE)
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
     attend = functions.get_interface(base, _eager(module))
     return attend(module, query, key, *others, **options)
 

@@ -49,6 +49,8 @@ class TurnedCache(_caches.Cache):  # type: ignore[misc, name-defined]
         >>> model.generate(ids, past_key_values=cache)
     """
 
+    turns_keys = True  # a model with R3 leaves it to the cache
+
     def __init__(self, config: Any, bits: int = 4, residual_length: int = 128) -> None:
         check_choice("bits", str(bits), [str(each) for each in BITS])
         check_integer("residual_length", residual_length, 0)

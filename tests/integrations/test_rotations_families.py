@@ -12,9 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from stiefel_opt import rotations
-from stiefel_opt.rotations.attention import add_turn
 from stiefel_opt.rotations.description import FAMILIES
-from stiefel_opt.rotations.online import usable_decoder
 
 VOCABULARY = 41
 COMMON = {
@@ -161,6 +159,17 @@ def test_a_family_learns_or_says_why_not(name: str) -> None:
         assert_same(logits(model), rounded, 0.02)  # a number may round to the other side
 
 
+def test_an_attention_of_its_own_takes_no_r3() -> None:
+    model = rotations.prepare_(build("falcon"))
+    with pytest.raises(ValueError, match=r"transformers' attention, got R3 .*TurnedCache"):
+        rotations.hadamard(model, online=("R3",))
+    for name in ("phi", "gpt2", "gpt_neox", "opt", "glm"):
+        other = rotations.prepare_(build(name))
+        expected = logits(other)
+        rotations.fold_(other, rotations.hadamard(other, online=("R3", "R4")), verify=tokens())
+        assert_same(logits(other), expected)
+
+
 def test_a_description_of_ones_own_survives_saving(tmp_path: Path) -> None:
     model = build("gpt_neox")
     expected = logits(model)
@@ -218,13 +227,3 @@ def test_a_variant_of_a_family_with_other_norms_is_refused(
     with pytest.raises(ValueError, match=r"have the norms .* of its family and no other"):
         rotations.prepare_(model)
     assert torch.equal(logits(model), expected)
-
-
-def test_an_attention_of_its_own_cannot_turn_queries_and_keys() -> None:
-    """R3 would be left out, and another attention take the place of the model's."""
-    model = rotations.prepare_(build("falcon"))
-    with pytest.raises(ValueError, match=r"attention from transformers' table, got a FalconAtt"):
-        rotations.hadamard(model, online=("R3", "R4"))
-    decoder = usable_decoder(model)
-    with pytest.raises(ValueError, match="leave kv_bits=None"):
-        add_turn(decoder, lambda query, key: (query, key))
