@@ -90,7 +90,8 @@ def steepest(dtype: torch.dtype, n: int) -> float:
 
 def size_of(inner: Tensor) -> Tensor:
     """Return |S| of each X'G, ``(k, 1, 1)``."""
-    return torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True)
+    size: Tensor = torch.linalg.vector_norm(inner, dim=(-2, -1), keepdim=True)
+    return size
 
 
 # What a rule returns: the new point, the new state, and the length of the step.
