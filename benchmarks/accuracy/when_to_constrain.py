@@ -1,0 +1,639 @@
+"""When to constrain a network, and how: one table decides.
+
+    python -m benchmarks.accuracy.when_to_constrain --data-dir DIR --cache FOLDER --stage 1
+    python -m benchmarks.accuracy.when_to_constrain --data-dir DIR --cache FOLDER --transfer
+    python -m benchmarks.accuracy.when_to_constrain --cache FOLDER --merge    # the file of results
+    python -m benchmarks.accuracy.when_to_constrain --tables    # again, from the file
+    python -m benchmarks.accuracy.when_to_constrain --check     # the batch beside so.StiefelAdamW
+    python -m benchmarks.accuracy.when_to_constrain --quick     # seconds: every arm, a few steps
+
+A job is a network and some arms; finished ones stay in the cache and are not run again.
+
+**Networks**, :mod:`benchmarks.accuracy.small_networks`: on the 8 x 8 digits of scikit-learn, MNIST
+at 14 x 14, English sentences and copied letters. Put aside before anything was run: CIFAR-10 and
+Spanish sentences (``ASIDE``), on which only the arms of ``DECIDING`` run, last. An earlier study,
+from which the learned scale comes, had one network on CIFAR-10 and none on Spanish.
+
+**Arms**, :mod:`benchmarks.accuracy.small_arms`. All weight matrices but the first of residual
+networks and transformers and the last layer are trained by the arm, in a tanh network over a
+sequence the recurrent one only; all other weights by AdamW (NAdam: by NAdam) with decay .01. One
+learning rate serves both.
+
+**Stage 1**: all arms, two seeds, three learning rates, short, falling to zero along a cosine.
+**Stage 2**: ``BEST`` and the rivals, five other seeds, five learning rates, short and four times as
+long, falling and constant. Every arm has the same initial values and batches.
+
+**Measured**: training and test loss on up to 1,000 examples and the share of right answers, after
+the last step. A copy whose loss is not finite counts as one that guesses; losses below .01 count as
+.01. **Ratios** are to the better of AdamW and NAdam (torch's with ``momentum_decay=1e4,
+decoupled_weight_decay=True``: constant betas), geometric means over seeds and networks: at equal
+learning rates, and at the best of each by mean test loss.
+
+**Advice** of a row: of the constrained arms in ``FORMS`` the one with the least product of both
+ratios of the test loss; "constrain" if both are at most 1 and one is at most .97, else "no
+difference" if both are at most 1.05, else "do not". "Muon" is added where its loss at its best
+learning rate is at most .97 of that of all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby, product
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import stiefel_opt as so
+from benchmarks.accuracy import small_arms
+from benchmarks.accuracy.small_arms import (
+    ARMS,
+    BRANCHES,
+    DECIDING,
+    OTHERS,
+    Arm,
+    batch_of,
+    begun,
+    plain_weights,
+)
+from benchmarks.accuracy.small_networks import (
+    Autoencoder,
+    Convolutions,
+    Examples,
+    Letters,
+    Network,
+    Perceptron,
+    Pixels,
+    Recurrent,
+    Residual,
+    Tensors,
+    Transformer,
+    pixels,
+    sentences,
+)
+from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json, write_text
+
+FILE = RESULTS / "when_to_constrain.json"
+RATES, SEEDS = (1e-3, 3e-3, 1e-2), (0, 1)
+MORE_RATES, MORE_SEEDS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (10, 11, 12, 13, 14)
+WIDE_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+LONGER = 4
+RIVALS = ("AdamW", "NAdam")
+FORMS = ("fixed 1", "learned, pull .3", "learned, pull 1")
+BEST = ("AdamW", "NAdam", "Muon", *FORMS)  # of stage 2, to be replaced by the best of stage 1
+LEAST = 0.01
+# Learning rates beyond those of stage 1 for few arms, so that the best of each is not at the edge.
+LARGE_RATES = (3e-2, 1e-1)
+LARGE = (*RIVALS, "Muon", *FORMS, "NAdam, orthogonal initialisation")
+MEASURES = ("train", "test", "right")
+
+# ---- networks ----------------------------------------------------------------------------------
+
+Make = Callable[[Path], Network]
+
+
+def on(make: Callable[..., Network], name: str, count: int, *args: Any, **options: Any) -> Make:
+    """A network on ``count`` images: digits 8 x 8, MNIST 14 x 14, CIFAR-10 8 x 8."""
+    pool = {"digits": 1, "mnist": 2, "cifar10": 4}[name]
+    return lambda folder: make(pixels(name, folder, count, pool), *args, **options)
+
+
+def reading(make: Callable[..., Network], column: int, *args: Any, **options: Any) -> Make:
+    """A network on English or Spanish sentences."""
+    return lambda folder: make(sentences(folder, column), *args, **options)
+
+
+VIT = (2, 24, 4, 32, (16, 4))  # layers, width, heads, batch; tokens and their numbers
+CHARACTERS = (4, 32, 4, 8, (24, 0))
+NETWORKS: dict[str, Make] = {
+    "perceptron, digits": on(Perceptron, "digits", 1400, 250, 3, 48, 64),
+    "perceptron, MNIST": on(Perceptron, "mnist", 4000, 250, 2, 48, 196),
+    "perceptron, overfitting": on(Perceptron, "mnist", 1000, 600, 3, 48, 196),
+    "8 tanh layers": on(Perceptron, "digits", 1400, 250, 8, 24, 64, torch.tanh),
+    "20 tanh layers": on(Perceptron, "mnist", 4000, 250, 20, 32, 196, torch.tanh),
+    "residual, no norm": on(Residual, "mnist", 4000, 250, 16, 32, 196),
+    "residual, pre-norm": on(Residual, "mnist", 4000, 250, 8, 32, 196, norm="pre"),
+    "residual, post-norm": on(Residual, "mnist", 4000, 250, 8, 32, 196, norm="post"),
+    "autoencoder": on(Autoencoder, "mnist", 4000, 500),
+    "CNN": on(Convolutions, "mnist", 4000, 200, 1, 14),
+    "tanh RNN, rows": on(Recurrent, "mnist", 4000, 250, "tanh", 40, 14),
+    "tanh RNN, copying": lambda _: Recurrent(Letters(), 400, "tanh", 40, 10, size=20),
+    "GRU, rows": on(Recurrent, "mnist", 4000, 250, "GRU", 32, 14),
+    "LSTM, characters": reading(Recurrent, 0, 250, "LSTM", 40, 24, size=12),
+    "ViT, all matrices": on(Transformer, "digits", 1400, 250, *VIT),
+    "ViT, queries and keys": on(Transformer, "digits", 1400, 250, *VIT, taken="queries and keys"),
+    "character transformer": reading(Transformer, 0, 250, *CHARACTERS),
+    "character transformer, queries and keys": reading(
+        Transformer, 0, 250, *CHARACTERS, taken="queries and keys"
+    ),
+}
+# The form is not chosen on these.
+ASIDE: dict[str, Make] = {
+    "perceptron, CIFAR-10": on(Perceptron, "cifar10", 4000, 250, 3, 48, 192),
+    "20 tanh layers, CIFAR-10": on(Perceptron, "cifar10", 4000, 250, 20, 32, 192, torch.tanh),
+    "residual, no norm, CIFAR-10": on(Residual, "cifar10", 4000, 250, 16, 32, 192),
+    "CNN, CIFAR-10": on(Convolutions, "cifar10", 4000, 200, 3, 8),
+    "ViT, CIFAR-10": on(Transformer, "cifar10", 4000, 250, 2, 24, 4, 32, (24, 8)),
+    "LSTM, Spanish": reading(Recurrent, 1, 250, "LSTM", 40, 24, size=12),
+    "character transformer, Spanish": reading(Transformer, 1, 250, *CHARACTERS),
+}
+WIDE = {  # of the width of the issue of language models, in few arms
+    "character transformer, width 128": reading(Transformer, 0, 150, 4, 128, 4, 8, (24, 0)),
+}
+TRANSFER = {
+    **{f"depth {depth}": on(Perceptron, "mnist", 4000, 150, depth, 32, 196, torch.tanh)
+       for depth in (2, 4, 8, 16)},
+    **{f"width {width}": on(Perceptron, "mnist", 4000, steps, 3, width, 196, torch.tanh)
+       for width, steps in ((64, 150), (128, 100), (256, 80), (512, 60), (1024, 40))},
+}  # fmt: skip
+EVERY = NETWORKS | WIDE | ASIDE | TRANSFER
+FIGURE = ("20 tanh layers", "ViT, all matrices", "GRU, rows")
+# Those with residual branches.
+BRANCHED = tuple(name for name in NETWORKS if name.startswith(("residual", "ViT", "character")))
+QUICK = ("perceptron, digits", "ViT, all matrices", "tanh RNN, copying")
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """Arms of a network that are trained as one batch."""
+
+    part: str  # "stage 1", ...
+    network: str
+    arms: tuple[str, ...]
+    rates: tuple[float, ...] = RATES
+    seeds: tuple[int, ...] = SEEDS
+    length: float = 1.0  # times the steps of the network
+    schedule: str = "falling"
+
+    @property
+    def name(self) -> str:
+        first = self.arms[0]
+        rate = f"{self.rates[0]:g} to {self.rates[-1]:g}"
+        words = f"{self.part} {self.network} {first} {rate} {self.length:g} {self.schedule}"
+        return words.replace(",", "").replace(" ", "_")
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Arms such that those of one kind, and those with NAdam for plain weights, stand together."""
+    return sorted(names, key=lambda name: batch_of(ARMS[name]))
+
+
+class Trained:
+    """All copies of a network and their optimizers."""
+
+    def __init__(self, network: Network, arms: Sequence[Arm], rates: Tensor, seeds: Sequence[int]):
+        self.network, self.seeds = network, tuple(dict.fromkeys(seeds))
+        self.where = torch.tensor([self.seeds.index(seed) for seed in seeds])
+        self.rates, copies = rates, len(seeds)
+        starts = [network.initial(torch.Generator().manual_seed(seed)) for seed in self.seeds]
+        matrices, plain = (
+            {name: torch.stack([start[part][name] for start in starts])[self.where]
+             for name in starts[0][part]}
+            for part in (0, 1)
+        )  # fmt: skip
+        of_arm = copies // len(arms)
+
+        def spans(key: Callable[[Arm], Any]) -> list[tuple[list[Arm], slice]]:
+            """Arms that share a key, which stand together, and where their copies are."""
+            found, end = [], 0
+            for _, group in groupby(arms, key):
+                same, begin = list(group), end
+                end = begin + of_arm * len(same)
+                found.append((same, slice(begin, end)))
+            return found
+
+        of_weights, of_plain = spans(batch_of), spans(attrgetter("nesterov"))
+        self.weights, self.halves = ([span for _, span in of] for of in (of_weights, of_plain))
+        self.matrices = {
+            name: [
+                begun(value[span], same, network.heads.get(name, 1)) for same, span in of_weights
+            ]
+            for name, value in matrices.items()
+        }
+        self.plain = {
+            name: [plain_weights(value[span], same) for same, span in of_plain]
+            for name, value in plain.items()
+        }
+        self.lost = torch.zeros(copies, dtype=torch.bool)
+
+    def values(self) -> tuple[Tensors, Tensors]:
+        matrices, plain = (
+            {name: torch.cat([one.value() for one in parts]) for name, parts in kept.items()}
+            for kept in (self.matrices, self.plain)
+        )
+        return matrices, plain
+
+    def gathered(self, batches: Sequence[Examples]) -> Examples:
+        inputs, wanted = (torch.stack(same)[self.where] for same in zip(*batches, strict=True))
+        return inputs, wanted
+
+    def step(self, step: int, factor: float) -> None:
+        """Take a step; a copy whose loss or gradient is not finite stands still from then on."""
+        matrices, plain = self.values()
+        leaves = [*matrices.values(), *plain.values()]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        data, size = self.network.data, self.network.size
+        inputs, wanted = self.gathered([data.batch(seed, step, size) for seed in self.seeds])
+        losses = self.network.losses(self.network.outputs(matrices, plain, inputs), wanted)
+        grads = torch.autograd.grad(losses.sum(), leaves)
+        with torch.no_grad():
+            sums = torch.stack([losses, *(grad.flatten(1).sum(1) for grad in grads)])
+            self.lost |= ~sums.isfinite().all(0)
+            if self.lost.any():
+                grads = tuple(
+                    torch.where(self.lost.view(-1, *[1] * (grad.dim() - 1)), 0.0, grad)
+                    for grad in grads
+                )
+            rates = factor * self.rates
+            parts = [(self.weights, kept) for kept in self.matrices.values()]
+            parts += [(self.halves, kept) for kept in self.plain.values()]
+            for grad, (spans, kept) in zip(grads, parts, strict=True):
+                lr = rates.view(-1, *[1] * (grad.dim() - 1))
+                for span, one in zip(spans, kept, strict=True):
+                    one.step(grad[span], lr[span])
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, Tensor]:
+        """Losses and right answers of each copy, and the mean scale of its matrices."""
+        found: dict[str, Tensor] = {}
+        values, network = self.values(), self.network
+        for name, test in (("train", False), ("test", True)):
+            inputs, wanted = network.data.examples(test=test)
+            loss = right = torch.zeros(len(self.where))
+            for some, answers in zip(inputs.split(100), wanted.split(100), strict=True):
+                every = (part.expand(len(self.where), *part.shape) for part in (some, answers))
+                x, y = every
+                outputs, share = network.outputs(*values, x), len(some) / len(inputs)
+                loss = loss + share * network.losses(outputs, y)
+                right = right + share * network.right(outputs, y)
+            bad = self.lost | ~loss.isfinite()
+            found[name] = torch.where(bad, network.guess, loss)
+            found["right"] = torch.where(bad, 100 / network.data.classes, right)
+        scales = [torch.cat([one.scale() for one in parts]) for parts in self.matrices.values()]
+        found["scale"] = torch.cat([s.reshape(len(self.where), -1) for s in scales], 1).mean(1)
+        return found
+
+    def error(self) -> float:
+        """The largest orthonormality error."""
+        return max(small_arms.error(one) for parts in self.matrices.values() for one in parts)
+
+
+def factor_of(schedule: str, step: int, steps: int) -> float:
+    return 1.0 if schedule == "constant" else 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def train(network: Network, job: Job) -> list[dict[str, Any]]:
+    """A row for each copy."""
+    names = in_order(job.arms)
+    cells = [(name, rate, seed) for name in names for rate in job.rates for seed in job.seeds]
+    rates = torch.tensor([rate for _, rate, _ in cells])
+    steps = max(1, round(network.steps * job.length))
+    arms = [ARMS[name] for name in names]
+    trained = Trained(network, arms, rates, [seed for *_, seed in cells])
+    for step in range(steps):
+        trained.step(step, factor_of(job.schedule, step, steps))
+    found, error = trained.measured(), trained.error()
+    return [
+        {"arm": arm, "rate": rate, "seed": seed, "error": error,
+         **{key: float(f"{float(values[place]):.4g}") for key, values in found.items()}}
+        for place, (arm, rate, seed) in enumerate(cells)
+    ]  # fmt: skip
+
+
+# ---- jobs --------------------------------------------------------------------------------------
+
+
+def stage_one() -> list[Job]:
+    """The deciding arms, on what was put aside last; larger learning rates; the other arms."""
+    jobs = [Job("stage 1", name, tuple(DECIDING)) for name in (*NETWORKS, *ASIDE)]
+    jobs += [Job("stage 1", name, LARGE, LARGE_RATES) for name in NETWORKS]
+    jobs += [Job("stage 1", name, LARGE[-1:]) for name in NETWORKS]
+    jobs += [Job("stage 1", name, BEST, seeds=SEEDS[:1]) for name in WIDE]
+    for name in NETWORKS:
+        others = [*OTHERS, *(BRANCHES if name in BRANCHED else [])]
+        others = sorted(others[1:], key=lambda arm: ARMS[arm].kind)
+        half = len(others) // 2
+        jobs += [Job("stage 1", name, tuple(part)) for part in (others[:half], others[half:])]
+    return jobs
+
+
+def stage_two() -> list[Job]:
+    return [
+        Job("stage 2", name, BEST, MORE_RATES, MORE_SEEDS, length, schedule)
+        for length, schedule in ((1, "falling"), (LONGER, "falling"), (1, "constant"))
+        for name in NETWORKS
+    ]
+
+
+def figure_jobs() -> list[Job]:
+    """Test error over learning rates, for the README."""
+    seeds = MORE_SEEDS[:3]
+    return [Job("figure", name, (*RIVALS, *FORMS[:2]), WIDE_RATES, seeds) for name in FIGURE]
+
+
+def transfer_jobs() -> list[Job]:
+    """Perceptrons of several widths, and depths: which learning rate is best?"""
+    arms = ("AdamW", "NAdam, orthogonal initialisation", "Muon", *FORMS[:2])
+    return [Job("transfer", name, arms, WIDE_RATES, SEEDS[:1]) for name in TRANSFER]
+
+
+def run(jobs: Sequence[Job], folder: Path, cache: Path) -> None:
+    """Run what is not in the cache; a file a job."""
+    cache.mkdir(parents=True, exist_ok=True)
+    for place, job in enumerate(jobs):
+        path = cache / f"{job.name}.jsonl"
+        if path.exists():
+            continue
+        started = time.process_time()
+        rows = train(EVERY[job.network](folder), job)
+        seconds = time.process_time() - started
+        head = job._asdict() | {"seconds": round(seconds, 1), "machine": machine()}
+        write_text(path, "\n".join(map(json.dumps, [head, *rows])) + "\n")
+        print(f"{place + 1}/{len(jobs)} {job.name}: {seconds:.0f} s", flush=True)
+
+
+# ---- the step beside the package's -------------------------------------------------------------
+
+
+def check(steps: int = 40) -> float:
+    """Train a perceptron by the batch and by so.StiefelAdamW; return the largest difference.
+
+    The module's weights are g Q, Q tagged and g a parameter with a learning rate of its own.
+    """
+    torch.manual_seed(0)
+    inputs, labels = torch.randn(200, 24), torch.randint(5, (200,))
+    data, rate = Pixels((inputs, labels), (inputs, labels)), 1e-2
+    data.classes = 5
+    network = Perceptron(data, steps, 2, 12, 24, torch.tanh)
+    name = "learned, pull .3, no cap"
+    batch = Trained(network, [ARMS[name]], torch.tensor([rate]), [3])
+    values = [{k: v[0].clone() for k, v in part.items()} for part in batch.values()]
+    (first, hidden), plain = (values[0][name][0] for name in ("first", "hidden")), values[1]
+    model = nn.Sequential(
+        nn.Linear(24, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5)
+    )
+    state = {
+        "0.weight": first, "0.bias": plain["bias"][0], "2.weight": hidden,
+        "2.bias": plain["bias"][1], "4.weight": plain["head"], "4.bias": plain["head bias"],
+    }  # fmt: skip
+    model.load_state_dict(state)
+    scales = {name: nn.Parameter(torch.ones(())) for name in ("0.weight", "2.weight")}
+    so.constrain(model, [*scales])
+    sizes = [max(model.get_parameter(name).shape) ** 0.5 for name in scales]
+    groups = [{"params": [*model.parameters()]}]
+    groups += [
+        {"params": [scale], "lr": size * rate, "weight_decay": 0.0}
+        for scale, size in zip(scales.values(), sizes, strict=True)
+    ]
+    optimizer = so.StiefelAdamW(groups, lr=rate)
+    for step in range(steps):
+        batch.step(step, 1.0)
+        x, y = data.batch(3, step, network.size)
+        scaled = {name: scale * model.get_parameter(name) for name, scale in scales.items()}
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(functional_call(model, scaled, (x,)), y).backward()
+        with torch.no_grad():
+            for scale, size in zip(scales.values(), sizes, strict=True):
+                scale.lerp_(torch.ones(()), 0.3 * size * rate)
+        optimizer.step()
+    matrices, _ = batch.values()
+    with torch.no_grad():
+        scaled = {name: scale * model.get_parameter(name) for name, scale in scales.items()}
+        pairs = zip(("first", "hidden"), scaled.values(), strict=True)
+        return max(float((matrices[name][0, 0] - theirs).abs().max()) for name, theirs in pairs)
+
+
+# ---- what comes out ----------------------------------------------------------------------------
+
+# By measure, for each learning rate the values of all seeds; "rates" are the learning rates.
+Values = dict[str, Any]
+Runs = dict[str, dict[str, Values]]  # by network and arm
+
+
+def merged(cache: Path) -> dict[str, Any]:
+    """What the cache holds: the runs of each part, and what they cost."""
+    parts: dict[str, Runs] = {}
+    machines, seconds, worst = [], 0.0, 0.0
+    for path in sorted(cache.glob("*.jsonl")):
+        head, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        part = head["part"]
+        if part == "stage 2":
+            part += f", {head['length']:g} times the steps, {head['schedule']}"
+        arms = parts.setdefault(part, {}).setdefault(head["network"], {})
+        found = {(row["arm"], row["rate"], row["seed"]): row for row in rows}
+        for arm, rate in product(head["arms"], head["rates"]):
+            values = arms.setdefault(arm, {"rates": []})
+            values["rates"].append(rate)
+            for key in (*MEASURES, "scale") if "learned" in arm else MEASURES:
+                here = [found[arm, rate, seed][key] for seed in head["seeds"]]
+                values.setdefault(key, []).append(here)
+        machines.append(head["machine"])
+        seconds += head["seconds"]
+        worst = max(worst, *(row["error"] for row in rows))
+    return {
+        "machine": max(machines, key=lambda one: one["date"]),
+        "core seconds": round(seconds),
+        "largest orthonormality error": worst,
+        "parts": parts,
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """The geometric mean."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def by_rate(values: Values, measure: str) -> dict[float, float]:
+    """The geometric mean over the seeds at each learning rate, of shares the arithmetic one."""
+    pairs = zip(values["rates"], values[measure], strict=True)
+    if measure == "right":
+        return {rate: statistics.fmean(seeds) for rate, seeds in pairs}
+    return {rate: mean(max(value, LEAST) for value in seeds) for rate, seeds in pairs}
+
+
+def best(values: Values, measure: str = "test") -> float:
+    """At the learning rate that is best for this measure."""
+    return (max if measure == "right" else min)(by_rate(values, measure).values())
+
+
+def ratios(arms: Mapping[str, Values], arm: str, measure: str = "test") -> tuple[float, float]:
+    """Of an arm to the better of AdamW and NAdam, at equal and at best learning rates.
+
+    The best are searched among those of the arm.
+    """
+    ours = by_rate(arms[arm], measure)
+    rivals = [by_rate(arms[rival], measure) for rival in RIVALS]
+    theirs = {rate: min(rival[rate] for rival in rivals) for rate in ours}
+    equal = mean(ours[rate] / theirs[rate] for rate in ours if rate in RATES)
+    return equal, min(ours.values()) / min(theirs.values())
+
+
+def advice(arms: Mapping[str, Values]) -> tuple[str, str]:
+    """What to do, as the docstring of the program says, and the best constrained arm."""
+    form = min(FORMS, key=lambda name: math.prod(ratios(arms, name)))
+    both = ratios(arms, form)
+    say = "no difference" if max(both) <= 1.05 else "do not"
+    if max(both) <= 1.0 and min(both) <= 0.97:
+        say = "constrain"
+    others = min(best(arms[name]) for name in (*RIVALS, *FORMS))
+    if "Muon" in arms and best(arms["Muon"]) <= 0.97 * others:
+        say += "; Muon is best"
+    return say, form
+
+
+def ratio(both: tuple[float, float]) -> str:
+    return " / ".join(f"{number:.2f}" for number in both)
+
+
+def table_of_networks(runs: Runs) -> str:
+    """A row a network: advice, losses at best learning rates, ratios at equal and at best ones."""
+    header = [
+        *("network", "advice", "form", "test loss", "AdamW or NAdam", "Muon"),
+        *("% right", "AdamW or NAdam", "Muon", "test loss, ratio", "training loss, ratio"),
+    ]
+    rows = []
+    for name, arms in runs.items():
+        say, form = advice(arms)
+        cells = []
+        for measure, digits in (("test", 3), ("right", 1)):
+            better = min if measure == "test" else max
+            rival = better(best(arms[one], measure) for one in RIVALS)
+            shown = best(arms[form], measure), rival, best(arms["Muon"], measure)
+            cells += ["-" if math.isnan(one) else f"{one:.{digits}f}" for one in shown]
+        both = (ratio(ratios(arms, form, measure)) for measure in ("test", "train"))
+        rows.append([name, say, form, *cells, *both])
+    return markdown_table(header, rows)
+
+
+def means_of(runs: Runs, arm: str, measure: str, names: Iterable[str]) -> tuple[float, float]:
+    """Geometric means over networks of both ratios."""
+    both = [ratios(runs[name], arm, measure) for name in names]
+    equal, at_best = (mean(values) for values in zip(*both, strict=True))
+    return equal, at_best
+
+
+def table_of_arms(runs: Runs, advised: Sequence[str]) -> str:
+    """A row an arm: geometric means over all networks, and over those that are to be constrained.
+
+    Arms that not every network has are compared on those that have them.
+    """
+    header = ["arm", "networks", "test loss", "training loss",
+              "to be constrained: test loss", "training loss"]  # fmt: skip
+    rows = []
+    for arm in ARMS:
+        names = [name for name, arms in runs.items() if arm in arms]
+        if not names:
+            continue
+        cells = [ratio(means_of(runs, arm, measure, names)) for measure in ("test", "train")]
+        some = [name for name in names if name in advised]
+        cells += [
+            ratio(means_of(runs, arm, measure, some)) if some else "-"
+            for measure in ("test", "train")
+        ]
+        rows.append([arm, str(len(names)), *cells])
+    return markdown_table(header, rows)
+
+
+def table_by_network(runs: Runs, measure: str = "test") -> str:
+    """Both ratios of every arm on every network."""
+    shown = [arm for arm in ARMS if any(arm in arms for arms in runs.values())]
+    rows = [
+        [name, *(ratio(ratios(arms, arm, measure)) if arm in arms else "-"
+                 for arm in shown)]
+        for name, arms in runs.items()
+    ]  # fmt: skip
+    return markdown_table(["network", *shown], rows)
+
+
+def with_tables(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with their tables and the numbers that were asked for."""
+    tables, bars = {}, {}
+    for part, every in results["parts"].items():
+        if part in ("transfer", "figure"):
+            continue
+        runs = {name: every[name] for name in EVERY if name in every}
+        runs = {name: arms for name, arms in runs.items() if {*BEST} <= {*arms}}
+        for end, group in (("", NETWORKS), (", put aside", ASIDE), (", wide", WIDE)):
+            title, some = part + end, {name: runs[name] for name in runs if name in group}
+            if not some:
+                continue
+            said = {name: advice(arms) for name, arms in some.items()}
+            advised = [name for name, (say, _) in said.items() if say.startswith("constrain")]
+            tables[title] = table_of_networks(some)
+            tables[f"{title}: arms"] = table_of_arms(some, advised)
+            tables[f"{title}: ratios"] = table_by_network(some)
+            chosen = [ratios(some[n], said[n][1]) for n in advised]
+            bars[title] = {
+                "networks": len(some),
+                "to be constrained": len(advised),
+                "there": [mean(v) for v in zip(*chosen, strict=True)] if chosen else None,
+                **{name: means_of(some, name, "test", some) for name in FORMS},
+                "training loss": means_of(some, "learned, pull .3", "train", some),
+            }
+    return {**results, "bars": bars, "tables": tables}
+
+
+# ---- program -----------------------------------------------------------------------------------
+
+
+def quick(folder: Path) -> dict[str, Any]:
+    """Every arm for a few steps on three networks that need no download, with all tables."""
+    kept: Runs = {}
+    for name in QUICK:
+        network = NETWORKS[name](folder)
+        network.steps = 3
+        job = Job("stage 1", name, tuple(ARMS), RATES[1:], SEEDS[:1])
+        found = {(row["arm"], row["rate"]): row for row in train(network, job)}
+        kept[name] = {
+            arm: {"rates": job.rates}
+            | {key: [[found[arm, rate][key]] for rate in job.rates] for key in MEASURES}
+            for arm in job.arms
+        }
+    return with_tables({"parts": {"stage 1": kept}})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--data-dir", type=Path, default=Path(), help="of MNIST, CIFAR-10 and the sentences")
+    add("--cache", type=Path, default=Path("runs/when_to_constrain"), help="a file a job")
+    add("--stage", type=int, choices=(1, 2), help="run its jobs")
+    add("--figure", action="store_true", help="run the jobs of the figure")
+    add("--transfer", action="store_true", help="run widths and depths")
+    add("--only", default="", help="jobs whose name contains this")
+    add("--merge", action="store_true", help="write the file of results from the cache")
+    add("--tables", action="store_true", help="make its tables again")
+    add("--check", action="store_true", help="the batch beside so.StiefelAdamW")
+    add("--quick", action="store_true", help="seconds: every arm, a few steps")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    folder = options.data_dir
+    if options.check:
+        print(f"largest difference of a weight: {check():.1e}")
+    if options.quick:
+        print(*quick(folder)["tables"].values(), sep="\n\n")
+    jobs = stage_one() if options.stage == 1 else []
+    jobs += stage_two() if options.stage == 2 else []
+    jobs += figure_jobs() if options.figure else []
+    jobs += transfer_jobs() if options.transfer else []
+    run([job for job in jobs if options.only in job.name], folder, options.cache)
+    if options.merge or options.tables:
+        stored = merged(options.cache) if options.merge else json.loads(FILE.read_text("utf-8"))
+        results = with_tables(stored)
+        write_json(FILE, results)
+        print(json.dumps(results["bars"], indent=1))
+        print(*results["tables"].values(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
