@@ -73,11 +73,13 @@ DECIDING: dict[str, Arm] = {
     "free, pull .3": scaled("free"),
     "sphere, pull .3": scaled("sphere"),
 }
-OTHERS: dict[str, Arm] = {
+USUAL: dict[str, Arm] = {
     "NAdam, orthogonal initialisation": Arm("Adam", nesterov=True, orthonormal=True),
     "AdamW, decay .1": Arm("Adam", decay=0.1),
     "AdamW, decay 1": Arm("Adam", decay=1.0),
     "weight norm": Arm("weight norm"),
+}
+FORMS_OF_SCALE: dict[str, Arm] = {
     "sphere, fixed 1": scaled("sphere", rate=0.0),
     "fixed, initial": constrained(rate=0.0, target=None),
     "learned, no pull": constrained(pull=0.0),
@@ -87,15 +89,17 @@ OTHERS: dict[str, Arm] = {
     "learned, pull 1, no cap": constrained(pull=1.0, cap=math.inf),
     "learned from initial, pull .3": constrained(target=None),
     "learned from initial, floor": constrained(pull=0.0, cap=math.inf, target=None, floor=1.0),
+}
+# Tried where the constraint loses; residual branches may start small.
+WAYS: dict[str, Arm] = {
     "learned by rows, pull .3": constrained(rows=True),
     "learned times radius, pull .3": constrained(grown=True),
 }
-# Where residual branches may start small.
 BRANCHES: dict[str, Arm] = {
     "learned from .1, pull .3": constrained(first=0.1),
     "learned from .1, no pull": constrained(first=0.1, pull=0.0),
 }
-ARMS = DECIDING | OTHERS | BRANCHES
+ARMS = DECIDING | USUAL | FORMS_OF_SCALE | WAYS | BRANCHES
 
 
 def each(arms: Sequence[Arm], copies: int, name: str, like: Tensor) -> Tensor:

@@ -30,9 +30,10 @@ decoupled_weight_decay=True``: constant betas), geometric means over seeds and n
 learning rates, and at the best of each by mean test loss.
 
 **Advice** of a row: of the constrained arms in ``FORMS`` the one with the least product of both
-ratios of the test loss; "constrain" if both are at most 1 and one is at most .97, else "no
-difference" if both are at most 1.05, else "do not". "Muon" is added where its loss at its best
-learning rate is at most .97 of that of all others.
+ratios of the test loss. "constrain" if both are at most 1 and one is at most .97; if it is then not
+3 % ahead of NAdam from an orthogonal initialisation by either, "orthogonal initialisation is
+enough". Else "no difference" if both are at most 1.05, else "do not". "Muon is best" where its loss
+at its best learning rate is at most .97 of all others.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ from benchmarks.accuracy.small_arms import (
     ARMS,
     BRANCHES,
     DECIDING,
-    OTHERS,
+    FORMS_OF_SCALE,
+    USUAL,
+    WAYS,
     Arm,
     batch_of,
     begun,
@@ -87,12 +90,14 @@ MORE_RATES, MORE_SEEDS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (10, 11, 12, 13, 14)
 WIDE_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 LONGER = 4
 RIVALS = ("AdamW", "NAdam")
+INITIAL = "NAdam, orthogonal initialisation"
 FORMS = ("fixed 1", "learned, pull .3", "learned, pull 1")
 BEST = ("AdamW", "NAdam", "Muon", *FORMS)  # of stage 2, to be replaced by the best of stage 1
 LEAST = 0.01
 # Learning rates beyond those of stage 1 for few arms, so that the best of each is not at the edge.
 LARGE_RATES = (3e-2, 1e-1)
-LARGE = (*RIVALS, "Muon", *FORMS, "NAdam, orthogonal initialisation")
+CONTROLS = ("free, pull .3", "sphere, pull .3")
+LARGE = (*RIVALS, "Muon", *FORMS, INITIAL)
 MEASURES = ("train", "test", "right")
 
 # ---- networks ----------------------------------------------------------------------------------
@@ -155,6 +160,7 @@ TRANSFER = {
        for width, steps in ((64, 150), (128, 100), (256, 80), (512, 60), (1024, 40))},
 }  # fmt: skip
 EVERY = NETWORKS | WIDE | ASIDE | TRANSFER
+SHOWN = (*RIVALS, INITIAL, "learned, pull .3")
 FIGURE = ("20 tanh layers", "ViT, all matrices", "GRU, rows")
 # Those with residual branches.
 BRANCHED = tuple(name for name in NETWORKS if name.startswith(("residual", "ViT", "character")))
@@ -316,14 +322,18 @@ def train(network: Network, job: Job) -> list[dict[str, Any]]:
 def stage_one() -> list[Job]:
     """The deciding arms, on what was put aside last; larger learning rates; the other arms."""
     jobs = [Job("stage 1", name, tuple(DECIDING)) for name in (*NETWORKS, *ASIDE)]
-    jobs += [Job("stage 1", name, LARGE, LARGE_RATES) for name in NETWORKS]
-    jobs += [Job("stage 1", name, LARGE[-1:]) for name in NETWORKS]
+    for arms in (LARGE, CONTROLS):
+        jobs += [Job("stage 1", name, arms, LARGE_RATES) for name in NETWORKS]
     jobs += [Job("stage 1", name, BEST, seeds=SEEDS[:1]) for name in WIDE]
-    for name in NETWORKS:
-        others = [*OTHERS, *(BRANCHES if name in BRANCHED else [])]
-        others = sorted(others[1:], key=lambda arm: ARMS[arm].kind)
-        half = len(others) // 2
-        jobs += [Job("stage 1", name, tuple(part)) for part in (others[:half], others[half:])]
+    for others in (
+        (LARGE[-1],),
+        tuple(WAYS),
+        tuple(BRANCHES),
+        tuple(FORMS_OF_SCALE),
+        tuple(USUAL)[1:],
+    ):
+        names = BRANCHED if others == tuple(BRANCHES) else NETWORKS
+        jobs += [Job("stage 1", name, others) for name in names]
     return jobs
 
 
@@ -338,12 +348,12 @@ def stage_two() -> list[Job]:
 def figure_jobs() -> list[Job]:
     """Test error over learning rates, for the README."""
     seeds = MORE_SEEDS[:3]
-    return [Job("figure", name, (*RIVALS, *FORMS[:2]), WIDE_RATES, seeds) for name in FIGURE]
+    return [Job("figure", name, SHOWN, WIDE_RATES, seeds) for name in FIGURE]
 
 
 def transfer_jobs() -> list[Job]:
     """Perceptrons of several widths, and depths: which learning rate is best?"""
-    arms = ("AdamW", "NAdam, orthogonal initialisation", "Muon", *FORMS[:2])
+    arms = ("AdamW", INITIAL, "Muon", *FORMS[:2])
     return [Job("transfer", name, arms, WIDE_RATES, SEEDS[:1]) for name in TRANSFER]
 
 
@@ -469,13 +479,17 @@ def best(values: Values, measure: str = "test") -> float:
 def ratios(arms: Mapping[str, Values], arm: str, measure: str = "test") -> tuple[float, float]:
     """Of an arm to the better of AdamW and NAdam, at equal and at best learning rates.
 
-    The best are searched among those of the arm.
+    The best are searched among those that all of them have.
     """
-    ours = by_rate(arms[arm], measure)
-    rivals = [by_rate(arms[rival], measure) for rival in RIVALS]
-    theirs = {rate: min(rival[rate] for rival in rivals) for rate in ours}
-    equal = mean(ours[rate] / theirs[rate] for rate in ours if rate in RATES)
-    return equal, min(ours.values()) / min(theirs.values())
+    ours, *rivals = (by_rate(arms[name], measure) for name in (arm, *RIVALS))
+    pairs = {
+        rate: (ours[rate], min(rival[rate] for rival in rivals))
+        for rate in ours
+        if all(rate in rival for rival in rivals)
+    }
+    equal = mean(a / b for rate, (a, b) in pairs.items() if rate in RATES)
+    least, theirs = map(min, zip(*pairs.values(), strict=True))
+    return equal, least / theirs
 
 
 def advice(arms: Mapping[str, Values]) -> tuple[str, str]:
@@ -484,9 +498,11 @@ def advice(arms: Mapping[str, Values]) -> tuple[str, str]:
     both = ratios(arms, form)
     say = "no difference" if max(both) <= 1.05 else "do not"
     if max(both) <= 1.0 and min(both) <= 0.97:
-        say = "constrain"
-    others = min(best(arms[name]) for name in (*RIVALS, *FORMS))
-    if "Muon" in arms and best(arms["Muon"]) <= 0.97 * others:
+        begun = ratios(arms, INITIAL) if INITIAL in arms else (math.inf, math.inf)
+        is_ahead = min(ours / theirs for ours, theirs in zip(both, begun, strict=True)) <= 0.97
+        say = "constrain" if is_ahead else "orthogonal initialisation is enough"
+    others = min(best(arms[name]) for name in (*RIVALS, INITIAL, *FORMS) if name in arms)
+    if best(arms["Muon"]) <= 0.97 * others:
         say += "; Muon is best"
     return say, form
 
@@ -498,21 +514,31 @@ def ratio(both: tuple[float, float]) -> str:
 def table_of_networks(runs: Runs) -> str:
     """A row a network: advice, losses at best learning rates, ratios at equal and at best ones."""
     header = [
-        *("network", "advice", "form", "test loss", "AdamW or NAdam", "Muon"),
-        *("% right", "AdamW or NAdam", "Muon", "test loss, ratio", "training loss, ratio"),
+        *("network", "constrain?", "as", "test loss", "AdamW or NAdam", "orthogonal start"),
+        *("Muon", "% right", "AdamW or NAdam", "test loss, ratio", "training loss, ratio"),
     ]
     rows = []
     for name, arms in runs.items():
         say, form = advice(arms)
-        cells = []
-        for measure, digits in (("test", 3), ("right", 1)):
-            better = min if measure == "test" else max
-            rival = better(best(arms[one], measure) for one in RIVALS)
-            shown = best(arms[form], measure), rival, best(arms["Muon"], measure)
-            cells += ["-" if math.isnan(one) else f"{one:.{digits}f}" for one in shown]
+        rival = min(best(arms[one]) for one in RIVALS)
+        begun = [best(arms[INITIAL])] if INITIAL in arms else [math.nan]
+        losses = [best(arms[form]), rival, *begun, best(arms["Muon"])]
+        rights = [best(arms[form], "right"), max(best(arms[one], "right") for one in RIVALS)]
         both = (ratio(ratios(arms, form, measure)) for measure in ("test", "train"))
+        cells = [*(f"{loss:.3f}" for loss in losses), *(f"{share:.1f}" for share in rights)]
         rows.append([name, say, form, *cells, *both])
-    return markdown_table(header, rows)
+    return markdown_table(header, rows).replace("nan", "  -")
+
+
+def table_of_rates(runs: Runs) -> str:
+    """The best learning rate and the test loss there, by width and depth."""
+    arms = next(iter(runs.values()))
+    rows = []
+    for name, kept in runs.items():
+        found = (by_rate(kept[arm], "test") for arm in arms)
+        cells = (min((loss, rate) for rate, loss in each.items()) for each in found)
+        rows.append([name, *(f"{rate:g}: {loss:.3f}" for loss, rate in cells)])
+    return markdown_table(["network", *arms], rows)
 
 
 def means_of(runs: Runs, arm: str, measure: str, names: Iterable[str]) -> tuple[float, float]:
@@ -559,6 +585,8 @@ def with_tables(results: dict[str, Any]) -> dict[str, Any]:
     """The results with their tables and the numbers that were asked for."""
     tables, bars = {}, {}
     for part, every in results["parts"].items():
+        if part == "transfer":
+            tables[part] = table_of_rates({name: every[name] for name in TRANSFER if name in every})
         if part in ("transfer", "figure"):
             continue
         runs = {name: every[name] for name in EVERY if name in every}
