@@ -17,9 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 import stiefel_opt as so
-from stiefel_opt.functional import adam, with_radius
+from stiefel_opt.functional import Sums, adam, with_radius
 from stiefel_opt.functional.flows import corrected
-from stiefel_opt.linalg import LOCAL_SUMS
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 LARGEST = 1e4  # a scale stays within this factor of what it is pulled to
@@ -350,7 +349,7 @@ class ConstrainedWeights(Scaled):
         X, new, _ = with_radius(rule, "virtual", self.X, self.tall(grad), self.state, **options)
         self.state |= new
         if self.steps % OFTEN == 0:
-            X, new = corrected(X, self.state, LOCAL_SUMS, normal=("momentum_normal",))
+            X, new = corrected(X, self.state, Sums(), normal=("momentum_normal",))
             self.state |= new
         self.X = X
 

@@ -20,8 +20,9 @@ sequence the recurrent one only; all other weights by AdamW (NAdam: by NAdam) wi
 learning rate serves both.
 
 **Stage 1**: all arms, two seeds, three learning rates, short, falling to zero along a cosine.
-**Stage 2**: ``BEST`` and the rivals, five other seeds, five learning rates, short and four times as
-long, falling and constant. Every arm has the same initial values and batches.
+A few arms also at 3e-2 and 1e-1, on the figure's networks at six learning rates, and on other seeds
+for three times the steps (``--long``). **Stage 2**: ``BEST``, five other seeds, five learning
+rates, short and long, falling and constant. Every arm has the same initial values and batches.
 
 **Measured**: training and test loss on up to 1,000 examples and the share of right answers, after
 the last step. A copy whose loss is not finite counts as one that guesses; losses below .01 count as
@@ -33,7 +34,8 @@ learning rates, and at the best of each by mean test loss.
 ratios of the test loss. "constrain" if both are at most 1 and one is at most .97; if it is then not
 3 % ahead of NAdam from an orthogonal initialisation by either, "orthogonal initialisation is
 enough". Else "no difference" if both are at most 1.05, else "do not". "Muon is best" where its loss
-at its best learning rate is at most .97 of all others.
+at its best learning rate is at most .97 of all others. Of short and longer training the more
+cautious answer.
 """
 
 from __future__ import annotations
@@ -85,10 +87,11 @@ from benchmarks.accuracy.small_networks import (
 from benchmarks.common.harness import RESULTS, machine, markdown_table, write_json, write_text
 
 FILE = RESULTS / "when_to_constrain.json"
+RUNS = RESULTS / "when_to_constrain_runs.json"
 RATES, SEEDS = (1e-3, 3e-3, 1e-2), (0, 1)
 MORE_RATES, MORE_SEEDS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2), (10, 11, 12, 13, 14)
 WIDE_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-LONGER = 4
+LONGER = 3
 RIVALS = ("AdamW", "NAdam")
 INITIAL = "NAdam, orthogonal initialisation"
 FORMS = ("fixed 1", "learned, pull .3", "learned, pull 1")
@@ -324,7 +327,7 @@ def stage_one() -> list[Job]:
     jobs = [Job("stage 1", name, tuple(DECIDING)) for name in (*NETWORKS, *ASIDE)]
     for arms in (LARGE, CONTROLS):
         jobs += [Job("stage 1", name, arms, LARGE_RATES) for name in NETWORKS]
-    jobs += [Job("stage 1", name, BEST, seeds=SEEDS[:1]) for name in WIDE]
+    jobs += [Job("wide", name, BEST, seeds=SEEDS[:1]) for name in WIDE]
     for others in (
         (LARGE[-1],),
         tuple(WAYS),
@@ -335,6 +338,11 @@ def stage_one() -> list[Job]:
         names = BRANCHED if others == tuple(BRANCHES) else NETWORKS
         jobs += [Job("stage 1", name, others) for name in names]
     return jobs
+
+
+def long_jobs() -> list[Job]:
+    """Few arms for three times the steps, on other seeds."""
+    return [Job("long", name, LARGE, RATES, MORE_SEEDS[:2], LONGER) for name in NETWORKS]
 
 
 def stage_two() -> list[Job]:
@@ -432,29 +440,56 @@ Runs = dict[str, dict[str, Values]]  # by network and arm
 
 def merged(cache: Path) -> dict[str, Any]:
     """What the cache holds: the runs of each part, and what they cost."""
-    parts: dict[str, Runs] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    found: dict[tuple[str, str, str, float, int], Any] = {}
     machines, seconds, worst = [], 0.0, 0.0
     for path in sorted(cache.glob("*.jsonl")):
         head, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        part = head["part"]
+        part, network = head["part"], head["network"]
         if part == "stage 2":
             part += f", {head['length']:g} times the steps, {head['schedule']}"
-        arms = parts.setdefault(part, {}).setdefault(head["network"], {})
-        found = {(row["arm"], row["rate"], row["seed"]): row for row in rows}
-        for arm, rate in product(head["arms"], head["rates"]):
-            values = arms.setdefault(arm, {"rates": []})
-            values["rates"].append(rate)
-            for key in (*MEASURES, "scale") if "learned" in arm else MEASURES:
-                here = [found[arm, rate, seed][key] for seed in head["seeds"]]
-                values.setdefault(key, []).append(here)
+        kept = parts.setdefault(part, {"rates": [], "seeds": head["seeds"], "runs": {}})
+        kept["rates"] = sorted({*kept["rates"], *head["rates"]})
+        kept["runs"].setdefault(network, {}).update(dict.fromkeys(head["arms"]))
+        found |= {(part, network, row["arm"], row["rate"], row["seed"]): row for row in rows}
         machines.append(head["machine"])
         seconds += head["seconds"]
         worst = max(worst, *(row["error"] for row in rows))
+    for part, kept in parts.items():
+        for network, arms in kept["runs"].items():
+            for arm in arms:
+                copies = [found[key] for rate, seed in product(kept["rates"], kept["seeds"])
+                          if (key := (part, network, arm, rate, seed)) in found]  # fmt: skip
+                rows = ([f"{row[name]:.3g}" for row in copies] for name in MEASURES)
+                arms[arm] = " ".join(value for row in rows for value in row)
     return {
         "machine": max(machines, key=lambda one: one["date"]),
         "core seconds": round(seconds),
         "largest orthonormality error": worst,
+        "measures": MEASURES,
         "parts": parts,
+    }
+
+
+def unpacked(kept: Mapping[str, Any]) -> Runs:
+    """The runs of a part; in the file an arm is one line: by measure, learning rate and seed.
+
+    An arm that was not run at all learning rates of the part was run at the first of them.
+    """
+    count = len(kept["seeds"])
+
+    def values(line: str) -> Values:
+        row = [*map(float, line.split())]
+        each = len(row) // len(MEASURES)
+        columns = [row[start : start + count] for start in range(0, len(row), count)]
+        return {"rates": kept["rates"][: each // count]} | {
+            name: columns[place * each // count : (place + 1) * each // count]
+            for place, name in enumerate(MEASURES)
+        }
+
+    return {
+        network: {arm: values(row) for arm, row in arms.items()}
+        for network, arms in kept["runs"].items()
     }
 
 
@@ -492,19 +527,32 @@ def ratios(arms: Mapping[str, Values], arm: str, measure: str = "test") -> tuple
     return equal, least / theirs
 
 
-def advice(arms: Mapping[str, Values]) -> tuple[str, str]:
-    """What to do, as the docstring of the program says, and the best constrained arm."""
-    form = min(FORMS, key=lambda name: math.prod(ratios(arms, name)))
-    both = ratios(arms, form)
-    say = "no difference" if max(both) <= 1.05 else "do not"
-    if max(both) <= 1.0 and min(both) <= 0.97:
-        begun = ratios(arms, INITIAL) if INITIAL in arms else (math.inf, math.inf)
-        is_ahead = min(ours / theirs for ours, theirs in zip(both, begun, strict=True)) <= 0.97
-        say = "constrain" if is_ahead else "orthogonal initialisation is enough"
-    others = min(best(arms[name]) for name in (*RIVALS, INITIAL, *FORMS) if name in arms)
-    if best(arms["Muon"]) <= 0.97 * others:
-        say += "; Muon is best"
-    return say, form
+ANSWERS = ("constrain", "orthogonal initialisation is enough", "no difference", "do not")
+
+
+def best_form(*runs: Mapping[str, Values]) -> str:
+    """The constrained arm with the least product of the ratios of the test loss in all runs."""
+    return min(FORMS, key=lambda name: math.prod(math.prod(ratios(arms, name)) for arms in runs))
+
+
+def advice(*runs: Mapping[str, Values]) -> tuple[str, str]:
+    """What to do, as the docstring of the program says, and the best constrained arm.
+
+    Of several runs, short and long, the most cautious answer; "Muon is best" if it is in all.
+    """
+    form = best_form(*runs)
+    says, muon_leads = [], []
+    for arms in runs:
+        both = ratios(arms, form)
+        say = "no difference" if max(both) <= 1.05 else "do not"
+        if max(both) <= 1.0 and min(both) <= 0.97:
+            begun = ratios(arms, INITIAL) if INITIAL in arms else (math.inf, math.inf)
+            is_ahead = min(ours / theirs for ours, theirs in zip(both, begun, strict=True)) <= 0.97
+            say = ANSWERS[0] if is_ahead else ANSWERS[1]
+        says.append(say)
+        others = min(best(arms[name]) for name in (*RIVALS, INITIAL, *FORMS) if name in arms)
+        muon_leads.append(best(arms["Muon"]) <= 0.97 * others)
+    return max(says, key=ANSWERS.index) + "; Muon is best" * all(muon_leads), form
 
 
 def ratio(both: tuple[float, float]) -> str:
@@ -528,6 +576,24 @@ def table_of_networks(runs: Runs) -> str:
         cells = [*(f"{loss:.3f}" for loss in losses), *(f"{share:.1f}" for share in rights)]
         rows.append([name, say, form, *cells, *both])
     return markdown_table(header, rows).replace("nan", "  -")
+
+
+def table_of_advice(short: Runs, longer: Runs) -> str:
+    """A row a network: advice from short and longer training, losses and ratios of both."""
+    header = [
+        *("network", "constrain?", "as", "test loss", "AdamW or NAdam", "orthogonal start", "Muon"),
+        *("ratio", "ratio, three times the steps"),
+    ]
+    rows = []
+    for name, arms in short.items():
+        runs = [arms, *([longer[name]] if name in longer else [])]
+        say, form = advice(*runs)
+        rival = min(best(arms[one]) for one in RIVALS)
+        losses = [best(arms[form]), rival, best(arms[INITIAL]), best(arms["Muon"])]
+        both = [ratio(ratios(one, form)) for one in runs]
+        row = [*(f"{loss:.3f}" for loss in losses), both[0], both[1] if both[1:] else "not run"]
+        rows.append([name, say, form, *row])
+    return markdown_table(header, rows)
 
 
 def table_of_rates(runs: Runs) -> str:
@@ -581,10 +647,10 @@ def table_by_network(runs: Runs, measure: str = "test") -> str:
     return markdown_table(["network", *shown], rows)
 
 
-def with_tables(results: dict[str, Any]) -> dict[str, Any]:
-    """The results with their tables and the numbers that were asked for."""
+def summary(parts: Mapping[str, Runs]) -> dict[str, Any]:
+    """Tables, and the numbers that were asked for."""
     tables, bars = {}, {}
-    for part, every in results["parts"].items():
+    for part, every in parts.items():
         if part == "transfer":
             tables[part] = table_of_rates({name: every[name] for name in TRANSFER if name in every})
         if part in ("transfer", "figure"):
@@ -599,7 +665,8 @@ def with_tables(results: dict[str, Any]) -> dict[str, Any]:
             advised = [name for name, (say, _) in said.items() if say.startswith("constrain")]
             tables[title] = table_of_networks(some)
             tables[f"{title}: arms"] = table_of_arms(some, advised)
-            tables[f"{title}: ratios"] = table_by_network(some)
+            if len(some) > 1 and part == "stage 1":
+                tables[f"{title}: ratios"] = table_by_network(some)
             chosen = [ratios(some[n], said[n][1]) for n in advised]
             bars[title] = {
                 "networks": len(some),
@@ -608,10 +675,23 @@ def with_tables(results: dict[str, Any]) -> dict[str, Any]:
                 **{name: means_of(some, name, "test", some) for name in FORMS},
                 "training loss": means_of(some, "learned, pull .3", "train", some),
             }
-    return {**results, "bars": bars, "tables": tables}
+    short, longer = (
+        {name: parts[part][name] for name in NETWORKS if {*LARGE} <= {*parts[part].get(name, {})}}
+        for part in ("stage 1", "long")
+        if part in parts
+    )
+    tables["advice"] = table_of_advice(short, longer)
+    return {"bars": bars, "tables": tables}
 
 
 # ---- program -----------------------------------------------------------------------------------
+
+
+def stored_summary() -> dict[str, Any]:
+    """The summary of the runs on file."""
+    stored = json.loads(RUNS.read_text(encoding="utf-8"))
+    parts = {part: unpacked(kept) for part, kept in stored.pop("parts").items()}
+    return stored | summary(parts)
 
 
 def quick(folder: Path) -> dict[str, Any]:
@@ -627,7 +707,7 @@ def quick(folder: Path) -> dict[str, Any]:
             | {key: [[found[arm, rate][key]] for rate in job.rates] for key in MEASURES}
             for arm in job.arms
         }
-    return with_tables({"parts": {"stage 1": kept}})
+    return summary({"stage 1": kept, "long": kept})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -636,6 +716,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--data-dir", type=Path, default=Path(), help="of MNIST, CIFAR-10 and the sentences")
     add("--cache", type=Path, default=Path("runs/when_to_constrain"), help="a file a job")
     add("--stage", type=int, choices=(1, 2), help="run its jobs")
+    add("--long", action="store_true", help="run few arms for longer")
     add("--figure", action="store_true", help="run the jobs of the figure")
     add("--transfer", action="store_true", help="run widths and depths")
     add("--only", default="", help="jobs whose name contains this")
@@ -652,14 +733,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(*quick(folder)["tables"].values(), sep="\n\n")
     jobs = stage_one() if options.stage == 1 else []
     jobs += stage_two() if options.stage == 2 else []
+    jobs += long_jobs() if options.long else []
     jobs += figure_jobs() if options.figure else []
     jobs += transfer_jobs() if options.transfer else []
     run([job for job in jobs if options.only in job.name], folder, options.cache)
     if options.merge or options.tables:
-        stored = merged(options.cache) if options.merge else json.loads(FILE.read_text("utf-8"))
-        results = with_tables(stored)
+        if options.merge:
+            write_json(RUNS, merged(options.cache))
+        results = stored_summary()
         write_json(FILE, results)
-        print(json.dumps(results["bars"], indent=1))
         print(*results["tables"].values(), sep="\n\n")
 
 

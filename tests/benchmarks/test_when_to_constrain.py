@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 from benchmarks.accuracy import small_arms, when_to_constrain
 from benchmarks.accuracy.small_arms import ARMS, DECIDING, begun
 from benchmarks.accuracy.small_networks import Pixels, Text
-from benchmarks.accuracy.when_to_constrain import NETWORKS, Job, train
+from benchmarks.accuracy.when_to_constrain import MEASURES, NETWORKS, Job, train
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 CONSTANT = {"momentum_decay": 1e4, "decoupled_weight_decay": True, "weight_decay": 0.01}
@@ -104,8 +104,13 @@ def test_finished_jobs_are_not_run_again(tmp_path: Path) -> None:
     before = path.stat().st_mtime_ns
     when_to_constrain.run(jobs, Path(), tmp_path)
     assert path.stat().st_mtime_ns == before
-    runs = when_to_constrain.merged(tmp_path)["parts"]["stage 1"]["perceptron, digits"]
-    assert len(runs["NAdam"]["test"][0]) == 1
+    runs = when_to_constrain.unpacked(when_to_constrain.merged(tmp_path)["parts"]["stage 1"])
+    (row,) = map(json.loads, path.read_text().splitlines()[1:])
+    values = runs["perceptron, digits"]["NAdam"]
+    assert values["rates"] == [0.01]
+    assert [values[name][0][0] for name in MEASURES] == pytest.approx(
+        [row[name] for name in MEASURES], rel=1e-2
+    )
 
 
 def test_a_lost_copy_counts_as_one_that_guesses() -> None:
@@ -143,8 +148,9 @@ def test_scales_stay_where_they_are_asked_to() -> None:
 
 def test_the_file_holds_what_its_runs_say() -> None:
     stored = json.loads(when_to_constrain.FILE.read_text(encoding="utf-8"))
-    again = when_to_constrain.with_tables(stored)
-    assert stored["tables"] == again["tables"]
-    runs = stored["parts"]["stage 1"]
+    assert stored["tables"] == when_to_constrain.stored_summary()["tables"]
+    runs = json.loads(when_to_constrain.RUNS.read_text(encoding="utf-8"))["parts"]["stage 1"][
+        "runs"
+    ]
     assert all({*DECIDING} <= {*arms} for name, arms in runs.items() if name in NETWORKS)
     assert stored["largest orthonormality error"] < 1e-5
