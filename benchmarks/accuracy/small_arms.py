@@ -44,6 +44,7 @@ class Arm:
         floor: The least g over its target.
         rows: A number for each row.
         grown: W = r g V with the virtual radius r.
+        bare: V moves along the gradient of W, as in the package; else along that of V, g times it.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Arm:
     floor: float = 0.0
     rows: bool = False
     grown: bool = False
+    bare: bool = False
 
 
 scaled = partial(Arm, pull=0.3, cap=0.01)
@@ -72,8 +74,10 @@ DECIDING: dict[str, Arm] = {
     "free, pull .3": scaled("free"),
     "sphere, pull .3": scaled("sphere"),
 }
-USUAL: dict[str, Arm] = {
+INITIAL: dict[str, Arm] = {
     "NAdam, orthogonal initialisation": Arm("Adam", nesterov=True, orthonormal=True),
+}
+DECAYS: dict[str, Arm] = {
     "AdamW, decay .1": Arm("Adam", decay=0.1),
     "AdamW, decay 1": Arm("Adam", decay=1.0),
     "weight norm": Arm("weight norm"),
@@ -98,7 +102,9 @@ BRANCHES: dict[str, Arm] = {
     "learned from .1, pull .3": constrained(first=0.1),
     "learned from .1, no pull": constrained(first=0.1, pull=0.0),
 }
-ARMS = DECIDING | USUAL | FORMS_OF_SCALE | WAYS | BRANCHES
+# What the package does, beside "learned, pull .3".
+SHIPPED: dict[str, Arm] = {"learn_scale=True": constrained(bare=True)}
+ARMS = DECIDING | SHIPPED | INITIAL | DECAYS | FORMS_OF_SCALE | WAYS | BRANCHES
 
 
 def each(arms: Sequence[Arm], copies: int, name: str, like: Tensor) -> Tensor:
@@ -229,7 +235,9 @@ class Scaled(Weights):
         self.rate = option(name="rate") * max(rows, columns) ** 0.5
         self.pull, self.cap = option(name="pull"), option(name="cap")
         self.floor = self.target * option(name="floor").clamp(min=1 / LARGEST)
-        self.by_rows, self.grown = option(name="rows") > 0, option(name="grown") > 0
+        self.by_rows, self.grown, self.bare = (
+            option(name=name) > 0 for name in ("rows", "grown", "bare")
+        )
         first = self.target * option(name="first")
         self.g = first.expand(-1, -1, rows if self.by_rows.any() else 1, 1).clone()
         self.of_g = Direction(self.g)
@@ -265,7 +273,8 @@ class Scaled(Weights):
             slope = slope.sum(2, keepdim=True)
         else:
             slope = torch.where(self.by_rows, slope, slope.sum(2, keepdim=True))
-        self.move(self.g * factor * grad, lr / self.target)
+        along = torch.where(self.bare, grad, self.g * factor * grad)
+        self.move(along, lr / self.target)
         each = torch.minimum(lr * self.rate, self.cap)
         pulled = self.g + (each * self.pull).clamp(max=1.0) * (self.target - self.g)
         new = pulled - each * self.of_g(slope)
