@@ -189,7 +189,7 @@ class _Reader:
             if self.names is not LLAMA:
                 wanted = f"have the module {name}"
             owner = f"a {type(self.model).__name__} without {name}"
-            remedy = "" if self.names is LLAMA else "or describe it by rotations.describe"
+            remedy = "or pass prepare_ a description from rotations.describe"
             raise ValueError(fail("model", wanted, owner, remedy))
         if not isinstance(module, kind):
             wanted = f"be a torch {kind.__name__}"
