@@ -178,7 +178,7 @@ ADVICE = (
      "{gru[0]} % right, unconstrained {gru[1]} %: "
      "[GRU, digits by pixel](measured.md#a-gru-and-a-cnn)"),
     ("a convolution network",
-     "no gain; if it must be Lipschitz, [with `scale=1/k`](recipes.md#convolutions)",
+     "no gain; if it must be Lipschitz, [with a certified bound](certified.md)",
      "{cnn[0]} % right, unconstrained {cnn[1]} %: [digits](measured.md#a-gru-and-a-cnn)"),
     ("attention, little data", "if you cannot tune the learning rate",
      "at a learning rate of 0.1 {fast[0]} % right, unconstrained {fast[1]} %: "

@@ -36,41 +36,45 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.functional.flows import (
+from stiefel_opt.functional import (
+    NORMAL,
+    SKEW,
     Length,
     Move,
     Scalar,
     Tensors,
-    coupling,
-    shortened,
-    steepest,
-)
-from stiefel_opt.functional.momentum import (
-    NORMAL,
-    SKEW,
     advance,
     bias_correction,
+    coupling,
     denominator_of,
     metric_parameter,
     normal_force,
     second_moments,
+    shortened,
     skew_force,
+    steepest,
     turn_square,
 )
-from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product_,
     inner_product,
     product,
+    reader_for,
 )
-from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.records import largest_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import U_STATE, Z_STATE, StiefelAdam, StiefelSGD
-from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.optim import (
+    U_STATE,
+    Z_STATE,
+    Group,
+    Rule,
+    State,
+    StiefelAdam,
+    StiefelOptimizer,
+    StiefelSGD,
+    largest_of,
+)
 
 SLOPE: Final = "slope"
 FACTOR: Final = "step_factor"

@@ -28,36 +28,46 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_integer
-from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortened
-from stiefel_opt.functional.momentum import (
+from stiefel_opt.functional import (
+    METRICS,
     NORMAL,
     SKEW,
+    Length,
+    Move,
+    Scalar,
     accumulated,
     bias_correction,
+    move_along_cayley,
     normal_force,
+    shortened,
     skew_force,
 )
-from stiefel_opt.functional.retractions import move_along_cayley
 from stiefel_opt.methods.descent import carried
-from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product_,
     add_to_diagonal_,
     cayley,
     product,
+    reader_for,
+    roots,
     square_norm,
     trace_of,
 )
-from stiefel_opt.numerics.roots import roots
-from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.optim import (
+    U_STATE,
+    Z_STATE,
+    AdamLike,
+    Group,
+    Rule,
+    SGDLike,
+    State,
+    StiefelOptimizer,
+    options_of,
+)
+from stiefel_opt.tags import Stiefel
 
 # Names of state: |G|^2, averaged, and its running maximum.
 SQUARE = "exp_avg_sq_norm"

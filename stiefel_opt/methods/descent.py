@@ -22,32 +22,39 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice
-from stiefel_opt.functional.flows import Move, Scalar, Tensors
-from stiefel_opt.functional.momentum import (
+from stiefel_opt.functional import (
     NORMAL,
     SKEW,
+    Move,
+    Scalar,
+    Tensors,
     accumulated,
     metric_parameter,
     normal_force,
+    retract_along,
     skew_force,
 )
-from stiefel_opt.functional.retractions import retract_along
-from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.geometry import RETRACTIONS as RETRACTIONS
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product,
     add_product_,
     product,
+    reader_for,
 )
-from stiefel_opt.optim.checks import check_metric
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import SGDLike, options_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.numerics import RETRACTIONS as RETRACTIONS
+from stiefel_opt.optim import (
+    U_STATE,
+    Z_STATE,
+    Group,
+    Rule,
+    SGDLike,
+    State,
+    check_metric,
+    options_of,
+)
+from stiefel_opt.tags import Stiefel
 
 
 def descend(

@@ -19,16 +19,15 @@ from torch import Tensor
 
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics.device import exact_products
-from stiefel_opt.numerics.geometry import (
+from stiefel_opt.numerics import (
+    exact_products,
     newton_schulz,
     orientation,
+    own_gram,
     project_tangent,
     riemannian_gradient,
 )
-from stiefel_opt.numerics.linalg import own_gram
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import nearest, random_point, reading_of
+from stiefel_opt.tags import Stiefel, manifold_of, nearest, random_point, reading_of
 
 Loss = Callable[[Any], Tensor]
 _End = tuple[float, float, float]  # t, loss and slope
@@ -37,7 +36,7 @@ _ARMIJO: Final = 1e-4  # of the slope: a sufficient decrease
 _CURVATURE: Final = 0.9  # of the slope: a step that is long enough
 _TRIALS: Final = 25  # of one line search
 _PAIRS: Final = 30  # that are kept
-_FIRST: Final = 0.2  # radians of the first trial of all
+_FIRST: Final = 0.4  # radians of the first trial of all
 _NUDGE: Final = 1e-2  # length of the random move at a stationary start
 _CONVERGED: Final = "the Riemannian gradient is small"
 _ROUNDING: Final = "no lower loss was found along the negative gradient: rounding, or a kink"

@@ -43,36 +43,34 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_flag, check_range, fail
-from stiefel_opt.functional import PULL, adam_scale
-from stiefel_opt.functional.flows import Length, Move, Scalar, Tensors
+from stiefel_opt.functional import PULL, Length, Move, Scalar, Tensors, adam_scale
 from stiefel_opt.methods.plain_muon import MuonLike
-from stiefel_opt.numerics.device import Fixed, Reader, finest_dtype, reader_for
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     BLOCKED,
     LOCAL_SUMS,
+    Fixed,
+    Reader,
     Sums,
     add_product,
     add_product_,
     add_to_diagonal_,
+    finest_dtype,
     gram,
     half_error_,
     identity_for,
     inner_product,
     own_gram,
     product,
+    reader_for,
+    roots,
     skew,
     square_norm,
     sym,
     symmetric_product,
     trace_of,
 )
-from stiefel_opt.numerics.roots import roots
-from stiefel_opt.optim import SCALE_MOMENTS, ScaleRule
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import options_of, with_factor
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.optim import SCALE_MOMENTS, Group, Rule, ScaleRule, State, options_of, with_factor
+from stiefel_opt.tags import Stiefel
 
 # Name of state: B.
 AMBIENT: Final = "momentum_ambient"

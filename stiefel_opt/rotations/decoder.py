@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stiefel_opt.errors import check_module, fail, type_name
-from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics import is_sharded
 from stiefel_opt.rotations.description import FAMILIES, LLAMA, Description, from_dict
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stiefel_opt.errors import check_flag, check_integer, fail, users_level
-from stiefel_opt.numerics.geometry import widened
+from stiefel_opt.numerics import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, Linear, check_sharing, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed

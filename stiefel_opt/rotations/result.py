@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import fail
-from stiefel_opt.numerics.geometry import gram_error, newton_schulz
+from stiefel_opt.numerics import gram_error, newton_schulz
 from stiefel_opt.rotations.attention import chooses_attention
 from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.hadamard_matrices import largest_hadamard
