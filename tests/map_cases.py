@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import stiefel_opt as so
-from stiefel_opt.functional import (
+from stiefel_opt.parametrizations import (
     cayley_map,
     cwy,
     eurnn,
     exponential_map,
     generalized_householder,
     householder,
-    own,
+    own_map,
     tcwy,
     urnn,
 )
@@ -97,8 +97,8 @@ FUNCTIONS = {
         FunctionCase("cayley-square", cayley_map, ((4, 4),)),
         FunctionCase("cayley-complex", cayley_map, ((5, 2),), C128),
         FunctionCase("cayley-based", lambda p: cayley_map(p, orthonormal(7, 2)), ((7, 2),)),
-        FunctionCase("own", own, ((6, 3),)),
-        FunctionCase("own-complex", own, ((6, 2),), C128),
+        FunctionCase("own", own_map, ((6, 3),)),
+        FunctionCase("own-complex", own_map, ((6, 2),), C128),
         FunctionCase("urnn", _urnn, ((3, 4), (4, 2)), C128),
         FunctionCase("eurnn-odd", _eurnn, ((3,), (3, 2, 1)), C128),
         FunctionCase("generalized", _generalized, ((5, 3), (3,)), orthonormal=False),

@@ -300,7 +300,7 @@ def table(folder: Path) -> tuple[str, dict[str, Any]]:
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("*seed*.json"))]
     full = json.loads((folder / "full-precision.json").read_text())
     columns = [(r, g) for r in ("nearest", "GPTQ") for g in sorted({row["group"] for row in rows})]
-    header = ["perplexity", "basis", *(f"{rounding}, groups of {g}" for rounding, g in columns)]
+    header = ["perplexity", *(f"{rounding}, groups of {g}" for rounding, g in columns)]
     lines = []
     for setting in SETTINGS:
         for basis in BASES:
@@ -310,7 +310,7 @@ def table(folder: Path) -> tuple[str, dict[str, Any]]:
                 found = [row["perplexity"] for row in rows if key.items() <= row.items()]
                 cells.append(harness.mean_and_deviation(found, ".2f") if found else "-")
             if set(cells) != {"-"}:
-                lines.append([setting, basis, *cells])
+                lines.append([f"{setting}, {basis}", *cells])
     content = {"full_precision": full["perplexity"], "rows": rows, "machine": full["machine"]}
     return harness.markdown_table(header, lines), content
 

@@ -124,8 +124,8 @@ COUNTS: dict[str, Published] = {
 }
 # Forward passes: free numbers to orthonormal matrix, beside the published counts.
 MAPS: dict[str, tuple[Callable[[Tensor], Tensor], Published]] = {
-    "T-CWY, forward": (so.functional.tcwy, lambda n, m: 4 * n * m**2 + 7 * m**3 / 3),
-    "OWN, forward": (so.functional.own, lambda n, m: 4 * n * m**2 + 14 * m**3 / 3),
+    "T-CWY, forward": (so.parametrizations.tcwy, lambda n, m: 4 * n * m**2 + 7 * m**3 / 3),
+    "OWN, forward": (so.parametrizations.own_map, lambda n, m: 4 * n * m**2 + 14 * m**3 / 3),
 }
 
 

@@ -29,8 +29,7 @@ from torch.nn.functional import normalize
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.common import harness
-from stiefel_opt.functional import delta_product
-from stiefel_opt.nn import OrthogonalRNN
+from stiefel_opt.nn import OrthogonalRNN, delta_product
 
 HIDDEN, STEPS = 512, 784
 FREE, TORCH = "unconstrained weight, loop", "unconstrained weight, nn.RNN"

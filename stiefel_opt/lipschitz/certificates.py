@@ -14,7 +14,7 @@ from stiefel_opt.errors import check_module, check_range, fail, type_name
 from stiefel_opt.lipschitz.bounds import lipschitz_table
 from stiefel_opt.lipschitz.graphs import unwrapped
 from stiefel_opt.lipschitz.rules import rule_for
-from stiefel_opt.numerics.device import finest_dtype
+from stiefel_opt.numerics import finest_dtype
 
 
 @torch.no_grad()

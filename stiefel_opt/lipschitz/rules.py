@@ -29,7 +29,7 @@ from stiefel_opt.nn import (
     ShiftConv2d,
     SpatialShift,
 )
-from stiefel_opt.tags.parameter import ManifoldParameter
+from stiefel_opt.tags import ManifoldParameter
 
 Size = tuple[int, ...] | None  # of one input of a module, without the batch
 FunctionT = TypeVar("FunctionT", bound=Callable[..., float])

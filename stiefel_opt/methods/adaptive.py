@@ -36,41 +36,45 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import fail
-from stiefel_opt.functional.flows import (
+from stiefel_opt.functional import (
+    NORMAL,
+    SKEW,
     Length,
     Move,
     Scalar,
     Tensors,
-    coupling,
-    shortened,
-    steepest,
-)
-from stiefel_opt.functional.momentum import (
-    NORMAL,
-    SKEW,
     advance,
     bias_correction,
+    coupling,
     denominator_of,
     metric_parameter,
     normal_force,
     second_moments,
+    shortened,
     skew_force,
+    steepest,
     turn_square,
 )
-from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product_,
     inner_product,
     product,
+    reader_for,
 )
-from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.records import largest_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import U_STATE, Z_STATE, StiefelAdam, StiefelSGD
-from stiefel_opt.optim.torch_rules import Group
+from stiefel_opt.optim import (
+    U_STATE,
+    Z_STATE,
+    Group,
+    Rule,
+    State,
+    StiefelAdam,
+    StiefelOptimizer,
+    StiefelSGD,
+    largest_of,
+)
 
 SLOPE: Final = "slope"
 FACTOR: Final = "step_factor"
@@ -134,7 +138,8 @@ def adaptive_sgd(
     unit, n = new[FACTOR] * new[UNIT], sums.rows or X.size(-2)
     # A force far below the part of G that is normal to the manifold is mostly rounding of X'X.
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    eta, reader = shortened(norm, lr * unit, steepest(S.dtype, n)), reader or reader_for(X)
+    reader = reader or reader_for(X)
+    eta = shortened(norm, lr * unit, min(steepest(S.dtype, n), reader.steepest))
     move = _moved(X, S, forces, state, new, mu, eta, a, nesterov, transport, sums, reader)
     return *move[:2], move[2]._replace(step=2 * eta)  # momentum adds up errors of several steps
 
@@ -202,7 +207,7 @@ class _FarReader(Reader):
     """
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+        self._reader = reader  # no step is too steep any more
 
     @override
     def number(self, name: str, value: Callable[[], Tensor]) -> float:

@@ -28,36 +28,46 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_integer
-from stiefel_opt.functional.flows import METRICS, Length, Move, Scalar, shortened
-from stiefel_opt.functional.momentum import (
+from stiefel_opt.functional import (
+    METRICS,
     NORMAL,
     SKEW,
+    Length,
+    Move,
+    Scalar,
     accumulated,
     bias_correction,
+    move_along_cayley,
     normal_force,
+    shortened,
     skew_force,
 )
-from stiefel_opt.functional.retractions import move_along_cayley
 from stiefel_opt.methods.descent import carried
-from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product_,
     add_to_diagonal_,
     cayley,
     product,
+    reader_for,
+    roots,
     square_norm,
     trace_of,
 )
-from stiefel_opt.numerics.roots import roots
-from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.optim import (
+    U_STATE,
+    Z_STATE,
+    AdamLike,
+    Group,
+    Rule,
+    SGDLike,
+    State,
+    StiefelOptimizer,
+    options_of,
+)
+from stiefel_opt.tags import Stiefel
 
 # Names of state: |G|^2, averaged, and its running maximum.
 SQUARE = "exp_avg_sq_norm"
@@ -98,7 +108,7 @@ def cayley_sgd(
     if V is not None:
         minus_g = normal_force(X, S, G)
         new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
-    new_X, length = _transform(X, turn, direction, lr, 1.0, steps, exact, sums, reader)
+    new_X, length = _transform(X, turn, direction, lr, 1.0, steps, exact, sums, reader, S)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 
@@ -144,7 +154,8 @@ def cayley_adam(
     correction1, correction2 = (bias_correction(beta, step, square.dtype) for beta in betas)
     divisor = correction1 * (square / correction2 + eps).sqrt()
     divisor = torch.where(divisor > 0, divisor, 1.0)  # 0/0 is 0
-    new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader)
+    latest = S * (1 - beta1)
+    new_X, length = _transform(X, T, V, lr, divisor, steps, exact, sums, reader, latest)
     length = length._replace(inner=S, step=lr * (1 - beta1) / divisor)
     return new_X, new | carried(X, new_X, T, V, sums), length
 
@@ -159,10 +170,11 @@ def _transform(
     exact: bool,
     sums: Sums,
     reader: Reader,
+    inner: Tensor,
 ) -> tuple[Tensor, Length]:
     """Return cay(alpha W / divisor) X or its iterate, made orthonormal, for xi = XT + V."""
     own = None if V is None else sums((V, V))[0]
-    step, reach, length = _shortened(T, own, lr, divisor, reader)
+    step, reach, length = _shortened(T, own, lr, divisor, reader, inner)
     if exact:
         if V is None or own is None:
             return product(X, cayley(T * step)), length
@@ -180,10 +192,13 @@ def _transform(
 
 
 def _shortened(
-    T: Tensor, own: Tensor | None, lr: Scalar, divisor: Scalar, reader: Reader
+    T: Tensor, own: Tensor | None, lr: Scalar, divisor: Scalar, reader: Reader, inner: Tensor
 ) -> tuple[Tensor, float, Length]:
     """Return alpha / divisor, a bound on |alpha W / divisor|, and the length of the step."""
-    norm = (square_norm(T) if own is None else square_norm(T) + 2 * trace_of(own)).sqrt() / divisor
+    norm = (square_norm(T) if own is None else square_norm(T) + 2 * trace_of(own)).sqrt()
+    if reader.steepest < math.inf:
+        norm = torch.maximum(norm, square_norm(inner).sqrt() / reader.steepest)
+    norm = norm / divisor
     # from both sides: a schedule that is run past its end has learning rates below 0
     alpha = shortened(norm + _TINY, lr, 1.0)
     step = alpha / divisor

@@ -22,32 +22,39 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice
-from stiefel_opt.functional.flows import Move, Scalar, Tensors
-from stiefel_opt.functional.momentum import (
+from stiefel_opt.functional import (
     NORMAL,
     SKEW,
+    Move,
+    Scalar,
+    Tensors,
     accumulated,
     metric_parameter,
     normal_force,
+    retract_along,
     skew_force,
 )
-from stiefel_opt.functional.retractions import retract_along
-from stiefel_opt.numerics.device import Reader, reader_for
-from stiefel_opt.numerics.geometry import RETRACTIONS as RETRACTIONS
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product,
     add_product_,
     product,
+    reader_for,
 )
-from stiefel_opt.optim.checks import check_metric
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import SGDLike, options_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import U_STATE, Z_STATE
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.numerics import RETRACTIONS as RETRACTIONS
+from stiefel_opt.optim import (
+    U_STATE,
+    Z_STATE,
+    Group,
+    Rule,
+    SGDLike,
+    State,
+    check_metric,
+    options_of,
+)
+from stiefel_opt.tags import Stiefel
 
 
 def descend(
@@ -89,7 +96,7 @@ def descend(
             # V for the Cayley map, XT + V for the others: one product either way
             inside = S if retraction == "cayley" else S + turn
             direction = normal_force(X, inside, G)
-        new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader)
+        new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader, S)
         return new_X, {}, length._replace(inner=S)
     new_T, turn = accumulated(turn, T, momentum, nesterov=nesterov)
     new_V = direction = None
@@ -98,7 +105,7 @@ def descend(
         new_V, direction = accumulated(minus_g, V, momentum, nesterov=nesterov)
         if retraction != "cayley":
             direction = add_product(direction, X, turn)
-    new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader)
+    new_X, length = retract_along(X, turn, direction, lr, retraction, sums, reader, S)
     return new_X, carried(X, new_X, new_T, new_V, sums), length._replace(inner=S)
 
 

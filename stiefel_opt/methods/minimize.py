@@ -19,16 +19,15 @@ from torch import Tensor
 
 from stiefel_opt.errors import HALF, check_count, check_flag, check_range, fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics.device import exact_products
-from stiefel_opt.numerics.geometry import (
+from stiefel_opt.numerics import (
+    exact_products,
     newton_schulz,
     orientation,
+    own_gram,
     project_tangent,
     riemannian_gradient,
 )
-from stiefel_opt.numerics.linalg import own_gram
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.points import nearest, random_point, reading_of
+from stiefel_opt.tags import Stiefel, manifold_of, nearest, random_point, reading_of
 
 Loss = Callable[[Any], Tensor]
 _End = tuple[float, float, float]  # t, loss and slope
@@ -37,7 +36,7 @@ _ARMIJO: Final = 1e-4  # of the slope: a sufficient decrease
 _CURVATURE: Final = 0.9  # of the slope: a step that is long enough
 _TRIALS: Final = 25  # of one line search
 _PAIRS: Final = 30  # that are kept
-_FIRST: Final = 0.2  # radians of the first trial of all
+_FIRST: Final = 0.4  # radians of the first trial of all
 _NUDGE: Final = 1e-2  # length of the random move at a stationary start
 _CONVERGED: Final = "the Riemannian gradient is small"
 _ROUNDING: Final = "no lower loss was found along the negative gradient: rounding, or a kink"
@@ -204,7 +203,8 @@ class _Form:
     def starts(self, count: int, generator: torch.Generator | None) -> list[list[Tensor]]:
         """Return so many starts; those of a real square matrix alternate between components."""
         drawn: list[list[Tensor]] = []
-        is_square = self.has_components()
+        first = self.readings[0]
+        is_free = self.has_components() and first is not None and first.determinant is None
         for index in range(count):
             values = []
             for tensor, reading, shape in zip(
@@ -216,7 +216,7 @@ class _Form:
                 device = None if tensor is None else tensor.device
                 options = {"generator": generator, "dtype": self.dtype, "device": device}
                 values.append(random_point(*shape, manifold=reading, **options))  # type: ignore[arg-type]
-            if index and is_square and self.component(values) == self.component(drawn[-1]):
+            if index and is_free and self.component(values) == self.component(drawn[-1]):
                 dim = self.readings[0].dimensions(values[0].ndim)[0]  # type: ignore[union-attr]
                 values[0].select(dim, 0).neg_()
             drawn.append(values)

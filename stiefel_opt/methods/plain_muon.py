@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, muon
 from typing_extensions import override
 
-from stiefel_opt.optim.families import AdamLike
-from stiefel_opt.optim.state import StateDict
-from stiefel_opt.optim.torch_rules import Group, step_adam
+from stiefel_opt.optim import AdamLike, Group, StateDict, step_adam
 
 
 def init_muon(parameter: Tensor, state: Group) -> None:

@@ -56,29 +56,27 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice
-from stiefel_opt.functional.flows import (
+from stiefel_opt.functional import (
     METRICS,
+    NORMAL,
+    SKEW,
     Length,
     Move,
     Scalar,
     Tensors,
-    corrected,
-    shortened,
-)
-from stiefel_opt.functional.momentum import (
-    NORMAL,
-    SKEW,
     accumulated,
     bias_correction,
+    corrected,
     gain,
     metric_parameter,
     moments,
     precondition,
+    shortened,
     skew_force,
 )
-from stiefel_opt.numerics.device import Reader
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     LOCAL_SUMS,
+    Reader,
     Sums,
     add_product,
     add_to_diagonal_,
@@ -90,14 +88,20 @@ from stiefel_opt.numerics.linalg import (
     plus_identity,
     product,
 )
-from stiefel_opt.optim.base import StiefelOptimizer
-from stiefel_opt.optim.checks import check_metric
-from stiefel_opt.optim.commit import Rule
-from stiefel_opt.optim.families import AdamLike, SGDLike, options_of
-from stiefel_opt.optim.state import State
-from stiefel_opt.optim.stiefel import SECOND_MOMENTS, U_STATE, Z_STATE
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.optim import (
+    SECOND_MOMENTS,
+    U_STATE,
+    Z_STATE,
+    AdamLike,
+    Group,
+    Rule,
+    SGDLike,
+    State,
+    StiefelOptimizer,
+    check_metric,
+    options_of,
+)
+from stiefel_opt.tags import Stiefel
 
 ROTATIONS: Final = {"euler": plus_identity, "cayley": cayley, "expm": exponential}
 # Digits of X that must be left in Xd; what they cost to orthonormalise, in passes and iterations.

@@ -2,7 +2,7 @@
 
 from stiefel_opt.nn.attention import MultiheadAttention
 from stiefel_opt.nn.conv import ConvNERU
-from stiefel_opt.nn.delta import DeltaProduct
+from stiefel_opt.nn.delta import DeltaProduct, delta_product
 from stiefel_opt.nn.isometric_conv import IsometricConv2d
 from stiefel_opt.nn.isometries import (
     BetaAbs,
@@ -13,6 +13,7 @@ from stiefel_opt.nn.isometries import (
     ShiftConv2d,
     SpatialShift,
 )
+from stiefel_opt.nn.recurrence import rollout
 from stiefel_opt.nn.rnn import OrthogonalRNN
 
 __all__ = [
@@ -28,4 +29,6 @@ __all__ = [
     "OrthogonalRNN",
     "ShiftConv2d",
     "SpatialShift",
+    "delta_product",
+    "rollout",
 ]

@@ -9,15 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_opt.errors import check_choice, check_options, fail
-from stiefel_opt.functional import cwy_factors
-from stiefel_opt.numerics.device import working_dtype
-from stiefel_opt.numerics.geometry import random_point, widened
-from stiefel_opt.parametrizations import CWY, MAPS, orthogonal
-from stiefel_opt.parametrizations.init import draw_rotation
-from stiefel_opt.tags import project_
-from stiefel_opt.tags.constraints import constrain, readings
-from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.watch import PROJECTS
+from stiefel_opt.numerics import random_point, widened, working_dtype
+from stiefel_opt.parametrizations import CWY, MAPS, cwy_factors, draw_rotation, orthogonal
+from stiefel_opt.tags import PROJECTS, Stiefel, constrain, project_, readings
 
 TAGGED: Final = "tagged"
 _ASSIGNED: Final = "_stiefel_assigned"  # on a module, while it loads

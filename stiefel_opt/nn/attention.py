@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_counts, fail
 from stiefel_opt.nn._transition import project_on_load
-from stiefel_opt.tags.constraints import constrain
+from stiefel_opt.tags import constrain
 
 
 class MultiheadAttention(nn.MultiheadAttention):

@@ -12,9 +12,8 @@ from typing_extensions import Self, override
 
 from stiefel_opt.errors import check_choice, check_counts, check_flags, fail
 from stiefel_opt.nn.isometries import check_images
-from stiefel_opt.numerics.device import is_compiling, no_autocast, widened, working_dtype
-from stiefel_opt.numerics.geometry import random_point
-from stiefel_opt.tags.constraints import constrain
+from stiefel_opt.numerics import is_compiling, no_autocast, random_point, widened, working_dtype
+from stiefel_opt.tags import constrain
 
 NAMES: Final = ("factors", "first", "last")
 PADDINGS: Final = ("circular", "zeros")

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_counts, check_flags, check_range, fail
 from stiefel_opt.nn._transition import draw_uniform
-from stiefel_opt.numerics.device import is_compiling
-from stiefel_opt.tags.constraints import constrain
+from stiefel_opt.numerics import is_compiling
+from stiefel_opt.tags import constrain
 
 Move = tuple[int, int]  # pixels down and to the right
 

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_counts, check_flags, check_range, fail
-from stiefel_opt.functional.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
 from stiefel_opt.nn._transition import (
     check_transition,
     draw_uniform,
@@ -20,7 +19,8 @@ from stiefel_opt.nn._transition import (
     project_on_load,
     set_transition,
 )
-from stiefel_opt.numerics.device import no_autocast
+from stiefel_opt.nn.recurrence import COMPLEX_NONLINEARITIES, NONLINEARITIES, rollout
+from stiefel_opt.numerics import no_autocast
 
 
 class OrthogonalRNN(nn.Module):
@@ -50,7 +50,7 @@ class OrthogonalRNN(nn.Module):
     Note:
         Parameters are called as in ``nn.RNN``, with ``threshold_l0`` and so on for modrelu. The
         products of the input are formed for all steps at once, and the backward is written by hand,
-        see :func:`stiefel_opt.functional.rollout`. With ``"cwy"`` and L < N reflections a step
+        see :func:`stiefel_opt.nn.rollout`. With ``"cwy"`` and L < N reflections a step
         multiplies by U and S^-1 U' (4 N L flops a row) and Q is never formed; otherwise Q is formed
         once a call. Packed sequences are padded, so their cost is that of the longest. Under
         autocast, and for weights in half precision, the recurrence runs in float32. A complex

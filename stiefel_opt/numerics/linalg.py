@@ -21,6 +21,7 @@ RowSum = Callable[[Tensor], Tensor]
 FEW: Final = 1024  # entries of a batch up to which calls cost more than arithmetic
 MEDIUM: Final = 64  # m up to which sums of squares give the best bound on eigenvalues
 _LONG: Final = 2**14  # entries from which a float32 sum of squares on a CPU loses digits
+_SHORT: Final = 4096  # entries of a matrix up to which a product of rows and columns is slower
 _LARGE: Final = 256  # m from which norms of rows are computed without a temporary on a CPU
 BLOCKED: Final = 256  # m from which only half of a symmetric product is computed
 _BLOCKED_ELSEWHERE: Final = 2048  # the same off a CPU, where eight calls cost more than one
@@ -64,7 +65,9 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
     """Return the real part of <A, B>, ``(k, 1, 1)``, by one call where memory is in one order."""
     if left.stride(-1) != 1:
         left, right = left.mT, right.mT
-    if left.is_complex() or not (left.is_contiguous() and right.is_contiguous()):
+    is_small = is_cpu(left) and left.shape[1:].numel() < _SHORT
+    in_order = left.is_contiguous() and right.is_contiguous()
+    if is_small or left.is_complex() or not in_order:
         return inner_product(left, right)
     return torch.bmm(left.flatten(1).unsqueeze(1), right.flatten(1).unsqueeze(2))
 

@@ -52,8 +52,8 @@ _GRAD = operator.attrgetter("grad")
 
 def _require_finite(lr: Any) -> None:
     """Raise unless a learning rate is one finite number, or a tensor that cannot be read."""
-    value = readable(lr) if isinstance(lr, Tensor) else lr
-    if value is None:
+    value: Any = readable(lr) if isinstance(lr, Tensor) else lr
+    if value is None and isinstance(lr, Tensor):
         return
     try:
         is_finite = math.isfinite(value)

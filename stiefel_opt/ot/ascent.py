@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt.errors import check_optimizer, fail
-from stiefel_opt.numerics.geometry import gram_error, polar_factor, project_tangent
-from stiefel_opt.optim.stiefel import StiefelSGD
+from stiefel_opt.numerics import gram_error, polar_factor, project_tangent
+from stiefel_opt.optim import StiefelSGD
 from stiefel_opt.ot.clouds import Clouds
 from stiefel_opt.ot.entropic import EntropicTransport
-from stiefel_opt.tags.parameter import ManifoldParameter
+from stiefel_opt.tags import ManifoldParameter
 
 OptimizerFactory = Callable[[list[Tensor]], Optimizer]
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import override
 
 from stiefel_opt.errors import check_group, check_range, fail
-from stiefel_opt.numerics.geometry import project_tangent, retract
+from stiefel_opt.numerics import project_tangent, retract
 
 
 class _Ascent(Optimizer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import fail
-from stiefel_opt.numerics.geometry import gram_error
+from stiefel_opt.numerics import gram_error
 
 _WEIGHT_TOLERANCE = 1e-5  # float32 weights of some thousand points sum to one that well
 _SMALLEST_WEIGHT = 1e-30  # a point of less weight is no part of the plan

@@ -10,7 +10,7 @@ import torch
 
 from stiefel_opt.errors import check_integer, fail
 from stiefel_opt.ot.clouds import read_clouds, read_projection
-from stiefel_opt.tools.optional import imported
+from stiefel_opt.tools import imported
 
 
 def projected_wasserstein(

@@ -11,16 +11,18 @@ from torch.nn.utils import parametrizations, parametrize
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_flag, check_module, fail
-from stiefel_opt.functional.skew_maps import cayley_map
-from stiefel_opt.numerics import has_values
-from stiefel_opt.numerics.device import finest_dtype
-from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, polar_factor
+from stiefel_opt.numerics import (
+    finest_dtype,
+    gram_error,
+    has_values,
+    orthonormality_tolerance,
+    polar_factor,
+)
 from stiefel_opt.parametrizations.base import Free, Parametrization
-from stiefel_opt.parametrizations.householder import TCWY
+from stiefel_opt.parametrizations.householder_maps import TCWY
 from stiefel_opt.parametrizations.init import householder_vectors
-from stiefel_opt.parametrizations.skew import Trivialization
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.watch import mark_maps
+from stiefel_opt.parametrizations.skew import Trivialization, cayley_map
+from stiefel_opt.tags import Stiefel, manifold_of, mark_maps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

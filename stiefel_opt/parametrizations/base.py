@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from typing_extensions import Self, override
 
 from stiefel_opt.errors import PARAMETRIZED, fail
-from stiefel_opt.numerics import has_values, orientation
-from stiefel_opt.numerics.device import finest_dtype, working_dtype
-from stiefel_opt.numerics.geometry import gram_error, polar_factor
+from stiefel_opt.numerics import (
+    finest_dtype,
+    gram_error,
+    has_values,
+    orientation,
+    polar_factor,
+    working_dtype,
+)
 from stiefel_opt.parametrizations.init import with_determinant
-from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.points import check_phase
+from stiefel_opt.tags import Stiefel, check_phase
 
 Free = Tensor | tuple[Tensor, ...]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import check_choice, check_count
-from stiefel_opt.functional.reflections import cwy_factors
 from stiefel_opt.numerics import logarithm as logarithm
+from stiefel_opt.parametrizations.reflections import cwy_factors
 
 _PANEL = 32  # columns eliminated one by one before the others see them as one product
 

@@ -20,19 +20,25 @@ from stiefel_opt.errors import (
     find_parameter,
     users_level,
 )
-from stiefel_opt.numerics import has_values, orientation
-from stiefel_opt.numerics.geometry import gram_error, polar_factor, widened
+from stiefel_opt.numerics import gram_error, has_values, orientation, polar_factor, widened
 from stiefel_opt.parametrizations.base import Parametrization
-from stiefel_opt.parametrizations.householder import CWY, TCWY, Householder
+from stiefel_opt.parametrizations.householder_maps import CWY, TCWY, Householder
 from stiefel_opt.parametrizations.init import draw_rotation
 from stiefel_opt.parametrizations.own import OWN
 from stiefel_opt.parametrizations.skew import MatrixExp, ScaledCayley, Trivialization
 from stiefel_opt.parametrizations.unitary import EURNN, URNN
-from stiefel_opt.tags.layers import CONVOLUTIONS, stacked
-from stiefel_opt.tags.manifold import Stiefel, manifold_of
-from stiefel_opt.tags.trained import HARMFUL, distance, looks_trained, warn_of_lost
-from stiefel_opt.tags.uses import check_use
-from stiefel_opt.tags.watch import mark_maps
+from stiefel_opt.tags import (
+    CONVOLUTIONS,
+    HARMFUL,
+    Stiefel,
+    check_use,
+    distance,
+    looks_trained,
+    manifold_of,
+    mark_maps,
+    stacked,
+    warn_of_lost,
+)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -18,16 +18,20 @@ TURNS = "_stiefel_turns"  # attribute of an attention module: list of functions
 PREFIX = "stiefel_"  # of the name under which the model's attention is registered again
 
 
-def add_turn(decoder: Decoder, turn: Turn) -> None:
-    """Apply ``turn`` to queries and keys of every layer, behind the functions added before."""
+def add_turn(decoder: Decoder, turn: Turn | Mapping[str, Turn]) -> None:
+    """Apply ``turn`` to queries and keys of every layer, behind the functions added before.
+
+    A dict has one for each layer, by name.
+    """
     config = own_config(decoder.model)
     base = getattr(config, "_attn_implementation", None)
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not chooses_attention(decoder):
         remedy = "leave kv_bits=None and R3 out"
         given = f"a {type(decoder.model).__name__} that does not"
         raise ValueError(fail("model", "choose its attention by its config", given, remedy))
     for layer in decoder.layers:
-        layer.attention.__dict__.setdefault(TURNS, []).append(turn)
+        own = turn[layer.name] if isinstance(turn, Mapping) else turn
+        layer.attention.__dict__.setdefault(TURNS, []).append(own)
     if base.startswith(PREFIX):
         return
     functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -35,6 +39,17 @@ def add_turn(decoder: Decoder, turn: Turn) -> None:
     functions.register(PREFIX + base, functools.partial(_attend, base))
     masks.register(PREFIX + base, masks[base])
     config._attn_implementation = PREFIX + base
+
+
+def chooses_attention(decoder: Decoder) -> bool:
+    """Say whether every layer takes its attention from transformers' registry."""
+    return all(
+        any(
+            hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+            for kind in type(layer.attention).__mro__
+        )
+        for layer in decoder.layers
+    )
 
 
 def remove_turn(decoder: Decoder, turn: Turn) -> None:

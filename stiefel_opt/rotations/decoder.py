@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stiefel_opt.errors import check_module, fail, type_name
-from stiefel_opt.numerics.distributed import is_sharded
+from stiefel_opt.numerics import is_sharded
 from stiefel_opt.rotations.description import FAMILIES, LLAMA, Description, from_dict
 
 MARK = "stiefel_rotations"  # in the model's config: what was done to it
@@ -189,7 +189,7 @@ class _Reader:
             if self.names is not LLAMA:
                 wanted = f"have the module {name}"
             owner = f"a {type(self.model).__name__} without {name}"
-            remedy = "" if self.names is LLAMA else "or describe it by rotations.describe"
+            remedy = "or pass prepare_ a description from rotations.describe"
             raise ValueError(fail("model", wanted, owner, remedy))
         if not isinstance(module, kind):
             wanted = f"be a torch {kind.__name__}"
@@ -221,6 +221,8 @@ class _Reader:
 
     def block(self, name: str) -> Layer:
         names, norms = self.names, []
+        if names in FAMILIES.values() and names.refusal is None:
+            self.check_norms(name)
         for leaf, readers in names.norms.items():
             full = f"{name}.{leaf}"
             if full not in self.known and names is not LLAMA:
@@ -236,6 +238,15 @@ class _Reader:
         value = None if names.values is None else self.linear(f"{name}.{names.values}")
         output, down = (writers.get(leaf or "") for leaf in (names.output, names.down))
         return Layer(name, self.known[name], tuple(norms), present, value, output, down)
+
+    def check_norms(self, name: str) -> None:
+        """Raise unless a block has the norms of its family: some have variants with others."""
+        children = self.known[name].named_children()
+        found = {leaf for leaf, child in children if "Norm" in type(child).__name__}
+        if found != set(self.names.norms):
+            wanted = f"have the norms {', '.join(self.names.norms)} of its family and no other"
+            remedy = "describe the model by rotations.describe"
+            raise ValueError(fail(name, wanted, ", ".join(sorted(found)) or "none", remedy))
 
     def head_size(self, layers: tuple[Layer, ...]) -> int:
         """From the attention or the config; 0 where neither tells it."""

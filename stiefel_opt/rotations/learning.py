@@ -28,8 +28,7 @@ from stiefel_opt.errors import (
     check_range,
     fail,
 )
-from stiefel_opt.numerics.distributed import local_part
-from stiefel_opt.numerics.geometry import gram_error
+from stiefel_opt.numerics import gram_error, local_part
 from stiefel_opt.optim import StiefelAdam
 from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.online import usable_decoder
@@ -40,8 +39,8 @@ from stiefel_opt.rotations.quantizers import (
 )
 from stiefel_opt.rotations.result import Rotations, polished
 from stiefel_opt.rotations.starts import around_ones, hadamard, inside_ones
-from stiefel_opt.tags.parameter import ManifoldParameter
-from stiefel_opt.tools.optional import ProgressBar
+from stiefel_opt.tags import ManifoldParameter
+from stiefel_opt.tools import ProgressBar
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -33,7 +33,11 @@ def install(decoder: Decoder, online: tuple[str, ...]) -> None:
             if name in online:
                 owner.register_buffer(NOTE.format(name), torch.ones(()))
     if "R3" in online and not _turns_keys(decoder.layers[0]):
-        add_turn(decoder, _turn_both)
+        turns = {layer.name: _TurnBoth() for layer in decoder.layers}
+        add_turn(decoder, turns)
+        for layer in decoder.layers:
+            hook = turns[layer.name].offer
+            layer.attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def usable_decoder(model: object) -> Decoder:
@@ -93,12 +97,44 @@ def _turns_products(layer: Layer) -> bool:
 # ---- R3 ------------------------------------------------------------------------------------------
 
 
-def _turn_both(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    return rotate_fixed(queries), rotate_fixed(keys)
+class _TurnedKeys:
+    """A cache, for one call of an attention module: its keys are stored turned."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self.was_used = cache, False
+
+    def update(self, keys: Tensor, values: Tensor, *others: Any, **options: Any) -> Any:
+        self.was_used = True
+        return self._cache.update(rotate_fixed(keys), values, *others, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+class _TurnBoth:
+    """R3 of one attention module: of queries, and of keys on their way into the cache."""
+
+    def __init__(self) -> None:
+        self.cache: _TurnedKeys | None = None
+
+    def offer(self, _: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
+        """Pre-hook of the module: put a cache that turns keys in the place of the caller's."""
+        cache = options.get("past_key_values")
+        turns_itself = cache is None or getattr(cache, "turns_keys", False)
+        self.cache = None if turns_itself else _TurnedKeys(cache)
+        return (
+            (inputs, options)
+            if turns_itself
+            else (inputs, {**options, "past_key_values": self.cache})
+        )
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        stored, self.cache = self.cache is not None and self.cache.was_used, None
+        return rotate_fixed(queries), keys if stored else rotate_fixed(keys)
 
 
 def _turns_keys(layer: Layer) -> bool:
-    return _turn_both in layer.attention.__dict__.get(TURNS, ())
+    return any(isinstance(turn, _TurnBoth) for turn in layer.attention.__dict__.get(TURNS, ()))
 
 
 def _installed(name: str, decoder: Decoder) -> bool:

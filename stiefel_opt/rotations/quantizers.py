@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stiefel_opt.errors import check_flag, check_integer, fail, users_level
-from stiefel_opt.numerics.geometry import widened
+from stiefel_opt.numerics import widened
 from stiefel_opt.rotations.attention import add_turn, remove_turn
 from stiefel_opt.rotations.decoder import Decoder, Layer, Linear, check_sharing, state_of
 from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
@@ -86,7 +86,7 @@ def quantized(
     symmetric grids. Embeddings, norms and attention scores stay.
 
     Args:
-        model: A decoder of the Llama family: as loaded, prepared or folded.
+        model: A decoder that :func:`prepare_` knows, without experts: as it was loaded, or later.
         rotations: In whose basis is rounded, for a prepared model, or for any if they have no R1.
             Default: as the model stands.
         activation_bits, kv_bits, weight_bits: From 2 to 16; None does not round.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stiefel_opt.errors import fail
-from stiefel_opt.numerics.geometry import gram_error, newton_schulz
+from stiefel_opt.numerics import gram_error, newton_schulz
+from stiefel_opt.rotations.attention import chooses_attention
 from stiefel_opt.rotations.decoder import Decoder
 from stiefel_opt.rotations.hadamard_matrices import largest_hadamard
 
@@ -116,6 +117,10 @@ def check_online(name: str, online: Sequence[str], decoder: Decoder) -> None:
         remedy = 'leave R3 out: start=rotations.hadamard(model, online=("R4",))'
         wanted = "have heads of a size with a Hadamard matrix for R3"
         raise ValueError(fail(name, wanted, decoder.head_size, remedy))
+    if "R3" in online and not chooses_attention(decoder):
+        remedy = "leave R3 out, and take rotations.TurnedCache for few bits"
+        given = f"R3 for a {type(decoder.model).__name__} that does not"
+        raise ValueError(fail(name, "be for a model with transformers' attention", given, remedy))
 
 
 def polished(rotation: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from stiefel_opt.errors import check_flag, check_integer
-from stiefel_opt.numerics.geometry import random_point
+from stiefel_opt.numerics import random_point
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
 from stiefel_opt.rotations.online import usable_decoder
 from stiefel_opt.rotations.result import ONLINE, Rotations, check_online

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stiefel_opt.errors import check_choice, check_integer, fail
 from stiefel_opt.rotations.hadamard_matrices import hadamard_factors, largest_hadamard
-from stiefel_opt.tools.optional import imported
+from stiefel_opt.tools import imported
 
 _caches = imported("transformers.cache_utils", "'transformers>=4.56'")
 BITS: Final = (2, 4, 8)  # codes of them fill a byte
@@ -48,6 +48,8 @@ class TurnedCache(_caches.Cache):  # type: ignore[misc, name-defined]
         >>> cache = rotations.TurnedCache(model.config)
         >>> model.generate(ids, past_key_values=cache)
     """
+
+    turns_keys = True  # a model with R3 leaves it to the cache
 
     def __init__(self, config: Any, bits: int = 4, residual_length: int = 128) -> None:
         check_choice("bits", str(bits), [str(each) for each in BITS])

@@ -14,12 +14,15 @@ from torch.nn.utils import parametrizations, parametrize
 from typing_extensions import override
 
 from stiefel_opt.errors import check_dtype, check_module, check_range, fail
-from stiefel_opt.numerics import has_values
-from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.numerics.geometry import gram_error, polar_factor, positive_qr, widened
-from stiefel_opt.tags.constraints import constrain, release
-from stiefel_opt.tags.manifold import manifold_of
-from stiefel_opt.tags.report import table
+from stiefel_opt.numerics import (
+    gram_error,
+    has_values,
+    is_sharded,
+    polar_factor,
+    positive_qr,
+    widened,
+)
+from stiefel_opt.tags import constrain, manifold_of, release, table
 from stiefel_opt.tools.migration import from_torch_orthogonal
 
 Line = tuple[str, str, str, str]  # parameter, what it is, its matrices, what was done

@@ -20,23 +20,35 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stiefel_opt.errors import NOTHING_CONSTRAINED, check_dtype, fail, users_level
-from stiefel_opt.numerics.device import exact_products, is_compiling, reader_for
-from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.numerics.geometry import orthonormality_tolerance, project_tangent, widened
-from stiefel_opt.numerics.linalg import (
+from stiefel_opt.numerics import (
     add_to_diagonal_,
     are_finite,
+    exact_products,
     infinity_norm,
+    is_compiling,
+    is_sharded,
     largest_bound,
+    orthonormality_tolerance,
     own_gram,
+    project_tangent,
+    reader_for,
+    roots,
     skew,
+    widened,
 )
-from stiefel_opt.numerics.roots import roots
-from stiefel_opt.tags.blocks import Block, Stack, stacks_of
-from stiefel_opt.tags.foreign import inner_optimizers, is_own, trust
-from stiefel_opt.tags.manifold import Stiefel, reading_by
-from stiefel_opt.tags.parameter import note_whole, recalled
-from stiefel_opt.tags.points import nearest
+from stiefel_opt.tags import (
+    Block,
+    Stack,
+    Stiefel,
+    inner_optimizers,
+    is_own,
+    nearest,
+    note_whole,
+    reading_by,
+    recalled,
+    stacks_of,
+    trust,
+)
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 

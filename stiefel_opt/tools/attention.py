@@ -11,10 +11,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, check_module, fail, type_name
 from stiefel_opt.nn import MultiheadAttention
-from stiefel_opt.tags.constraints import apply_readings, check_value
-from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.points import kept_scale
-from stiefel_opt.tags.report import in_words, table
+from stiefel_opt.tags import Stiefel, apply_readings, check_value, in_words, kept_scale, table
 
 # Attribute names of the linear layers, each with the projections it holds, side by side.
 # Layouts that mix the heads of queries, keys and values (``query_key_value``, ``qkv_proj``) are

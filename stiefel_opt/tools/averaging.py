@@ -13,19 +13,25 @@ from torch.optim import swa_utils
 from typing_extensions import override
 
 from stiefel_opt.errors import check_flag, check_module, check_range, fail
-from stiefel_opt.numerics import has_values
-from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.numerics.geometry import (
+from stiefel_opt.numerics import (
     gram_error,
+    has_values,
+    is_sharded,
     newton_schulz,
     orthonormality_tolerance,
     widened,
 )
-from stiefel_opt.tags import mean_singular_value
-from stiefel_opt.tags.constraints import readings, reread, to_nearest_
-from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.parameter import was_released
-from stiefel_opt.tags.watch import has_left, maps_of, mark_maps
+from stiefel_opt.tags import (
+    Stiefel,
+    has_left,
+    maps_of,
+    mark_maps,
+    mean_singular_value,
+    readings,
+    reread,
+    to_nearest_,
+    was_released,
+)
 
 _CORRECTIONS: Final = 4  # Newton-Schulz steps
 _NEAR: Final = 0.1  # spectral norm of X'X - I from which they reach rounding

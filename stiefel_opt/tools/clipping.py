@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_flag, check_range, fail
-from stiefel_opt.numerics.distributed import is_sharded, whole
-from stiefel_opt.numerics.geometry import project_tangent, widened
-from stiefel_opt.tags import tangent_part
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.numerics import is_sharded, project_tangent, whole, widened
+from stiefel_opt.tags import Stiefel, tangent_part
 
 
 @torch.no_grad()

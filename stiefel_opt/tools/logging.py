@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stiefel_opt.errors import check_integer, check_module, fail, none_found
 from stiefel_opt.numerics import has_values
-from stiefel_opt.tags import scales_of
-from stiefel_opt.tags.report import constrained, orthonormality_error
+from stiefel_opt.tags import constrained, orthonormality_error, scales_of
 
 TAG = "orthonormality_error"
 Write = Callable[[dict[str, float], int], None]
@@ -104,7 +103,8 @@ def log_orthonormality(
 
 def _scales(model: nn.Module) -> dict[str, float]:
     """Return the largest learned scale of each weight that has one."""
-    scales = {name: scales_of(value, reading) for name, value, reading, _ in constrained(model)}
+    tagged = constrained(model, computed=False)
+    scales = {name: scales_of(value, reading) for name, value, reading, _ in tagged}
     return {f"scale/{name}": each[1] for name, each in scales.items() if each is not None}
 
 

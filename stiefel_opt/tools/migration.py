@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from stiefel_opt.errors import check_dtype, check_flag, check_module, fail, none_found
-from stiefel_opt.tags.constraints import check_value, constrain
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.tags import Stiefel, check_value, constrain
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

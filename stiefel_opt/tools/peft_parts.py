@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from stiefel_opt.errors import fail
 from stiefel_opt.numerics import has_values
-from stiefel_opt.tags.constraints import constrain
-from stiefel_opt.tags.points import random_point
+from stiefel_opt.tags import constrain, random_point
 from stiefel_opt.tools.optional import imported
 
 _PEFT: Final = "'peft>=0.21'"

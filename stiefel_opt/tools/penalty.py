@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from stiefel_opt.errors import check_range, none_found
-from stiefel_opt.numerics.geometry import square_gram_error
-from stiefel_opt.tags.report import constrained
+from stiefel_opt.numerics import square_gram_error
+from stiefel_opt.tags import constrained
 
 
 def orthonormality_penalty(model: nn.Module, weight: float = 1e-6) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.papers.kong.eigen_loops import CayleyLoop, PublishedLoop, WenYinLoop
 from stiefel_opt import ManifoldParameter, ProjectedRGD, StiefelSGD
-from stiefel_opt.functional import cwy_factors, generalized_householder, tcwy
+from stiefel_opt.parametrizations import cwy_factors, generalized_householder, tcwy
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from stiefel_opt import rotations
 from stiefel_opt.rotations import quantizers
+from stiefel_opt.rotations.hadamard_matrices import rotate_fixed
 
 VOCABULARY = 29
 SMALL = {
@@ -216,6 +217,47 @@ def test_generation_with_a_cache_agrees() -> None:
     rotations.fold_(model, rotations.hadamard(model, online=("R3", "R4")))
     found = model.generate(batch, attention_mask=torch.ones_like(batch), **options)
     assert torch.equal(found, expected)
+
+
+def folded(online: tuple[str, ...]) -> PreTrainedModel:
+    model = rotations.prepare_(build("Qwen3"))
+    return rotations.fold_(model, rotations.hadamard(model, online=online))
+
+
+def test_keys_are_cached_turned_and_each_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model, batch = folded(("R4",)), folded(("R3", "R4")), tokens(9)
+    with torch.no_grad():
+        expected = plain(batch, use_cache=True)
+        found = model(batch, use_cache=True)
+        for left, right in zip(
+            found.past_key_values.layers, expected.past_key_values.layers, strict=True
+        ):
+            torch.testing.assert_close(left.keys, rotate_fixed(right.keys))
+            torch.testing.assert_close(left.values, right.values)
+        turned: list[int] = []
+        monkeypatch.setattr(
+            "stiefel_opt.rotations.online.rotate_fixed",
+            lambda x: (turned.append(x.size(-2)) if x.ndim == 4 else None, rotate_fixed(x))[1],
+        )
+        for token in tokens(3).T[:, :, None]:
+            turned.clear()
+            for run, result in ((plain, expected), (copy.deepcopy(model), found)):
+                result.logits = run(token, past_key_values=result.past_key_values).logits
+            assert turned == [1, 1] * len(model.model.layers)  # a query and a key
+            assert_same_logits(found.logits, expected.logits)
+
+
+def test_a_turned_cache_of_a_folded_model_turns_its_keys_once() -> None:
+    caches = []
+    for online in (("R4",), ("R3", "R4")):
+        model = folded(online)
+        cache = rotations.TurnedCache(model.config, residual_length=0)
+        with torch.no_grad():
+            model(tokens(9), past_key_values=cache)
+            logits_after = model(tokens(1), past_key_values=cache).logits
+        caches.append((cache.layers[0].codes[0][0], logits_after))
+    assert torch.equal(caches[0][0], caches[1][0])
+    assert_same_logits(caches[0][1], caches[1][1])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -159,6 +159,17 @@ def test_a_family_learns_or_says_why_not(name: str) -> None:
         assert_same(logits(model), rounded, 0.02)  # a number may round to the other side
 
 
+def test_an_attention_of_its_own_takes_no_r3() -> None:
+    model = rotations.prepare_(build("falcon"))
+    with pytest.raises(ValueError, match=r"transformers' attention, got R3 .*TurnedCache"):
+        rotations.hadamard(model, online=("R3",))
+    for name in ("phi", "gpt2", "gpt_neox", "opt", "glm"):
+        other = rotations.prepare_(build(name))
+        expected = logits(other)
+        rotations.fold_(other, rotations.hadamard(other, online=("R3", "R4")), verify=tokens())
+        assert_same(logits(other), expected)
+
+
 def test_a_description_of_ones_own_survives_saving(tmp_path: Path) -> None:
     model = build("gpt_neox")
     expected = logits(model)
@@ -197,3 +208,22 @@ def test_a_wrong_description_is_refused_and_undone_to_the_bit() -> None:
     assert torch.equal(logits(model), expected)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     rotations.prepare_(model, verify=tokens())
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("falcon", {"parallel_attn": False}),
+        ("falcon", {"new_decoder_architecture": True}),
+        ("stablelm", {"use_parallel_residual": True}),
+    ],
+)
+def test_a_variant_of_a_family_with_other_norms_is_refused(
+    name: str, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NAMED, name, NAMED[name] | variant)
+    model = build(name)
+    expected = logits(model)
+    with pytest.raises(ValueError, match=r"have the norms .* of its family and no other"):
+        rotations.prepare_(model)
+    assert torch.equal(logits(model), expected)

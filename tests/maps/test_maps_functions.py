@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import stiefel_opt as so
-from stiefel_opt.functional import (
+from stiefel_opt.parametrizations import (
     cayley_map,
     cwy,
     cwy_factors,
@@ -20,7 +20,7 @@ from stiefel_opt.functional import (
     exponential_map,
     generalized_householder,
     householder,
-    own,
+    own_map,
     tcwy,
     urnn,
 )
@@ -212,7 +212,7 @@ def test_a_map_of_its_shape_alone_is_traced():
 
 def test_own_is_the_polar_factor_of_centred_columns():
     free = gaussian(3, 8, 4)
-    found = own(free)
+    found = own_map(free)
     assert found.sum(-2).abs().max() < 1e-14
     for matrix, point in zip(free, found, strict=True):
         expected, _ = scipy.linalg.polar((matrix - matrix.mean(0)).numpy())
@@ -221,9 +221,9 @@ def test_own_is_the_polar_factor_of_centred_columns():
 
 def test_own_is_orthonormal_in_float32_where_vectors_are_nearly_dependent():
     free = gaussian(50, 33, 32, seed=0).float()  # conditions up to 1e4
-    found = own(free)
+    found = own_map(free)
     assert (found.mT @ found - torch.eye(32)).abs().max() < 1e-5
-    torch.testing.assert_close(found, own(free.double()).float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found, own_map(free.double()).float(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_own_has_a_gradient_at_equal_eigenvalues():
     free = orthonormal(6, 3)
     free = (free - free.mean(0)) @ torch.eye(3, dtype=torch.float64)
     free = torch.linalg.qr(free).Q.requires_grad_()  # centred, V'V = I
-    assert gradcheck(own, (free,))
+    assert gradcheck(own_map, (free,))
     for scale in (1.0, 3.0):
-        assert gradgradcheck(own, ((scale * free.detach()).requires_grad_(),))
+        assert gradgradcheck(own_map, ((scale * free.detach()).requires_grad_(),))
 
 
 def test_own_has_derivatives_of_any_order_at_equal_eigenvalues():
@@ -256,7 +256,7 @@ def test_own_has_derivatives_of_any_order_at_equal_eigenvalues():
 
     def third(at):
         t = torch.zeros((), dtype=torch.float64, requires_grad=True)
-        value = (own(at + t * direction) * gaussian(7, 3, seed=2)).sum()
+        value = (own_map(at + t * direction) * gaussian(7, 3, seed=2)).sum()
         for _ in range(3):
             (value,) = torch.autograd.grad(value, t, create_graph=True)
         return value.item()
@@ -312,7 +312,8 @@ def test_eurnn_moves_in_every_direction_of_the_unitary_group():
 @pytest.mark.parametrize(
     ("function", "dtype"),
     in_turn(
-        [householder, cwy, tcwy, exponential_map, cayley_map, own], [torch.bfloat16, torch.float16]
+        [householder, cwy, tcwy, exponential_map, cayley_map, own_map],
+        [torch.bfloat16, torch.float16],
     ),
 )
 def test_half_precision_and_autocast_compute_in_float32(function, dtype):
@@ -428,7 +429,7 @@ WRONG = [
         TypeError,
         "`vectors` must have a floating-point dtype, got torch.int64",
     ),
-    (lambda: own([1.0]), TypeError, "`free` must be a tensor, got list"),
+    (lambda: own_map([1.0]), TypeError, "`free` must be a tensor, got list"),
     (lambda: cwy(torch.ones(3, 0)), ValueError, "`vectors` must be the columns"),
     (lambda: cwy(torch.ones(3, 2), 4), ValueError, r"`columns` must lie in \[1, 3\], got 4"),
     (lambda: cwy(torch.eye(3) * torch.tensor([1, 0, 1])), ValueError, "nonzero columns"),
@@ -455,7 +456,7 @@ WRONG = [
         ValueError,
         r"`base` must have the shape \(3, 2\) of free",
     ),
-    (lambda: own(torch.eye(3)), ValueError, "`free` must have more rows than columns"),
+    (lambda: own_map(torch.eye(3)), ValueError, "`free` must have more rows than columns"),
     (
         lambda: urnn(torch.ones(3, 4), torch.ones(4, 2), torch.arange(4)),
         TypeError,

@@ -10,8 +10,7 @@ from cases import in_turn
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
-from stiefel_opt.functional import delta_product
-from stiefel_opt.nn import DeltaProduct
+from stiefel_opt.nn import DeltaProduct, delta_product
 
 Inputs = dict[str, Tensor]
 

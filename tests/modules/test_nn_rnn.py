@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_opt as so
-from stiefel_opt.functional.recurrence import NONLINEARITIES, rollout
 from stiefel_opt.nn import OrthogonalRNN
+from stiefel_opt.nn.recurrence import NONLINEARITIES, rollout
 from stiefel_opt.numerics.geometry import random_point
 
 INPUT, HIDDEN, STEPS, BATCH = 3, 6, 7, 4

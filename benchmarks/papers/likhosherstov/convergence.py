@@ -36,7 +36,7 @@ from benchmarks.common.harness import (
     orthonormality_error,
     write_json,
 )
-from stiefel_opt.functional import cwy
+from stiefel_opt.parametrizations import cwy
 
 RESAMPLINGS = 200
 STEPS, RUNS = 6_000, 32  # that differ in the noise

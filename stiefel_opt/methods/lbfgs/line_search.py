@@ -12,12 +12,9 @@ from torch.optim.lbfgs import _strong_wolfe  # torch's line search is what is me
 
 from stiefel_opt.errors import fail
 from stiefel_opt.methods.lbfgs import rule as lbfgs
-from stiefel_opt.numerics.device import exact_products, finest_dtype
-from stiefel_opt.numerics.geometry import riemannian_gradient
-from stiefel_opt.numerics.linalg import own_gram
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.blocks import Stack, stacks_of
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.numerics import exact_products, finest_dtype, own_gram, riemannian_gradient
+from stiefel_opt.optim import Group
+from stiefel_opt.tags import Stack, Stiefel, stacks_of
 
 Closure = Callable[[], Any]
 

@@ -17,14 +17,15 @@ from typing_extensions import override
 
 from stiefel_opt.errors import HALF, check_choice, check_count, check_range, fail, users_level
 from stiefel_opt.methods.lbfgs.line_search import LAST, PAIRS, Closure, Point, Run, as_real, places
-from stiefel_opt.numerics.device import exact_products
-from stiefel_opt.numerics.distributed import is_sharded
-from stiefel_opt.numerics.geometry import gram_error, orthonormality_tolerance, polar_factor
-from stiefel_opt.optim import checks
-from stiefel_opt.optim.checkpoint import check_state_dict
-from stiefel_opt.optim.torch_rules import Group
-from stiefel_opt.tags.manifold import Stiefel
-from stiefel_opt.tags.parameter import recalled
+from stiefel_opt.numerics import (
+    exact_products,
+    gram_error,
+    is_sharded,
+    orthonormality_tolerance,
+    polar_factor,
+)
+from stiefel_opt.optim import Group, check_state_dict, checks
+from stiefel_opt.tags import Stiefel, recalled
 
 _NONFINITE: Final = ("skip", "raise")
 _LINE_SEARCHES: Final = ("strong_wolfe",)
@@ -52,6 +53,7 @@ class StiefelLBFGS(LBFGS):
     along the curve, which the line search provides, is s'y > 0. In the coordinates in which pairs
     are kept T is a rotation in one plane, so that keeping many pairs costs little.
 
+    A square matrix keeps the sign of its determinant; :func:`minimize` may try both.
     For losses that are the same at the same point: all data in every step, no dropout.
 
     Args:

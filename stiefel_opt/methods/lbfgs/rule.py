@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stiefel_opt.numerics.linalg import exponential, gram, own_gram, plus_identity, skew, sym
+from stiefel_opt.numerics import exponential, gram, own_gram, plus_identity, skew, sym
 
 # Where the symmetric part of E'X has an eigenvalue below it, E is too far to serve as reference.
 FARTHEST_REFERENCE = -0.5

@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import counted, fail
-from stiefel_opt.numerics.device import full_precision, no_autocast, readable
+from stiefel_opt.numerics import full_precision, no_autocast, readable
 
 _PANELS = 256  # from this size on a triangle of a product, by panels, is cheaper than the whole
 _PANEL = 64  # rows of a panel at least: products with fewer are slow

@@ -1,4 +1,4 @@
-"""Products of Householder reflections as parametrizations: HR, CWY, T-CWY, generalized."""
+"""Products of reflections as parametrizations: CWY, T-CWY and Householder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import check_count, fail
-from stiefel_opt.functional.reflections import cwy, generalized_householder, householder, tcwy
 from stiefel_opt.parametrizations.base import Free, Parametrization
 from stiefel_opt.parametrizations.init import gaussian, householder_vectors, reflections_of
-from stiefel_opt.tags.manifold import Stiefel
+from stiefel_opt.parametrizations.reflections import cwy, generalized_householder, householder, tcwy
+from stiefel_opt.tags import Stiefel
 
 
 class _Reflecting(Parametrization):

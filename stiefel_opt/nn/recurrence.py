@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stiefel_opt.errors import check_choice, fail
-from stiefel_opt.numerics.device import is_followed
+from stiefel_opt.numerics import is_followed
 
 COMPLEX_NONLINEARITIES: Final = ("modrelu", "tanh")
 NONLINEARITIES: Final = ("abs", "modrelu", "relu", "tanh")
