@@ -203,7 +203,8 @@ class _Form:
     def starts(self, count: int, generator: torch.Generator | None) -> list[list[Tensor]]:
         """Return so many starts; those of a real square matrix alternate between components."""
         drawn: list[list[Tensor]] = []
-        is_square = self.has_components()
+        first = self.readings[0]
+        is_free = self.has_components() and first is not None and first.determinant is None
         for index in range(count):
             values = []
             for tensor, reading, shape in zip(
@@ -215,7 +216,7 @@ class _Form:
                 device = None if tensor is None else tensor.device
                 options = {"generator": generator, "dtype": self.dtype, "device": device}
                 values.append(random_point(*shape, manifold=reading, **options))  # type: ignore[arg-type]
-            if index and is_square and self.component(values) == self.component(drawn[-1]):
+            if index and is_free and self.component(values) == self.component(drawn[-1]):
                 dim = self.readings[0].dimensions(values[0].ndim)[0]  # type: ignore[union-attr]
                 values[0].select(dim, 0).neg_()
             drawn.append(values)

@@ -81,6 +81,8 @@ class StiefelSGD(Flows, SGDLike):
     are parameters with a tag (:func:`stiefel_opt.constrain`, :class:`ManifoldParameter`), or those
     of groups with ``stiefel``. One learning rate serves both kinds.
 
+    A square matrix keeps the sign of its determinant; the other component is never tried.
+
     Args:
         params: Parameters, named parameters or groups, as in torch.
         lr: Learning rate, a number or a tensor, which on an accelerator is never read: NaN passes.
@@ -188,6 +190,8 @@ class StiefelAdam(Flows, AdamLike):
     and U is carried by the rotation that V makes. Without ``nesterov`` the quotients are those of Z
     and U, with t in place of t + 1. See :func:`stiefel_opt.functional.adam`. A constant factor on
     the loss changes nothing.
+
+    A square matrix keeps the sign of its determinant; the other component is never tried.
 
     Args:
         params: Parameters, named parameters or groups, as in torch.

@@ -453,7 +453,7 @@ def _check_unrecorded(tensor: Tensor) -> None:
 
 def to_nearest_(tensor: Tensor, reading: Stiefel, name: str) -> None:
     """Replace every matrix of a tensor that is off the manifold by the nearest point."""
-    _write(tensor, nearest(whole(tensor.detach()), reading, name))
+    _write(tensor, nearest(whole(tensor.detach()), reading, name, tells=True))
 
 
 @torch.no_grad()

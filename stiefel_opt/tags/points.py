@@ -25,7 +25,6 @@ from stiefel_opt.numerics.geometry import (
     gram_error,
     orientation,
     orthonormality_tolerance,
-    polar_factor,
     scale_rounding,
     widened,
 )
@@ -60,7 +59,12 @@ def at_start(reading: Stiefel) -> Stiefel:
 
 @torch.no_grad()
 def nearest(
-    tensor: Tensor, reading: Stiefel, name: str, remedy: str = "initialise it first"
+    tensor: Tensor,
+    reading: Stiefel,
+    name: str,
+    remedy: str = "initialise it first",
+    *,
+    tells: bool = False,
 ) -> Tensor | None:
     """Return a copy of ``tensor`` with every matrix off the manifold replaced by the nearest point.
 
@@ -82,7 +86,11 @@ def nearest(
         if bool(off.any()):
             result = tensor.detach().clone() if result is None else result
             projected = matrices.clone()
-            factor = polar_factor(matrices[off], reading.determinant)
+            factor, gap = geometry.polar(matrices[off], reading.determinant)
+            if tells:
+                gaps = torch.ones(off.shape, dtype=gap.dtype, device=gap.device)
+                gaps[off] = gap
+                _warn_if_not_unique(gaps, matrices.size(-2))
             scale: Any = reading.scale
             if reading.learn_scale:
                 scale = mean_singular_value(matrices[off], factor)

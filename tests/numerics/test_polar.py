@@ -200,6 +200,14 @@ def test_what_cannot_be_is_refused(call, error, message):
         call()
 
 
+def test_project_tells_of_matrices_without_a_unique_nearest_point():
+    batch = gaussian(5, 3, 2)
+    batch[3] = 0
+    with pytest.warns(UserWarning, match="not unique in 1 of 5 matrices, the first at index 3"):
+        so.project_(batch)
+    assert so.orthonormality_error(batch) < 1e-14
+
+
 def test_project_refuses_what_autograd_has_computed_and_takes_views_of_leaves():
     leaf = gaussian(6, 3).requires_grad_()
     for result in (leaf * 1.0, (leaf * 1.0)[:3]):

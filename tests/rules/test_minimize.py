@@ -75,6 +75,19 @@ def test_two_starts_try_both_components(sign, batched):
     assert two.nfev > one.nfev - (0 if sign == 1 else one.nfev)
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_starts_keep_to_a_determinant_that_is_asked_for(sign, batched):
+    def loss(x):
+        return -x.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    reading = so.Stiefel(determinant=sign)
+    options = {"starts": 4, "batched_loss": batched, "generator": generator()}
+    result = so.minimize(loss, (3, 3), reading, **options)
+    assert result.component == sign
+    assert result.fun == pytest.approx(-3.0 if sign == 1 else -1.0, abs=1e-5)
+
+
 def test_starts_at_once_are_those_one_after_the_other():
     """Of a loss with local minima: each start has a step length of its own."""
     weights = gaussian(6, 6, 3)

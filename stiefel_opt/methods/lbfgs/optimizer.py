@@ -53,6 +53,7 @@ class StiefelLBFGS(LBFGS):
     along the curve, which the line search provides, is s'y > 0. In the coordinates in which pairs
     are kept T is a rotation in one plane, so that keeping many pairs costs little.
 
+    A square matrix keeps the sign of its determinant; :func:`minimize` may try both.
     For losses that are the same at the same point: all data in every step, no dropout.
 
     Args:
